@@ -251,12 +251,10 @@ def rounded(
 
 
 def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
-    """A tree times what `rounded` returned.
-
-    16-bit leaves are multiplied in float32: in 16 bits the factor may round to 1.
-    """
+    """A tree times what `rounded` returned."""
     if factor is None:
         return gradient
+    # 16-bit leaves in float32: in 16 bits the factor may round to 1.
     return jax.tree.map(
         lambda g: _scaled(jnp.multiply, _widen(g), factor).astype(g.dtype), gradient
     )
@@ -363,12 +361,9 @@ def _holders(part: Partial, value: jax.Array) -> Partial:
 def _scaled(
     operate: Callable[..., jax.Array], array: jax.Array, scalar: jax.Array
 ) -> jax.Array:
-    """Multiplies or divides by a real scalar in the array's own precision.
-
-    Complex arrays part by part: a complex division rounds more often, and would turn an
-    infinite part into NaN.
-    """
+    """Multiplies or divides by a real scalar in the array's own precision."""
     scalar = scalar.astype(jnp.finfo(array.dtype).dtype)
+    # A complex division rounds more often, and would turn an infinite part into NaN.
     if jnp.iscomplexobj(array):
         parts = (operate(part, scalar) for part in (array.real, array.imag))
         return jax.lax.complex(*parts)

@@ -20,16 +20,14 @@ _groups = itertools.count(1 << 32)
 
 
 def alike(array: jax.Array, like: jax.Array) -> jax.Array:
-    """`array` with the layout of `like`, which has its shape; in jit and outside.
-
-    Under jit a layout over automatic axes is known to the compiler alone, and it is the
-    compiler that is told to make the two the same. `like` becomes an input of the
-    program by that, which jit otherwise forgets, together with the devices it lies on,
-    if no value depends on it.
-    """
+    """`array` with the layout of `like`, which has its shape; in jit and outside."""
     sharding: Any = jax.typeof(like).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         array = jax.sharding.reshard(array, sharding)
+    # Under jit a layout over automatic axes is known to the compiler alone, and it is
+    # the compiler that is told to make the two the same. `like` becomes an input of the
+    # program by that, which jit otherwise forgets, together with the devices it lies
+    # on, if no value depends on it.
     return _alike_p.bind(array, like)
 
 

@@ -30,36 +30,30 @@ Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
 
 def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
-    """The program of `fn` with nested jit calls opened, and the shapes of its results.
-
-    A nested `jax.jit`, which most of `jax.numpy` is, would otherwise be one equation
-    whose parts cannot be told apart. A call stays closed where it says how to compile
-    or to place its values.
-    """
+    """The program of `fn` with nested jit calls opened, and its results' shapes."""
     nested, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    # A nested `jax.jit`, which most of `jax.numpy` is, would be one equation whose
+    # parts cannot be told apart. One that says how to compile or to place its values
+    # stays closed.
     return rewritten(nested, jax.tree.leaves(arguments), _opened), shapes
 
 
 def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
-    """The program of `fn` as JAX writes it, and the shapes of its results.
-
-    NumPy arrays that it closes over are copied: JAX refers to the caller's memory,
-    which may be written to before the program is lowered.
-    """
+    """The program of `fn` as JAX writes it, and the shapes of its results."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     # Rewritten only then: most programs close over nothing of NumPy's.
+    # JAX refers to the caller's memory, which may be written to before the program is
+    # lowered. Rewritten only if so: most programs close over nothing of NumPy's.
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
     return (_with_copies(program) if borrowed else program), shapes
 
 
 def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
-    """Has JAX call `refuse(x)` for each argument x of this type, or one derived.
-
-    JAX offers no public way: `__jax_array__` is asked for by operators and by some
-    functions of `jax.numpy`, while `jax.jit` and the functions of `jax.lax` raise a
-    ValueError of their own where it exists. `refuse` must raise no TypeError, which
-    `jax.jit` would replace by another one.
-    """
+    """Has JAX call `refuse(x)` for each argument x of this type, or one derived."""
+    # JAX offers no public way: `__jax_array__` is asked for by operators and by some
+    # functions of `jax.numpy`, while `jax.jit` and the functions of `jax.lax` raise a
+    # ValueError of their own where it exists. A TypeError of `refuse` would be replaced
+    # by another one in `jax.jit`.
     core.pytype_aval_mappings[kind] = refuse
     dtypes.register_canonicalize_value_handler(kind, refuse)
 
@@ -199,14 +193,12 @@ def loop_of(equation: JaxprEqn) -> Loop | None:
 
 
 def loop_counts(equation: JaxprEqn) -> tuple[int, int] | None:
-    """How many constants and carries a loop has, or None if the equation is none.
-
-    JAX wrote them as two numbers up to 0.10; from 0.11 it keeps the three groups of
-    arguments as a tree.
-    """
+    """How many constants and carries a loop has, or None if the equation is none."""
     if equation.primitive.name != "scan":
         return None
     details = equation.params
+    # JAX wrote them as two numbers up to 0.10; from 0.11 it keeps the three groups of
+    # arguments as a tree.
     if "num_carry" in details:
         return details["num_consts"], details["num_carry"]
     constants, carries, _ = details["ft_in"].unpack()
@@ -316,16 +308,13 @@ def without_unread(
 
 
 def reads(equation: JaxprEqn, program: ClosedJaxpr) -> dict[Var, list[Var]]:
-    """For each result of an equation, the values that it depends on.
-
-    An equation that holds programs (a loop, a branch) may compute some of its results
-    from some of its arguments only.
-    """
+    """For each result of an equation, the values that it depends on."""
     arguments = [x for x in equation.invars if not isinstance(x, Literal)]
     single = _program_of(program, [equation])
     results = single.jaxpr.outvars
     if not inner_programs(equation) or len(results) < 2:
         return dict.fromkeys(results, arguments)
+    # A loop or a branch may compute some results from some of its arguments only.
     found = {}
     for result in results:
         _, used = dce_jaxpr(single.jaxpr, [x is result for x in results])

@@ -58,13 +58,11 @@ def distributed_client() -> Any:
 
 
 def abandon_distributed() -> None:
-    """Makes this process forget `jax.distributed`, so that its exit waits for no other.
-
-    At exit JAX waits for all processes to get there, which they never will if they are
-    inside a collective with this one. The destructors of its objects would wait too,
-    hence one reference that nothing ever takes back.
-    """
+    """Makes this process forget `jax.distributed`: its exit waits for no other."""
     state = distributed.global_state
+    # At exit JAX waits for all processes to get there, which they never will if they
+    # are inside a collective with this one. The destructors of its objects would wait
+    # too, hence one reference that nothing ever takes back.
     for name in ("client", "service", "preemption_sync_manager"):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
         setattr(state, name, None)
@@ -111,16 +109,14 @@ def placed(
 
 
 def beside(array: jax.Array, value: jax.Array) -> jax.Array:
-    """The cotangent of a value where the value is, committed if that is.
-
-    A value that is not committed may be anywhere, and so its cotangent is left where it
-    is; but on the same device it is not committed either. (What follows from it would
-    be committed else, and every program that takes it would be compiled again.)
-    """
+    """The cotangent of a value where the value is, committed if that is."""
     same = array.sharding == value.sharding
     if value.committed:
         done = same and array.committed
         return array if done else jax.device_put(array, value.sharding)
+    # A value that is not committed may be anywhere, and its cotangent is left where it
+    # is. On the same device it is not committed either: what follows from it would be,
+    # and every program that takes it would be compiled again.
     devices = list(array.devices())
     # Elsewhere it may stay, and over several devices there is no uncommitted array.
     if not (same and array.committed) or len(devices) > 1:

@@ -19,11 +19,9 @@ def varying_axes(array: jax.Array) -> frozenset[Hashable]:
 
 
 def tracks_varying_axes(axis_name: Hashable) -> bool:
-    """Whether the surrounding shard_map checks what varies over `axis_name`.
-
-    Only a checking shard_map gives `axis_index` a varying type. False under pmap and
-    vmap, whose tracers carry no such type.
-    """
+    """Whether the surrounding shard_map checks what varies over `axis_name`."""
+    # Only a checking shard_map gives `axis_index` a varying type. False under pmap and
+    # vmap, whose tracers carry no such type.
     return axis_name in varying_axes(jax.lax.axis_index(axis_name))
 
 
@@ -68,29 +66,25 @@ def map_shards(
 
 
 def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
-    """`array`, bit for bit, but never before `earlier` has been computed.
-
-    XLA merges collectives that do not depend on each other (on CPU in its pass
-    `cpu-all-reduce-combiner`) and takes `optimization_barrier` out before it looks.
-    What it respects is a dependence on data: the comparison is false for every number
-    and for NaN, and XLA does not know.
-    """
+    """`array`, bit for bit, but never before `earlier` has been computed."""
     if not array.size or not earlier.size:
         return array
     # One element suffices for a dependence, and the rest is not copied through `where`.
     own = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     signal = jax.lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim)
+    # XLA merges collectives that do not depend on each other (on CPU in its pass
+    # `cpu-all-reduce-combiner`) and takes `optimization_barrier` out before it looks.
+    # What it respects is a dependence on data: the comparison is false for every number
+    # and for NaN, and XLA does not know.
     never = signal.real.reshape(()) < -jnp.inf
     kept = jnp.where(never, jnp.zeros_like(own), own)
     return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
 
 
 def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """`array` with a layout over any type of mesh, inside jit and outside.
-
-    To automatic axes a layout is a constraint on the compiler, to explicit ones a part
-    of the array's type.
-    """
+    """`array` with a layout over any type of mesh, inside jit and outside."""
+    # To automatic axes a layout is a constraint on the compiler, to explicit ones a
+    # part of the array's type.
     if AxisType.Explicit in mesh.axis_types:
         return _reshard(array, mesh, spec)
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))

@@ -9,17 +9,15 @@ from jax.extend.core import Effect
 
 
 def unrepeatable_effect(text: str) -> Effect:
-    """An effect that may stand in loops, branches and custom derivatives.
-
-    It keeps a call from being dropped or made twice. `jax.checkpoint` would make it
-    twice and refuses it; `text` is what its error says.
-    """
+    """An effect that may stand in loops, branches and custom derivatives."""
 
     def told(self: Effect) -> str:
         return text
 
     # A class for each text: JAX registers effects by their types, and prints them.
     kind = type("UnrepeatableEffect", (Effect,), {"__repr__": told, "__str__": told})
+    # An effect keeps a call from being dropped or made twice. `jax.checkpoint` would
+    # make it twice and refuses it.
     effects.lowerable_effects.add_type(kind)
     effects.control_flow_allowed_effects.add_type(kind)
     effects.custom_derivatives_allowed_effects.add_type(kind)

@@ -432,12 +432,10 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
 
 
 def _placed(state: PyTree, param: jax.Array) -> PyTree:
-    """Arrays laid out as their parameter is; scalars where a step will leave them.
-
-    Zeros do not follow from the parameter, so that a compiler which is told nothing
-    puts them whole on every device. A count that moved after the first step would
-    compile the step a second time.
-    """
+    """Arrays laid out as their parameter is; scalars where a step will leave them."""
+    # Zeros do not follow from the parameter: a compiler that is told nothing puts them
+    # whole on every device. A count that moved after the first step would compile the
+    # step a second time.
     if is_traced(param):
         return jax.tree.map(
             lambda s: alike(s, param) if s.shape == param.shape else s, state
@@ -450,11 +448,9 @@ def _placed(state: PyTree, param: jax.Array) -> PyTree:
 
 
 def _settled(state: PyTree, params: PyTree) -> PyTree:
-    """The state, its unplaced arrays (optax's counts, say) moved beside the parameters.
-
-    An array that a checkpoint has restored is tied to its devices: a count on the first
-    one alone could not meet parameters on a mesh.
-    """
+    """The state with unplaced arrays, such as optax's counts, beside the parameters."""
+    # An array that a checkpoint has restored is tied to its devices: a count on the
+    # first one alone could not meet parameters on a mesh.
     arrays = [p for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
     # Under jit arrays have no place yet; the compiler lays the state out.
     if any(map(is_traced, arrays)):

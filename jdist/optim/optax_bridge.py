@@ -69,12 +69,10 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
 
 
 def _flat(state: PyTree) -> tuple[PyTree, ...]:
-    """A state's arrays, without its structure, which the parameters determine.
-
-    The structure is a tree like the parameters with the algorithm's state in the place
-    of each leaf. Flax NNX calls `init` with variables in those places, and `update`
-    with plain arrays, and wants one structure from both.
-    """
+    """A state's arrays, without its structure, which the parameters determine."""
+    # The structure is like the parameters, with the algorithm's state in each place.
+    # Flax NNX calls `init` with variables there and `update` with plain arrays, and
+    # wants one structure from both.
     return tuple(jax.tree.leaves(state))
 
 

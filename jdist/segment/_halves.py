@@ -306,16 +306,14 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
 def _differentiable(
     planned: ForwardPlan, fn: Callable[..., Any], params: PyTree, inputs: PyTree
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Runs the forward program so that its outputs differentiate as `fn` does.
-
-    The program is made of what the derivative rules of `fn` compute, a rounding, say,
-    whose own derivative is zero where `fn` has a rule for it. Under `jax.grad` the
-    outputs must follow the rules again. (JAX allows no effects in such a function.)
-    """
+    """Runs the forward program so that its outputs differentiate as `fn` does."""
     leaves, structure = jax.tree.flatten((params, inputs))
     if planned.program.jaxpr.effects:
         return planned.forward(leaves)
 
+    # The program computes what the derivative rules of `fn` do, such as a rounding,
+    # whose own derivative is zero where `fn` has a rule for it. Under `jax.grad` the
+    # outputs follow the rules again. JAX allows no effects in such a function.
     @jax.custom_jvp
     def run(leaves: list[Any]) -> PyTree:
         return planned.forward(leaves)

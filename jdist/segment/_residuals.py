@@ -199,14 +199,12 @@ def layout_of(leaves: Sequence[Any]) -> Layout:
 
 
 def _place_of(leaf: PyTree) -> Sharding | None:
-    """Its sharding on several devices, in the one form of those that mean the same.
-
-    JAX writes P() into P(None, None) where it computes with explicit axes, and a layout
-    is part of a compiled function.
-    """
+    """Its sharding on several devices, in the one form of those that mean the same."""
     place = getattr(leaf, "sharding", None)
     if type(place) in _ONE_DEVICE:
         return None
+    # JAX writes P() into P(None, None) where it computes with explicit axes, and a
+    # layout is part of a compiled function.
     if isinstance(place, NamedSharding) and len(place.spec) < leaf.ndim:
         spec, more = place.spec, [None] * (leaf.ndim - len(place.spec))
         kinds = {"unreduced": spec.unreduced, "reduced": spec.reduced}
@@ -271,11 +269,9 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
 
 
 def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
-    """Says which argument has a deleted array, where that is why JAX has failed.
-
-    To look before each call would cost more than the call. (JAX raises one of two
-    types of error, depending on whether the call took its fast path.)
-    """
+    """Says which argument has a deleted array, where that is why JAX has failed."""
+    # Looked for behind the failure: before each call it would cost more than the call.
+    # JAX raises one of two types, depending on whether the call took its fast path.
     for name, tree in trees.items():
         for path, leaf in _leaves_by_path(tree):
             is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)

@@ -82,11 +82,9 @@ def _waited_for(
 
 
 def _carrier(dtype: np.dtype) -> DTypeLike:
-    """The dtype in which a buffer holds such numbers, exactly.
-
-    Two numbers of 4 bits share a byte in XLA's memory, but not in NumPy's: a view of
-    theirs would be a copy, and what is written to it would be lost.
-    """
+    """The dtype in which a buffer holds such numbers, exactly."""
+    # Two numbers of 4 bits share a byte in XLA's memory, but not in NumPy's: a view of
+    # theirs would be a copy, and what is written to it would be lost.
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:

@@ -189,11 +189,10 @@ def caller_of(agent: Agent) -> RemoteFunctions:
 def calling(target: Target) -> Iterator[RemoteFunctions]:
     """Lets this thread act as the worker that makes the call.
 
-    A jitted function may run on a thread of XLA, which belongs to no worker.
-
     Raises:
       ValueError: That worker is not in this process, or was shut down.
     """
+    # A jitted function may run on a thread of XLA, which belongs to no worker.
     with current.use_worker(target.caller):
         yield caller_of(current_agent())
 

@@ -75,10 +75,6 @@ class Engine:
     ) -> list[int]:
         """The ids of all send functions, on any worker, that these nodes lead to.
 
-        Every node carries the send functions below it, on any worker, because messages
-        carry them along. Where there are too many, their workers are asked from message
-        to message, and answer at once from what they know.
-
         Args:
           context_id: Of the context.
           starts: Nodes of this worker.
@@ -88,7 +84,8 @@ class Engine:
           RpcTimeout, WorkerLost: A worker that had to be asked did not answer.
           ContextNotFound: One has released the context.
         """
-        # Known here without a message, unless a node reaches too many.
+        # Messages carry along the send functions below each node, on any worker. Only
+        # where there are too many their workers are asked, from message to message.
         known, beyond = reached_from(starts)
         asked: set[int] = set()
         while questions := beyond - asked:

@@ -205,14 +205,12 @@ class LocalPass:
         self._put(self._begin)
 
     def drive(self) -> None:
-        """As `begin`, but sends requests on the calling thread while it has any.
-
-        A thread that waits for the end anyway then sends a request and reads the answer
-        itself, without a hand-off to another thread.
-        """
+        """As `begin`, but sends requests on the calling thread while it has any."""
         # Other threads bring steps too, and must not send the driver's request.
         self._driver = threading.get_ident()
         self._put(self._begin)
+        # This thread waits for the end anyway: it sends the request and reads the
+        # answer itself, without a hand-off to another thread.
         while self._inline is not None:
             (peer, request), self._inline = self._inline, None
             self._put(self._ask(peer, request))

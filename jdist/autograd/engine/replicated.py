@@ -329,10 +329,7 @@ class ReplicaGroup:
     def _collected(
         self, own: _Contribution, kinds: Sequence[_Contribution], rows: Sequence[int]
     ) -> list[_Contribution]:
-        """The contributions with their leaves, by a collective of all processes.
-
-        All bring arrays of the same shapes in the same order, zeros for absent ones.
-        """
+        """The contributions with their leaves, by a collective of all processes."""
         wanted = {
             (number, place): kind
             for part in kinds
@@ -341,6 +338,7 @@ class ReplicaGroup:
             if kind is not None
         }
         places = sorted(wanted)
+        # All bring arrays of the same shapes in the same order, zeros for absent ones.
         given = [
             np.zeros(shape, jnp.dtype(dtype)) if leaf is None else np.asarray(leaf)
             for number, place in places

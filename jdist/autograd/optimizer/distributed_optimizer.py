@@ -241,12 +241,10 @@ class DistributedOptimizer:
         return jnp.sqrt(sum_of(ordered)) if ordered else jnp.zeros(())
 
     def _refuse_unequal_norms(self) -> None:
-        """Refuses a norm over replicated variables and others.
-
-        Each trainer would scale the replicated ones by another factor.
-        """
+        """Refuses a norm over replicated variables and others."""
         replicated = here().replicated
         shared = [rref.local_value() in replicated for rref in self._own]
+        # Each trainer would scale the replicated ones by another factor.
         if any(shared) and not (all(shared) and len(self._parts) == 1):
             argument = f"{_CALL}.step(max_norm=...)"
             rule = "must be of replicated variables alone, or of none: gradients of "

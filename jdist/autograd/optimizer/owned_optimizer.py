@@ -176,10 +176,8 @@ def _nothing(value: PyTree) -> Any:
 
 
 def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
-    """The sets of devices to which arrays among these are committed.
-
-    A compiled program takes arrays that are committed to one set of devices only.
-    """
+    """The sets of devices to which arrays among these are committed."""
+    # A compiled program takes arrays that are committed to one set of devices only.
     return {frozenset(x.devices()) for x in jax.tree.leaves(values) if x.committed}
 
 

@@ -175,11 +175,6 @@ def _check_independence(
 ) -> None:
     """Refuses a function whose outputs of given examples depend on the repeated ones.
 
-    At the uses 1, 2, 4, 8, ... of each size with distinct examples the function runs
-    once more, with another example repeated. An output of a given example that has
-    other bits then depends on other examples. Once is not enough: a gate that begins at
-    zero lets nothing of other examples through at first.
-
     Args:
       fn: The function.
       run: `run(number)` returns the outputs where that example is repeated.
@@ -201,6 +196,8 @@ def _check_independence(
     if not any(_bits(x, 0) != _bits(x, -1) for x in batches):
         return
     uses = (_USES.get(case) or 0) + 1
+    # At the uses 1, 2, 4, 8, ... with distinct examples. Once is not enough: a gate
+    # that begins at zero lets nothing of other examples through at first.
     if uses & (uses - 1) == 0:
         _refuse_dependence(run, outputs, rows)
     _USES.put(case, uses)

@@ -363,14 +363,11 @@ def _refuse_closure(fn: PureCallable) -> None:
 def _made(
     plan: ForwardPlan, recorded: tuple[bool, ...]
 ) -> tuple[jax.tree_util.PyTreeDef, tuple[bool, ...]]:
-    """The structure of the outputs, and which of them have a history.
-
-    Floating outputs have one if a cotangent flows from them to a recorded input. One
-    that depends on recorded inputs only behind `stop_gradient`, a comparison or a
-    rounding has none.
-    """
+    """The structure of the outputs, and which of them have a history."""
     shapes, structure = jax.tree.flatten(plan.outputs)
     floating = [is_inexact(shape) for shape in shapes]
+    # An output that depends on recorded inputs only behind `stop_gradient`, a
+    # comparison or a rounding has no history: no cotangent flows.
     linear, _ = plan.linear_part([True] * sum(floating))
     pairs = zip(recorded, plan.trained, strict=True)
     wanted = [is_recorded for is_recorded, is_trained in pairs if is_trained]

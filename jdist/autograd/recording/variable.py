@@ -174,9 +174,6 @@ class Variable(Operators):
     def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
         """The gradient of one pass: a tree of these leaves, changed by the hooks.
 
-        Each leaf is placed as the leaf of the variable is. What an optimizer makes of
-        both is then placed so too, and the next step finds all programs compiled.
-
         Raises:
           ValueError: A hook returned another structure, shape or dtype.
           Exception: Whatever a hook raised.
@@ -189,6 +186,8 @@ class Variable(Operators):
                 gradient = changed
         # A hook may have returned other containers with equal leaves.
         found = self.structure.flatten_up_to(gradient)
+        # Placed as the variable is: what an optimizer makes of both is then placed so
+        # too, and the next step finds all programs compiled.
         pairs = zip(found, self._held.leaves, strict=True)
         return self.structure.unflatten(
             [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]

@@ -15,10 +15,8 @@ from jdist.optim._hyperparameters import known_zero
 
 
 def penalized(param: jax.Array, grad: jax.Array, h: SimpleNamespace) -> jax.Array:
-    """The gradient to descend, with the L2 penalty: -g if maximize, then + wd * p.
-
-    In this order, as in torch, the penalty shrinks the parameter under maximize too.
-    """
+    """The gradient to descend, with the L2 penalty: -g if maximize, then + wd * p."""
+    # In this order, as in torch, the penalty shrinks the parameter under maximize too.
     grad = ascending(grad, h)
     return grad if known_zero(h.weight_decay) else grad + h.weight_decay * param
 

@@ -31,19 +31,16 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def identity_of(program: ClosedJaxpr) -> Hashable:
-    """A key of a program; one that is equal to no other where it cannot tell.
-
-    Compiled code is found by it: so an array of NumPy's too large to be read in every
-    call, or a rule that cannot be read, makes a program one of its kind.
-    """
+    """A key of a program; one that is equal to no other where it cannot tell."""
+    # Compiled code is found by it: so an array of NumPy's too large to be read in every
+    # call, or a rule that cannot be read, makes a program one of its kind.
     return _Writer(certain=True).closed(program)
 
 
 def likeness_of(program: ClosedJaxpr) -> Hashable:
-    """A key that differs only where programs certainly differ.
-
-    A change is refused by it: what cannot be compared, such as a callback, is left out.
-    """
+    """A key that differs only where programs certainly differ."""
+    # A change is refused by it: what cannot be compared, such as a callback, is left
+    # out.
     return _Writer(certain=False).closed(program)
 
 

@@ -192,10 +192,9 @@ def signature_of(arguments: PyTree, static: Static = ()) -> Signature:
 
 
 def refuse_hidden(user: str, program: ClosedJaxpr) -> None:
-    """Refuses a program that closes over a value of a transformation around it.
-
-    Wherever the function has found it: as a constant its derivative would be lost.
-    """
+    """Refuses a program that closes over a value of a transformation around it."""
+    # Wherever the function has found such a value: as a constant its derivative is
+    # lost.
     hidden = [x for x in constants_of(program) if is_traced(x)]
     if hidden:
         rule = "must not refer to values that are being traced; it reads one somewhere"

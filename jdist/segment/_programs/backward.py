@@ -171,13 +171,11 @@ def gradient(
 
 @functools.lru_cache(maxsize=1024)
 def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
-    """For each input the output whose cotangent is its own; None if one has another.
-
-    The cotangent of a sum is that of each of its terms. A compiled program that returns
-    what it was given costs as much to call as one that computes something, and makes an
-    array for each input; on the way to another worker these are as many arrays to send.
-    """
+    """For each input the output whose cotangent is its own; None if one has another."""
     # A parameter would need its gradient; what is kept is there to be computed with.
+    # A compiled program that returns what it was given costs as much to call as one
+    # that computes something, and makes an array for each input: on the way to another
+    # worker as many arrays to send.
     if plan.param_count or plan.kept:
         return None
     if not all(map(is_inexact, jax.tree.leaves(plan.outputs))):

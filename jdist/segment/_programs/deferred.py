@@ -175,18 +175,16 @@ def defer(gradient: BackwardProgram) -> Deferral:
 
 
 def contracted(equation: JaxprEqn, varying: set[Var]) -> tuple[int, ...]:
-    """An axis of each factor that a product sums over; none if it is no such product.
-
-    Both factors must belong to the call: with a weight as one of them there is nothing
-    to be won. Grouped convolutions sum within their groups only, and are left alone.
-    """
+    """An axis of each factor that a product sums over; none if it is no product."""
     left, right = equation.invars if len(equation.invars) == 2 else (None, None)
+    # With a weight as one of the factors there is nothing to be won.
     if left is right or not {left, right} <= varying:
         return ()
     details, name = equation.params, equation.primitive.name
     if name == "dot_general":
         (first, second), _ = details["dimension_numbers"]
         return (first[0], second[0]) if first else ()
+    # Grouped convolutions sum within their groups only, and are left alone.
     grouped = ("feature_group_count", "batch_group_count")
     if name == "conv_general_dilated" and all(details[n] == 1 for n in grouped):
         axes = details["dimension_numbers"]
