@@ -75,7 +75,8 @@ def module(nnx_module: NnxModule, key: jax.Array | None = None) -> "TrainableMod
       Array([5., 5.], dtype=float32)
     """
     _check_module(nnx_module)
-    if key is not None and not is_key(key):
+    # A stream of Flax has an attribute of any name, a dtype too.
+    if key is not None and not (isinstance(key, jax.Array) and is_key(key)):
         rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
         raise TypeError(requirement("module(key=...)", rule, key, remedy))
     return TrainableModule(nnx_module, key)
