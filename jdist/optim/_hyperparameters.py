@@ -112,6 +112,8 @@ def check_overrides(
             rule = f"has no hyperparameter {name!r} to override"
             remedy = f"It has {numeric or 'none'}."
             raise TypeError(requirement(call, rule, f"{name}={value!r}", remedy))
+        # A flag chooses the program, and a state may lack what another value would
+        # need.
         if specs[name].fixed:
             rule = f"cannot be overridden in a step: {specs[name].fixed}"
             raise ValueError(requirement(f"{call}({name}=...)", rule, value))

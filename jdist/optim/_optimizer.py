@@ -227,6 +227,7 @@ def leafwise(
       Array([0.9, 2.1], dtype=float32)
     """
     specs = {spec.name: spec for spec in hyperparameters}
+    # Before the first step, so that a wrong constructor fails where it is written.
     for spec in specs.values():
         spec.check(name, spec.value)
     # To recognise a leaf's state in `step`, whatever the shapes.
@@ -354,6 +355,7 @@ def check_optimizer(argument: str, given: PyTree) -> None:
 
 def count_zero() -> jax.Array:
     """The step count of a leaf that has not been stepped: int32, scalar."""
+    # An integer: a float32 count would stand still at 2**24.
     return jnp.zeros((), jnp.int32)
 
 

@@ -59,6 +59,7 @@ def by_label(
     _check_optimizers(optimizers)
 
     def labels_for(params: PyTree) -> list[str]:
+        # A function is asked in each step: it may decide by shapes, which tracers have.
         tree = labels(params) if callable(labels) else labels
         found = matching("by_label", "labels", params, tree)
         for label in found:
@@ -115,6 +116,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
         raise ValueError(requirement(argument, rule, optimizers))
     for label, opt in optimizers.items():
         check_optimizer(f"by_label(optimizers={{{label!r}: ...}})", opt)
+        # Each label would skip and scale for itself, and parts of a model would part.
         if opt.loss_factor is not None:
             rule = f"must have no loss scale of its own at {label!r}"
             remedy = "Put `with_master_weights` around `by_label`."

@@ -17,6 +17,7 @@ from jdist.optim.algorithms.rmsprop import rmsprop
 from jdist.optim.algorithms.rprop import rprop
 from jdist.optim.algorithms.sgd import sgd
 
+# torch's class names, by which programs written for it look optimizers up.
 _constructors: dict[str, Callable[..., Optimizer]] = {
     "Adadelta": adadelta,
     "Adagrad": adagrad,
@@ -62,6 +63,7 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
       `torch.distributed.optim.utils.register_functional_optim`.
     """
     call = "register_functional_optim"
+    # One step, so that of two threads that register a name one is refused.
     if _constructors.setdefault(name, constructor) is not constructor:
         rule = "must be a name that is free"
         remedy = "It belongs to another constructor; choose another name."

@@ -162,6 +162,8 @@ def taken_apart(tree: PyTree, call: str) -> FlatArguments:
             places.append(VariableSlot(len(references)))
             references.append(leaf)
         else:
+            # With its type: members of two enumerations may be equal, and would find
+            # each other's program.
             places.append(StaticLeaf(type(leaf), _hashable(leaf, call)))
     return FlatArguments(arrays, tuple(references), Structure(treedef, tuple(places)))
 

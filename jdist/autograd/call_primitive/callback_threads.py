@@ -49,6 +49,7 @@ class CallbackThreads:
             yield
             return
         with self._lock:
+            # The last thread stays free: what is waited for may need it.
             if self.waiting + 1 >= self.size:
                 raise RpcError(self._refusal(call))
             self.waiting += 1

@@ -155,9 +155,11 @@ def describe(
         found.append(structure)
         return results
 
+    # Traced on shapes: to be described costs no computation.
     abstract = [AbstractArray(*kind).abstract for kind in kinds]
     with use_abstract_mesh(_NO_MESH):
         results = jax.eval_shape(traced, held.leaves, *abstract)
+    # After the trace: a function that fails there gets no number.
     number = _programs(agent).add(program)
     return number, found[0].skeleton, [abstract_of(x) for x in results]
 

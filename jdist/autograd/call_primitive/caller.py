@@ -134,6 +134,7 @@ class RemoteFunctions:
         context = self._context(target, operations, jitted=host)
 
         def once() -> list[jax.Array]:
+            # Asked for in each attempt: the number may be a new one.
             number, references = self.known(target).number, _alive(target)
             body: Any = (number, operations, list(arrays), host, references, context)
             return self._exchange(target, callee.perform, body)

@@ -82,6 +82,7 @@ def _lower(stage: Any) -> Any:
         operations: Operations,
         results: Kinds,
     ) -> LoweredValue:
+        # XLA would call back once for each device.
         devices = device_count_of(context)
         if devices > 1:
             rule = "must be in a program for one device: each device would make it"
@@ -140,6 +141,7 @@ def _differentiate(
     # transposed.
     values = bind(target, operations, results, primals)
     wanted = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    # Integers have no tangent that could be transposed.
     varying = tuple(i for i, k in enumerate(results) if is_inexact(k))
     found = tangent_p.bind(
         *primals,

@@ -72,6 +72,7 @@ def shifted(
 
     def moved(operation: Transform) -> Transform:
         if isinstance(operation, Vmap):
+            # A variable is in no batch.
             return Vmap((*(None,) * count, *operation.axes))
         wanted, present = operation
         return Pullback((*also, *(i + count for i in wanted)), present)
@@ -101,6 +102,8 @@ def _pulled_back(
             results = function(*[inserted.get(i, x) for i, x in enumerate(arguments)])
             return [results[i] for i in present]
 
+        # Only the wanted ones vary: the others' cotangents would be computed for
+        # nothing.
         _, pullback = jax.vjp(of_wanted, *[arguments[i] for i in wanted])
         return list(pullback(list(cotangents)))
 

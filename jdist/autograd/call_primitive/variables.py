@@ -45,6 +45,7 @@ class CalleeVariables(NamedTuple):
           Exception: What a hook raises.
         """
         placed = {
+            # The call may have run on another device than the variable is on.
             i: jax.device_put(ct, self.leaves[i].sharding)
             for i, ct in zip(self.floating, cotangents, strict=True)
         }
@@ -120,6 +121,7 @@ def context_of(agent: Agent, context_id: int) -> Context:
     Raises:
       ContextNotFound: It was released.
     """
+    # A worker that only holds variables learns of the context by this call.
     context = of(agent).get_or_create(context_id)
     scope = current.scope.get()
     assert scope is not None

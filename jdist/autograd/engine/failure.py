@@ -55,6 +55,7 @@ class PassFailure(NamedTuple):
           >>> PassFailure("worker1", KeyError("w")).exception()
           BackwardError('worker1', "'w'")
         """
+        # Raised as they are: each says itself what has failed, and where.
         if isinstance(self.error, BackwardError | RpcError):
             return self.error
         reason = str(self.error) or repr(self.error)

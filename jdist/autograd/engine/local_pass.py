@@ -105,6 +105,7 @@ class StepQueue:
         return ran
 
     def _work_if_free(self) -> bool:
+        # Another thread works, and looks for waiting steps again when it has let go.
         if not self._running.try_acquire():
             return False
         # In a context of its own: a thread that brings a step must not lend it its
@@ -481,6 +482,8 @@ class LocalPass:
         self._make_ready(peer, gradients)
         request = GradientRequest(self.terms, marks, gradients)
         if self._driver == threading.get_ident() and self._inline is None:
+            # One request at a time is the driver's own; further ones go by other
+            # threads.
             self._inline = (peer, request)
         else:
             self._send(peer, request)
@@ -497,6 +500,8 @@ class LocalPass:
         for gradient in gradients:
             for cotangent in gradient.cotangents:
                 if cotangent is not None:
+                    # Before it is sent: what fails on a device here must not appear as
+                    # the receiver's.
                     cotangent.block_until_ready()
         if events.recordings:
             worker = self._name_of(peer)
@@ -532,6 +537,7 @@ class LocalPass:
 
     def _end(self, failure: PassFailure) -> None:
         """Ends a pass that has failed: tells all workers, and keeps nothing of it."""
+        # Once: the end of a pass may be found on several ways.
         if self._failure is not None or self.done.done():
             return
         # First, because what follows may bring further steps, which then do nothing.

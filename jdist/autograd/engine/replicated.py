@@ -215,6 +215,7 @@ class ReplicaGroup:
             raise
         leaves = jax.tree.leaves(made.value)
         kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
+        # Only the first one's values count, and only they are sent.
         first = self._agent.info.name == self.names[0]
         process = [jax.process_index(), jax.process_count()]
         brought = [kinds, leaves if first else None, process]
@@ -243,6 +244,8 @@ class ReplicaGroup:
                     "another pass of this worker under way",
                 )
             )
+        # Counted where a pass begins, so that one that fails counts on all trainers
+        # alike.
         self._passes += 1
 
     def end(self) -> None:
@@ -263,6 +266,7 @@ class ReplicaGroup:
         own = _Contribution({}, {})
         for number, member in self._members.items():
             variable = member.variable
+            # At each pass: the number of examples may differ from batch to batch.
             weight = member.weight() if callable(member.weight) else member.weight
             own.weights[number] = _check_weight(weight)
             gradient = found.get(variable)
@@ -287,6 +291,7 @@ class ReplicaGroup:
         leaves: Any = own.leaves if rows is None else _kinds(own.leaves)
         found = self._gather([own.weights, leaves], seconds, self._tag)
         parts = [_Contribution(*found[name]) for name in self.names]
+        # Before any sum: a variable that one trainer has left would shift the others.
         self._check_numbers(parts)
         if rows is not None:
             parts = self._collected(own, parts, rows)
@@ -348,6 +353,7 @@ class ReplicaGroup:
         try:
             found = multihost_utils.process_allgather(given) if given else []
         except Exception as error:
+            # The collective's own error names no process; rpc knows who is gone.
             lost = [name for name in self._agent.group.lost() if name in self.names]
             if lost:
                 raise WorkerLost(lost[0], "backward", str(error)) from error
@@ -386,6 +392,8 @@ class ReplicaGroups:
     def alive(self) -> list[ReplicaGroup]:
         """The groups with variables, in the same order on all trainers."""
         with self._lock:
+            # Sorted: trainers of two groups meet in the same order, and not in a
+            # circle.
             return [group for _, group in sorted(self._groups.items()) if group.lives]
 
     def remove(self, variable: Variable) -> bool:
@@ -423,6 +431,7 @@ class ReplicaReduction:
         try:
             for group in self._groups:
                 group.begin()
+                # Only what has begun is ended, and refused if another cannot begin.
                 self._left.append(group)
         except AutogradError as error:
             self.__exit__(AutogradError, error, None)
@@ -503,6 +512,8 @@ def _check_alike(
 
 def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
     """Each trainer's row in a collective of all processes; None if they are others."""
+    # A collective of JAX is one of all processes: it serves a group that is all of
+    # them.
     rows = [index for index, _ in processes]
     counts = {count for _, count in processes}
     whole = counts == {len(rows)} and sorted(rows) == list(range(len(rows)))

@@ -93,6 +93,7 @@ class TerminationDetector:
     def waits_for(self, starving: tuple[StarvingSend, ...]) -> None:
         """Notes what this worker waits for when it is about to rest."""
         known = self._reports.get(self._worker)
+        # Unchanged reports are not sent again.
         if starving != (() if known is None else known.starving):
             self._number += 1
             self._reports[self._worker] = StarvationReport(self._number, starving)

@@ -53,6 +53,7 @@ def compiled_optimizer(
     """
     values = (*args, *kwargs.values())
     ours = getattr(factory, "__module__", "").startswith("jdist.optim.")
+    # A constructor of jdist's cannot change, so that names and numbers are its key.
     if ours and all(type(value) in _PLAIN for value in values):
         return _of_numbers(factory, tuple(kwargs), values, tuple(map(type, values)))
     return _by_contents(factory, args, kwargs)

@@ -82,6 +82,7 @@ class DistributedOptimizer:
         **kwargs: object,
     ) -> None:
         _check_factory(optimizer)
+        # Refused here, before any owner has made its part.
         current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
         for position, rref in enumerate(params_rrefs):
@@ -138,6 +139,7 @@ class DistributedOptimizer:
             stepped, unless it was the norm that failed.
         """
         here().retrieve(context_id)
+        # Checked before the first message, so that no owner steps if one is wrong.
         values = {name: _number(name, value) for name, value in overrides.items()}
         factor = norm = None
         if max_norm is not None:
@@ -186,6 +188,7 @@ class DistributedOptimizer:
             name: {path: described(x) for path, x in numbers.items()}
             for name, numbers in state.items()
         }
+        # All owners are compared before one is written to.
         for name in sorted(found.keys() | given.keys()):
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
         bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
@@ -234,6 +237,8 @@ class DistributedOptimizer:
         answers = self._ask(owner_side.SQUARES, complaint, timeout, (context_id,))
         found: dict[int, Any] = {}
         for squares in answers.values():
+            # By position, and added in that order: the norm does not depend on the
+            # owners.
             found |= squares
         ordered = [
             jnp.asarray(s) for position in sorted(found) for s in found[position]

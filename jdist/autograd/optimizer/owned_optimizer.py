@@ -73,11 +73,13 @@ class OwnedOptimizer:
           Exception: What the optimizer raised. Nothing has changed then.
         """
         reached = [gradients.get(variable) for variable in self._variables]
+        # Nothing would move, and the locks of others' steps are not waited for.
         if not jax.tree.leaves(reached):
             return
         self._check(overrides)
 
         def act() -> None:
+            # The caller may have given up while this step waited for the locks.
             _refuse_if_given_up()
             values = self._values()
             grads = [
@@ -122,6 +124,7 @@ class OwnedOptimizer:
             _refuse_if_given_up()
             leaves = _leaves(self._tree())
             here = {p: described(words(jnp.asarray(x))) for p, x in leaves.items()}
+            # Under the locks, and before the first value is set.
             check_same({p: described(x) for p, x in numbers.items()}, here)
             structure: Any = jax.tree.structure(self._tree())
             tree = structure.unflatten(

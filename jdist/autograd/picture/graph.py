@@ -45,6 +45,7 @@ class Graph:
         Each pair once. A receive function uses what the send function of the same
         message has sent.
         """
+        # Message ids are unique over all workers, so that one map serves them all.
         sends = {v.message_id: n for n, v in enumerate(self.nodes) if v.kind == SEND}
         found: dict[tuple[int, int], None] = {}
         for place, node in enumerate(self.nodes):
@@ -131,6 +132,7 @@ def graph(
     own = (container.agent.info, graph_nodes(context, starts, more, names, marks))
     parts = [own, *_others(context, marks, timeout)]
     found: list[GraphNode] = []
+    # By rank, and not by arrival: the same program draws the same picture.
     for _, part in sorted(parts, key=lambda pair: pair[0].id):
         shift = len(found)
         found += [
@@ -173,6 +175,7 @@ def _others(
         for number in sorted(ask):
             worker = context.container.worker(number)
             answer = agent.call_async(worker, _KIND, body, timeout)
+            # All are asked before one is waited for.
             asked.append((worker, answer))
         ask = set()
         for worker, answer in asked:

@@ -84,6 +84,7 @@ def checked(rows: object) -> list[GraphNode]:
         raise ProtocolError("A part of a graph is a list of functions.")
     found = []
     for place, row in enumerate(rows):
+        # Another worker has sent it: an index out of range would fail far from here.
         fits = type(row) is tuple and len(row) == len(GraphNode._fields)
         kinds = (str, str, str, int, tuple, int)
         if not fits or not all(map(isinstance, row, kinds)) or row[1] not in KINDS:

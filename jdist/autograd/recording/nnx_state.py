@@ -81,6 +81,7 @@ def state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
 
 
 def _nnx() -> ModuleType | None:
+    # Not imported: without Flax in the program there is no module to look for.
     found = sys.modules.get("flax.nnx")
     # Another thread may be half-way through importing it.
     return found if hasattr(found, "Module") and hasattr(found, "split") else None

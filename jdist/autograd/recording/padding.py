@@ -193,6 +193,7 @@ def _check_independence(
         function = node.segment
     shapes = [(len(x), *x.shape[1:]) for x in leaves]
     case = (function, *shapes, *[(x.shape[1:], x.dtype) for x in batches])
+    # Equal examples in both places prove nothing, and count as no use.
     if not any(_bits(x, 0) != _bits(x, -1) for x in batches):
         return
     uses = (_USES.get(case) or 0) + 1
@@ -200,6 +201,7 @@ def _check_independence(
     # that begins at zero lets nothing of other examples through at first.
     if uses & (uses - 1) == 0:
         _refuse_dependence(run, outputs, rows)
+    # Behind the check: one that refuses is made again at the next use.
     _USES.put(case, uses)
 
 
@@ -258,6 +260,7 @@ class ResizedNode(Node):
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`. The cotangent of rows that were cut is zero."""
         (cotangent,) = cotangents
+        # By NumPy: on a device each number of rows would compile a program.
         added = np.asarray(cotangent)[self._rows :]
         if not added.any():  # as of every function that treats examples independently
             return [_of_length(cotangent, self._rows, None)]

@@ -130,6 +130,7 @@ def call(
         outputs, residuals = segment.forward((), *arrays)
     except Changed:
         # It was found by the contents of another function, which have changed since.
+        # The entry goes: a function of these contents would find the changed one again.
         _COMPILED.drop(function)
         segment = function.alone(fn).segment(spec)
         outputs, residuals = segment.forward((), *arrays)
@@ -303,6 +304,7 @@ def _take(
 ) -> "TakenLeaf":
     """How a function takes a leaf without a history; an array is appended."""
     if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
+        # Recorded values beside it would be baked into the program that JAX is tracing.
         if is_traced(leaf):
             rule = "must not be given traced arrays beside recorded values"
             remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
@@ -323,6 +325,7 @@ def _static_by_contents(leaf: PyTree) -> _StaticArgument:
     _refuse_closure(leaf)
     read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
     contents = read(leaf, "apply")
+    # What cannot be read is equal to nothing, and compiles in each call.
     key = contents if contents.complete else object()
     return _StaticArgument(leaf, key, contents.code)
 

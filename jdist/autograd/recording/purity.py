@@ -42,6 +42,8 @@ def eager(fn: F) -> F:
     """
     inner = fn.__func__ if isinstance(fn, staticmethod | classmethod) else fn
     try:
+        # On the function itself: a wrapper would have another name, by which it
+        # travels.
         setattr(inner, _MARK, True)
     except (AttributeError, TypeError):
         rule = "must be a Python function"
@@ -51,6 +53,7 @@ def eager(fn: F) -> F:
 
 def is_pure(function: Callable[..., object]) -> bool:
     """Whether a call of `function` with recorded values is compiled."""
+    # The mark is on the function inside.
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, type | types.MethodType):

@@ -140,6 +140,7 @@ def _refused(name: str) -> Method:
 
 def _method(fn: Callable[..., PyTree]) -> Method:
     def method(self: "Operators", *args: Operand, **kwargs: Operand) -> Computed:
+        # A tree has no such method, and which leaf is meant is not guessed.
         self._check_one_array(method.__name__)
         return record(fn, (self, *args), kwargs)
 

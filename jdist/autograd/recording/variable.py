@@ -160,6 +160,7 @@ class Variable(Operators):
             )
         key = object()
         with self._lock:
+            # Under a key of its own, so that a hook registered twice is removed once.
             self._hooks[key] = hook
         return lambda: _discard(self._hooks, key)
 
@@ -253,6 +254,7 @@ def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
 
 def _copied(array: np.ndarray) -> jax.Array:
     """`jnp.array`, in a third of its time, and of any byte order."""
+    # JAX's memory has the machine's byte order.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     return placed(np.array(array, dtype, order="C"), None)
 

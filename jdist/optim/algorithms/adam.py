@@ -125,6 +125,7 @@ def adam_form(
         grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
+        # In the leaf's precision, so that float64 parameters get float64 corrections.
         t = step.astype(param.dtype)
         m = average(state.exp_avg, grad, beta1)
         v = average(state.exp_avg_sq, grad * grad, beta2)

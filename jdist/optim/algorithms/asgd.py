@@ -82,6 +82,7 @@ def asgd(
     """
 
     def init_leaf(param: jax.Array) -> ASGDState:
+        # In bfloat16 both would move in steps of nearly a percent.
         real = wide_dtype(param.dtype)
         eta, mu = jnp.zeros((), real), jnp.ones((), real)
         return ASGDState(count_zero(), eta, mu, jnp.zeros_like(param))

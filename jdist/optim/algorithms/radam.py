@@ -148,5 +148,6 @@ def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.A
 
 def _langevin(y: jax.Array) -> jax.Array:
     """coth(y) - 1/y for 0 < y <= 0.1, by its series: the next term is below 1e-15."""
+    # The series in y^2: both terms of the definition are large and nearly equal here.
     z = y * y
     return y * (1 / 3 - z * (1 / 45 - z * (2 / 945 - z * (1 / 4725 - z * 2 / 93555))))

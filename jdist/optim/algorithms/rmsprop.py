@@ -85,6 +85,7 @@ def rmsprop(
       `torch.optim.rmsprop._single_tensor_rmsprop`, torch 2.13; Hinton, Neural networks
       for machine learning, lecture 6e; Graves, arXiv:1308.0850, equations 38 to 45.
     """
+    # As in torch: a buffer that no step uses would be memory of a parameter's size.
     has_buffer = not known_zero(momentum)
 
     def init_leaf(param: jax.Array) -> RMSpropState:

@@ -86,6 +86,7 @@ def rprop(
         ).astype(param.dtype)
         # torch makes the state at the first step, so that the rate of that step counts.
         length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
+        # Clipped also at the first step, as in torch.
         length = jnp.clip(length * factor, *h.step_sizes)
         # The zero is remembered too, so that the step after a change of sign keeps its
         # length.

@@ -28,6 +28,7 @@ from jdist.optim._hyperparameters import (
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import penalized
 
+# torch refuses both too: without momentum there is nothing to look ahead by.
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
 EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
 
@@ -83,6 +84,7 @@ def sgd(
       `torch.optim.sgd._single_tensor_sgd`, torch 2.13; Sutskever et al., On the
       importance of initialization and momentum in deep learning, ICML 2013.
     """
+    # An override may be 0 and traced; only a Python 0 says that none will be needed.
     has_buffer = not known_zero(momentum)
 
     def init_leaf(param: jax.Array) -> SGDState:
