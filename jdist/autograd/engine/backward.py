@@ -24,7 +24,6 @@ from jdist.rpc.extension import (
     Deadline,
     await_done,
     current,
-    current_agent,
     exceeded,
     releasing_all,
     resolve,
@@ -90,10 +89,11 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current_agent()
+    container = here()
+    agent = container.agent
 
     def run(reduction: ReplicaReduction | None) -> tuple[Context, Deadline]:
-        context = here().retrieve(context_id)
+        context = container.retrieve(context_id)
         if mode not in MODES:
             rule = "must be 'smart' or 'fast'"
             raise ValueError(requirement("backward(mode=...)", rule, mode))
@@ -107,7 +107,7 @@ def backward(
         _run(local_pass, context, agent.info.name)
         return context, limit
 
-    if not here().replicated:
+    if not container.replicated:
         run(None)
         return
     reduction = ReplicaReduction(agent)

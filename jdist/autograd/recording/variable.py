@@ -179,18 +179,19 @@ class Variable(Operators):
           ValueError: A hook returned another structure, shape or dtype.
           Exception: Whatever a hook raised.
         """
-        gradient = self.structure.unflatten(cotangents)
+        structure = self.structure
+        gradient = structure.unflatten(cotangents)
         for hook in self.hooks:
             changed = hook(gradient)
             if changed is not None:
                 _check_hooked(gradient, changed)
                 gradient = changed
         # A hook may have returned other containers with equal leaves.
-        found = self.structure.flatten_up_to(gradient)
+        found = structure.flatten_up_to(gradient)
         # Placed as the variable is: what an optimizer makes of both is then placed so
         # too, and the next step finds all programs compiled.
         pairs = zip(found, self._held.leaves, strict=True)
-        return self.structure.unflatten(
+        return structure.unflatten(
             [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]
         )
 
