@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._tree import PyTree
+from jdist._tree import PyTree, is_key
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -59,9 +59,9 @@ class RandomStreams:
     def of(cls, streams: PyTree) -> "RandomStreams":
         """The structure of `ModuleParts.streams`; shapes in place of arrays will do."""
         leaves, structure = jax.tree.flatten(streams)
-        is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+        are_keys = map(is_key, leaves)
         shapes = [tuple(x.shape) for x in leaves]
-        return cls(structure, tuple(zip(is_key, shapes, strict=True)))
+        return cls(structure, tuple(zip(are_keys, shapes, strict=True)))
 
     def begun(self, key: jax.Array) -> PyTree:
         """Every stream at its beginning, with a key of its own.
@@ -74,8 +74,8 @@ class RandomStreams:
           [0, 0]
         """
         leaves = []
-        for number, (is_key, shape) in enumerate(self.leaves):
-            if not is_key:
+        for number, (is_stream_key, shape) in enumerate(self.leaves):
+            if not is_stream_key:
                 leaves.append(jnp.zeros(shape, jnp.uint32))
                 continue
             own = jax.random.fold_in(key, number)

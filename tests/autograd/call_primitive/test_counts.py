@@ -13,6 +13,7 @@ from jdist import autograd, rpc
 from jdist.autograd.call_primitive import callee
 from jdist.autograd.call_primitive.caller import RemoteFunctions
 from jdist.autograd.call_primitive.transforms import Pullback, Vmap
+from jdist.rpc.extension import current_agent
 from tests.autograd import remote_functions as functions
 
 
@@ -190,10 +191,9 @@ def test_a_callee_that_has_forgotten_a_function_is_told_again(cluster):
 
 
 def test_what_is_remembered_is_bounded(threads):
-    with mock.patch.object(callee, "_MOST", 3):
-        for size in range(1, 9):
-            autograd.remote_call("worker1", functions.loss, jnp.ones(size))
-        with rpc.use_worker("worker1"):
-            from jdist.rpc.base import current
-
-            assert len(callee._programs(current.worker())._known) == 3
+    with mock.patch.object(callee, "_MOST", 3), rpc.use_worker("worker1"):
+        served = callee.ServedFunctions()
+        current_agent().extension_state[callee.STATE] = served
+    for size in range(1, 9):
+        autograd.remote_call("worker1", functions.loss, jnp.ones(size))
+    assert len(served._known) == 3
