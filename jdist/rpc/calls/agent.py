@@ -198,6 +198,7 @@ class Agent:
         """Ends all that waits for a worker that has gone, or works for it."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
+        # Its calls to this worker end too: their channels are not the peer's own.
         with self._lock:
             channels = [
                 one for one in self._incoming if one.peer == peer.transport_name
@@ -314,6 +315,7 @@ class Agent:
         try:
             return self.value_of(answer, receive, peer.info)
         except KeyboardInterrupt:
+            # The program gets nothing of it, so no finalizer drops what it brought.
             self.references.decline(answer.tree, peer.info)
             raise
 
@@ -364,6 +366,8 @@ class Agent:
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
         try:
+            # Before it is sent: a shutdown must not find this worker without calls
+            # while the request is in flight.
             self.outstanding.send(request)
             if not self._submit(request, peer.shared, frame):
                 # Connecting may take long, and this call must not.
@@ -460,6 +464,7 @@ class Agent:
     # --- serving ---
 
     def _serve(self, channel: Channel) -> None:
+        # It waits: another worker may learn before this one that this one has joined.
         caller = self.directory.caller(channel.peer, moment(self.options.join_timeout))
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
@@ -509,6 +514,8 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+        # In this order: packages may still send, connections wake the threads that
+        # wait, and only then can the timer and the pool be joined.
         self.extension_state.close()
         for peer in self.directory.present():
             peer.close("this worker was shut down")

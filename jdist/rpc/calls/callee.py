@@ -34,15 +34,9 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
-    "AFTER",
-    "NESTED",
-    "TAKE_BACK",
-    "Callee",
-    "Execution",
-    "Handler",
-    "Reply",
+    "AFTER", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
     "ServedConnection",
-]
+]  # fmt: skip
 
 
 class Execution:
@@ -379,6 +373,7 @@ class Callee:
                 frame = self.failure(number, error)
             answer.set_result(frame)
 
+        # First: it may have been cancelled meanwhile, which completes the result.
         execution.defer(result)
         call_when_done(result, finish)
         return execution
@@ -484,6 +479,7 @@ class ServedConnection:
                 run_all(execution.followed())
 
     def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
+        # In this order: a cancellation finds it in one of the two at any time.
         if execution.brings_references:
             self._bringing[number] = execution
         self._running.pop(number, None)
@@ -513,6 +509,7 @@ class ServedConnection:
 
     def _end(self, reason: str) -> None:
         self._channel.close(reason)
+        # Its caller waits no longer, or is gone: nothing has a use for the results.
         # `values()` of a weak dictionary is a Python loop, while other threads add.
         bringing = [each() for each in self._bringing.valuerefs()]
         for execution in [*self._running.values(), *filter(None, bringing)]:

@@ -25,14 +25,9 @@ from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [
-    "async_execution",
-    "execute",
-    "install",
-    "is_asynchronous",
-    "outgoing",
-    "rpc_async",
+    "async_execution", "execute", "install", "is_asynchronous", "outgoing", "rpc_async",
     "rpc_sync",
-]
+]  # fmt: skip
 
 
 def rpc_sync(

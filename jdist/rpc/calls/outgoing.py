@@ -77,13 +77,7 @@ class SyncCall:
     """A synchronous call: a thread waits on a pooled connection."""
 
     __slots__ = (
-        "_peer",
-        "answer",
-        "connection",
-        "deadline",
-        "given_up",
-        "operation",
-        "since",
+        "_peer", "answer", "connection", "deadline", "given_up", "operation", "since",
         "take_back",
     )  # fmt: skip
 
@@ -125,6 +119,7 @@ class SyncCall:
         """
         while True:
             connection = self._peer.take(self, self.deadline)
+            # It may have been given up before it had a connection to be closed.
             if self.given_up is not None:
                 raise ChannelClosed(self.given_up)
             try:
@@ -146,6 +141,7 @@ class SyncCall:
         try:
             self.answer = connection.channel.exchange(frame, self.deadline.at)
         except TimeoutError:
+            # The answer may still come, and must not be taken for that of a later call.
             self.release("the call was given up at its deadline")
             raise
         except ValueError:
@@ -262,6 +258,7 @@ class AsyncCall:
             self._ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
+            # The callee may have got the references in it, or not: they are settled.
             self._agent.undelivered(self.message)
         if self._execution is not None:
             self._execution.end(self)

@@ -105,6 +105,7 @@ class Peer:
             caller.connection = None
         caller.connection = connection = PooledConnection(self._connect(deadline))
         with self._lock:
+            # Noted or refused: `close` may have gone through the list already.
             if self.departed is None:
                 self._busy.add(connection)
         self._check_present(connection.channel)
@@ -188,6 +189,7 @@ class Peer:
     def close(self, reason: str) -> None:
         """The worker is gone: everything under way ends with `reason`."""
         with self._lock:
+            # The first reason stays: it says how the loss was noticed.
             self.departed = self.departed or reason
             connections = [*self._busy, *self._idle]
             self._idle.clear()

@@ -91,6 +91,7 @@ class Creation:
         references, (fork,) = self._references, self._user_forks
         if error is None:
             references.created(fork)
+        # Counted first: `confirmed_by_owner` holds once the creation is done.
         callbacks = complete(self._ended, None, error)
         if error is not None:
             references.not_created(fork, f"{type(error).__name__}: {error}")
@@ -150,6 +151,7 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
 def _place(references: References, caller: WorkerInfo, name: _Name) -> OwnerValue:
     if caller.incarnation == references.agent.info.incarnation:
         return references.find(name[0])
+    # Its numbers deduplicate requests by their creator; a peer must not use another's.
     if name[0].created_on != caller.incarnation:
         raise ProtocolError("A reference's id bears the number of its creator.")
     return references.on_create(caller, *name)

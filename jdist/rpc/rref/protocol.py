@@ -131,6 +131,7 @@ class Protocol:
             return []
         if user_fork.failed is not None:  # the owner is gone
             return self._drop_if_over(user_fork)
+        # The owner may have got it or not: told so, it counts the fork either way.
         low_water_mark = self._creating[user_fork.owner].low_water_mark
         return [
             Send(
@@ -160,6 +161,7 @@ class Protocol:
 
     def give(self, user_fork: UserFork, to: int) -> Ref:
         """A reference is about to be sent, by one that holds it."""
+        # Guarantee G2: it is not dropped before the child is counted.
         user_fork.children += 1
         return self._give(user_fork.owner, user_fork.rref, to, user_fork)
 

@@ -190,6 +190,7 @@ class References:
     def drop(self, user_fork: UserFork) -> None:
         """Drops a fork soon; any number of times."""
         self._watched.pop(user_fork.fork, None)
+        # A deque, whose `append` is one step: this runs on the timer and elsewhere.
         self._unused.append(user_fork)
         now = time.monotonic()
         if now >= self._gathering_until:
@@ -367,6 +368,7 @@ class References:
                 if not self._due:
                     break
                 effects, never = self._due.popleft()
+                # Counted, so that `release` does not end before it was sent.
                 self._performing += 1
             try:
                 self._perform(effects, never)

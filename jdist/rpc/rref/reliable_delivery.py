@@ -144,6 +144,7 @@ class ReliableDelivery:
 
     def close(self) -> None:
         """Ends what is under way to all workers."""
+        # Abandoned outside of the lock: callbacks may send again.
         with self._lock:
             left = [one for box in self._outboxes.values() for one in box.clear()]
             self._outboxes.clear()
@@ -193,6 +194,7 @@ class ReliableDelivery:
         try:
             answers = _matching(sent.value(), batch)
         except RpcTimeout:
+            # At once: the patience itself was the pause, and grows with the attempt.
             self._try(batch, attempt + 1)
         except WorkerLost:
             # If only the connection was lost, the next attempt makes another one.
@@ -242,7 +244,7 @@ class ReliableDelivery:
             inbox.prune(low_water_mark)
             answers, react = handler(sender, messages)
             inbox.answers[number] = answers
-        react()
+        react()  # outside of the lock: it may block, and a repetition must not
         return _answer(answers)
 
 

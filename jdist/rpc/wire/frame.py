@@ -36,24 +36,10 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.arrays import aligned, dtype_name, dtype_named, host
 
 __all__ = [
-    "ANSWERS",
-    "CALL",
-    "CANCEL",
-    "ERROR",
-    "PREFIX_BYTES",
-    "REPLY",
-    "UNNUMBERED",
-    "Duplicates",
-    "Frame",
-    "Header",
-    "Limits",
-    "Packed",
-    "allocate",
-    "assemble",
-    "pack",
-    "parse_header",
-    "parse_prefix",
-]
+    "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
+    "Duplicates", "Frame", "Header", "Limits", "Packed", "allocate", "assemble", "pack",
+    "parse_header", "parse_prefix",
+]  # fmt: skip
 
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
 # "autograd.backward", say) and so that faults can be injected per kind.

@@ -34,19 +34,9 @@ from jdist.rpc.wire.channel import NotSent
 from jdist.rpc.wire.stream import ByteStream, receive_exactly
 
 __all__ = [
-    "NO_BINDING",
-    "REMEDY",
-    "SAME_KEY",
-    "SHORTEST_KEY",
-    "VERSION",
-    "Ability",
-    "Identity",
-    "Proved",
-    "accept",
-    "check_key",
-    "connect",
-    "refuse",
-]
+    "NO_BINDING", "REMEDY", "SAME_KEY", "SHORTEST_KEY", "VERSION", "Ability",
+    "Identity", "Proved", "accept", "check_key", "connect", "refuse",
+]  # fmt: skip
 
 VERSION = 1
 """Of the handshake and of what follows it. Workers of two versions do not talk."""

@@ -23,13 +23,9 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.polling import Polling
 
 __all__ = [
-    "MOST_DESCRIPTORS",
-    "ByteStream",
-    "CutOff",
-    "Stream",
-    "leave_to_parent",
+    "MOST_DESCRIPTORS", "ByteStream", "CutOff", "Stream", "leave_to_parent",
     "receive_exactly",
-]
+]  # fmt: skip
 
 BUFFER = 1 << 20
 """Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
