@@ -213,20 +213,24 @@ def prepared(
                 for name, candidate in candidates.items()
             }
             rows = _rows(expected, found, measured, peers)
-            if any(row.ratio > 1 for row in rows):
+            failing = {row.candidate for row in rows if row.ratio > 1}
+            if failing:
                 # Nothing is condemned by the luck of a few draws,
                 again = measured_again()
-                # nor for drawing other numbers than the reference.
-                failing = [
-                    name
-                    for name in candidates
-                    if any(row.ratio > 1 for row in rows if row.candidate == name)
-                ]
-                suspects = {name: candidates[name] for name in failing}
+                # nor for drawing other numbers than the reference,
+                suspects = {n: c for n, c in candidates.items() if n in failing}
                 excuses = _excuses(
                     loss_fn, (params, batch), suspects, found, again, peers
                 )
-                rows = _rows(expected, found, again, peers, excuses)
+                condemned = {name: found[name] for name in suspects}
+                second = _rows(expected, condemned, again, peers, excuses)
+                # nor otherwise than it would be alone.
+                rows = tuple(
+                    row
+                    for name in candidates
+                    for row in (second if name in failing else rows)
+                    if row.candidate == name
+                )
             report = Report(rows, measured.oracle, measured.notes + looseness(rows))
             return agreed(report, peers)
 

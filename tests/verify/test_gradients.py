@@ -340,3 +340,20 @@ def test_candidates_that_misbehave_are_named():
     with pytest.raises(KeyError, match="lost") as caught:
         verify.gradients(loss, w, x, {"broken": broken})
     assert "candidate 'broken'" in caught.value.__notes__[0]
+
+
+def test_a_verdict_does_not_depend_on_its_neighbours():
+    """The second look is at those that fail the first: the others keep their bound."""
+    rng = np.random.default_rng(4)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((9, 3), (3,)))
+    judged = verify.judge(lambda w, x: jnp.tanh(x @ w))
+    right = jax.value_and_grad(lambda w, x: jnp.tanh(x[::-1] @ w).mean())
+
+    def wrong(w, x):
+        return right(w, 2 * x)
+
+    alone = judged(w, x, {"right": right}, seed=None)
+    both = judged(w, x, {"wrong": wrong, "right": right}, seed=None)
+    assert {row.candidate for row in both.failures} == {"wrong"}
+    assert not alone.bit_equal
+    assert both.of("right").leaves == alone.leaves

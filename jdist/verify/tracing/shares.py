@@ -70,7 +70,8 @@ def shares(
     each = np.concatenate([parts[p] for p in paths], axis=1)
     difference = own - each.sum(axis=0)
     columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
-    if not np.isfinite(difference).all():
+    # Of few entries, any difference would be a sum of so many columns.
+    if 2 * len(groups) > len(difference) or not np.isfinite(difference).all():
         return None
     excess, *_ = np.linalg.lstsq(columns, difference, rcond=None)
     rest = np.linalg.norm(difference - columns @ excess)

@@ -199,11 +199,20 @@ def _beyond_taps(
     paths = [row.path for row in leaves if np.isfinite(row.ratio)]
     each = parts() if paths else None
     if each is not None:
+        place = (worst.path, worst.ratio, words)
         groups = _partition(findings.groups, weights > 0)
         found = shares(gradient, paths, each, groups)
         if found is not None:
-            place = (worst.path, worst.ratio, words)
             return _of_shares(findings, groups, found, place, weights)
+        # Replicas by `vmap` are one call, which need not count as one.
+        single = _partition((), weights > 0)
+        found = shares(gradient, paths, each, single)
+        if found is not None:
+            alike: dict[float, list[int]] = {round(share, 3): [] for share in found}
+            for group, share in zip(single, found, strict=True):
+                alike[round(share, 3)] += group
+            together = [tuple(own) for own in alike.values()]
+            return _of_shares(findings, together, list(alike), place, weights)
     return Difference("gradient", worst.path, (), worst.ratio, words)
 
 

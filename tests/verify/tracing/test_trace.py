@@ -57,7 +57,27 @@ def padded(params, rows):
     return jax.tree.map(lambda *x: sum(x) / weights().sum(), *parts)
 
 
-@pytest.mark.parametrize("candidate", [accumulated(), by_example, padded])
+def side_by_side(*counts):
+    """Replicas of five by `vmap`, each of which counts so many times."""
+
+    def local(params, rows, own, count):
+        found = jax.value_and_grad(lambda p: jnp.sum(own * losses(p, rows)))(params)
+        return jax.lax.psum(jax.tree.map(lambda x: count * x, found), "data")
+
+    def candidate(params, rows):
+        cut = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), rows)
+        share = (weights() / weights().sum()).reshape(2, -1)
+        each = jnp.asarray(counts, share.dtype)
+        mapped = jax.vmap(local, (None, 0, 0, 0), axis_name="data")
+        found = jax.jit(mapped)(params, cut, share, each)
+        return jax.tree.map(lambda x: x[0], found)
+
+    return candidate
+
+
+@pytest.mark.parametrize(
+    "candidate", [accumulated(), by_example, padded, side_by_side(1, 1)]
+)
 def test_right_programs_have_no_difference(judged, candidate):
     trace = judged(candidate)
     assert trace.raise_if_failed() is trace
@@ -140,6 +160,10 @@ DEFECTS = {
     "doubled micro-batch": (
         accumulated(parts=((0, 4), (4, 7), (4, 7), (7, 10))),
         ("gradient", None, (4, 5, 6), "examples 4-6 count 2 times"),
+    ),
+    "lost replica": (
+        side_by_side(1, 0),
+        ("gradient", None, tuple(e for e in COUNTED if e >= 5), "count 0 times"),
     ),
     "factor": (
         accumulated(after=lambda _, g: jax.tree.map(lambda x: 1.1 * x, g)),
