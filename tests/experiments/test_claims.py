@@ -21,6 +21,7 @@ from experiments import (
     ddp_join,
     dist_autograd_simple,
     gradient_compression,
+    judge_tightness,
     optimizer_parity,
     rpc_cost,
     toy_model_parallel,
@@ -155,6 +156,12 @@ def sharded(final=None, **changes):
 
 
 # One change that contradicts each claim; the number is the claim's.
+def tight(right=True, **largest):
+    wanted = {**judge_tightness.WANTED, **largest}
+    cells = {("m", d, n): e / n for d, e in wanted.items() for n in (1, 2)}
+    return judge_tightness.claims(cells, dict.fromkeys(cells, right))
+
+
 PLANTED = [
     (replicated, 0, {"ratios": [0.5, 1.01, 0.5, 0.5]}),
     (replicated, 1, {"oracle": "not compared"}),
@@ -199,6 +206,11 @@ PLANTED = [
     (sharded, 4, {"losses": [1.0, 0.501]}),
     (sharded, 5, {"identical": STEPS - 1}),
     (sharded, 6, {"final": "another"}),
+    (tight, 0, {"float64": 1.1e-13}),
+    (tight, 1, {"float32": np.inf}),
+    (tight, 2, {"bfloat16": 0.11}),
+    (tight, 3, {"float16": 0.021}),
+    (tight, 4, {"right": False}),
 ]
 
 
@@ -292,6 +304,16 @@ def test_what_cannot_be_judged_says_so():
     }
     left = [c for c in rpc_cost.speed_claims(seconds, [1e-6]) if c.holds is None]
     assert len(left) == 2 * len(rpc_cost.GOALS)
+
+
+def test_dtypes_that_were_not_run_are_not_judged():
+    seen = {("m", "float32", 8): 1e-5}
+    left = [
+        c
+        for c in judge_tightness.claims(seen, {("m", "float32", 8): True})
+        if c.holds is None
+    ]
+    assert [c.why_not for c in left] == [judge_tightness.NOT_RUN] * 3
 
 
 # --- there is no other place for a sentence about a result ---
