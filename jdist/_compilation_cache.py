@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -66,6 +67,28 @@ def prepared(folder: Path, size: int = SIZE) -> Mapping[str, str]:
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     _cut(own, size)
     return {FOLDER: str(own), **_KEEP_ALL}
+
+
+def switch_on() -> None:
+    """Has this process, and those that it starts, use the user's folder.
+
+    Unless the environment names another, or `JAX_ENABLE_COMPILATION_CACHE=false` is
+    set, which JAX itself obeys.
+    """
+    import jax
+
+    if FOLDER in os.environ:
+        return
+    try:
+        variables = prepared(default_folder())
+    except OSError as error:
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+        return
+    os.environ.update(variables)
+    # JAX has read its variables already.
+    jax.config.update("jax_compilation_cache_dir", variables[FOLDER])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _processor() -> str:

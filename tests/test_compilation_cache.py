@@ -187,6 +187,25 @@ def test_the_users_folder(monkeypatch):
         assert find(unusable) == Path("/users/one/.cache/jdist")
 
 
+def test_a_command_switches_it_on(tmp_path, monkeypatch, folder):
+    """In the user's folder, for itself and for its children; not over another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    _compilation_cache.switch_on()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    monkeypatch.setenv(_compilation_cache.FOLDER, "")
+    monkeypatch.delenv(_compilation_cache.FOLDER)
+    _compilation_cache.switch_on()
+    own = Path(os.environ[_compilation_cache.FOLDER])
+    assert own.parent == tmp_path / "home" / "jdist"
+    assert jax.config.jax_compilation_cache_dir == str(own)
+    monkeypatch.delenv(_compilation_cache.FOLDER)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="compiled programs are not kept: .*file"):
+        _compilation_cache.switch_on()
+    assert _compilation_cache.FOLDER not in os.environ
+
+
 def test_the_suite_keeps_its_programs():
     """And children find them: JAX reads these variables when it is imported."""
     assert os.environ[_compilation_cache.FOLDER] == jax.config.jax_compilation_cache_dir

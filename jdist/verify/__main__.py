@@ -1,7 +1,8 @@
 """`python -m jdist.verify`: is every strategy's gradient the one-device gradient?
 
-Without a problem, the equivalence matrix over all installed strategies. With
-`module:name`, the same judgement on your own loss, parameters, batch and candidates.
+Without a problem, the equivalence matrix over all installed strategies, a line for each
+as it is done. With `module:name`, the same judgement on your own loss, parameters,
+batch and candidates.
 
 exit status:
   0  everything was judged and holds
@@ -22,9 +23,9 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
 
+from jdist import _compilation_cache
 from jdist._compat import require_backend, set_cpu_device_count
 from jdist._errors import JdistError
 from jdist.verify import matrix
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_cpu_device_count(options.cpu_devices)
     if options.device:
         jax.config.update("jax_platforms", options.device)
+    _compilation_cache.switch_on()
     # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
@@ -91,7 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reductions", nargs="+", choices=tuple(REDUCERS), default=tuple(REDUCERS)
     )
-    parser.add_argument("--rows", default="", help="only strategies with this in them")
+    parser.add_argument(
+        *("-k", "--rows"),
+        dest="rows",
+        default="",
+        metavar="TEXT",
+        help="only strategies with this in their names",
+    )
     parser.add_argument(
         "--json", type=Path, help="also write all findings to this file"
     )
@@ -122,6 +130,9 @@ def _judge_problem(options: argparse.Namespace) -> int:
 def _judge_matrix(options: argparse.Namespace) -> int:
     if not options.finite_differences:
         raise JdistError("--no-finite-differences goes with a problem, module:name")
+    # Before the strategies are imported and the first is compiled, which take longer.
+    console.print("largest error/bound (a right answer stays below 1)")
+    console.print(matrix.heading(options.reductions))
     known = matrix.strategies()
     rows = {name: build for name, build in known.items() if options.rows in name}
     if not rows:
@@ -129,11 +140,12 @@ def _judge_matrix(options: argparse.Namespace) -> int:
         raise JdistError(
             f"no strategy has {options.rows!r} in its name; known: {names}"
         )
-    columns = len(options.dtypes) * len(options.reductions)
-    judged = matrix.judge(rows, options.reductions, options.dtypes)
-    progress = track(judged, "judging", columns, console=console, transient=True)
-    cells = [cell for column in progress for cell in column]
-    console.print(matrix.table(cells))
+    cells: list[matrix.Cell] = []
+    for row in matrix.judge(rows, options.reductions, options.dtypes):
+        if row[0].strategy not in {cell.strategy for cell in cells}:
+            console.print(Text(row[0].strategy, style="bold"))
+        console.print(matrix.line(row))
+        cells += row
     for reason in sorted({f"{c.strategy}: {c.skipped}" for c in cells if c.skipped}):
         console.print(f"[yellow]skipped[/yellow] {reason}")
     for cell in cells:

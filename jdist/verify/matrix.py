@@ -13,19 +13,20 @@ skipped by name, with the reason.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 from rich.text import Text
 
 from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
-from jdist.verify.oracle import REDUCERS
+from jdist.verify.gradients import Prepared, prepared
 from jdist.verify.problem import Problem, standard
+from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
 
 GROUP = "jdist.verify"
@@ -89,57 +90,72 @@ def strategies() -> dict[str, Strategy]:
 def judge(
     rows: Mapping[str, Strategy], reductions: Sequence[str], dtypes: Sequence[str]
 ) -> Iterator[list[Cell]]:
-    """Judges the matrix; yields all strategies of one dtype and reduction at a time.
+    """Judges the matrix; yields a strategy's reductions in one dtype as they are done.
 
-    They share the reference and its measured bound, which cost more than a candidate.
+    All strategies share the references and their measured bounds, which cost more than
+    a candidate.
     """
-    for dtype in dtypes:
-        for reduction in reductions:
+    columns = {
+        (dtype, reduction): _Column(dtype, reduction)
+        for dtype in dtypes
+        for reduction in reductions
+    }
+    for name, build in rows.items():
+        for dtype in dtypes:
             # Not around the yield: the caller would run in double precision too.
             with double_precision():
-                cells = _judge_column(rows, reduction, dtype)
+                cells = [columns[dtype, r].judge(name, build) for r in reductions]
             yield cells
 
 
-def _judge_column(
-    rows: Mapping[str, Strategy], reduction: str, dtype: str
-) -> list[Cell]:
-    problem = standard(jnp.dtype(dtype))
-    candidates, skipped = {}, {}
-    for name, build in rows.items():
+class _Column:
+    """One reduction in one dtype, measured when its first strategy is judged."""
+
+    def __init__(self, dtype: str, reduction: str) -> None:
+        self._dtype, self._reduction = dtype, reduction
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return standard(jnp.dtype(self._dtype))
+
+    @cached_property
+    def _judged(self) -> Prepared:
+        problem = self._problem
+        prepare = prepared(problem.loss_fn, self._reduction, problem.accumulation)
+        return prepare(problem.params, problem.batch, problem.weights, problem.seed)
+
+    def judge(self, name: str, build: Strategy) -> Cell:
+        """One strategy's cell; skipped where its hardware is missing."""
         try:
-            candidates[name] = _bound(build(problem.loss_fn, reduction), problem)
+            candidate = build(self._problem.loss_fn, self._reduction)
         except Unavailable as missing:
-            skipped[name] = str(missing)
-    reports = {}
-    if candidates:
-        judged = replace(problem, candidates=candidates, reduction=reduction).judge()
-        reports = {name: judged.of(name) for name in candidates}
-    return [
-        Cell(name, reduction, dtype, reports.get(name), skipped.get(name, ""))
-        for name in rows
-    ]
+            return Cell(name, self._reduction, self._dtype, None, str(missing))
+        with joined(TIMEOUT) as peers:
+            report = self._judged({name: _bound(candidate, self._problem)}, peers)
+        return Cell(name, self._reduction, self._dtype, report)
 
 
 def _bound(candidate: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
     return lambda params, batch: candidate(params, batch, problem.weights)
 
 
-def table(cells: Sequence[Cell]) -> Table:
-    """Strategies and dtypes down, reductions across; each cell its error/bound."""
-    columns = [name for name in REDUCERS if any(c.reduction == name for c in cells)]
-    shown = Table(title="largest error/bound (a right answer stays below 1)")
-    for title in ("strategy", "dtype"):
-        shown.add_column(title)
-    for title in columns:
-        shown.add_column(title, justify="right")
-    at = {(c.strategy, c.dtype, c.reduction): c for c in cells}
-    for strategy in dict.fromkeys(c.strategy for c in cells):
-        title = strategy
-        for dtype in dict.fromkeys(c.dtype for c in cells):
-            shown.add_row(title, dtype, *(at[strategy, dtype, r] for r in columns))
-            title = ""
-    return shown
+def heading(reductions: Sequence[str]) -> Text:
+    """The line above the rows."""
+    return _line("", [Text(name) for name in reductions])
+
+
+def line(cells: Sequence[Cell]) -> Text:
+    """A strategy's cells in one dtype, below the line with its name."""
+    return _line(cells[0].dtype, [cell.__rich__() for cell in cells])
+
+
+def _line(title: str, columns: Sequence[Text]) -> Text:
+    """At most 74 characters for the four reductions there are."""
+    text = Text(f"  {title:12}")
+    for column in columns:
+        column.align("right", 15)
+        text.append_text(column)
+    return text
 
 
 def to_json(cells: Sequence[Cell]) -> str:

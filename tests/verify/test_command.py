@@ -270,6 +270,26 @@ def test_failing_and_missing_rows(monkeypatch, capsys):
     assert "no strategy has 'nothing' in its name" in capsys.readouterr().err
 
 
+def test_the_heading_is_shown_before_strategies_are_imported(monkeypatch, capsys):
+    """And every line before the next strategy is built, also into a pipe."""
+    shown = []
+
+    def strategies():
+        shown.append(capsys.readouterr().out)
+        return {"first": absent, "second": late}
+
+    def late(loss_fn, reduction):
+        shown.append(capsys.readouterr().out)
+        raise Unavailable("needs 512 devices, there are 8 (cpu)")
+
+    monkeypatch.setattr(matrix, "strategies", strategies)
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    command.main(["--dtypes", "float64", "--reductions", "mean", "-k", ""])
+    heading, first = shown
+    assert heading.split()[-1] == "mean"
+    assert first.split() == ["first", "float64", "skipped"]
+
+
 def test_a_run_that_judged_nothing_does_not_pass(monkeypatch, capsys):
     """Every row skipped is no proof."""
     monkeypatch.setattr(matrix, "strategies", lambda: {"absent": absent})

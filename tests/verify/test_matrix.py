@@ -5,11 +5,11 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 from jdist import Unavailable
 from jdist.verify import LeafReport, Report, matrix
 from jdist.verify.matrix import Cell
+from jdist.verify.oracle import REDUCERS
 
 LEAF = LeafReport("mine", "w", "float32", (2,), 1e-8, 1e-7, 2.0, 0.125, 1.0)
 SAME = LeafReport("mine", "w", "float32", (2,), 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -43,26 +43,24 @@ def test_what_a_cell_shows(shown, text):
     assert str(shown.__rich__()) == text
 
 
-def test_the_table_has_rows_by_dtype_and_columns_by_reduction():
-    """In the reductions' own order; a strategy's name stands once."""
+def test_a_line_has_a_strategys_reductions_in_one_dtype():
+    """Below their names, and within 80 columns whatever stands there."""
+    wide = LeafReport("m", "w", "float32", (2,), 1.0, 1.0, 9.0, 1.2e-300, 1.0, "off")
     cells = [
-        cell(name, reduction, dtype, LEAF if name == "first" else SAME)
-        for dtype in ("float32", "bfloat16")
-        for reduction in ("sum", "mean")
-        for name in ("first", "second")
+        cell("first", "mean", "bfloat16", LEAF),
+        cell("first", "sum", "bfloat16", SAME),
+        cell("first", "max", "bfloat16", wide),
+        cell("first", "min", "bfloat16", skipped="needs 512 devices"),
     ]
-    table = matrix.table(cells)
-    assert [column.header for column in table.columns] == [
-        "strategy", "dtype", "mean", "sum",
+    names = str(matrix.heading(tuple(REDUCERS)))
+    shown = str(matrix.line(cells))
+    assert names.split() == ["mean", "sum", "max", "min"]
+    assert shown.split() == [
+        "bfloat16", "0.12", "bit-equal", "FAILS", "1.2e-300", "skipped",
     ]  # fmt: skip
-    console = Console(width=120, record=True)
-    with console.capture() as captured:
-        console.print(table)
-    rows = [line.split() for line in captured.get().splitlines() if "float" in line]
-    names = [[word for word in row if word in ("first", "second")] for row in rows]
-    assert names == [["first"], [], ["second"], []]
-    assert [row.count("0.12") for row in rows] == [2, 2, 0, 0]
-    assert [row.count("bit-equal") for row in rows] == [0, 0, 2, 2]
+    assert len(names) == len(shown) <= 80
+    for name, text in zip(REDUCERS, ("0.12", "equal", "1.2e-300", "pped"), strict=True):
+        assert names.index(name) + len(name) == shown.index(text) + len(text)
 
 
 def test_what_is_written():
@@ -94,8 +92,16 @@ def weighted(loss_fn, reduction):
     return candidate
 
 
-def test_a_column_is_judged_together_and_each_strategy_by_itself():
+def test_a_reference_is_measured_once_and_each_strategy_judged_by_itself(monkeypatch):
     """With its own dtype and reduction, told to the strategy when it is built."""
+    measured = []
+    prepare = matrix.prepared
+
+    def counted_preparation(loss_fn, reduction, accumulation):
+        measured.append(reduction)
+        return prepare(loss_fn, reduction, accumulation)
+
+    monkeypatch.setattr(matrix, "prepared", counted_preparation)
     asked = []
 
     def counted(loss_fn, reduction):
@@ -115,11 +121,16 @@ def test_a_column_is_judged_together_and_each_strategy_by_itself():
         raise Unavailable("needs 512 devices")
 
     rows = {"right": counted, "half": halved, "missing": missing}
-    columns = list(matrix.judge(rows, ("sum",), ("float32", "float64")))
-    assert asked == ["sum", "sum"]
-    assert [[c.strategy for c in column] for column in columns] == [list(rows)] * 2
-    for column, dtype in zip(columns, ("float32", "float64"), strict=True):
-        right, half, skipped = column
+    lines = matrix.judge(rows, ("sum",), ("float32", "float64"))
+    first = next(lines)
+    # Nothing of another strategy is needed to show the first.
+    assert [cell.strategy for cell in first] == ["right"]
+    assert asked == measured == ["sum"]
+    cells = [cell for (cell,) in (first, *lines)]
+    assert asked == measured == ["sum", "sum"]
+    assert [c.strategy for c in cells] == [name for name in rows for _ in range(2)]
+    for number, dtype in enumerate(("float32", "float64")):
+        right, half, skipped = cells[number::2]
         assert (right.dtype, right.reduction) == (dtype, "sum")
         assert right.ok
         assert {leaf.dtype for leaf in right.report.leaves} == {dtype}

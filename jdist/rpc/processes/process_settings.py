@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from jdist import _compilation_cache as compilation_cache
 from jdist._errors import requirement
 
 VARIABLE = "JDIST_PROCESS_SETTINGS"
@@ -59,6 +60,9 @@ class ProcessSettings:
       callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
         that blocks inside a jitted function occupies one of its threads, and with none
         left nothing runs any more. 0 leaves XLA's own: the number of cores.
+      compilation_cache: Keep compiled programs for the next run, in JAX's persistent
+        compilation cache: of each kind of processor at most 1 GiB when a run starts, in
+        `$XDG_CACHE_HOME/jdist` or `~/.cache/jdist`.
       share_cores: Divide the cores among the thread pools of BLAS and OpenMP
         (`OMP_NUM_THREADS` and its kin).
 
@@ -75,6 +79,7 @@ class ProcessSettings:
     large_pages: bool = True
     lean_programs: bool = True
     callback_threads: int = 8
+    compilation_cache: bool = True
     share_cores: bool = True
 
     def __post_init__(self) -> None:
@@ -90,6 +95,7 @@ OFF = ProcessSettings(
     large_pages=False,
     lean_programs=False,
     callback_threads=0,
+    compilation_cache=False,
     share_cores=False,
 )
 """Leaves every process as its parent is."""
@@ -130,6 +136,9 @@ def resolved(
       The settings. One that this platform lacks is left out and its note says why.
     """
     usable = len(cores) or max(1, len(available_cores()) // nprocs)
+    if compilation_cache.FOLDER in environment:
+        # A folder of the user's own comes with the user's own limits.
+        settings = dataclasses.replace(settings, compilation_cache=False)
     notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
     variables: dict[str, str] = {}
     for setting, (group, note) in _groups(settings, cores, usable).items():
@@ -157,6 +166,8 @@ def _groups(
     if settings.callback_threads:
         pool = str(max(settings.callback_threads, len(cores) or len(available_cores())))
         found["callback threads"] = {"PJRT_NPROC": pool}, pool
+    if settings.compilation_cache:
+        found["compilation cache"] = _compilation_cache()
     if settings.share_cores:
         threads = str(usable)
         found["library threads"] = dict.fromkeys(_LIBRARY_THREADS, threads), threads
@@ -188,6 +199,15 @@ def _programs() -> Variables:
     if release >= (0, 13):
         return {}, "not applied: a newer jaxlib"
     return _LEAN, "in little memory"
+
+
+def _compilation_cache() -> Variables:
+    try:
+        variables = compilation_cache.prepared(compilation_cache.default_folder())
+    except OSError as error:
+        # No home, or one that cannot be written to: every run compiles.
+        return {}, f"not applied: {error}"
+    return variables, f"in {variables[compilation_cache.FOLDER]}"
 
 
 def _glibc() -> tuple[int, ...]:

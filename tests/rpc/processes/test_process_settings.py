@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jdist.rpc.processes import process_settings, trampoline
 from jdist.rpc.processes.process_settings import (
+    OFF,
     ProcessSettings,
     applied,
     available_cores,
@@ -57,6 +59,34 @@ def test_settings_are_in_force_before_the_program_begins():
     after = os.sched_getscheduler(0), os.sched_getaffinity(0), dict(os.environ)
     assert after == before
     assert applied() == {}
+
+
+@pytest.fixture(autouse=True)
+def users_folder(tmp_path, monkeypatch):
+    """Where compiled programs go; the suite's own tells children another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jdist"
+
+
+def test_compiled_programs_are_kept_where_the_user_has_no_folder(users_folder):
+    made = resolved(ProcessSettings(), nprocs=2, environment={})
+    folder = made.variables["JAX_COMPILATION_CACHE_DIR"]
+    assert Path(folder).parent == users_folder
+    assert Path(folder).is_dir()
+    assert made.notes["compilation cache"] == f"in {folder}"
+    own = {"JAX_COMPILATION_CACHE_DIR": "gs://bucket"}
+    for settings, environment in ((ProcessSettings(), own), (OFF, {})):
+        left = resolved(settings, nprocs=2, environment=environment)
+        assert not [name for name in left.variables if name.startswith("JAX_")]
+        assert "compilation cache" not in left.notes
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing(users_folder):
+    users_folder.write_text("a file where the folder should be")
+    made = resolved(ProcessSettings(), nprocs=2, environment={})
+    assert not [name for name in made.variables if name.startswith("JAX_")]
+    assert made.notes["compilation cache"].startswith("not applied: ")
+    assert str(users_folder) in made.notes["compilation cache"]
 
 
 @pytest.mark.thorough
