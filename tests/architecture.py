@@ -53,7 +53,7 @@ ROOMS = {
         "compare oracle",
         "measure",
         "gradients",
-        "problem step tracing",
+        "problem steps tracing",
         "matrix",
         "__main__",
     ),

@@ -15,9 +15,9 @@ from jdist.verify.draws import keyed
 from jdist.verify.gradients import gradients, judge
 from jdist.verify.problem import Problem
 from jdist.verify.processes import PeersLost
-from jdist.verify.report import LeafReport, OracleCheck, Report
+from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report
 from jdist.verify.score import Score, Trial, score
-from jdist.verify.step import step
+from jdist.verify.steps import Trained, step
 from jdist.verify.tracing import (
     Difference,
     TapRecord,
@@ -30,6 +30,7 @@ from jdist.verify.tracing import (
 )
 
 __all__ = [
+    "Attribution",
     "Difference",
     "LeafReport",
     "OracleCheck",
@@ -40,6 +41,7 @@ __all__ = [
     "TapRecord",
     "TapRecording",
     "Trace",
+    "Trained",
     "Trial",
     "compare",
     "defects",

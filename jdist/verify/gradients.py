@@ -24,7 +24,7 @@ from jdist.verify.draws import (
 from jdist.verify.measure import Measured, measurer
 from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
 from jdist.verify.processes import TIMEOUT, Peers, held, joined
-from jdist.verify.report import LeafReport, OracleCheck, Report, looseness
+from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
 
 LOSS = "(loss)"
 
@@ -248,12 +248,19 @@ def agreed(report: Report, peers: Peers) -> Report:
     if peers.size == 1:
         return report
     own = None if report.oracle is None else asdict(report.oracle)
-    first = peers.exchange({"oracle": own, "notes": report.notes})[0]
+    causes = [asdict(cause) for cause in report.attributions]
+    record = {"oracle": own, "notes": report.notes, "attributions": causes}
+    first = peers.exchange(record)[0]
     oracle = None
     if first["oracle"] is not None:
         rules = tuple(first["oracle"]["own_rules"])
         oracle = OracleCheck(**{**first["oracle"], "own_rules": rules})
-    return replace(report, oracle=oracle, notes=tuple(first["notes"]))
+    return replace(
+        report,
+        oracle=oracle,
+        notes=tuple(first["notes"]),
+        attributions=tuple(Attribution(**cause) for cause in first["attributions"]),
+    )
 
 
 def check_options(reduction: str, accumulation: DTypeLike | None) -> None:

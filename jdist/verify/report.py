@@ -122,6 +122,28 @@ class OracleCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class Attribution:
+    """Which part of a training step was wrong, where a whole step was judged.
+
+    Attributes:
+      candidate: Name of the trainer.
+      step: The first wrong step, from 1.
+      part: "gradient", "optimizer update", "model state", or "gradient or optimizer
+        update" where what the trainer shows cannot tell.
+      why: The reason, in words.
+    """
+
+    candidate: str
+    step: int
+    part: str
+    why: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.candidate}: step {self.step}, wrong {self.part}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The judge's findings; `print` it, ask `ok`, or `raise_if_failed`.
 
@@ -129,11 +151,13 @@ class Report:
       leaves: One row per candidate and leaf.
       oracle: The check of the reference itself, where one was made.
       notes: What a reader should know: assumptions, suspicions.
+      attributions: Of whole steps, which part was wrong.
     """
 
     leaves: tuple[LeafReport, ...]
     oracle: OracleCheck | None = None
     notes: tuple[str, ...] = ()
+    attributions: tuple[Attribution, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -164,7 +188,8 @@ class Report:
     def of(self, candidate: str) -> "Report":
         """The findings on one candidate alone."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.candidate == candidate)
-        return replace(self, leaves=leaves)
+        causes = tuple(x for x in self.attributions if x.candidate == candidate)
+        return replace(self, leaves=leaves, attributions=causes)
 
     def raise_if_failed(self) -> "Report":
         """Returns the report if it is ok.
@@ -175,7 +200,7 @@ class Report:
         """
         if self.ok:
             return self
-        wrong = list(map(_why, self.failures))
+        wrong = [*map(str, self.attributions), *map(_why, self.failures)]
         unjudged = list(map(_why, self.unjudged))
         if self.oracle is not None and not self.oracle.ok:
             (wrong if self.oracle.wrong else unjudged).append(str(self.oracle))
@@ -193,12 +218,14 @@ class Report:
             ],
             "oracle": asdict(self.oracle) if self.oracle else None,
             "notes": self.notes,
+            "attributions": [asdict(cause) for cause in self.attributions],
         }
         return json.dumps(_finite(record), indent=1)
 
     def __rich__(self) -> Group:
         """Tables for a rich console."""
         parts: list[Any] = [_table(self.leaves)]
+        parts += [Text(str(cause), style="bold red") for cause in self.attributions]
         parts += [Text(_why(leaf), style="red") for leaf in self.failures]
         parts += [
             Text(f"not judged: {_why(leaf)}", style="yellow") for leaf in self.unjudged

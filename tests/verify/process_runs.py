@@ -136,6 +136,34 @@ def raising(rank, timeout=60):
     return first, judged(["right"])[1]
 
 
+def stepped():
+    """Two steps of descent by trainers whose parameters stay divided."""
+    rate = np.float32(0.05)
+    gradient = jax.grad(lambda p, b: losses(p, b).mean())
+
+    def update(params, slope, state):
+        return jax.tree.map(lambda p, g: p - rate * g, params, slope), state
+
+    def train(change):
+        whole = []
+
+        def candidate(params, state, batch):
+            whole[:] = [update(whole[0], gradient(whole[0], batch), state)[0]]
+            found = jax.tree.map(np.asarray, whole[0])
+            w = laid_out(found["w"], P("data"), change)
+            return {"w": w, "b": laid_out(found["b"], P())}, None
+
+        whole.append(given()[0])
+        return candidate
+
+    params, batch = given()
+    batches = [batch, jax.tree.map(lambda x: x * np.float32(0.5), batch)]
+    trainers = {"right": train(lambda _, x: x), "shard": train(one_wrong_entry)}
+    report = verify.step(losses, update, (params, ()), batches, trainers, timeout=60)
+    causes = [(x.candidate, x.step, x.part) for x in report.attributions]
+    return str(report), report.of("right").ok, causes
+
+
 def command(candidate):
     """`python -m jdist.verify`: its status, and what it prints."""
     told = io.StringIO()

@@ -79,6 +79,15 @@ def test_what_one_process_raises_ends_all(pair, rank):
     assert others_text == f"process {rank} raised ArithmeticError: no numbers here"
 
 
+def test_whole_steps_are_judged_where_they_lie(pair):
+    """By one reference on every process, and a wrong shard is told by all."""
+    text, right, causes = same(pair.everywhere(runs.stepped))
+    assert right, text
+    assert causes == [("shard", 1, "gradient or optimizer update")]
+    rule = "shard: params/w: after step 1 of 2: on process 1: in [4:6, :], its step: "
+    assert rule in " ".join(text.split())
+
+
 @pytest.mark.parametrize(("name", "status"), [("right", 0), ("wrong", 1)])
 def test_the_command_exits_alike(pair, name, status):
     """With the same lines on every process."""

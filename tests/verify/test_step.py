@@ -250,11 +250,11 @@ def test_weights_and_sums_are_the_references_too():
     opt = optim.sgd(lr=0.01)
     params, batches = problem(steps=2, examples=5)
     weights = [np.float32([1, 2, 0, 1, 3]), np.float32([2, 1, 1, 0, 0.5])]
-    order = iter(weights * 4)
+    of_batch = {float(b["x"][0, 0]): w for b, w in zip(batches, weights, strict=True)}
 
     def summed(weigh, divide):
         def train(p, s, b):
-            w = weigh(jnp.asarray(next(order)))
+            w = weigh(jnp.asarray(of_batch[float(b["x"][0, 0])]))
             gradient = jax.grad(lambda p: jnp.sum(w * losses(p, b)) / divide(w))(p)
             return opt.step(p, gradient, s)
 

@@ -1,0 +1,278 @@
+"""Which part of a training step was wrong: the gradient, the update, the model's state.
+
+Where the trainer shows the gradient that it gave to its optimizer, the parts are judged
+one by one. Where it does not, its optimizer state may tell: an accumulator, such as
+Adam's first moment or a momentum buffer, is a linear function of the gradient, so the
+gradient that it was given can be read off. Either the reference's update makes the
+trainer's new parameters of that gradient, or it does not.
+
+Plain SGD keeps nothing: twice the rate and twice the gradient are then the same step.
+Nothing is guessed there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._compat import double_precision
+from jdist._tree import is_inexact
+from jdist.verify.diagnosis import diagnose
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
+from jdist.verify.report import Attribution, LeafReport
+from jdist.verify.steps.trajectory import Moment
+
+# A suspected cause must account for all but this share of what it is to explain.
+REST = 1e-2
+
+# Gradients so small that no rule for large ones, such as clipping, applies to them.
+SMALL = (2.0**-30, 2.0**-29)
+
+SHOW = (
+    "Return verify.Trained(params, opt_state, gradient=...) with the gradient that the "
+    "optimizer was given, and the report says which"
+)
+
+
+class Accumulator(NamedTuple):
+    """A leaf of the optimizer's state that is linear in a leaf of the gradient.
+
+    Attributes:
+      name: Its path.
+      factor: By which the gradient is multiplied.
+      origin: Its value for a gradient of zero, float64.
+    """
+
+    name: str
+    factor: float
+    origin: np.ndarray
+
+    def gradient(self, leaves: Mapping[str, Any]) -> np.ndarray:
+        """The gradient that a state was made of, float64."""
+        return (_wide(leaves[self.name]) - self.origin) / self.factor
+
+    def bound(self, moment: Moment) -> np.ndarray:
+        """What may lie between the gradients of two right states."""
+        limit = moment.limits[self.name]
+        assert limit is not None, f"{self.name} is floating"
+        return np.asarray(limit.bound) / abs(self.factor)
+
+
+def attributed(
+    rows: Sequence[LeafReport], found: Mapping[str, Any], moment: Moment, step: int
+) -> tuple[Attribution, ...]:
+    """What was wrong in the first wrong step of a trainer.
+
+    Args:
+      rows: Of all its leaves at that step; some fail.
+      found: Its leaves by path.
+      moment: The reference's step.
+      step: Its number, from 1.
+    """
+    name = rows[0].candidate
+    failing = [row.path for row in rows if row.problem]
+    parts: list[tuple[str, str]] = []
+    if any(_within(path, "states") for path in failing):
+        parts.append(("model state", _first(rows, "states")))
+    updated = [p for p in failing if _within(p, "params") or _within(p, "state")]
+    if any(_within(path, "gradient") for path in failing):
+        parts.append(("gradient", _first(rows, "gradient")))
+    elif not updated:
+        pass
+    elif any(_within(path, "gradient") for path in found):
+        why = f"its gradient is right; {_first(rows, 'params', 'state')}"
+        parts.append(("optimizer update", why))
+    else:
+        parts.append(_inferred(rows, updated, found, moment))
+    return tuple(Attribution(name, step, part, why) for part, why in parts)
+
+
+def _within(path: str, part: str) -> bool:
+    return path == part or path.startswith(f"{part}/")
+
+
+def _first(rows: Sequence[LeafReport], *parts: str) -> str:
+    row = next(r for r in rows if r.problem and any(_within(r.path, p) for p in parts))
+    return f"{row.path}: {row.problem}"
+
+
+def _inferred(
+    rows: Sequence[LeafReport],
+    failing: list[str],
+    found: Mapping[str, Any],
+    moment: Moment,
+) -> tuple[str, str]:
+    """The part, and why, from the optimizer's state alone."""
+    unknown = (
+        "gradient or optimizer update",
+        f"{_first(rows, 'params', 'state')}. {SHOW}",
+    )
+    whole = {path: _whole(leaf) for path, leaf in found.items()}
+    if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
+        return unknown
+    fixed = [p for p in failing if moment.limits[p] is None]
+    if fixed:
+        why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
+        return "optimizer update", why
+    accumulators = _accumulators(moment)
+    if accumulators is None:
+        return unknown
+    return _of_gradient(rows, failing, whole, accumulators, moment) or unknown
+
+
+def _of_gradient(
+    rows: Sequence[LeafReport],
+    failing: list[str],
+    found: Mapping[str, Any],
+    accumulators: Mapping[str, Accumulator],
+    moment: Moment,
+) -> tuple[str, str] | None:
+    """The part, and why, given the gradient that the optimizer was given."""
+    # The reference's is read off too: it may have been clipped.
+    own = {p: x.gradient(moment.wanted) for p, x in accumulators.items()}
+    gradient = {p: x.gradient(found) for p, x in accumulators.items()}
+    ratios = {
+        p: np.abs(gradient[p] - own[p]) / x.bound(moment)
+        for p, x in accumulators.items()
+    }
+    wrong = [path for path, ratio in ratios.items() if (ratio > 1).any()]
+    if not wrong:
+        why = f"its optimizer state is right; {_first(rows, 'params', 'state')}"
+        return "optimizer update", why
+    decay = _decay({path: gradient[path] - own[path] for path in wrong}, moment)
+    if decay is not None:
+        why = f"as if a weight decay of {decay:.3g} were added to the gradient"
+        return "optimizer update", f"{why} of {', '.join(map(_bare, wrong))}"
+    if not _explained(failing, found, gradient, moment):
+        return None
+    worst = max(wrong, key=lambda path: float(ratios[path].max()))
+    told = diagnose(worst, own, gradient[worst], ratios[worst])
+    why = "its optimizer state is the reference's update of another gradient, of"
+    return "gradient", f"{why} {_bare(worst)}: {told}"
+
+
+def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        p: x for p, x in leaves.items() if _within(p, "params") or _within(p, "state")
+    }
+
+
+def _whole(leaf: Any) -> np.ndarray | None:
+    """On this host; None where no host has all of it."""
+    if isinstance(leaf, jax.Array):
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            return None
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    return None if leaf is None else np.asarray(leaf)
+
+
+def _alike(leaf: Any, reference: Any) -> bool:
+    if reference is None:
+        return leaf is None
+    return leaf is not None and leaf.shape == reference.shape
+
+
+def _bare(path: str) -> str:
+    return path.partition("/")[2] or path
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(wide_of(array.dtype))
+
+
+# --- the gradient that an optimizer state was made of ---
+
+
+def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
+    """One for each leaf of the gradient, by path; None if a leaf has none."""
+    gradients = [
+        path for path, x in moment.wanted.items()
+        if _within(path, "gradient") and x is not None
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    own = [_wide(moment.wanted[path]) for path in gradients]
+    direction = [rng.uniform(1, 2, size=x.shape).astype(x.dtype) for x in own]
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        update = jax.jit(lambda *wide: _update(moment, list(wide)))
+        slopes = [
+            jax.jvp(update, [x * small for x in own], direction) for small in SMALL
+        ]
+    known: dict[str, Accumulator] = {}
+    for place, name in enumerate(_floating(moment)):
+        value = np.asarray(slopes[0][0][place])
+        first, second = (np.asarray(tangent[place]) for _, tangent in slopes)
+        if _within(name, "params"):
+            continue  # Of the step, not of the gradient alone.
+        for path, point, along in zip(gradients, own, direction, strict=True):
+            factor = _factor(first, along)
+            if path in known or factor is None or _factor(second, along) != factor:
+                continue
+            origin = value - factor * SMALL[0] * point
+            known[path] = Accumulator(name, factor, origin)
+            break
+    return known if len(known) == len(gradients) else None
+
+
+def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
+    """By which the direction was multiplied, to 12 digits; None if by no number."""
+    if tangent.shape != along.shape or not tangent.size or not tangent.any():
+        return None
+    ratio = tangent / along
+    factor = float(ratio.ravel()[0].real)
+    if factor == 0 or not np.allclose(ratio, factor, rtol=1e-12, atol=0):
+        return None
+    return float(f"{factor:.11e}")
+
+
+def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
+    """The reference's update of another gradient, in float64."""
+    params, own, opt_state = moment.inputs
+    pairs = map(PrecisionPair, jax.tree.leaves(own), gradient)
+    given = [*jax.tree.leaves(params), *pairs, *jax.tree.leaves(opt_state)]
+    exact = Perturbation(None, jnp.uint32(0), None, set())
+    return [x.wide for x in run(moment.update, given, exact) if is_inexact(x.rounded)]
+
+
+def _floating(moment: Moment) -> list[str]:
+    """What the update returns in float64, by path."""
+    updated = _updated(moment.wanted).items()
+    return [path for path, x in updated if x is not None and is_inexact(x)]
+
+
+def _explained(
+    failing: list[str],
+    found: Mapping[str, Any],
+    gradient: Mapping[str, np.ndarray],
+    moment: Moment,
+) -> bool:
+    """Whether the reference's update of that gradient gives what was found."""
+    order = [p for p, x in moment.wanted.items() if p in gradient and x is not None]
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        after = _update(moment, [jnp.asarray(gradient[path]) for path in order])
+    made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
+    for path in failing:
+        got, reference = _wide(found[path]), _wide(moment.wanted[path])
+        limit = moment.limits[path]
+        rest, all_of_it = got - made[path], got - reference
+        small = limit is not None and (np.abs(rest) <= limit.bound).all()
+        if not small and not np.linalg.norm(rest) <= REST * np.linalg.norm(all_of_it):
+            return False
+    return True
+
+
+def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
+    """The multiple of the parameters that was added to a gradient, if that is all."""
+    factors = []
+    for path, extra in added.items():
+        params = _wide(moment.before[path.replace("gradient", "params", 1)])
+        power = float(np.vdot(params, params).real)
+        if params.size < 2 or power == 0:
+            return None
+        factor = float(np.vdot(params, extra).real) / power
+        if np.linalg.norm(extra - factor * params) > REST * np.linalg.norm(extra):
+            return None
+        factors.append(factor)
+    return factors[0] if np.allclose(factors, factors[0], rtol=REST) else None

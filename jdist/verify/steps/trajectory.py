@@ -1,0 +1,324 @@
+"""The reference's training run, and how far other right trainers may be from it.
+
+The reference is composed: the one-device gradient of each batch, then the optimizer's
+update. How far two right trainers may be apart is found by following other right ones
+in float64, in lockstep with it (`lockstep`). At every step their gradient is moved by
+the gradient's own bound, up or down at random in each entry, and every equation of the
+update by its rounding; what the first step moved, the next gradient is taken at. With
+D their largest distance from the unmoved one, R what the reference's own rounding did
+to it, and s the way from the start:
+
+    bound = sqrt(2) D + 2 R + lambda u (|p| + sqrt(2 EXTRA) |s|)
+
+The gradient of a later step is taken at moved parameters: what that does to it is added
+to its own bound in the same way. A model's state is perturbed by the rounding of the
+whole loss, since it is no sum over examples.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
+
+from jdist._compat import double_precision
+from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact
+from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
+from jdist.verify.measure import Measured, measurer
+from jdist.verify.oracle import reduced
+
+# How many other right trainers are followed.
+FOLLOWED = 16
+
+
+class Training(NamedTuple):
+    """What the judge knows of a training run.
+
+    Attributes:
+      loss_fn: `loss_fn(params, batch) -> losses`; with a model's state
+        `loss_fn(params, batch, states=) -> (losses, new states)`.
+      update: `update(params, gradient, opt_state) -> (params, opt_state)`.
+      stateful: Whether the model has a state.
+      reduction: Of the examples' losses.
+      accumulation: The dtype in which 16-bit sums are accumulated.
+    """
+
+    loss_fn: Callable[..., Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    stateful: bool
+    reduction: str
+    accumulation: DTypeLike | None
+
+    def losses(self, params: PyTree, batch: PyTree, states: PyTree) -> Any:
+        """The examples' losses alone."""
+        if self.stateful:
+            return self.loss_fn(params, batch, states=states)[0]
+        return self.loss_fn(params, batch)
+
+    def gradient(
+        self, params: PyTree, batch: PyTree, weights: Any, states: PyTree
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """The loss, its gradient, and the model's new state (`()` without one)."""
+        trainable, fixed = split_inexact(params)
+
+        def objective(t: PyTree) -> tuple[jax.Array, PyTree]:
+            new: list[PyTree] = [()]
+
+            def losses(params: PyTree, batch: PyTree) -> jax.Array:
+                if not self.stateful:
+                    return self.loss_fn(params, batch)
+                found, new[0] = self.loss_fn(params, batch, states=states)
+                return found
+
+            value = reduced(losses, self.reduction)(merge(t, fixed), batch, weights)
+            return value, new[0]
+
+        (loss, new), slope = jax.value_and_grad(objective, has_aux=True)(trainable)
+        return loss, slope, new
+
+
+class Moment(NamedTuple):
+    """One step of the reference; leaves by path, on the host.
+
+    Attributes:
+      before: Parameters, optimizer state and model state before it.
+      wanted: The same after it, and the gradient.
+      limits: Of each leaf in `wanted`.
+      moves: The exact step of each floating leaf but the gradient, float64.
+      inputs: `(params, gradient, opt_state)`, what the update was given.
+      update: The update's program.
+    """
+
+    before: Mapping[str, Any]
+    wanted: Mapping[str, Any]
+    limits: Mapping[str, Limit | None]
+    moves: Mapping[str, np.ndarray]
+    inputs: tuple[PyTree, PyTree, PyTree]
+    update: ClosedJaxpr
+
+
+class _Taken(NamedTuple):
+    """The start of one of the reference's steps."""
+
+    state: tuple[PyTree, PyTree, PyTree]
+    gradient: PyTree
+    batch: tuple[PyTree, Any]
+    bounds: list[Any]
+    """Of each floating leaf of the gradient."""
+
+
+def named(params: PyTree, opt_state: PyTree, states: PyTree) -> dict[str, Any]:
+    """The leaves of a whole training state, by path."""
+    return named_leaves({"params": params, "state": opt_state, "states": states})
+
+
+def trajectory(
+    training: Training,
+    start: tuple[PyTree, PyTree, PyTree],
+    batches: Sequence[tuple[PyTree, Any]],
+) -> Iterator[Moment]:
+    """The reference's steps, one after the other.
+
+    Args:
+      training: What is trained, and how.
+      start: Parameters, optimizer state and model state.
+      batches: A batch and its weights for each step.
+    """
+    gradient_of = jax.jit(training.gradient)
+    updated = jax.jit(training.update)
+    measure = _measurement(training)
+    state = start = jax.tree.map(jnp.asarray, start)
+    others = _followed(start)
+    origin = [wide[0] for wide in others]
+    for t, (batch, own) in enumerate(batches):
+        params, opt_state, states = state
+        # At the reference's parameters: the others are moved in lockstep with it.
+        _, gradient, new = gradient_of(params, batch, own, states)
+        measured = measure(state, batch, own)
+        bounds = [x.bound for x in measured.limits.values() if x is not None]
+        taken = _Taken(state, gradient, (batch, own), bounds)
+        traced = (
+            gradient_of.trace(params, batch, own, states).jaxpr,
+            updated.trace(params, gradient, opt_state).jaxpr,
+        )
+        before = [wide[0] for wide in others]
+        others, slopes = _move(traced, training.stateful, taken, others, t)
+        after = (*updated(params, gradient, opt_state), new)
+        wanted = _host(named(*after))
+        limits, moves = _limits(wanted, others, (origin, before), t + 1)
+        gradients = named_leaves({"gradient": gradient})
+        yield Moment(
+            _host(named(*state)),
+            {**_host(gradients), **wanted},
+            {**_gradient_limits(gradients, measured, slopes), **limits},
+            moves,
+            (params, gradient, opt_state),
+            traced[1],
+        )
+        state = after
+
+
+def _measurement(training: Training) -> Callable[..., Measured]:
+    """Measures the gradient's bound at a state."""
+    reduction, accumulation = training.reduction, training.accumulation
+    if not training.stateful:
+        measure = measurer(training.loss_fn, reduction, accumulation)
+        return lambda state, batch, own: measure(state[0], batch, own, None)
+
+    def whole(params: PyTree, given: PyTree) -> jax.Array:
+        batch, own, states = given
+        return training.gradient(params, batch, own, states)[0]
+
+    # A batch's statistics are none of one example's: the loss is measured as a whole.
+    measure = measurer(whole, "mean", accumulation)
+    return lambda state, batch, own: measure(
+        state[0], (batch, own, state[2]), None, None
+    )
+
+
+def _host(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies: what follows may be donated."""
+
+    def one(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf)
+
+    return {path: one(leaf) for path, leaf in leaves.items()}
+
+
+# --- the trainers that are followed ---
+
+
+def _followed(start: PyTree) -> list[np.ndarray]:
+    """The floating leaves of the state in float64, for each trainer; 0 is unmoved."""
+    leaves = [x for x in jax.tree.leaves(start) if is_inexact(x)]
+    return [
+        np.broadcast_to(np.asarray(x, wide_of(x.dtype)), (FOLLOWED + 1, *x.shape))
+        for x in leaves
+    ]
+
+
+def _move(
+    programs: tuple[ClosedJaxpr, ClosedJaxpr],
+    stateful: bool,
+    taken: _Taken,
+    others: list[np.ndarray],
+    seed: int,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """One step of each of them; their states after it, and their gradients."""
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        found = _moved(programs, stateful, taken, others, jnp.uint32(seed))
+        after, slopes = jax.tree.map(np.asarray, found)
+        return after, slopes
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _moved(
+    programs: tuple[ClosedJaxpr, ClosedJaxpr],
+    stateful: bool,
+    taken: _Taken,
+    others: PyTree,
+    seed: Any,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    differentiate, update = programs
+    leaves = jax.tree.leaves(taken.state)
+    params, opt_state, _ = (len(jax.tree.leaves(x)) for x in taken.state)
+    count = len(jax.tree.leaves(taken.gradient))
+    entries = sum(x.size for x in jax.tree.leaves(taken.gradient))
+
+    def one(each: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        number, wide = each
+        moving = jnp.where(number == 0, 0.0, confidence(entries))
+        own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
+        values = iter(wide)
+        state = [PrecisionPair(x, next(values)) if is_inexact(x) else x for x in leaves]
+        exact = Perturbation(None, own, None, set())
+        rounding = Perturbation(moving, own, None, set())
+        given = [
+            *state[:params],
+            *jax.tree.leaves(taken.batch),
+            *state[params + opt_state :],
+        ]
+        # The reference's own order of leaves: the loss, the gradient, the new state.
+        _, *slopes = run(differentiate, given, exact)[: count + 1]
+        gradient = _shifted(taken, slopes, own, number != 0)
+        inner = state[params : params + opt_state]
+        found = run(update, [*state[:params], *gradient, *inner], rounding)
+        if stateful:
+            found += run(differentiate, given, rounding)[count + 1 :]
+        after = [x.wide for x in found if is_inexact(x.rounded)]
+        return after, [slope.wide for slope in slopes]
+
+    return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
+
+
+def _shifted(
+    taken: _Taken, slopes: list[PrecisionPair], seed: jax.Array, moving: jax.Array
+) -> list[PrecisionPair]:
+    """The gradient, each entry up or down by its bound."""
+    leaves = jax.tree.leaves(taken.gradient)
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), max(len(leaves), 1))
+    shifted = []
+    for key, own, slope, width in zip(keys, leaves, slopes, taken.bounds, strict=False):
+        sign = jax.random.rademacher(key, own.shape, jnp.float64)
+        shifted.append(
+            PrecisionPair(own, slope.wide + jnp.where(moving, sign * width, 0))
+        )
+    return shifted
+
+
+# --- their limits ---
+
+
+def _limits(
+    wanted: Mapping[str, Any],
+    others: list[np.ndarray],
+    earlier: tuple[list[np.ndarray], list[np.ndarray]],
+    steps: int,
+) -> tuple[dict[str, Limit | None], dict[str, np.ndarray]]:
+    """The limit of each leaf, and its exact step.
+
+    `earlier` has the exact leaves at the start and before the step.
+    """
+    values = iter(zip(others, *earlier, strict=True))
+    limits: dict[str, Limit | None] = {}
+    moves: dict[str, np.ndarray] = {}
+    for path, leaf in wanted.items():
+        if leaf is None or not is_inexact(leaf):
+            limits[path] = None
+            continue
+        wide, origin, before = next(values)
+        exact, own = wide[0], np.asarray(leaf).astype(wide.dtype)
+        apart = np.max(np.abs(wide[1:] - exact), axis=0, initial=0)
+        moves[path] = exact - before
+        way = np.maximum(np.abs(exact - origin), np.abs(moves[path]))
+        roundings = np.abs(own) + math.sqrt(2 * EXTRA) * way
+        width = confidence(leaf.size) * math.sqrt(steps) * unit_roundoff(leaf.dtype)
+        allowed = math.sqrt(2) * apart + 2 * np.abs(own - exact) + width * roundings
+        tiny = float(jnp.finfo(leaf.dtype).smallest_normal)
+        limits[path] = Limit(allowed + EXTRA * tiny, np.abs(own))
+    return limits, moves
+
+
+def _gradient_limits(
+    gradients: Mapping[str, Any], measured: Measured, slopes: list[np.ndarray]
+) -> dict[str, Limit | None]:
+    """The gradient's own bound, and what moved parameters do to it."""
+    values = iter(slopes)
+    limits: dict[str, Limit | None] = {}
+    for path, own in zip(gradients, measured.limits.values(), strict=True):
+        limits[path] = own
+        if own is not None:
+            wide = next(values)
+            apart = np.max(np.abs(wide[1:] - wide[0]), axis=0, initial=0)
+            limits[path] = own._replace(bound=own.bound + math.sqrt(2) * apart)
+    return limits
