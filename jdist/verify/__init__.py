@@ -25,6 +25,7 @@ from jdist.verify.tracing import (
     Trace,
     replay,
     tap,
+    tapped,
     trace,
     tracer,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "score",
     "step",
     "tap",
+    "tapped",
     "trace",
     "tracer",
 ]

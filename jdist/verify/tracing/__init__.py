@@ -2,7 +2,7 @@
 
 - `primitive`: the tap as a primitive of JAX.
 - `recording`: what taps see, and how it travels between processes.
-- `tap`: marks values.
+- `tap`: marks values; `tapped`: every submodule of a Flax model.
 - `layout`: the axis of a value along which its examples stand.
 - `reference`: right values and cotangents, and their bounds.
 - `alignment`: which rows of a candidate are which examples.
@@ -15,6 +15,7 @@
 from jdist.verify.tracing.recording import TapRecord, TapRecording, replay
 from jdist.verify.tracing.report import Difference, Trace
 from jdist.verify.tracing.tap import tap
+from jdist.verify.tracing.tapped import tapped
 from jdist.verify.tracing.trace import trace, tracer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Trace",
     "replay",
     "tap",
+    "tapped",
     "trace",
     "tracer",
 ]

@@ -89,9 +89,12 @@ def _aligned(
     absent = {p.name for p in passages} - by_name.keys()
     if absent and records:
         notes.append(f"not reached by the candidate: {', '.join(sorted(absent))}")
+    own_names = {p.name for p in passages}
     misfits = {(r.name, r.value.shape) for r in records if id(r) not in fitting}
     for name, shape in sorted(misfits):
-        notes.append(f"{name} was not compared where its shape is {shape}")
+        reason = f"where its shape is {shape}" if name in own_names else "in the loss"
+        verb = "was not compared" if name in own_names else "is no tap"
+        notes.append(f"{name} {verb} {reason}")
     return found
 
 
