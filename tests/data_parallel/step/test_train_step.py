@@ -340,6 +340,7 @@ def opcodes(lowered):
     return Counter(re.findall(r"^  .*? = .*? ([a-z][a-z-]*)\(", main, re.MULTILINE))
 
 
+@pytest.mark.optimized
 def test_alone_it_compiles_to_the_plain_step(problem, mesh):
     """World size 1: what one device does, and the count of steps; no copy, no call."""
     params, batch, _ = problem

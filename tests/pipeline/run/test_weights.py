@@ -89,7 +89,8 @@ def test_means_and_extremes_do_not_depend_on_the_size(kind, where, size, rng):
             assert told.weight == given.sum(dtype=np.float64)
 
 
-@pytest.mark.thorough
+# 1 - tanh^2 cancels: the tolerance is that of optimized programs.
+@pytest.mark.optimized
 def test_one_large_weight_beside_small_ones(rng):
     """Of a mean the small ones are rounded away; an extreme may be one of theirs."""
     params, batch, weights = problem(rng)
