@@ -177,7 +177,7 @@ class StageCheckpoints(Closing):
         for step in filter(old, folder.steps()):
             folder.delete(step)
 
-    def _read(self, stage: int, step: int, like: PyTree) -> Any:
+    def _read(self, stage: int, step: int, like: PyTree) -> PyTree:
         folder, leaves = self._folders[stage], _leaves(like)
         description = folder.description(step)
         if description["stages"] != self._saved.stages:
@@ -265,7 +265,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         """
         check_state("restore(like=...)", like, PipelineState, "pipe")
         found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
-        fields: dict[str, Any] = {"step": found}
+        fields: dict[str, PyTree] = {"step": found}
         for name, value in _fields(like).items():
             if isinstance(value, list):
                 there = range(len(value))
@@ -279,7 +279,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         self._checkpoints.close()
 
 
-def _fields(state: PipelineState) -> dict[str, Any]:
+def _fields(state: PipelineState) -> dict[str, PyTree]:
     """All but the step, which is the number that it is saved under."""
     return {name: x for name, x in state._asdict().items() if name != "step"}
 
@@ -295,7 +295,7 @@ def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, PyTree]:
     }
 
 
-def _leaves(tree: PyTree) -> dict[str, Any]:
+def _leaves(tree: PyTree) -> dict[str, PyTree]:
     return {path: x for path, x in named_leaves(tree).items() if x is not None}
 
 
@@ -304,7 +304,7 @@ def _on_host(leaf: PyTree) -> np.ndarray:
     return np.empty(like.shape, like.dtype)
 
 
-def _placed(found: Any, like: PyTree) -> Any:
+def _placed(found: PyTree, like: PyTree) -> PyTree:
     """On the device of `like`, if that was chosen: a place is part of a signature."""
     # A copy, because steps donate, and NumPy's memory is not JAX's to give away.
     array = jnp.array(found)

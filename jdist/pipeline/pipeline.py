@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
 from jdist._errors import requirement
@@ -113,7 +114,7 @@ class Pipeline:
     def __init__(  # noqa: PLR0913 - each is given by its name
         self,
         stages: Sequence[Stage],
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., PyTree],
         schedule: Schedule,
         workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None = None,
         *,
@@ -201,11 +202,11 @@ class Pipeline:
         self,
         params: Sequence[PyTree],
         batch: Mapping[str, PyTree],
-        weights: Any = None,
+        weights: ArrayLike | None = None,
         *,
         states: Sequence[PyTree] | None = None,
-        key: Any = None,
-    ) -> Any:
+        key: jax.Array | None = None,
+    ) -> PyTree:
         """The loss of the batch, and the gradient of every stage's parameters.
 
         With workers in several processes each of them calls it, with the same batch,
@@ -252,7 +253,7 @@ class Pipeline:
         self,
         params: Sequence[PyTree],
         states: Sequence[PyTree] | None = None,
-        key: Any = None,
+        key: jax.Array | None = None,
     ) -> PipelineState:
         """The state before the first training step.
 
@@ -275,7 +276,10 @@ class Pipeline:
         return state
 
     def _initial(
-        self, params: Sequence[PyTree], states: Sequence[PyTree] | None, key: Any
+        self,
+        params: Sequence[PyTree],
+        states: Sequence[PyTree] | None,
+        key: jax.Array | None,
     ) -> tuple[PipelineState, list[PyTree]]:
         """The state, and the parameters in full precision."""
         stages = len(self.stages)
@@ -292,7 +296,7 @@ class Pipeline:
         self,
         state: PipelineState,
         batch: Mapping[str, PyTree],
-        weights: Any = None,
+        weights: ArrayLike | None = None,
         **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
         """One step: the gradient of the batch, and an update of every stage.
@@ -404,10 +408,10 @@ class Pipeline:
         self,
         params: Sequence[PyTree] | PipelineState,
         batch: Mapping[str, PyTree],
-        weights: Any = None,
+        weights: ArrayLike | None = None,
         *,
         states: Sequence[PyTree] | None = None,
-        key: Any = None,
+        key: jax.Array | None = None,
         outputs: bool = False,
     ) -> Metrics:
         """The loss of a batch, by forward passes alone; nothing is changed by it.
@@ -437,9 +441,9 @@ class Pipeline:
         self,
         params: Sequence[PyTree],
         batch: Mapping[str, PyTree],
-        weights: Any,
+        weights: ArrayLike | None,
         states: Sequence[PyTree] | None,
-        key: Any,
+        key: jax.Array | None,
         step: int | None = None,
         call: str = "Pipeline.value_and_grad",
     ) -> CallInputs:
@@ -452,7 +456,7 @@ class Pipeline:
 
 def PipeDream(
     stages: Sequence[Stage],
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
     *,
     policy: UpdateRule = "stashing",

@@ -1,8 +1,8 @@
 """Training over many batches: a step for each, saved now and then, with a bar."""
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
 
+from numpy.typing import ArrayLike
 from rich.console import Console
 
 from jdist._fit import Metrics, check_save_every, fitted, pair
@@ -80,7 +80,9 @@ def fit(
     )
 
 
-def _fetched(supply: Iterator[Any], pipe: Pipeline) -> Iterator[tuple[Any, Any]]:
+def _fetched(
+    supply: Iterator[PyTree], pipe: Pipeline
+) -> Iterator[tuple[PyTree, ArrayLike | None]]:
     while (given := _next(supply, pipe)) is not None:
         yield given
 
@@ -88,7 +90,9 @@ def _fetched(supply: Iterator[Any], pipe: Pipeline) -> Iterator[tuple[Any, Any]]
 _END = object()
 
 
-def _next(supply: Iterator[Any], pipe: Pipeline) -> tuple[Any, Any] | None:
+def _next(
+    supply: Iterator[PyTree], pipe: Pipeline
+) -> tuple[PyTree, ArrayLike | None] | None:
     """The next batch and its weights; None at the end, to which all workers come.
 
     What goes wrong with the data of one worker is an error of the step on all.

@@ -90,7 +90,7 @@ class _Rehearsal(Step):
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         self._invoke(join, found, found, self._loss.kind)
 
-    def _note(self, *transfer: Any) -> None:
+    def _note(self, *transfer: object) -> None:
         """No value is transferred."""
 
 
@@ -149,7 +149,7 @@ class _ShapeChannels:
         """See `ValueChannels`."""
         return self._channels.has(_tag_of_shapes(tag), worker)
 
-    def take(self, tag: MessageTag, worker: int) -> Any:
+    def take(self, tag: MessageTag, worker: int) -> PyTree:
         """See `ValueChannels`."""
         value = jax.tree.map(
             lambda x: _unpacked(x) if isinstance(x, _Shape) else x,
@@ -177,7 +177,7 @@ def _tag_of_shapes(tag: MessageTag) -> MessageTag:
     return tag._replace(kind=tag.kind.lower())
 
 
-def _packed(leaf: Any) -> Any:
+def _packed(leaf: PyTree) -> PyTree:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     place = leaf.sharding

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
@@ -63,9 +64,9 @@ class CallInputs(NamedTuple):
 
     params: Sequence[PyTree]
     batch: Mapping[str, PyTree]
-    weights: Any
+    weights: ArrayLike | None
     states: Sequence[PyTree]
-    key: Any = None
+    key: jax.Array | None = None
     step: int | None = None
 
 
@@ -351,7 +352,7 @@ def trees_of(
     return list(trees)
 
 
-def key_given(key: Any, stage: int) -> Any:
+def key_given(key: jax.Array | None, stage: int) -> jax.Array:
     """The key.
 
     Raises:

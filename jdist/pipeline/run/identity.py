@@ -9,7 +9,7 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def sized(
     identity: CallIdentity,
     batches: Iterable[Mapping[str, PyTree]],
     parts: Sequence[MicroBatch],
-    key: Any = None,
+    key: jax.Array | None = None,
 ) -> CallIdentity:
     """The identity of a call with the data that it works on.
 
@@ -140,13 +140,13 @@ def _add_entries(checksums: dict[str, int], batch: Mapping[str, PyTree]) -> None
             _add(checksums, f"entry {name!r}", leaf)
 
 
-def _add(checksums: dict[str, int], name: str, array: Any) -> None:
+def _add(checksums: dict[str, int], name: str, array: object) -> None:
     sample = _sample(array)
     if sample is not None:
         checksums[name] = zlib.crc32(sample.tobytes(), checksums.get(name, 0))
 
 
-def _sample(array: Any) -> np.ndarray | None:
+def _sample(array: object) -> np.ndarray | None:
     """Elements at places that depend on the size alone; all of a small array.
 
     None for what has no bytes that are the same in another process.

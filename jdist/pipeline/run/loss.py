@@ -38,8 +38,8 @@ class LossPasses(NamedTuple):
       losses: `(values, entries, weights)` to the partial and the auxiliary outputs.
     """
 
-    both: Callable[..., tuple[Partial, dict[str, PyTree], Any]]
-    losses: Callable[..., tuple[Partial, Any]]
+    both: Callable[..., tuple[Partial, dict[str, PyTree], PyTree]]
+    losses: Callable[..., tuple[Partial, PyTree]]
 
 
 class _Compiled:
@@ -53,12 +53,12 @@ class _Compiled:
       fn: The same, by its programs.
     """
 
-    def __init__(self, fn: Callable[..., Any], contents: Contents) -> None:
+    def __init__(self, fn: Callable[..., PyTree], contents: Contents) -> None:
         self.fn = Traced(fn, _CACHE.user, contents)
         self._contents = contents
         self._passes: dict[Hashable, LossPasses] = {}
 
-    def aside(self, fn: Callable[..., Any]) -> "_Compiled":
+    def aside(self, fn: Callable[..., PyTree]) -> "_Compiled":
         """See `Traced.aside`."""
         made = _Compiled(fn, self._contents)
         made.fn = self.fn.aside(fn)
@@ -70,7 +70,7 @@ class _Compiled:
         kind: str,
         has_aux: bool,
         unread: tuple[ArraySpec, ...],
-        structure: Any,
+        structure: jax.tree_util.PyTreeDef,
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
         options = (names, kind, has_aux, unread, structure)
@@ -99,14 +99,14 @@ class PipelineLoss:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., PyTree],
         names: tuple[str, ...],
         kind: str,
         *,
         has_aux: bool = False,
     ) -> None:
         self._names = names
-        self._factor: Any = None
+        self._factor: PyTree = None
         self._invoke: Invoke = operator.call
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._fn = fn
@@ -120,7 +120,9 @@ class PipelineLoss:
         divided = self._factor is not None and self._factor[1] is not None
         return "sum" if divided and self.kind == "mean" else self.kind
 
-    def scaled(self, scale: Any, total: float | None) -> "PipelineLoss":
+    def scaled(
+        self, scale: jax.typing.ArrayLike, total: float | None
+    ) -> "PipelineLoss":
         """The same loss, with gradients that are `scale` times as large.
 
         A mean is divided where its cotangents start, and not at the end: those of the
@@ -157,7 +159,7 @@ class PipelineLoss:
         names = sorted(batch)
         entries = {name: batch[name] for name in names}
 
-        def losses_of(entries: PyTree, values: PyTree) -> Any:
+        def losses_of(entries: PyTree, values: PyTree) -> PyTree:
             return _called(self._compiled.fn, self._names, values, entries)
 
         program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
@@ -188,16 +190,16 @@ class PipelineLoss:
             made_of = self._names, self.kind, self.has_aux, unread, structure
             return self._compiled.passes(*made_of)
 
-        def both(*given: Any) -> Any:
+        def both(*given: PyTree) -> PyTree:
             return self._unchanged(lambda: self._invoke(passes().both, *given))
 
-        def losses(*given: Any) -> Any:
+        def losses(*given: PyTree) -> PyTree:
             return self._unchanged(lambda: self._invoke(passes().losses, *given))
 
         made = LossPasses(both, losses)
         return made if self._factor is None else self._with_factor(made)
 
-    def _unchanged(self, run: Callable[[], Any]) -> Any:
+    def _unchanged(self, run: Callable[[], PyTree]) -> PyTree:
         """Runs what may trace the loss function; if need be, this one's own."""
         try:
             return run()
@@ -207,7 +209,7 @@ class PipelineLoss:
             return run()
 
     def _with_factor(self, made: LossPasses) -> LossPasses:
-        def both(values: PyTree, entries: PyTree, weights: Any) -> Any:
+        def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:
             # With several workers for the last stage the loss is on several devices.
             factor = moved(self._factor, _device_of(values))
             return made.both(values, entries, weights, factor)
@@ -215,7 +217,7 @@ class PipelineLoss:
         return made._replace(both=both)
 
 
-def _device_of(values: PyTree) -> Any:
+def _device_of(values: PyTree) -> PyTree:
     """The device of the first array, or of what its shape stands for."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array):
@@ -227,8 +229,8 @@ def _device_of(values: PyTree) -> Any:
 
 
 def _called(
-    fn: Callable[..., Any], names: tuple[str, ...], values: PyTree, batch: PyTree
-) -> Any:
+    fn: Callable[..., PyTree], names: tuple[str, ...], values: PyTree, batch: PyTree
+) -> PyTree:
     try:
         return fn(values[names[0]] if len(names) == 1 else values, batch)
     except KeyError as error:
@@ -245,16 +247,16 @@ def _called(
 
 
 def _compiled(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     names: tuple[str, ...],
     kind: str,
     has_aux: bool,
     unread: tuple[ArraySpec, ...],
-    structure: Any,
+    structure: jax.tree_util.PyTreeDef,
 ) -> LossPasses:
     def losses_of(
-        values: PyTree, entries: PyTree, weights: Any
-    ) -> tuple[jax.Array, Any]:
+        values: PyTree, entries: PyTree, weights: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         # What it does not read is not sent to it; here it only has its shape.
         blanks = [kind.blank() for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
@@ -264,8 +266,8 @@ def _compiled(
         return found, aux
 
     def both(
-        values: PyTree, entries: PyTree, weights: Any, factor: Any = None
-    ) -> tuple[Partial, dict[str, PyTree], Any]:
+        values: PyTree, entries: PyTree, weights: jax.Array, factor: PyTree = None
+    ) -> tuple[Partial, dict[str, PyTree], PyTree]:
         floating, fixed = split_inexact(values)
         found, pull_back, aux = jax.vjp(
             lambda v: losses_of(merge(v, fixed), entries, weights),
@@ -283,7 +285,9 @@ def _compiled(
         part = Partial(value, None, weight)
         return part, reduction.scaled(d_values, rounding), aux
 
-    def losses(values: PyTree, entries: PyTree, weights: Any) -> tuple[Partial, Any]:
+    def losses(
+        values: PyTree, entries: PyTree, weights: jax.Array
+    ) -> tuple[Partial, PyTree]:
         found, aux = losses_of(values, entries, weights)
         value, _, weight = reduction.seeds(found, weights, kind)
         return Partial(value, None, weight), aux
@@ -291,7 +295,7 @@ def _compiled(
     return LossPasses(jax.jit(both), jax.jit(losses))
 
 
-def _with_aux(found: Any) -> tuple[Any, Any]:
+def _with_aux(found: PyTree) -> tuple[PyTree, PyTree]:
     """The losses and the auxiliary outputs that a loss function returned.
 
     Raises:
@@ -309,12 +313,12 @@ def _with_aux(found: Any) -> tuple[Any, Any]:
 
 # --- auxiliary outputs ---
 
-Entries = tuple[list[int], Any]
+Entries = tuple[list[int], PyTree]
 """Numbers of micro-batches, and a tree whose leaves have an entry for each of them."""
 
 
 def stacked(
-    found: Mapping[int, PyTree], stack: Callable[[Sequence[PyTree]], Any]
+    found: Mapping[int, PyTree], stack: Callable[[Sequence[PyTree]], PyTree]
 ) -> Entries | None:
     """Trees as one, each leaf with a new first axis.
 
@@ -346,7 +350,7 @@ def stacked(
     return numbers, jax.tree.map(lambda *entries: stack(entries), *trees)
 
 
-def merged(parts: Sequence[Entries | None]) -> Any:
+def merged(parts: Sequence[Entries | None]) -> PyTree:
     """The entries of all processes, in the order of the micro-batches; None for none.
 
     Args:
@@ -366,11 +370,11 @@ def merged(parts: Sequence[Entries | None]) -> Any:
     )
 
 
-def _shapes(tree: PyTree) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _sorted(rows: Sequence[PyTree], order: np.ndarray) -> Any:
+def _sorted(rows: Sequence[PyTree], order: np.ndarray) -> PyTree:
     where: Any = np if all(isinstance(row, np.ndarray) for row in rows) else jax.numpy
     return where.concatenate(rows)[order]

@@ -3,10 +3,11 @@
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in
@@ -36,7 +37,9 @@ class MicroBatchSource(Protocol):
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
-def split_batch(batch: PyTree, weights: Any, count: int, kind: str) -> list[MicroBatch]:
+def split_batch(
+    batch: PyTree, weights: ArrayLike | None, count: int, kind: str
+) -> list[MicroBatch]:
     """Cuts a batch into `count` micro-batches, as equal as they can be.
 
     Where the examples do not divide, the first ones have one more. No example is added
@@ -170,7 +173,7 @@ def _total(weights: np.ndarray) -> float:
 Bounds = tuple[tuple[int, int], ...]
 
 
-def _cut(array: Any, bounds: Bounds) -> Sequence[PyTree]:
+def _cut(array: jax.Array | np.ndarray, bounds: Bounds) -> Sequence[PyTree]:
     """Its parts; those of a JAX array by one call, which costs what one slice does."""
     if isinstance(array, jax.Array):
         return _cut_compiled(array, bounds)
@@ -182,7 +185,9 @@ def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
     return [array[start:end] for start, end in bounds]
 
 
-def micro_batch_of(number: int, batch: PyTree, weights: Any, call: str) -> MicroBatch:
+def micro_batch_of(
+    number: int, batch: PyTree, weights: ArrayLike | None, call: str
+) -> MicroBatch:
     """A batch that is one micro-batch as it is; its weights may all be 0.
 
     Args:
@@ -205,7 +210,7 @@ def _examples(batch: PyTree, call: str) -> int:
     return examples_in(batch, call)
 
 
-def size_of_batch(batch: PyTree, weights: Any) -> tuple[int, float]:
+def size_of_batch(batch: PyTree, weights: ArrayLike | None) -> tuple[int, float]:
     """The examples with a weight above 0, and the sum of the weights."""
     if weights is None:
         examples = len(jax.tree.leaves(batch)[0])
@@ -215,7 +220,7 @@ def size_of_batch(batch: PyTree, weights: Any) -> tuple[int, float]:
 
 
 def check_weights(
-    weights: Any, examples: int, call: str, *, some: bool = True
+    weights: ArrayLike | None, examples: int, call: str, *, some: bool = True
 ) -> np.ndarray:
     """The weights of a batch, as an array on the host.
 
@@ -246,7 +251,7 @@ def check_weights(
     return found
 
 
-def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> Any:
+def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
     """An entry of the batch.
 
     Raises:

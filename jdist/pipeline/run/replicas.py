@@ -7,7 +7,6 @@ bucket is added up as soon as all workers' are there; the next ones are still un
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +127,7 @@ def _state_of(worker: int, stage: int) -> MessageTag:
     return MessageTag("G", -1, "state", stage, worker)
 
 
-def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> Any:
+def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
     """The states' mean, as `data_parallel` forms that of its replicas.
 
     Args:
@@ -154,7 +153,7 @@ def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> Any:
 
 
 @jax.jit
-def _mean(states: list[PyTree], shares: list[jax.Array]) -> Any:
+def _mean(states: list[PyTree], shares: list[jax.Array]) -> PyTree:
     def mean(*leaves: jax.Array) -> jax.Array:
         if len(leaves) == 1 or not is_inexact(leaves[0]):
             return leaves[0]

@@ -168,7 +168,7 @@ class ValueChannels(Protocol):
     def has(self, tag: MessageTag, worker: int) -> bool:
         """Whether it has arrived at that worker, which is one of this process."""
 
-    def take(self, tag: MessageTag, worker: int) -> Any:
+    def take(self, tag: MessageTag, worker: int) -> PyTree:
         """The value, which is not kept."""
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
@@ -197,7 +197,7 @@ class StageChannels(ValueChannels, Protocol):
         settings: Mapping[str, PyTree] | None = None,
         batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
-        key: Any = None,
+        key: jax.Array | None = None,
     ) -> None:
         """Says what the call is given, once that is checked and before values are sent.
 
@@ -235,7 +235,9 @@ Opened = Callable[[str], contextlib.AbstractContextManager[StageChannels]]
 they have agreed."""
 
 
-def receive(channels: ValueChannels, tag: MessageTag, worker: int, purpose: str) -> Any:
+def receive(
+    channels: ValueChannels, tag: MessageTag, worker: int, purpose: str
+) -> PyTree:
     """Waits for a value and takes it.
 
     Raises: what `ValueChannels.wait` raises.
@@ -311,7 +313,7 @@ class InProcessChannels:
         settings: Mapping[str, PyTree] | None = None,
         batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
-        key: Any = None,
+        key: jax.Array | None = None,
     ) -> None:
         """See `StageChannels`: there is no other process to compare with."""
 
@@ -323,7 +325,7 @@ class InProcessChannels:
         """See `StageChannels`."""
         return (tag, worker) in self._arrived
 
-    def take(self, tag: MessageTag, worker: int) -> Any:
+    def take(self, tag: MessageTag, worker: int) -> PyTree:
         """See `StageChannels`."""
         return self._arrived.pop((tag, worker))
 
@@ -391,7 +393,7 @@ class LocalCommunicator:
         return 0.0
 
 
-def moved(value: PyTree, device: jax.Device | None) -> Any:
+def moved(value: PyTree, device: jax.Device | None) -> PyTree:
     """The arrays of a value on a device; None for wherever they are.
 
     `device_put` takes 30 us also where nothing is to be done.
@@ -407,7 +409,7 @@ def moved(value: PyTree, device: jax.Device | None) -> Any:
     )
 
 
-def _is_elsewhere(leaf: Any, device: jax.Device | None) -> bool:
+def _is_elsewhere(leaf: object, device: jax.Device | None) -> bool:
     if isinstance(leaf, jax.Array):
         # Not committed, it would become so in the first step, and compile the second.
         return device is not None and not (leaf.committed and leaf.device == device)

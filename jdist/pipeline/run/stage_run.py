@@ -65,8 +65,8 @@ class StageRun:
         stage: Stage,
         compiled: Segment,
         params: PyTree,
-        state: Any,
-        key: Any,
+        state: PyTree,
+        key: jax.Array | None,
         kind: str,
         single: bool = False,
         of_means: bool = False,
@@ -82,7 +82,7 @@ class StageRun:
         self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
-        self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
+        self._rests: dict[int, tuple[PyTree, MicroBatchShare]] = {}
         self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
 
@@ -113,7 +113,7 @@ class StageRun:
         """Arrays that wait for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests, self._deferred
 
-    def arrays(self) -> Any:
+    def arrays(self) -> PyTree:
         """All arrays that it has at the moment, beside parameters and keys."""
         return self._kept, self._partial, self.state
 
@@ -146,13 +146,13 @@ class StageRun:
         returned, _ = self._compiled.outputs(*self._given(micro, inputs))
         return self._stage.named(returned)
 
-    def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[Any, ...]:
+    def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments of the segment."""
         key = None if self._key is None else fold(self._key, micro)
         values = tuple([inputs[name] for name in self._stage.inputs])
         return self.params, self.state, values, key
 
-    def _named(self, returned: Any) -> dict[str, PyTree]:
+    def _named(self, returned: PyTree) -> dict[str, PyTree]:
         names = self._stage.outputs
         # Their number was checked when the shapes were.
         return dict(
@@ -237,7 +237,7 @@ class StageRun:
             lambda a, b: join(a, b, self.kind), (found[r] for r in sorted(found))
         )
 
-    def finished(self, joined: Partial, unrounded: bool = False) -> Any:
+    def finished(self, joined: Partial, unrounded: bool = False) -> PyTree:
         """The gradient that a partial makes.
 
         Args:
@@ -261,7 +261,7 @@ class StageRun:
         assert self._partial is not None
         return self._partial
 
-    def _cotangent(self, cotangents: Mapping[str, PyTree]) -> Any:
+    def _cotangent(self, cotangents: Mapping[str, PyTree]) -> PyTree:
         names = self._stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
@@ -269,7 +269,7 @@ class StageRun:
 
 
 @jax.jit
-def fold(key: Any, number: Any) -> Any:
+def fold(key: jax.Array, number: int) -> jax.Array:
     """`jax.random.fold_in`, compiled."""
     return jax.random.fold_in(key, number)
 
@@ -304,14 +304,17 @@ def added_mean(
     return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
 
 
-def _or_nothing(own: Any, so_far: Any) -> Any:
+def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | None:
     """A gradient that was put off adds nothing yet."""
     return -jnp.zeros_like(so_far) if own is None and so_far is not None else own
 
 
 @functools.lru_cache(maxsize=256)
 def _nothing(
-    kinds: tuple[Any, ...], structure: Any, places: tuple[Any, ...], kind: str
+    kinds: tuple[Any, ...],
+    structure: jax.tree_util.PyTreeDef,
+    places: tuple[Any, ...],
+    kind: str,
 ) -> Callable[[], Partial]:
     """Makes the partial of no micro-batch: added to any other, it changes no bit.
 
@@ -342,7 +345,7 @@ def _zero(kind: Any) -> jax.Array:
     return jnp.asarray(-0.0) if kind.weak_type else -jnp.zeros((), kind.dtype)
 
 
-def _is_committed(leaf: Any) -> bool:
+def _is_committed(leaf: object) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is not None
     return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
@@ -358,7 +361,7 @@ def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
     return place
 
 
-def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
+def _completed(so_far: Partial, joined: PyTree, given: None) -> Partial:
     """The gradient with what was put off; its weights are there already."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined)
     return so_far._replace(gradient=add_trees(so_far.gradient, wide))
@@ -374,11 +377,16 @@ def join(first: Partial, second: Partial, kind: str) -> Partial:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _unrounded(part: Partial, kind: str) -> Any:
+def _unrounded(part: Partial, kind: str) -> PyTree:
     return reduction.finish(part, kind, part.gradient)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _finished(part: Partial, dtypes: tuple[str, ...], structure: Any, kind: str) -> Any:
+def _finished(
+    part: Partial,
+    dtypes: tuple[str, ...],
+    structure: jax.tree_util.PyTreeDef,
+    kind: str,
+) -> PyTree:
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), d) for d in dtypes])
     return reduction.finish(part, kind, like)[1]

@@ -11,7 +11,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +270,7 @@ class Step(ABC):
         tag = MessageTag(kind, micro, name, stage, worker)
         self._channels.put(tag, self._places.worker(taker, micro), value)
 
-    def _entry(self, worker: int, micro: int, name: str, taker: int) -> Any:
+    def _entry(self, worker: int, micro: int, name: str, taker: int) -> PyTree:
         """An entry of the batch, where it is taken."""
         who = "the loss" if taker == self._places.loss else f"stage {taker}"
         entry = entry_of(self._parts[micro].batch, name, who)
@@ -351,9 +351,9 @@ class LossSum:
         self,
         channels: StageChannels,
         places: Places,
-        stats: Mapping[int, Any],
+        stats: Mapping[int, PyTree],
         computed: PyTree,
-    ) -> tuple[jax.Array, PyTree, list[Any]]:
+    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
         """Ends a step on all workers, or on none.
 
         Args:
@@ -375,7 +375,7 @@ class LossSum:
         mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
         told = moved(channels.agree(mine, (mine, computed)), here)
         losses: dict[int, Partial] = {}
-        stages: dict[int, Any] = {}
+        stages: dict[int, PyTree] = {}
         for some, of_stages, _ in told:
             losses |= some
             stages = of_stages | stages  # Of replicas, what the first one tells.
@@ -458,9 +458,9 @@ class BatchStep(Step):
     def agree(
         self,
         channels: StageChannels,
-        stats: Mapping[int, Any],
+        stats: Mapping[int, PyTree],
         computed: PyTree = None,
-    ) -> tuple[jax.Array, PyTree, list[Any]]:
+    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
         """Ends the step on all workers, or on none; see `LossSum.agree`."""
         computed = computed, self._kept
         return self._sum.agree(channels, self._places, stats, computed)
@@ -525,7 +525,7 @@ def _naming(worker: int, action: Action) -> Iterator[None]:
         raise
 
 
-def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> Any:
+def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTree:
     """The sum over all consumers of a value, the first ones first; None for none."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:
@@ -542,5 +542,5 @@ def _in_one(rows: Sequence[jax.Array]) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _finished(partial: Partial, kind: str) -> Any:
+def _finished(partial: Partial, kind: str) -> PyTree:
     return reduction.finish(partial, kind, None)[0]

@@ -8,7 +8,7 @@ same step of them: the copies stay equal, bit for bit.
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -144,7 +144,7 @@ class Tied:
         params: PyTree,
         gradient: PyTree,
         parts: Mapping[str, Sequence[PyTree]],
-    ) -> Any:
+    ) -> PyTree:
         """A stage's gradient, with the sum over all copies in the place of its own.
 
         Args:
@@ -166,7 +166,7 @@ class Tied:
                 leaves[i] = total[below]
         return structure.unflatten(leaves)
 
-    def counted(self, stage: int, params: PyTree, gradient: PyTree) -> Any:
+    def counted(self, stage: int, params: PyTree, gradient: PyTree) -> PyTree:
         """The leaves of a gradient that the norm counts: shared ones at one stage.
 
         Args:
@@ -248,12 +248,14 @@ def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree]
     return copy, ""
 
 
-def _structure(tree: PyTree) -> Any:
+def _structure(tree: PyTree) -> PyTree:
     return jax.tree.structure(tree)
 
 
 @functools.lru_cache(maxsize=256)
-def _indices(structure: Any, stage: int, path: str) -> dict[str, int]:
+def _indices(
+    structure: jax.tree_util.PyTreeDef, stage: int, path: str
+) -> dict[str, int]:
     """Numbers of the leaves at a path or below it, by what follows the path."""
     numbered = structure.unflatten(range(structure.num_leaves))
     names = {path_of(keys): i for keys, i in jax.tree.leaves_with_path(numbered)}
@@ -273,7 +275,7 @@ def _order(report: Sequence[PyTree]) -> tuple[str, int]:
     return name, stage
 
 
-def _check_equal(first: tuple[int, Any], second: tuple[int, Any]) -> None:
+def _check_equal(first: tuple[int, PyTree], second: tuple[int, PyTree]) -> None:
     (one, copy), (stage, other) = first, second
     kinds = [
         {name: _text(shape, dtype) for name, (shape, dtype, _) in c.items()}
@@ -291,7 +293,7 @@ def _text(shape: Sequence[int], dtype: str) -> str:
     return describe(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype)))
 
 
-def _check_alike(first: int, kinds: Any, stage: int, others: Any) -> None:
+def _check_alike(first: int, kinds: object, stage: int, others: object) -> None:
     if kinds != others:
         rule = f"must be copies of one shape and dtype: stage {first} has {kinds}"
         raise ValueError(requirement(_CALL, rule, f"{others} at stage {stage}"))

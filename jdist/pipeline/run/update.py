@@ -51,7 +51,7 @@ class PipelineState(NamedTuple):
     states: list[PyTree]
     """The states of stateful stages; None for the others."""
 
-    key: Any = None
+    key: jax.Array | None = None
     """The PRNG key of the whole run, which does not change, or None."""
 
 
@@ -169,11 +169,11 @@ class StageUpdates:
         return self._max_norm is not None or self.loss_scale is not None
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> PyTree:
         """The loss scale; 1 where the last stage is in another process."""
         return scale_in(self._opt_states)
 
-    def stats(self, stage: int, grads: PyTree, counted: Any) -> GradientStats:
+    def stats(self, stage: int, grads: PyTree, counted: PyTree) -> GradientStats:
         """The statistics of one stage's gradient, for all others.
 
         Args:
@@ -211,7 +211,7 @@ class StageUpdates:
 
     def apply(
         self, stage: int, grads: PyTree, stats: GradientStats
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[PyTree, PyTree, jax.Array | None]:
         """One stage's step; its parameters and the optimizer's state are donated.
 
         Args:
@@ -226,7 +226,7 @@ class StageUpdates:
 
     def _given(
         self, stage: int, grads: PyTree, stats: GradientStats
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         """The arguments of `_update`."""
         return (
             self._optimizers[stage],
@@ -267,7 +267,7 @@ def optimizers_for(
     return found
 
 
-def started(optimizer: Optimizer, params: PyTree) -> tuple[Any, Any]:
+def started(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
     """One stage's parameters as they are computed with, and its optimizer's state.
 
     Args:
@@ -315,7 +315,7 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
     return found
 
 
-def scale_in(opt_states: Sequence[PyTree]) -> Any:
+def scale_in(opt_states: Sequence[PyTree]) -> PyTree:
     """The loss scale; 1 where the last stage is in another process."""
     last = opt_states[-1]
     return 1.0 if last is None else last.loss_scale.scale
@@ -360,7 +360,7 @@ def _update(
     stats: GradientStats,
     max_norm: float | None,
     overrides: dict[str, PyTree],
-) -> tuple[Any, Any, jax.Array | None]:
+) -> tuple[PyTree, PyTree, jax.Array | None]:
     norm = None
     if stats.square is not None and max_norm is not None:
         norm = jnp.sqrt(stats.square)

@@ -138,18 +138,22 @@ class PipelineMailbox:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
 
-    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
+    def _receive(
+        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
+    ) -> None:
         pipeline, number, tag, value = body
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
                 found[MessageTag(*tag)] = value
 
-    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
+    def _hear(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
         with self.lock:
             self._note(caller, tuple(body), meta)
 
-    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, PyTree]) -> bool:
+    def _note(
+        self, caller: WorkerInfo, address: Address, meta: dict[str, PyTree]
+    ) -> bool:
         """Notes the call of a message's sender; False if it is over here."""
         pipeline, number = address
         if number <= self.done.get(pipeline, -1):
@@ -159,7 +163,7 @@ class PipelineMailbox:
         self.changed.notify_all()
         return True
 
-    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
+    def _fail(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
         pipeline, number, described = body
         error = rebuild(described, self._functions)
         self.fail((pipeline, number), CallFailure(error, told=True))
@@ -172,7 +176,7 @@ class PipelineMailbox:
                 self.changed.notify_all()
 
     def _give_up(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
+        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> list[PyTree] | None:
         """The decision; None if there was none, and then there will be none."""
         pipeline, number, _ = body
@@ -184,7 +188,7 @@ class PipelineMailbox:
             return None
 
     def _rested(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
+        self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> float | None:
         """For how long this worker has waited in a call; None if it is not in it.
 
@@ -292,7 +296,7 @@ class WorkerChannels:
         settings: Mapping[str, PyTree] | None = None,
         batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
-        key: Any = None,
+        key: jax.Array | None = None,
     ) -> None:
         """See `StageChannels`."""
         texts = {name: str(value) for name, value in (settings or {}).items()}
@@ -324,7 +328,7 @@ class WorkerChannels:
         else:
             self._agent.pool.run(lambda: self._send(worker, body))
 
-    def _send(self, worker: int, body: Any) -> None:
+    def _send(self, worker: int, body: PyTree) -> None:
         agent, to = self._agent, self._names[worker]
         try:
             sent = agent.outgoing(to, _VALUE, body, self._limit, self._meta)
@@ -346,7 +350,7 @@ class WorkerChannels:
         """See `StageChannels`."""
         return tag in self._mailbox.arrived.get(self._address, ())
 
-    def take(self, tag: MessageTag, worker: int) -> Any:
+    def take(self, tag: MessageTag, worker: int) -> PyTree:
         """See `StageChannels`.
 
         Raises:
@@ -542,11 +546,11 @@ class WorkerChannels:
             self._tell_others(_FAILED, body)
         self._mailbox.end(self._address)
 
-    def _tell_others(self, kind: str, body: Any) -> None:
+    def _tell_others(self, kind: str, body: PyTree) -> None:
         """Tells the other workers; one that is not reached finds out by itself."""
         self._ask_others(kind, body)
 
-    def _ask_others(self, kind: str, body: Any) -> dict[str, Future[Any]]:
+    def _ask_others(self, kind: str, body: PyTree) -> dict[str, Future[Any]]:
         """The answers of the other workers that are alive, by name."""
         names = [self._names[rank] for rank in self._others()]
         return {

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike
 
 from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
@@ -32,7 +33,7 @@ class Lots(NamedTuple):
     weights: np.ndarray
     totals: np.ndarray
 
-    def of(self, leaf: Any) -> Any:
+    def of(self, leaf: PyTree) -> PyTree:
         """The rows of an array, `(micro_batches, rows, ...)`."""
         shape = (*self.order.shape, *leaf.shape[1:])
         return leaf.reshape(shape) if self._is_even else leaf[self.order]
@@ -42,7 +43,7 @@ class Lots(NamedTuple):
         return bool(self.order[-1, -1] == self.order.size - 1)
 
 
-def lots(batch: PyTree, weights: Any, count: int, kind: str) -> Lots:
+def lots(batch: PyTree, weights: ArrayLike | None, count: int, kind: str) -> Lots:
     """Cuts a batch as `split_batch` does, and pads it.
 
     Raises: what `split_batch` raises.
@@ -111,7 +112,7 @@ class Spread:
         return self._blanks[rank, kind]
 
 
-def _placed(part: Any, device: jax.Device | None) -> Any:
+def _placed(part: PyTree, device: jax.Device | None) -> PyTree:
     if not isinstance(part, jax.Array):
         part = np.asarray(part, jnp.result_type(part))
     return moved(part if part.ndim else part.reshape(1), device)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike
 
 from jdist._compat import map_shards
 from jdist._errors import requirement
@@ -129,7 +130,7 @@ class OneProgramExecutor(Executor):
         return self._in_evaluation.evaluate(channels, given, outputs)
 
     def lower(
-        self, params: Sequence[PyTree], batch: PyTree, weights: Any = None
+        self, params: Sequence[PyTree], batch: PyTree, weights: ArrayLike | None = None
     ) -> jax.stages.Lowered:
         """The program, for a look at what is compiled and what it needs."""
         program, arguments = self._prepared(params, batch, weights)
@@ -139,7 +140,7 @@ class OneProgramExecutor(Executor):
         self,
         params: Sequence[PyTree],
         batch: PyTree,
-        weights: Any,
+        weights: ArrayLike | None,
         unrounded: bool = False,
     ) -> tuple["_Program", tuple[list[PyTree], Feed]]:
         check_not_traced("Pipeline(.., mesh)", params, batch, weights)
@@ -161,7 +162,7 @@ class OneProgramExecutor(Executor):
     def _feed(self, batch: PyTree, cut: Lots, read: Sequence[str]) -> Feed:
         spread, end = self._spread, len(self._stages)
 
-        def entry(name: str, taker: int) -> Any:
+        def entry(name: str, taker: int) -> PyTree:
             worker = self._places.worker(taker, 0)
             if worker in self._places.own:
                 self._places.check(name, batch[name], worker, taker)
@@ -214,7 +215,7 @@ class OneProgramExecutor(Executor):
             unrounded,
         )
 
-        def on_device(params: Sequence[PyTree], feed: Feed) -> Any:
+        def on_device(params: Sequence[PyTree], feed: Feed) -> PyTree:
             given = [_like(tree, shapes[number]) for tree in params]
             loss, grads, square = run(model, given, feed)
             return loss, jax.tree.map(jnp.atleast_1d, grads), square
@@ -252,8 +253,8 @@ class _Program(NamedTuple):
     """
 
     read: tuple[str, ...]
-    shapes: Any
-    run: Any
+    shapes: PyTree
+    run: jax.stages.Wrapped
 
 
 def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
@@ -261,11 +262,11 @@ def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
-def _kind(x: Any, cut: Lots) -> ArraySpec:
+def _kind(x: jax.Array | np.ndarray, cut: Lots) -> ArraySpec:
     return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
-def _like(tree: PyTree, shapes: Any) -> Any:
+def _like(tree: PyTree, shapes: PyTree) -> PyTree:
     """Scalars again what crosses the program's border with an axis of one."""
     return jax.tree.map(
         lambda x, shape: x if x is None or shape.shape else x.reshape(()),
@@ -275,7 +276,7 @@ def _like(tree: PyTree, shapes: Any) -> Any:
     )
 
 
-def _rounded(tree: PyTree, shapes: Any) -> Any:
+def _rounded(tree: PyTree, shapes: PyTree) -> PyTree:
     """A gradient in the dtypes of its parameters."""
     return jax.tree.map(
         lambda x, shape: None if x is None else x.astype(shape.dtype),
@@ -285,6 +286,6 @@ def _rounded(tree: PyTree, shapes: Any) -> Any:
     )
 
 
-def _here(tree: PyTree, index: int) -> Any:
+def _here(tree: PyTree, index: int) -> PyTree:
     """The part of arrays that is on this process's device of that number."""
     return jax.tree.map(lambda x: x.addressable_data(index), tree)

@@ -193,7 +193,7 @@ class _Device:
         """For max and min a stage must know which micro-batches hold the extreme."""
         return self._model.kind in ("max", "min")
 
-    def _passes(self, value: PyTree) -> Any:
+    def _passes(self, value: PyTree) -> PyTree:
         """The results of each kind of action, for their shapes."""
         segment, own = self._model.segment, self._params[0]
         residuals = segment.forward(own, None, (value,), None)[1]
@@ -225,7 +225,7 @@ class _Device:
             state = when(travels[number] != 0, pass_on, at, state)
         return state
 
-    def _forward(self, chunk: int, own: Any, at: Row, state: State) -> State:
+    def _forward(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
         from_batch = take(self._feed.values, at.micro_batch)
         value = jax.tree.map(
             lambda a, b: jnp.where(at.mail == NOTHING, a, b),
@@ -253,7 +253,7 @@ class _Device:
             loss=reduction.combine(state.loss, found, self._model.kind),
         )
 
-    def _backward(self, chunk: int, own: Any, at: Row, state: State) -> State:
+    def _backward(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_own, d_inputs = self._model.segment.backward(
             own, residuals, (cotangent.value, None)
@@ -261,7 +261,7 @@ class _Device:
         state = self._added(state, at, chunk, d_own, cotangent.share)
         return _answered(state, at, d_inputs, cotangent)
 
-    def _backward_inputs(self, chunk: int, own: Any, at: Row, state: State) -> State:
+    def _backward_inputs(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_inputs, rest = self._model.segment.backward_inputs(
             own, residuals, (cotangent.value, None)
@@ -271,7 +271,7 @@ class _Device:
         state = state._replace(rests=put(state.rests, at.rest, left))
         return _answered(state, at, d_inputs, cotangent)
 
-    def _backward_params(self, chunk: int, own: Any, at: Row, state: State) -> State:
+    def _backward_params(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
         computed, share = take(state.rests, at.rest)
         held = jax.tree.leaves(own), take(state.activations, at.activation)
         rest = Rest.of(self._split, *held, computed)
@@ -330,21 +330,21 @@ def when(
     return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
 
 
-def put(slots: Any, slot: jax.Array, value: PyTree) -> Any:
+def put(slots: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """The slots with a value in one of them."""
     return jax.tree.map(
         lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, slot, 0), slots, value
     )
 
 
-def take(slots: Any, slot: jax.Array) -> Any:
+def take(slots: PyTree, slot: jax.Array) -> PyTree:
     """The value in a slot."""
     return jax.tree.map(
         lambda s: jax.lax.dynamic_index_in_dim(s, slot, 0, keepdims=False), slots
     )
 
 
-def _empty(value: PyTree, count: int) -> Any:
+def _empty(value: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
 
 
@@ -371,5 +371,5 @@ def _partial(d_own: PyTree, share: MicroBatchShare) -> Partial:
     return Partial(share.value, jax.tree.map(_wide, d_own), share.weight)
 
 
-def _wide(leaf: Any) -> Any:
+def _wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(wide_dtype(leaf.dtype))

@@ -7,7 +7,10 @@ pass in this process: by then all forward passes and the loss have had what they
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from typing import Any
 
+from numpy.typing import ArrayLike
+
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.run.identity import chained
 from jdist.pipeline.run.micro_batch import (
     MicroBatch,
@@ -39,14 +42,14 @@ class Supply:
     """
 
     def __init__(
-        self, batches: Iterable[Any], weights: Iterable[Any] | None, call: str
+        self, batches: Iterable[PyTree], weights: Iterable[PyTree] | None, call: str
     ) -> None:
         self.count = len(batches) if isinstance(batches, Sized) else None
         self.first: MicroBatch | None = None
         self._call = call
         self._read = 0
         self._batches = _iterator(batches, f"{call}(batches)")
-        self._weights: Iterator[Any] | None = None
+        self._weights: Iterator[PyTree] | None = None
         if weights is not None:
             self._weights = _iterator(weights, f"{call}(weights=...)")
             if self.count is not None and isinstance(weights, Sized):
@@ -64,14 +67,14 @@ class Supply:
             self._next = self._pair()
         return self._next is not _END
 
-    def take(self) -> tuple[Any, Any]:
+    def take(self) -> tuple[PyTree, ArrayLike | None]:
         """The next batch and its weights; there is one."""
         found, self._next = self._next, None
         self._read += 1
         batch, weights = found
         return batch, weights
 
-    def _pair(self) -> Any:
+    def _pair(self) -> PyTree:
         try:
             batch = next(self._batches, _END)
             own = _END if self._weights is None else next(self._weights, _END)
@@ -219,7 +222,7 @@ class BatchStream:
         return scaled_down(part, exponent)
 
 
-def _iterator(given: Any, argument: str) -> Iterator[Any]:
+def _iterator(given: Iterable[PyTree], argument: str) -> Iterator[PyTree]:
     try:
         return iter(given)
     except TypeError as error:

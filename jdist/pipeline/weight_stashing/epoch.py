@@ -192,7 +192,7 @@ class EpochStep(Step):
 
     def agree_on_epoch(
         self, channels: StageChannels, more: bool, computed: PyTree
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[np.ndarray, np.ndarray, PyTree]:
         """Ends the epoch on all workers, or on none.
 
         Args:

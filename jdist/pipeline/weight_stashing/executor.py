@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -242,7 +242,7 @@ class EpochExecutor(Executor):
         supply: Supply,
         limit: int | None,
         stream: BatchStream,
-        key: Any,
+        key: jax.Array | None,
     ) -> None:
         """Compares the first batch; the rest is compared when the epoch ends."""
         first = stream[0]

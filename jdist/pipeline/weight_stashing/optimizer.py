@@ -59,11 +59,11 @@ class WeightStashing:
         """Version 0. Refers to the parameters, and never donates them."""
         return StashState(0, {0: params}, self.optimizer.init(params))
 
-    def load_new_params(self, state: StashState) -> Any:
+    def load_new_params(self, state: StashState) -> PyTree:
         """The newest version: what a forward pass uses, and what a step starts from."""
         return state.kept[state.version]
 
-    def load_old_params(self, state: StashState, version: int | None = None) -> Any:
+    def load_old_params(self, state: StashState, version: int | None = None) -> PyTree:
         """An older version: what a backward pass uses.
 
         Args:
@@ -188,6 +188,6 @@ def _stepped(
     params: PyTree,
     grads: PyTree,
     opt_state: PyTree,
-    overrides: Any,
-) -> tuple[Any, Any]:
+    overrides: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
     return optimizer.step(params, grads, opt_state, **overrides)

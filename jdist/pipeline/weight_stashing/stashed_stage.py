@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ class StashedStage:
         )
         self._append(params, opt_state)
 
-    def hold(self, others: Mapping[int, Partial], rank: int) -> Any:
+    def hold(self, others: Mapping[int, Partial], rank: int) -> PyTree:
         """The gradient of an update that waits for other stages.
 
         Args:
@@ -122,7 +122,9 @@ class StashedStage:
         self.held.append(_divided(*made_of))
         return self.held[-1]
 
-    def update_held(self, grads: PyTree, square: Any, max_norm: float | None) -> None:
+    def update_held(
+        self, grads: PyTree, square: jax.Array | None, max_norm: float | None
+    ) -> None:
         """The next version, from the gradient that was held longest.
 
         Args:
@@ -168,13 +170,13 @@ class StashedStage:
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
 def _updated(
     optimizer: Optimizer, params: PyTree, part: Partial, opt_state: PyTree, kind: str
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """The division and the step in one: each array is read once."""
     grads = _finished(optimizer, params, part, kind)
     return optimizer.step(params, grads, opt_state)
 
 
-def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> Any:
+def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> PyTree:
     rounded_as = params if optimizer.precision is None else part.gradient
     return reduction.finish(part, kind, rounded_as)[1]
 
@@ -188,9 +190,9 @@ def _clipped(
     params: PyTree,
     grads: PyTree,
     opt_state: PyTree,
-    square: Any,
+    square: jax.Array | None,
     max_norm: float | None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """The step, of a gradient that is scaled down to a norm if there is one."""
     if square is not None and max_norm is not None:
         factor = shrinking(jnp.sqrt(square), max_norm)
