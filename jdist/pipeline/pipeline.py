@@ -29,8 +29,8 @@ from jdist.pipeline.run.stage_channels import Transfer, moved
 from jdist.pipeline.run.tied import tied_of
 from jdist.pipeline.run.update import (
     PipelineState,
-    StageOptimizers,
     StageUpdates,
+    loss_scale_of,
     optimizers_for,
     started,
 )
@@ -157,22 +157,24 @@ class Pipeline:
             rule += "together"
             call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
             raise TypeError(requirement(call, rule, "a Mesh", f"Give {remedy}."))
-        each = None if self._optimizer is None else self._optimizers.each
+        each = None if self._optimizer is None else self._optimizers
         check_epochs(self.stages, policy, reduction, each, self._max_norm)
 
     def _executor(self, where: object) -> Executor:
         """The executor of the schedule at such places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
-            each = None if self._optimizer is None else self._optimizers.each
+            each = None if self._optimizer is None else self._optimizers
             return EpochExecutor(programs, self._tied, each, self._max_norm)
         if isinstance(where, Mesh):
             return OneProgramExecutor(programs, where, self._max_norm is not None)
         return ScheduleExecutor(programs, self.schedule, self._tied)
 
     @cached_property
-    def _optimizers(self) -> StageOptimizers:
-        return StageOptimizers(optimizers_for(self._optimizer, len(self.stages)))
+    def _optimizers(self) -> list[Optimizer]:
+        found = optimizers_for(self._optimizer, len(self.stages))
+        loss_scale_of(found)  # Refuses scales that differ before the first step.
+        return found
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -272,7 +274,7 @@ class Pipeline:
             return self._initial(params, states, key)[0]
         with self.communicator.opened("init") as channels:
             state, given = self._initial(params, states, key)
-            self._tied.check(given, self._optimizers.each, channels)
+            self._tied.check(given, self._optimizers, channels)
         return state
 
     def _initial(
@@ -284,7 +286,7 @@ class Pipeline:
         """The state, and the parameters in full precision."""
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
-        optimizers = self._optimizers.each
+        optimizers = self._optimizers
         # A copy, because steps donate theirs and the caller keeps its own.
         placed = jax.tree.map(jnp.copy, self.place(params))
         copies, kept = list(placed), [None] * stages

@@ -328,65 +328,6 @@ class Step(ABC):
 
 
 @final
-class LossSum:
-    """The losses of a batch so far, and their auxiliary outputs.
-
-    Args:
-      loss: The loss function.
-    """
-
-    def __init__(self, loss: PipelineLoss) -> None:
-        self._loss = loss
-        self._losses: dict[int, Partial] = {}
-        self._aux: dict[int, PyTree] = {}
-
-    def add(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        """Adds a micro-batch's, on a worker of the last stage."""
-        if self._loss.has_aux:
-            self._aux[micro] = aux
-        before, kind = self._losses.get(worker), self._loss.kind
-        self._losses[worker] = found if before is None else join(before, found, kind)
-
-    def agree(
-        self,
-        channels: StageChannels,
-        places: Places,
-        stats: Mapping[int, PyTree],
-        computed: PyTree,
-    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
-        """Ends a step on all workers, or on none.
-
-        Args:
-          channels: The call that the step is made in.
-          places: The worker of each stage.
-          stats: What each stage of this process has to tell all workers.
-          computed: What the step leaves behind; see `StageChannels.agree`.
-
-        Returns:
-          The loss of the whole batch, over all workers that run the last stage; the
-          auxiliary outputs of its micro-batches; and the stats of every stage that has
-          some, in order.
-
-        Raises: what `StageChannels.agree` raises.
-        """
-        loss, here = self._loss, places.devices[places.own[0]]
-        # Those of several workers of the last stage are on several devices.
-        aux = moved(self._aux, here) if loss.has_aux else {}
-        mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
-        told = moved(channels.agree(mine, (mine, computed)), here)
-        losses: dict[int, Partial] = {}
-        stages: dict[int, PyTree] = {}
-        for some, of_stages, _ in told:
-            losses |= some
-            stages = of_stages | stages  # Of replicas, what the first one tells.
-        # By rank, so that the sum has the same bits on all workers.
-        in_order = [losses[worker] for worker in sorted(losses)]
-        whole = functools.reduce(lambda a, b: join(a, b, loss.kind), in_order)
-        found = merged([entries for *_, entries in told]) if loss.has_aux else None
-        return _finished(whole, loss.kind), found, [stages[j] for j in sorted(stages)]
-
-
-@final
 class BatchStep(Step):
     """The step of a synchronous schedule, or its forward passes alone.
 
@@ -397,7 +338,8 @@ class BatchStep(Step):
 
     def __init__(self, given: StepInputs, *, keep: bool = False) -> None:
         super().__init__(given)
-        self._sum = LossSum(given.loss)
+        self._losses: dict[int, Partial] = {}
+        self._aux: dict[int, PyTree] = {}
         self._kept: dict[int, dict[str, PyTree]] | None = {} if keep else None
         owner = self._places.schedule.owner
         self._left = {
@@ -419,7 +361,10 @@ class BatchStep(Step):
                 share_gradient(self._channels, self._places, worker, stage, own)
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        self._sum.add(worker, micro, found, aux)
+        if self._loss.has_aux:
+            self._aux[micro] = aux
+        before, kind = self._losses.get(worker), self._loss.kind
+        self._losses[worker] = found if before is None else join(before, found, kind)
 
     def _taken_by_loss(
         self, worker: int, micro: int
@@ -461,9 +406,35 @@ class BatchStep(Step):
         stats: Mapping[int, PyTree],
         computed: PyTree = None,
     ) -> tuple[jax.Array, PyTree, list[PyTree]]:
-        """Ends the step on all workers, or on none; see `LossSum.agree`."""
-        computed = computed, self._kept
-        return self._sum.agree(channels, self._places, stats, computed)
+        """Ends the step on all workers, or on none.
+
+        Args:
+          channels: The call that the step is made in.
+          stats: What each stage of this process has to tell all workers.
+          computed: What the step leaves behind; see `StageChannels.agree`.
+
+        Returns:
+          The loss of the whole batch, over all workers that run the last stage; the
+          auxiliary outputs of its micro-batches; and the stats of every stage that has
+          some, in order.
+
+        Raises: what `StageChannels.agree` raises.
+        """
+        loss, here = self._loss, self._places.devices[self._places.own[0]]
+        # Those of several workers of the last stage are on several devices.
+        aux = moved(self._aux, here) if loss.has_aux else {}
+        mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
+        told = moved(channels.agree(mine, (mine, computed, self._kept)), here)
+        losses: dict[int, Partial] = {}
+        stages: dict[int, PyTree] = {}
+        for some, of_stages, _ in told:
+            losses |= some
+            stages = of_stages | stages  # Of replicas, what the first one tells.
+        # By rank, so that the sum has the same bits on all workers.
+        in_order = [losses[worker] for worker in sorted(losses)]
+        whole = functools.reduce(lambda a, b: join(a, b, loss.kind), in_order)
+        found = merged([entries for *_, entries in told]) if loss.has_aux else None
+        return _finished(whole, loss.kind), found, [stages[j] for j in sorted(stages)]
 
     def kept(self) -> PyTree:
         """The inputs of the loss, all micro-batches as one; None if they are not kept.

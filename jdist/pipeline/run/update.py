@@ -92,29 +92,6 @@ class StepResult(NamedTuple):
 
 
 @final
-class StageOptimizers:
-    """One optimizer for each stage, and what a step asks of them.
-
-    Args:
-      each: By stage.
-
-    Attributes:
-      each: By stage.
-      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
-      unrounded: By stage, whether its gradient is for masters, which take it as it was
-        added up.
-
-    Raises:
-      ValueError: The stages scale the loss differently.
-    """
-
-    def __init__(self, each: Sequence[Optimizer]) -> None:
-        self.each = each
-        self.loss_scale = loss_scale_of(each)
-        self.unrounded = [optimizer.precision is not None for optimizer in each]
-
-
-@final
 class StageUpdates:
     """The updates of one step, and what they start from.
 
@@ -126,8 +103,9 @@ class StageUpdates:
       overrides: Of the optimizers' numbers, for this step.
 
     Attributes:
-      loss_scale: As for `StageOptimizers`.
-      unrounded: Likewise.
+      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+      unrounded: By stage, whether its gradient is for masters, which take it as it was
+        added up.
 
     Raises:
       ValueError: A number breaks its rule.
@@ -136,19 +114,19 @@ class StageUpdates:
 
     def __init__(
         self,
-        optimizers: StageOptimizers,
+        optimizers: Sequence[Optimizer],
         params: Sequence[PyTree],
         opt_states: Sequence[PyTree],
         max_norm: float | None,
         overrides: Mapping[str, PyTree],
     ) -> None:
-        self.loss_scale = optimizers.loss_scale
-        self.unrounded = optimizers.unrounded
-        self._optimizers = optimizers.each
+        self.loss_scale = loss_scale_of(optimizers)
+        self.unrounded = [optimizer.precision is not None for optimizer in optimizers]
+        self._optimizers = optimizers
         self._params = params
         self._opt_states = opt_states
         self._max_norm = max_norm
-        for one in optimizers.each if overrides else ():
+        for one in optimizers if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
         # On the host: every stage takes them to its own device.
         self._overrides = {

@@ -378,7 +378,7 @@ class WorkerChannels:
             while not self._arrives(waiting, until, began + _PATIENCE):
                 if not self._announced:
                     self._announced = True
-                    self._tell_others(_HERE, self._address)
+                    self._ask_others(_HERE, self._address)
                 elif until is not None and time.monotonic() >= until:
                     until = self._prolonged(waiting)
 
@@ -543,15 +543,14 @@ class WorkerChannels:
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
             body = (*self._address, describe(error, self._name))
-            self._tell_others(_FAILED, body)
+            self._ask_others(_FAILED, body)
         self._mailbox.end(self._address)
 
-    def _tell_others(self, kind: str, body: PyTree) -> None:
-        """Tells the other workers; one that is not reached finds out by itself."""
-        self._ask_others(kind, body)
-
     def _ask_others(self, kind: str, body: PyTree) -> dict[str, Future[Any]]:
-        """The answers of the other workers that are alive, by name."""
+        """The answers of the other workers that are alive, by name.
+
+        They need not be waited for: a worker that is not reached finds out by itself.
+        """
         names = [self._names[rank] for rank in self._others()]
         return {
             name: self._agent.call_async(name, kind, body, self._limit, self._meta)

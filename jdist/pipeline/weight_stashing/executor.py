@@ -20,7 +20,6 @@ from jdist.pipeline.run.executor import (
     StagePrograms,
 )
 from jdist.pipeline.run.loss import stacked
-from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.replicas import joined_states
 from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
 from jdist.pipeline.run.stage_run import StageRun
@@ -166,7 +165,8 @@ class EpochExecutor(Executor):
         # Unless the caller keeps it, its arrays go when no micro-batch needs them.
         del state, given
         # The first batch stands for all: those after it are not read yet.
-        first = programs.inputs(channels, runs, _OneForAll(stream[0]), loss)
+        every = dict.fromkeys(range(places.schedule.micro_batches), stream[0])
+        first = programs.inputs(channels, runs, every, loss)
         programs.compile_ahead(first)
         if not self._takes(0):
             stream.forget(0)
@@ -281,17 +281,6 @@ class EpochExecutor(Executor):
             own = jax.tree.map(jnp.copy, there)
             stashed[worker, j] = StashedStage(run, rule_of_stage, own)
         return stashed
-
-
-@final
-class _OneForAll:
-    """Micro-batches of which one stands for all."""
-
-    def __init__(self, part: MicroBatch) -> None:
-        self._part = part
-
-    def __getitem__(self, number: int) -> MicroBatch:
-        return self._part
 
 
 def check_epochs(
