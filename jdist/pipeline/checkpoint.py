@@ -49,6 +49,7 @@ class Saved(NamedTuple):
     def of(cls, pipe: Pipeline) -> "Saved":
         """Of a pipeline: the first worker of a stage writes it."""
         here = pipe.communicator.places.own
+        # Replicas of a stage are equal, bit for bit.
         first = [min(workers) for workers in pipe.schedule.placement]
         written = [j for j, worker in enumerate(first) if worker in here]
         return cls(len(pipe.stages), pipe.own, written, pipe.communicator.opened)
@@ -95,6 +96,7 @@ class StageCheckpoints(Closing):
                 for j in saved.own:
                     self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
                 self._complete = self._found(channels)
+        # orbax's threads would outlive a constructor that raised.
         except BaseException:
             self.close()
             raise
@@ -124,6 +126,7 @@ class StageCheckpoints(Closing):
             for j in self._saved.written:
                 self._write(j, step, trees[j])
             self._complete = self._found(channels)
+        # Only now: until all stages have the new step, the older ones are needed.
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
         for j in self._saved.written:
             self._delete(j, lambda other: other not in kept)

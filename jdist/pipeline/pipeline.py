@@ -272,6 +272,7 @@ class Pipeline:
         """
         if self._tied is None:
             return self._initial(params, states, key)[0]
+        # Copies of one parameter are on several workers, which compare digests.
         with self.communicator.opened("init") as channels:
             state, given = self._initial(params, states, key)
             self._tied.check(given, self._optimizers, channels)
@@ -402,6 +403,7 @@ class Pipeline:
             held.append(state)
             parts.append(part)
             del result, state
+            # The pipeline has drained: this state has no micro-batch under way.
             if checkpoints is not None:
                 checkpoints.save(held[0])
         return held.pop(), executor.metrics(parts)

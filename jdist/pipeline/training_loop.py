@@ -67,6 +67,7 @@ def fit(
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)
+        # All have an iterator, or all raise.
         channels.agree(None)
     return fitted(
         pipe.train_step,
@@ -102,7 +103,9 @@ def _next(
         if given is not _END:
             return pair(given)
     except BaseException:
+        # The other workers are in this call, where they are told of the error.
         with pipe.communicator.opened("train_step"):
             raise
+    # A worker with more batches is in `train_step`, and both are told so.
     pipe.communicator.gather(None, "the end of fit")
     return None

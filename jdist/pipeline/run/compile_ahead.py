@@ -109,6 +109,7 @@ def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
     first: dict[Any, int] = {}
     found = []
     for micro, size in enumerate(sizes):
+        # Another size, device or split is another program.
         columns = schedule.owner[:, micro], schedule.split[:, micro]
         case = (size, *(tuple(column.tolist()) for column in columns))
         found.append(first.setdefault(case, micro))
@@ -181,6 +182,7 @@ def _packed(leaf: PyTree) -> PyTree:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     place = leaf.sharding
+    # What was sharded arrives on the one device of its worker.
     device = None if place is None else next(iter(place.device_set))
     empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
     return _Shape(leaf.shape, leaf.weak_type, empty)

@@ -137,6 +137,7 @@ class StagePrograms:
             for number, stage in stages
         ]
         self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
+        # By shapes and dtypes; by None between processes.
         self._read: dict[Any, tuple[str, ...]] = {}
         self._compiled_ahead: set[bool] = set()
 
@@ -165,9 +166,11 @@ class StagePrograms:
         compiled = self._evaluated if evaluated else self._compiled
         for j in self.places.stages:
             stage, key = self.wiring.stages[j], None
+            # A stage with a function for evaluation draws nothing there.
             if stage.keyed and not (evaluated and stage.in_evaluation is not None):
                 key = jax.random.fold_in(key_given(given.key, j), j)
             for worker in self.places.schedule.placement[j]:
+                # Replicas of a stage may run in other processes.
                 if worker not in self.places.own:
                     continue
                 device = self.places.devices[worker]
@@ -280,9 +283,11 @@ class ScheduleExecutor(Executor):
         step.run(timer)
         grads: list[PyTree] = [None] * places.loss
         for j in places.stages:
+            # Masters take the sum in the precision that it was formed in.
             unrounded = update is not None and update.unrounded[j]
             grads[j] = step.gradient(j, unrounded)
         params = {j: runs[worker, j].params for j, worker in places.stages.items()}
+        # Before norms and overflows, which are of the sums over all copies.
         if self._tied is not None:
             grads = self._tied.summed(params, grads, places, channels)
         told = {} if update is None else self._stats(update, params, grads)
@@ -304,6 +309,7 @@ class ScheduleExecutor(Executor):
                 if self._tied is not None:
                     counted = self._tied.counted(j, params[j], grads[j])
                 told[j] = update.stats(j, grads[j], counted)
+            # A refusal after the vote would leave the stages at different steps.
             update.check(j, grads[j], told.get(j, NO_STATS), self._checked)
         return told
 

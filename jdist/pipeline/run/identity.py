@@ -152,11 +152,13 @@ def _sample(array: object) -> np.ndarray | None:
     None for what has no bytes that are the same in another process.
     """
     if isinstance(array, jax.Array):
+        # Parts of it are on other processes' devices.
         if not array.is_fully_addressable:
             return None
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             array = jax.random.key_data(array)
         if array.size > SAMPLE:
+            # Gathered on the device: a few kilobytes come to the host, not the array.
             return np.asarray(_taken(array, _places(array.size)))
     found = np.asarray(array)
     if found.dtype.hasobject:

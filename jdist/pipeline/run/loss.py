@@ -364,6 +364,7 @@ def merged(parts: Sequence[Entries | None]) -> PyTree:
     there = [part for part in parts if part is not None]
     if len(there) < 2:
         return there[0][1] if there else None
+    # Workers of the last stage take micro-batches in turn.
     order = np.argsort(np.concatenate([numbers for numbers, _ in there]))
     return jax.tree.map(
         lambda *rows: _sorted(rows, order), *(tree for _, tree in there)

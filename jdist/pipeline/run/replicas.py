@@ -81,6 +81,7 @@ def joined_gradient(
         for other in places.replicas(worker, stage):
             tag = MessageTag("G", number, "", stage, other)
             found[other] = receive(channels, tag, worker, "the end of the step")
+        # While it is computed, the next bucket's messages arrive.
         sums.append(run.joined(found))
     return whole(sums, own)
 

@@ -73,6 +73,7 @@ class Places:
             NumPy's, are moved.
         """
         device = self.devices[worker]
+        # Without a place of its own a stage computes wherever its inputs are.
         if device is None:
             return
         for leaf in jax.tree.leaves(entry):
@@ -346,6 +347,7 @@ class InProcessChannels:
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
         self.failed = error is not None
+        # What nothing took, after an error, would keep its memory.
         self._arrived.clear()
 
 
@@ -413,4 +415,5 @@ def _is_elsewhere(leaf: object, device: jax.Device | None) -> bool:
     if isinstance(leaf, jax.Array):
         # Not committed, it would become so in the first step, and compile the second.
         return device is not None and not (leaf.committed and leaf.device == device)
+    # One transfer here, where each compiled call would make its own.
     return isinstance(leaf, np.ndarray)

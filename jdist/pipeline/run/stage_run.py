@@ -138,6 +138,7 @@ class StageRun:
         (returned, self.state), residuals = self._compiled.forward(*given)
         # Outputs are not kept: they belong to the stages that take them.
         self._residuals[micro] = residuals
+        # A named tuple's cotangent has to be one, too.
         self._returns = getattr(type(returned), "_make", type(returned))
         return self._named(returned)
 
@@ -178,12 +179,15 @@ class StageRun:
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
+        # At the first pass: only now the places of cotangents are known.
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
         add = Fold(self._add, self._partial, share)
+        # The operands wait; one product over all micro-batches follows in `finish`.
         if self._stage.join_weight_gradients:
             found = backward_deferring(passes, *given, add)
             self._partial, (_, d_inputs, _), self._deferred[micro] = found
+        # The cotangent travels on before the weight gradient is computed.
         elif split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
@@ -206,6 +210,7 @@ class StageRun:
 
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass, if it is not for `finish`."""
+        # `finish` computes it with all others.
         if micro in self._deferred:
             return
         rest, share = self._rests.pop(micro)

@@ -145,6 +145,7 @@ class Step(ABC):
         return waiting
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
+        # Its own B came before it in the same list.
         if action.kind == "W":
             return []
         needed = self._needed_forward if action.kind == "F" else self._taken_by
@@ -189,6 +190,7 @@ class Step(ABC):
         outputs = forward(micro, inputs)
         last = self._places.loss
         for name, value in outputs.items():
+            # To each taker apart: they may be on several workers.
             for taker in self._wiring.consumers[stage][name]:
                 self._send("F", worker, micro, name, stage, taker, value)
         lost = self._lose(worker, micro) if stage == last - 1 else None
@@ -205,7 +207,9 @@ class Step(ABC):
             return found
         found, d_values, aux = passes.both(values, entries, part.weights)
         self._add_loss(worker, micro, found, aux)
+        # On the host: each stage's device takes it from there.
         share = MicroBatchShare(np.float32(0), part.total)
+        # Which micro-batch holds the extreme is known when all are joined.
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
         for name in self._sources_of_loss:
@@ -239,11 +243,13 @@ class Step(ABC):
         for tag in self._taken_by(action):
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
+        # A value that several stages took has a cotangent from each of them.
         cotangents = {
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
         d_inputs = run.backward(micro, cotangents, share, split)
         for name, cotangent in d_inputs.items():
+            # Nothing waits for the cotangent of an entry of the batch.
             if self._wiring.source[stage][name] != BATCH:
                 self._send_back(worker, micro, name, stage, (cotangent, share))
 
@@ -266,6 +272,7 @@ class Step(ABC):
         value: PyTree,
     ) -> None:
         self._note(micro, name, source, taker, value, kind == "B")
+        # By the stage that took the value: several may take it, each with a cotangent.
         stage = taker if kind == "F" else source
         tag = MessageTag(kind, micro, name, stage, worker)
         self._channels.put(tag, self._places.worker(taker, micro), value)
@@ -351,6 +358,7 @@ class BatchStep(Step):
         return ListedActions(self._places.actions[worker])
 
     def _passed_back(self, worker: int, stage: int) -> None:
+        # Counted, because a schedule may end a stage's passes in any order.
         self._left[worker, stage] -= 1
         if not self._left[worker, stage]:
             run = self._runs[worker, stage]
@@ -383,6 +391,7 @@ class BatchStep(Step):
         """
         worker = self._places.stages[stage]
         run, places = self._runs[worker, stage], self._places
+        # Without replicas there is no message to wait for.
         if len(places.schedule.placement[stage]) == 1:
             return run.finished(run.partial(), unrounded)
         joined = joined_gradient(self._channels, places, worker, stage, run)
@@ -392,6 +401,7 @@ class BatchStep(Step):
         """The state that each stage of this process is left with; None elsewhere."""
         places = self._places
         if max(map(len, places.schedule.placement)) == 1:
+            # One worker has seen all micro-batches.
             left = {j: self._runs[w, j].state for j, w in places.stages.items()}
         else:
             totals = [

@@ -73,6 +73,7 @@ class Tied:
             for j, path in group.items()
             if params[j] is not None
         ]
+        # Digests travel in place of copies, which may be embeddings of a GiB.
         told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
         first: dict[str, PyTree] = {}
@@ -177,6 +178,7 @@ class Tied:
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
         for group in self._groups.values():
+            # Counted once: the copies are one parameter.
             if stage in group and stage != min(group):
                 for i in _indices(structure, stage, group[stage]).values():
                     leaves[i] = None
@@ -198,6 +200,7 @@ class Tied:
             if sender not in places.own:
                 continue  # Another replica tells it.
             for worker in involved:
+                # Replicas of a stage hold the same sum already.
                 if worker not in places.own and worker not in placement[j]:
                     channels.put(MessageTag("T", -1, name, j, sender), worker, part)
         parts = {}

@@ -126,6 +126,7 @@ class StageUpdates:
         self._params = params
         self._opt_states = opt_states
         self._max_norm = max_norm
+        # Before any stage computes: all of them refuse, or none.
         for one in optimizers if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
         # On the host: every stage takes them to its own device.
@@ -183,6 +184,7 @@ class StageUpdates:
         leaves, structure = jax.tree.flatten(given[1:])
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         step = given[0], structure, kinds
+        # Tracing costs milliseconds, and shapes are the same in almost every step.
         if step not in known:
             _update.trace(*given)
             known.add(step)

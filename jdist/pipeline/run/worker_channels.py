@@ -156,6 +156,7 @@ class PipelineMailbox:
     ) -> bool:
         """Notes the call of a message's sender; False if it is over here."""
         pipeline, number = address
+        # It came late, for a call that is over here: kept, it would stay for ever.
         if number <= self.done.get(pipeline, -1):
             return False
         told = self.identities.setdefault((pipeline, number), {})
@@ -172,6 +173,7 @@ class PipelineMailbox:
         """A call cannot be finished: what waits for it here is to raise the error."""
         with self.lock:
             if address[1] > self.done.get(address[0], -1):
+                # The first error is the cause; later ones follow from it.
                 self.failures.setdefault(address, failure)
                 self.changed.notify_all()
 
@@ -304,6 +306,7 @@ class WorkerChannels:
         made = self._identity._replace(step=number, settings=texts)
         self._identity = sized(made, batches, parts, key) if parts else made
         self._meta = {_IDENTITY: self._identity.plain()}
+        # Others may be in another call already, which their messages have told.
         with self._mailbox.lock:
             self._check()
 
@@ -357,6 +360,7 @@ class WorkerChannels:
           ValueError: The worker that sent it is in another call.
         """
         with self._mailbox.lock:
+            # A value of another call with the same tag must not be computed with.
             self._compare(self._names[tag.sender])
             return self._mailbox.arrived[self._address].pop(tag)
 
@@ -495,6 +499,7 @@ class WorkerChannels:
         told = [votes[rank] for rank in sorted(votes)]
         with self._mailbox.lock:
             self._check()
+            # Under the lock: a request to give up sees a decision or prevents it.
             self._mailbox.decisions[self._address[0]] = self.number, told
             self._over = True
         for rank in self._others():
@@ -512,6 +517,7 @@ class WorkerChannels:
             told = self.take(decision, self._own)
         except BaseException as error:
             told = self._give_up(error)
+            # A late decision makes up for a timeout, but not for an interrupt.
             if told is None or not isinstance(error, RpcTimeout):
                 raise
         return list(told)
@@ -540,6 +546,7 @@ class WorkerChannels:
         """See `StageChannels`."""
         self.failed = error is not None
         failure = self._mailbox.failures.get(self._address)
+        # Its sender has told all others.
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
             body = (*self._address, describe(error, self._name))
@@ -589,6 +596,7 @@ class WorkerCommunicator:
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
+        # At the first call: to make a pipeline waits for no other worker.
         if not self._met:
             self._meet()
             self._met = True
@@ -616,6 +624,7 @@ class WorkerCommunicator:
         """Waits for all workers; their calls are counted from here on."""
         schedule = self.places.schedule
         mine = f"{schedule!r} as {self._pipeline}, {self._about}"
+        # Its text shows no actions, of which there may be millions.
         digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
         found = self._agent.group.all_gather(
             f"{mine}, actions {digest}", self._names, -1, "Pipeline"

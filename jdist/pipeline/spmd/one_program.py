@@ -70,6 +70,7 @@ class OneProgramExecutor(Executor):
         check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
+        # One stands for all: that they are equal was checked.
         self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
         self._mesh = mesh
         self._loss = programs.loss
@@ -100,6 +101,7 @@ class OneProgramExecutor(Executor):
             call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
             raise ValueError(requirement(call, rule, got, _REMEDY))
         masters = [False] * len(self._stages) if update is None else update.unrounded
+        # One program makes all gradients: one master is enough to keep them wide.
         called = given.params, given.batch, given.weights, any(masters)
         program, arguments = self._prepared(*called)
         loss, grads, square = program.run(*arguments)
@@ -110,6 +112,7 @@ class OneProgramExecutor(Executor):
                 own = _like(_here(grads[chunk], index), program.shapes)
                 own = own if masters[stage] else _rounded(own, program.shapes)
                 found[stage] = own
+                # Before any stage steps; only its shapes and dtypes matter.
                 if update is not None:
                     update.check(stage, own, stats, self._checked)
         return StepResult(_here(loss, 0), found, stats, [None] * len(found))
@@ -218,6 +221,7 @@ class OneProgramExecutor(Executor):
         def on_device(params: Sequence[PyTree], feed: Feed) -> PyTree:
             given = [_like(tree, shapes[number]) for tree in params]
             loss, grads, square = run(model, given, feed)
+            # `shard_map` joins devices along an axis, which a scalar has not.
             return loss, jax.tree.map(jnp.atleast_1d, grads), square
 
         each, same = PartitionSpec(axis), PartitionSpec()
@@ -227,6 +231,7 @@ class OneProgramExecutor(Executor):
     def _agree(self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots) -> None:
         """Before each step: what differs between processes would abort or hang them."""
         processes = [device.process_index for device in self._mesh.devices.flat]
+        # One process calls one program: nothing can differ.
         if len({*processes}) == 1:
             return
         # Stages are alike, which is checked next: one stands for all of a process.

@@ -63,6 +63,7 @@ class Supply:
           Exception: What the iterators raise, with the number of the batch in a note.
           ValueError: There are more batches than weights, or fewer.
         """
+        # One batch ahead: only the iterator knows whether there is another.
         if self._next is None:
             self._next = self._pair()
         return self._next is not _END
@@ -209,6 +210,7 @@ class BatchStream:
         if self._kind == "sum":
             check_sum([part.weights], self._call)
             return part
+        # It has no exponent, and no other part depends on it.
         if not part.weights.any():
             return part
         first = self._supply.first or part._replace(batch={})

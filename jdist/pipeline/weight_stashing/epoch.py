@@ -129,9 +129,11 @@ class EpochStep(Step):
     def run(self, action_timer: ActionTimer | None = None) -> None:
         """See `Step`; then the drain: stages make the updates that are left."""
         super().run(action_timer)
+        # Others may wait for a micro-batch that there is not.
         self._tell_end()
         for (worker, stage), stashed in self._stashed.items():
             shared = self._shared[worker, stage]
+            # The last update has fewer micro-batches, if any.
             if stashed.grown and shared == stashed.contributed:
                 self._share(worker, stage)
         for (worker, stage), stashed in self._stashed.items():
@@ -219,6 +221,7 @@ class EpochStep(Step):
         return values, weights, aux
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        # Not fetched yet: that would wait for the device.
         self._computing.append((micro, (found.value, found.weight, aux)))
         self._fetch(AHEAD)
 

@@ -170,6 +170,7 @@ class EpochExecutor(Executor):
         programs.compile_ahead(first)
         if not self._takes(0):
             stream.forget(0)
+        # Without either, stages update alone and nothing is exchanged.
         joint = None
         if self._max_norm is not None or self._tied is not None:
             tied = self._tied or Tied({})
@@ -180,6 +181,7 @@ class EpochExecutor(Executor):
         states = joined_states(channels, places, runs, stream.totals)
         # All versions and optimizer states must be computed before this worker votes.
         left = [stage.arrays() for stage in stashed.values()]
+        # Read before the vote, so that an iterator's error fails the call on all.
         more = limit is not None and supply.more()
         values, weights, aux = epoch.agree_on_epoch(channels, more, left)
         programs.agreed(first)

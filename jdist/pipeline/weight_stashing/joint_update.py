@@ -146,6 +146,7 @@ class JointUpdate:
             for tag in self.awaited(stage, stashed.stash.version)
         }
         if self._max_norm is not None:
+            # In the order of stages, so that all of them get the same bits.
             squares = {j: told["", j] for j in self._others(stage)}
             squares[stage] = square_of(grads)
             square = sum_of_squares([squares[j] for j in sorted(squares)])

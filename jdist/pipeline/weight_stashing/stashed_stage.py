@@ -91,6 +91,7 @@ class StashedStage:
     def end_backward(self, micro: int) -> None:
         """Forgets the versions that no micro-batch needs any more."""
         self.grown += 1
+        # Backward passes of a worker are in the order of its micro-batches.
         self._to_come = micro + self._rule.replicas
         self.stash = self._rule.stashing.release(self.stash, self._needed())
         self._load(self.stash.version)
@@ -142,6 +143,7 @@ class StashedStage:
         return self._rule.stashing.optimizer
 
     def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
+        # At the end of an epoch a worker may have no micro-batch in an update.
         found = {**others, rank: self.run.partial()} if self.grown else others
         joined = self.run.joined(found)
         self.run.clear()
@@ -177,6 +179,7 @@ def _updated(
 
 
 def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> PyTree:
+    # Masters take the gradient in the precision of the sum.
     rounded_as = params if optimizer.precision is None else part.gradient
     return reduction.finish(part, kind, rounded_as)[1]
 
