@@ -170,12 +170,7 @@ class EpochExecutor(Executor):
         programs.compile_ahead(first)
         if not self._takes(0):
             stream.forget(0)
-        # Without either, stages update alone and nothing is exchanged.
-        joint = None
-        if self._max_norm is not None or self._tied is not None:
-            tied = self._tied or Tied({})
-            joint = JointUpdate(tied, self._max_norm, places, channels)
-        plan = EpochPlan(stream, schedule, self._policy.every, joint)
+        plan = EpochPlan(stream, schedule, self._policy.every, self._joint(channels))
         epoch = EpochStep(first._replace(parts=stream), stashed, plan)
         epoch.run(timer)
         states = joined_states(channels, places, runs, stream.totals)
@@ -230,6 +225,13 @@ class EpochExecutor(Executor):
             len(places.own) < places.schedule.workers,
             CALL,
         )
+
+    def _joint(self, channels: StageChannels) -> JointUpdate | None:
+        """The exchange before updates; None where stages update alone."""
+        if self._max_norm is None and self._tied is None:
+            return None
+        tied = self._tied or Tied({})
+        return JointUpdate(tied, self._max_norm, self._programs.places, channels)
 
     def _takes(self, micro: int) -> bool:
         """Whether a worker of this process has a pass for a micro-batch."""
