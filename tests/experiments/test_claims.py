@@ -25,6 +25,7 @@ from experiments import (
     optimizer_parity,
     rpc_cost,
     toy_model_parallel,
+    trace_study,
     zero_memory,
 )
 from experiments._result import Result
@@ -162,6 +163,17 @@ def tight(right=True, **largest):
     return judge_tightness.claims(cells, dict.fromkeys(cells, right))
 
 
+def placed(found=40, named=38, condemned=0, planted=40):
+    def finding(kind, verdict, right_place):
+        return trace_study.Finding(kind, "t", "d", 1.0, verdict, right_place, "", "")
+
+    faults = [finding("sign", "found", i < named) for i in range(found)]
+    faults += [finding("sign", "passed", False) for i in range(40 - found)]
+    rights = [finding("", "found", False)] * condemned
+    rights += [finding("", "passed", False)] * (20 - condemned)
+    return trace_study.claims(faults, rights, planted, 20)
+
+
 PLANTED = [
     (replicated, 0, {"ratios": [0.5, 1.01, 0.5, 0.5]}),
     (replicated, 1, {"oracle": "not compared"}),
@@ -211,6 +223,10 @@ PLANTED = [
     (tight, 2, {"bfloat16": 0.11}),
     (tight, 3, {"float16": 0.021}),
     (tight, 4, {"right": False}),
+    (placed, 0, {"planted": 41}),
+    (placed, 1, {"found": 39}),
+    (placed, 2, {"named": 37}),
+    (placed, 3, {"condemned": 1}),
 ]
 
 
