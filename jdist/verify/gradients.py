@@ -21,7 +21,7 @@ from jdist.verify.draws import (
     draws_of_its_own,
     split_dependent,
 )
-from jdist.verify.measure import Measured, measurer
+from jdist.verify.measure import LossPrograms, Measured, measurer
 from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
 from jdist.verify.processes import TIMEOUT, Peers, held, joined
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
@@ -181,9 +181,14 @@ Prepared = Callable[[Mapping[str, Candidate], Peers], Report]
 
 
 def prepared(
-    loss_fn: LossFn, reduction: str, accumulation: DTypeLike | None
+    loss_fn: LossFn,
+    reduction: str,
+    accumulation: DTypeLike | None,
+    programs: LossPrograms | None = None,
 ) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
     """The judge in two halves, of which the first computes and measures the reference.
+
+    Judges of one loss for several reductions may share `programs`.
 
     Returns:
       `prepare(params, batch, weights, seed)`; its result judges any number of
@@ -195,7 +200,7 @@ def prepared(
     check_options(reduction, accumulation)
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
     # Compiled parts are kept in the closure, for every step of a run.
-    measure = measurer(loss_fn, reduction, accumulation)
+    measure = measurer(loss_fn, reduction, accumulation, programs)
 
     def prepare(
         params: PyTree, batch: PyTree, weights: Any, seed: int | None

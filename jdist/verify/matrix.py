@@ -25,6 +25,7 @@ from rich.text import Text
 from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
 from jdist.verify.gradients import Prepared, prepared
+from jdist.verify.measure import LossPrograms
 from jdist.verify.problem import Problem, standard
 from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
@@ -95,44 +96,50 @@ def judge(
     All strategies share the references and their measured bounds, which cost more than
     a candidate.
     """
-    columns = {
-        (dtype, reduction): _Column(dtype, reduction)
-        for dtype in dtypes
-        for reduction in reductions
-    }
+    columns = {dtype: _Columns(dtype) for dtype in dtypes}
     for name, build in rows.items():
         for dtype in dtypes:
             # Not around the yield: the caller would run in double precision too.
             with double_precision():
-                cells = [columns[dtype, r].judge(name, build) for r in reductions]
+                cells = [columns[dtype].judge(name, build, r) for r in reductions]
             yield cells
 
 
-class _Column:
-    """One reduction in one dtype, measured when its first strategy is judged."""
+class _Columns:
+    """The reductions in one dtype, each measured when its first strategy is judged."""
 
-    def __init__(self, dtype: str, reduction: str) -> None:
-        self._dtype, self._reduction = dtype, reduction
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._prepared: dict[str, Prepared] = {}
 
     @cached_property
     def _problem(self) -> Problem:
         return standard(jnp.dtype(self._dtype))
 
     @cached_property
-    def _judged(self) -> Prepared:
-        problem = self._problem
-        prepare = prepared(problem.loss_fn, self._reduction, problem.accumulation)
-        return prepare(problem.params, problem.batch, problem.weights, problem.seed)
+    def _programs(self) -> LossPrograms:
+        # To compile these takes most of a measurement.
+        return LossPrograms(self._problem.loss_fn, self._problem.accumulation)
 
-    def judge(self, name: str, build: Strategy) -> Cell:
+    def judge(self, name: str, build: Strategy, reduction: str) -> Cell:
         """One strategy's cell; skipped where its hardware is missing."""
         try:
-            candidate = build(self._problem.loss_fn, self._reduction)
+            candidate = build(self._problem.loss_fn, reduction)
         except Unavailable as missing:
-            return Cell(name, self._reduction, self._dtype, None, str(missing))
+            return Cell(name, reduction, self._dtype, None, str(missing))
+        if reduction not in self._prepared:
+            self._prepared[reduction] = self._reference(reduction)
         with joined(TIMEOUT) as peers:
-            report = self._judged({name: _bound(candidate, self._problem)}, peers)
-        return Cell(name, self._reduction, self._dtype, report)
+            found = {name: _bound(candidate, self._problem)}
+            report = self._prepared[reduction](found, peers)
+        return Cell(name, reduction, self._dtype, report)
+
+    def _reference(self, reduction: str) -> Prepared:
+        problem = self._problem
+        prepare = prepared(
+            problem.loss_fn, reduction, problem.accumulation, self._programs
+        )
+        return prepare(problem.params, problem.batch, problem.weights, problem.seed)
 
 
 def _bound(candidate: Callable[..., Any], problem: Problem) -> Callable[..., Any]:

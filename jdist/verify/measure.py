@@ -75,10 +75,16 @@ class _Collected(NamedTuple):
 
 
 def measurer(
-    loss_fn: LossFn, reduction: str, accumulation: DTypeLike | None
+    loss_fn: LossFn,
+    reduction: str,
+    accumulation: DTypeLike | None,
+    programs: "LossPrograms | None" = None,
 ) -> Callable[..., Measured]:
-    """Builds the measurement of one loss; its compiled parts are kept between calls."""
-    programs = _LossPrograms(loss_fn, accumulation)
+    """Builds the measurement of one loss; its compiled parts are kept between calls.
+
+    Measurements of one loss for several reductions may share `programs`.
+    """
+    programs = programs or LossPrograms(loss_fn, accumulation)
     check = finite_differences(loss_fn, reduction)
 
     def measure(
@@ -120,8 +126,11 @@ class _ExampleSums(NamedTuple):
     notes: tuple[str, ...]
 
 
-class _LossPrograms:
-    """The programs of one loss, traced in the user's settings, run in lockstep."""
+class LossPrograms:
+    """The programs of one loss, traced in the user's settings, run in lockstep.
+
+    They know of no reduction and no weights.
+    """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
         self._accumulation = accumulation

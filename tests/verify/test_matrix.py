@@ -97,9 +97,9 @@ def test_a_reference_is_measured_once_and_each_strategy_judged_by_itself(monkeyp
     measured = []
     prepare = matrix.prepared
 
-    def counted_preparation(loss_fn, reduction, accumulation):
+    def counted_preparation(loss_fn, reduction, *rest):
         measured.append(reduction)
-        return prepare(loss_fn, reduction, accumulation)
+        return prepare(loss_fn, reduction, *rest)
 
     monkeypatch.setattr(matrix, "prepared", counted_preparation)
     asked = []
@@ -138,6 +138,23 @@ def test_a_reference_is_measured_once_and_each_strategy_judged_by_itself(monkeyp
         assert all("it is 0.5 times" in leaf.problem for leaf in half.report.failures)
         assert skipped.report is None
         assert skipped.skipped == "needs 512 devices"
+
+
+def test_reductions_of_one_dtype_share_the_programs_of_their_measurements(monkeypatch):
+    """What is measured is compiled once for each dtype, whatever it is reduced by."""
+    given = []
+
+    def preparation(loss_fn, reduction, accumulation, programs):
+        given.append((reduction, programs))
+        return lambda *problem: lambda candidates, peers: None
+
+    monkeypatch.setattr(matrix, "prepared", preparation)
+    rows = {"one": weighted, "another": weighted}
+    list(matrix.judge(rows, ("mean", "sum"), ("float32", "float64")))
+    assert [reduction for reduction, _ in given] == ["mean", "sum"] * 2
+    single, _, double, _ = programs = [each for _, each in given]
+    assert programs == [single, single, double, double]
+    assert single is not double
 
 
 def test_the_strategies_of_all_packages_are_found_by_name(monkeypatch):

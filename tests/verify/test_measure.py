@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
-from jdist.verify.measure import _coupling, _leading, _LossPrograms, _shares, measurer
+from jdist.verify.measure import LossPrograms, _coupling, _leading, _shares, measurer
 
 BF16 = jnp.bfloat16
 
@@ -317,7 +317,7 @@ def test_the_sums_are_those_of_the_examples(rng):
     """Of a linear loss, whose gradients are the inputs: total, magnitude, square."""
     x = normal(rng, 9, 4)
     weights = np.float32([1, 2, 0, 0.5, 1, 1, 3, 1, 1])
-    programs = _LossPrograms(lambda w, x: x @ w, None)
+    programs = LossPrograms(lambda w, x: x @ w, None)
     shares = weights.astype(float) / weights.sum()
     found = programs.gradients(jnp.ones(4), x, shares, 4)
     terms = shares[:, None] * np.asarray(x, np.float64)
@@ -333,7 +333,7 @@ def test_the_sums_are_those_of_the_examples(rng):
 def test_drift_is_the_references_own_error(rng):
     """Parameters that are cast to bfloat16 err the same way for all examples."""
     w, x = normal(rng, 3), normal(rng, 6, 3)
-    programs = _LossPrograms(
+    programs = LossPrograms(
         lambda w, x: (x @ w.astype(BF16).astype(w.dtype)) ** 2, None
     )
     found = programs.gradients(w, x, np.full(6, 1 / 6), 2).sums
@@ -356,7 +356,7 @@ def test_the_variance_is_that_of_rounding(dtype, rng):
     with jax.enable_x64(True):
         x = jnp.asarray(rng.uniform(1, 2, size=(64, 5)), dtype)
         w = jnp.asarray(rng.uniform(1, 2, size=5), dtype)
-        programs = _LossPrograms(lambda w, x: (x * w[None, :]).sum(1) ** 2, None)
+        programs = LossPrograms(lambda w, x: (x * w[None, :]).sum(1) ** 2, None)
         sums = programs.gradients(w, x, np.ones(64), 16).sums
     unit = np.finfo(dtype).eps / 2
     relative = np.sqrt(sums.variance[1]) / np.sqrt(sums.square[1]) / unit
