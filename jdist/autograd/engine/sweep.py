@@ -104,7 +104,7 @@ def total(summands: Sequence[Summand]) -> jax.Array:
 
     Example:
       >>> later, earlier = ((7, 1), 0, 2.0), ((0, 3), 1, 0.5)
-      >>> total([later, earlier])
+      >>> print(total([later, earlier]))
       2.5
     """
     # By place alone: where two are equal, a comparison would go on to the arrays.

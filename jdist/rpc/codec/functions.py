@@ -58,11 +58,12 @@ _BUILTINS = (
 """Functions of Python that only compute; its exceptions are open as well."""
 
 _CLOSED = (
-    "jdist._compat", "jdist.data_parallel.data.process_group",
+    "jdist._compat", "jdist._compilation_cache",
+    "jdist.data_parallel.data.process_group",
     "jdist.matrix.processes", "jdist.launch", "jdist.rpc",
     "jdist.verify",
 )  # fmt: skip
-"""Parts of jdist that steer processes, or import modules by name."""
+"""Parts of jdist that steer processes, write files, or import modules by name."""
 
 _KEEPING = frozenset((
     object, bool, complex, dict, float, frozenset, int, list, set, str, tuple,

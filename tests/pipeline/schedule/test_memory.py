@@ -1,5 +1,6 @@
 """What workers hold between two actions: promised, simulated, and alive in a run."""
 
+import gc
 import itertools
 from collections import Counter
 
@@ -188,6 +189,7 @@ def built(schedule, **options):
 def most_alive(pipe, params, batch, shapes):
     """Per worker, the most of arrays of some shapes, each counted for its size."""
     pipe.action_timer = census = Census(shapes, pipe.schedule.workers)
+    gc.collect()  # Arrays of other tests may be of these shapes.
     pipe.value_and_grad(params, batch)
     return tuple(census.most[w] for w in range(pipe.schedule.workers))
 
