@@ -109,7 +109,9 @@ def _fetch_created(agent: Agent, outgoing: Outgoing, creation: Future[None]) -> 
     call = agent.submit(outgoing)
     try:
         await_done(call.future, None)  # the call's own deadline completes it
-        await_done(creation, outgoing.deadline.at)
+        # A fetch that failed, or was given up, has no use for the creation's answer.
+        if error_of(call.future) is None:
+            await_done(creation, outgoing.deadline.at)
     except BaseException:
         call.give_up("the call was interrupted")
         raise

@@ -168,6 +168,33 @@ def test_an_interrupt_gives_the_fetch_up(monkeypatch):
     assert made.to_here() == 3
 
 
+def test_a_fetch_that_is_given_up_does_not_wait_for_the_creation():
+    close_gate("endless")
+    made = rpc.remote("worker1", after_gate, args=("endless", 3), timeout=0)
+    found = []
+
+    def to_here():
+        with pytest.raises(rpc.RpcTimeout, match="given up on purpose"):
+            _as_worker0(lambda: made.to_here(timeout=0))
+        found.append(made.creation().done())
+
+    def fetches():
+        sent = current.worker().outstanding.sent()
+        return [call for call in sent if call.operation.verb == "to_here"]
+
+    fetching = threading.Thread(target=to_here)
+    fetching.start()
+    try:
+        assert wait_for(lambda: any(call.submitted for call in fetches()))
+        fetches()[0].give_up("given up on purpose")
+        assert wait_for(lambda: found)
+    finally:
+        open_gate("endless")
+        fetching.join(PATIENCE)
+    assert found == [False]
+    assert made.to_here() == 3
+
+
 def test_nothing_follows_a_call_whose_thread_is_done():
     with rpc.use_worker("worker1"):
         agent = current.worker()
