@@ -85,7 +85,8 @@ class ThreadPool:
         """As `_hand_over`; False also if the system refuses a new thread."""
         try:
             return self._hand_over(task)
-        except RuntimeError:
+        # Raised here, either would leave a thread announced that never comes.
+        except (RuntimeError, MemoryError):
             return False
 
     def run_limited(self, task: Task) -> None:

@@ -209,19 +209,20 @@ def test_after_the_end_the_tasks_that_wait_run_one_after_the_other():
     assert len(set(depths)) == 1
 
 
-def test_without_a_thread_a_task_runs_at_once(pool, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_without_a_thread_a_task_runs_at_once(pool, monkeypatch, kind):
     """No call is lost when the system has no thread left to give."""
     ran = []
 
     def refuse(thread):
-        raise RuntimeError("can't start new thread")
+        raise kind("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     pool.run(lambda: ran.append(0))
     for number in (1, 2):
         pool.run_limited(lambda number=number: ran.append(number))
     assert (ran, pool.free) == ([0, 1, 2], 3)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(kind, match="can't start new thread"):
         pool.start(lambda: ran.append(3))
     assert ran == [0, 1, 2]
 
