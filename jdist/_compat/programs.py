@@ -41,7 +41,6 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
 def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
     """The program of `fn` as JAX writes it, and the shapes of its results."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    # Rewritten only then: most programs close over nothing of NumPy's.
     # JAX refers to the caller's memory, which may be written to before the program is
     # lowered. Rewritten only if so: most programs close over nothing of NumPy's.
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
