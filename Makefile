@@ -31,7 +31,7 @@ lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture t
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
-	$(BIN)/python -m pytest -m parity tests
+	JDIST_THOROUGH=1 $(BIN)/python -m pytest -m parity tests
 
 bench: $(VENV)/.parity  ## measure speed; prints tables and writes results/bench.json
 	$(BIN)/python -m benchmarks
