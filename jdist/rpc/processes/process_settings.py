@@ -141,10 +141,12 @@ def resolved(
         settings = dataclasses.replace(settings, compilation_cache=False)
     notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
     variables: dict[str, str] = {}
-    for setting, (group, note) in _groups(settings, cores, usable).items():
+    groups = _groups(settings, cores, usable, environment)
+    for setting, (group, note) in groups.items():
         kept = [f"{name}={environment[name]}" for name in group if name in environment]
         said = f"as the environment has it: {' '.join(kept)}" if kept else note
-        notes[setting] = said
+        # Some of the group still apply, and what they do is the note.
+        notes[setting] = f"{note}; {said}" if 0 < len(kept) < len(group) else said
         variables |= {k: v for k, v in group.items() if k not in environment}
     return ResolvedSettings(variables, settings.batch_scheduling, cores, notes)
 
@@ -154,7 +156,10 @@ Variables = tuple[Mapping[str, str], str]
 
 
 def _groups(
-    settings: ProcessSettings, cores: tuple[int, ...], usable: int
+    settings: ProcessSettings,
+    cores: tuple[int, ...],
+    usable: int,
+    environment: Mapping[str, str],
 ) -> dict[str, Variables]:
     found: dict[str, Variables] = {}
     if settings.keep_freed_memory:
@@ -167,7 +172,7 @@ def _groups(
         pool = str(max(settings.callback_threads, len(cores) or len(available_cores())))
         found["callback threads"] = {"PJRT_NPROC": pool}, pool
     if settings.compilation_cache:
-        found["compilation cache"] = _compilation_cache()
+        found["compilation cache"] = _compilation_cache(environment)
     if settings.share_cores:
         threads = str(usable)
         found["library threads"] = dict.fromkeys(_LIBRARY_THREADS, threads), threads
@@ -201,9 +206,10 @@ def _programs() -> Variables:
     return _LEAN, "in little memory"
 
 
-def _compilation_cache() -> Variables:
+def _compilation_cache(environment: Mapping[str, str]) -> Variables:
     try:
-        variables = compilation_cache.prepared(compilation_cache.default_folder())
+        folder = compilation_cache.default_folder(environment)
+        variables = compilation_cache.prepared(folder)
     except OSError as error:
         # No home, or one that cannot be written to: every run compiles.
         return {}, f"not applied: {error}"

@@ -64,12 +64,18 @@ def test_settings_are_in_force_before_the_program_begins():
 @pytest.fixture(autouse=True)
 def users_folder(tmp_path, monkeypatch):
     """Where compiled programs go; the suite's own tells children another."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "jdist"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    (tmp_path / "given").mkdir()
+    return tmp_path / "given" / "jdist"
+
+
+def homes(users_folder):
+    """An environment other than this process's own: it alone is to be asked."""
+    return {"XDG_CACHE_HOME": str(users_folder.parent)}
 
 
 def test_compiled_programs_are_kept_where_the_user_has_no_folder(users_folder):
-    made = resolved(ProcessSettings(), nprocs=2, environment={})
+    made = resolved(ProcessSettings(), nprocs=2, environment=homes(users_folder))
     folder = made.variables["JAX_COMPILATION_CACHE_DIR"]
     assert Path(folder).parent == users_folder
     assert Path(folder).is_dir()
@@ -81,9 +87,21 @@ def test_compiled_programs_are_kept_where_the_user_has_no_folder(users_folder):
         assert "compilation cache" not in left.notes
 
 
+def test_a_limit_of_the_users_own_holds_in_our_folder(users_folder):
+    """Of a setting's variables one is the user's: the note tells both."""
+    limit = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "2"}
+    environment = homes(users_folder) | limit
+    made = resolved(ProcessSettings(), nprocs=2, environment=environment)
+    folder = made.variables["JAX_COMPILATION_CACHE_DIR"]
+    assert not limit.keys() & made.variables.keys()
+    said = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=2"
+    told = f"in {folder}; as the environment has it: {said}"
+    assert made.notes["compilation cache"] == told
+
+
 def test_a_home_that_cannot_be_written_keeps_nothing(users_folder):
     users_folder.write_text("a file where the folder should be")
-    made = resolved(ProcessSettings(), nprocs=2, environment={})
+    made = resolved(ProcessSettings(), nprocs=2, environment=homes(users_folder))
     assert not [name for name in made.variables if name.startswith("JAX_")]
     assert made.notes["compilation cache"].startswith("not applied: ")
     assert str(users_folder) in made.notes["compilation cache"]
