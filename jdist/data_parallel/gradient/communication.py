@@ -15,7 +15,6 @@ when the last gradient is ready and still pays for each array in it.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -35,19 +34,19 @@ from jdist.data_parallel.gradient.buckets import (
 )
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, split
 from jdist.data_parallel.replicas.agreement import checksums
+from jdist.data_parallel.replicas.mapping import (
+    share_a_device,
+    summed,
+    summed_in_order,
+)
 from jdist.reduction import Partial
-
-
-def _by_all_gather(array: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The sum in rank order: K times the traffic, and the same bits on any hardware."""
-    rows = jax.lax.all_gather(array, axis_name)
-    return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
 
 def _swaps(axis_name: Hashable) -> bool:
     """Whether a sum over this axis is one between two CPU processes."""
     two = jax.lax.axis_size(axis_name) == 2 and jax.process_count() > 1
-    return two and jax.default_backend() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
+    return two and on_cpu and not share_a_device(axis_name)
 
 
 def _by_all_reduce(array: jax.Array, axis_name: Hashable) -> jax.Array:
@@ -59,12 +58,12 @@ def _by_all_reduce(array: jax.Array, axis_name: Hashable) -> jax.Array:
     """
     if _swaps(axis_name):
         return array + jax.lax.ppermute(array, axis_name, [(0, 1), (1, 0)])
-    return jax.lax.psum(array, axis_name)
+    return summed(array, axis_name)
 
 
 METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
     "all_reduce": _by_all_reduce,
-    "all_gather": _by_all_gather,
+    "all_gather": summed_in_order,
 }
 
 
@@ -243,8 +242,9 @@ class Communication:
         sums, previous = [], None
         # Swaps are not merged, and XLA keeps collectives in the program's order. A
         # dependence would only keep it from fusing the additions. Nor are there buckets
-        # to keep apart where gradients are divided.
-        free = self.divided or (self.method == "all_reduce" and _swaps(self.axis))
+        # to keep apart where gradients are divided, or collectives on one device.
+        swaps = self.method == "all_reduce" and _swaps(self.axis)
+        free = self.divided or swaps or share_a_device(self.axis)
         for arrays in buffers:
             # An array that travels alone keeps its shape, so that nothing is copied.
             buffer = arrays[0] if len(arrays) == 1 else flatten(arrays)

@@ -1,9 +1,8 @@
 """No compression: the plain sum."""
 
-import jax
-
 from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
+from jdist.data_parallel.replicas.mapping import summed
 
 
 def all_reduce() -> Hook:
@@ -17,6 +16,6 @@ def all_reduce() -> Hook:
     """
 
     def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
-        return state, bucket.replaced(jax.lax.psum(bucket.buffer, bucket.axis_name))
+        return state, bucket.replaced(summed(bucket.buffer, bucket.axis_name))
 
     return Hook("all_reduce", reduce)

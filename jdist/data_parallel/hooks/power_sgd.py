@@ -24,6 +24,7 @@ from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.error_feedback import error_feedback as with_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
 from jdist.data_parallel.hooks.switch import switch
+from jdist.data_parallel.replicas.mapping import summed
 
 
 def power_sgd(
@@ -156,7 +157,7 @@ def _summed(arrays: list[jax.Array], bucket: Bucket) -> list[jax.Array]:
     """The sums over replicas of several arrays, by one collective."""
     if not arrays:
         return []
-    total = jax.lax.psum(flatten(arrays), bucket.axis_name)
+    total = summed(flatten(arrays), bucket.axis_name)
     return split(total, [x.shape for x in arrays])
 
 

@@ -1,6 +1,7 @@
 """One function on every replica: on the devices of a mesh axis, or by `vmap`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,26 @@ def over_replicas(
         return _brought_together(mapped(*given), out_specs)
 
     return on_one_device
+
+
+def share_a_device(axis: Hashable) -> bool:
+    """Whether the replicas of this axis, bound here, are the rows of a `vmap`."""
+    return axis not in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def summed(array: jax.Array, axis: Hashable) -> jax.Array:
+    """The sum over all replicas, on each of them; call it where the axis is bound."""
+    # XLA on CPU reduces the leading dimension of an array of 2 MiB in 6 ms, and adds
+    # its two rows in 0.16 ms.
+    if share_a_device(axis):
+        return summed_in_order(array, axis)
+    return jax.lax.psum(array, axis)
+
+
+def summed_in_order(array: jax.Array, axis: Hashable) -> jax.Array:
+    """The same sum in rank order: K times the traffic, and equal bits everywhere."""
+    rows = jax.lax.all_gather(array, axis)
+    return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
 
 def as_row(tree: PyTree) -> PyTree:
