@@ -6,7 +6,7 @@ Errors, reports and tables all use the same one.
 
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,34 @@ def is_inexact(leaf: object) -> bool:
     if dtype is None:
         return isinstance(leaf, float | complex | np.inexact)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
+    """Whether a leaf stands for an array of which only shape and dtype are known."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree with a shape in the place of each array and number.
+
+    An array that is committed to devices keeps its sharding.
+
+    Example:
+      >>> shapes_of({"w": np.zeros((3, 5), np.float32)})
+      {'w': ShapeDtypeStruct(shape=(3, 5), dtype=float32)}
+    """
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        kind: Any = jax.typeof(leaf)
+        tied = isinstance(leaf, jax.Array) and leaf.committed
+        place = leaf.sharding if tied else None
+        return jax.ShapeDtypeStruct(
+            kind.shape, kind.dtype, sharding=place, weak_type=kind.weak_type
+        )
+
+    return jax.tree.map(shape, tree)
 
 
 def is_key(leaf: object) -> bool:

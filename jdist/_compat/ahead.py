@@ -1,4 +1,4 @@
-"""Compilation ahead of the first call, for arguments of which only shapes are known."""
+"""Programs made ahead of the first call, from the shapes of their arguments alone."""
 
 from typing import Any
 
@@ -21,14 +21,16 @@ class Ahead:
         on a mesh: a function with an argument there is then compiled at once.
 
     Attributes:
+      traced: What was traced, in order.
       undecided: Whether the compiler will choose the place of some result, so that
         what was traced for its shape without a place would be compiled in vain.
     """
 
     def __init__(self, *, places: bool = False) -> None:
+        self.traced: list[jax.stages.Traced] = []
         self.undecided = False
         self._places = places
-        self._traced: list[Any] = []
+        self._left: list[jax.stages.Traced] = []
 
     def __call__(self, function: Any, *arguments: Any) -> Any:
         """The shapes of the results of `function(*arguments)`, which is not called.
@@ -38,24 +40,27 @@ class Ahead:
           *arguments: Its arguments; static ones as they are.
         """
         traced = function.trace(*arguments)
+        self.traced.append(traced)
         places = [x for x in map(_place, jax.tree.leaves(arguments)) if x is not None]
         on_mesh = not all(isinstance(place, SingleDeviceSharding) for place in places)
         if on_mesh and self._places:
             compiled = traced.lower().compile()
             return jax.tree.map(_with_place, traced.out_info, compiled.output_shardings)
         self.undecided |= on_mesh
-        self._traced.append(traced)
+        self._left.append(traced)
         place = places[0] if places and not on_mesh else None
         return jax.tree.map(lambda x: _with_place(x, place), traced.out_info)
 
     def compile(self) -> None:
         """Compiles what was traced and is not compiled yet."""
-        for traced in self._traced:
+        for traced in self._left:
             traced.lower().compile()
-        self._traced.clear()
+        self._left.clear()
 
 
 def _with_place(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:
+    # A function that is told where to put a result does so.
+    place = x.sharding if place is None else place
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
 

@@ -1,7 +1,7 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import jax
@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
+from jdist._compat import Ahead
 from jdist._errors import requirement
 from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree
+from jdist._tree import PyTree, is_shape, shapes_of
 from jdist.optim import Optimizer
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
@@ -262,7 +263,8 @@ class Pipeline:
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
             In full precision: an optimizer with masters rounds the copies. Those of
-            stages that run in other processes are not looked at.
+            stages that run in other processes are not looked at. Or their shapes
+            (`jax.ShapeDtypeStruct`), for the shapes of the state; see `lower`.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
@@ -270,6 +272,8 @@ class Pipeline:
           ValueError, TypeError: No optimizer fits; or not one tree per stage. With tied
             parameters, which are compared, on all workers if on one.
         """
+        if any(map(is_shape, jax.tree.leaves(params))):
+            return self._initial_shapes(params, states, key)
         if self._tied is None:
             return self._initial(params, states, key)[0]
         # Copies of one parameter are on several workers, which compare digests.
@@ -294,6 +298,99 @@ class Pipeline:
         for j in self.own:
             copies[j], kept[j] = started(optimizers[j], placed[j])
         return PipelineState(0, copies, kept, self.place(given), key), placed
+
+    def _initial_shapes(
+        self,
+        params: Sequence[PyTree],
+        states: Sequence[PyTree] | None,
+        key: jax.Array | None,
+    ) -> PipelineState:
+        """The shapes of the state before the first training step."""
+        stages, ahead = len(self.stages), Ahead(places=True)
+        given = trees_of("Pipeline.init(states=...)", states, stages)
+        pairs = zip(self._optimizers, self._shapes("init", params), strict=True)
+        begun = [ahead(jax.jit(partial(started, one)), tree) for one, tree in pairs]
+        kept = self._shapes("init", given)
+        return PipelineState(
+            0,
+            [own for own, _ in begun],
+            [opt for _, opt in begun],
+            kept,
+            shapes_of(key),
+        )
+
+    def _shapes(self, call: str, trees: Sequence[PyTree]) -> list[PyTree]:
+        """Of each stage, as on the device of its first worker."""
+        places = self._places
+        found = trees_of(f"Pipeline.{call}(params)", trees, len(self.stages))
+        return [
+            moved(shapes_of(tree), places.devices[places.worker(j, 0)])
+            for j, tree in enumerate(found)
+        ]
+
+    def lower(
+        self,
+        params: Sequence[PyTree] | PipelineState,
+        batch: Mapping[str, PyTree],
+        weights: ArrayLike | None = None,
+        *,
+        states: Sequence[PyTree] | None = None,
+        key: jax.Array | None = None,
+        **overrides: Any,
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs that the pipeline runs, which are neither run nor compiled here.
+
+        The devices of the pipeline need not be attached: those of a topology
+        (`jax.experimental.topologies`) will do, and each array may be a shape.
+
+        Args:
+          params: One pytree per stage, for the programs of `value_and_grad`; or a
+            training state, for those of `train_step`, or of `train_epoch` if the
+            schedule updates as it goes.
+          batch: As for that call; one of the batches of an epoch.
+          weights: As for that call: numbers, whose dtype alone matters.
+          states: As for `value_and_grad`; a training state has its own.
+          key: Likewise.
+          **overrides: Of the optimizers, as for `train_step`.
+
+        Returns:
+          By name: "all stages: gradient" of one program; else "stage 0: forward" and
+          so on, one of each for every stage and for the loss, and where micro-batches
+          differ in size others with a number. With a training state "stage 0: update".
+          Left out are additions of tied parameters' gradients.
+
+        Raises:
+          ValueError: The stages run in several processes; and what that call raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jdist import pipeline
+          >>> first = pipeline.Stage(lambda w, x: jnp.tanh(x @ w), ("x",), ("h",))
+          >>> second = pipeline.Stage(lambda w, h: h @ w, ("h",), ("y",))
+          >>> schedule = pipeline.one_f_one_b(2, 2)
+          >>> pipe = pipeline.Pipeline([first, second], lambda y, b: y[:, 0], schedule)
+          >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+          >>> found = pipe.lower([shape(3, 4), shape(4, 1)], {"x": shape(6, 3)})
+          >>> [name for name in found if "1:" in name and "ward" in name]
+          ['stage 1: forward', 'stage 1: backward']
+        """
+        if not self.communicator.sees_all:
+            rule = "must be called where one process has all stages"
+            remedy = "Give devices in place of workers' names: any will do to lower."
+            raise ValueError(requirement("Pipeline.lower", rule, "workers", remedy))
+        update = None
+        if isinstance(params, PipelineState):
+            kept, states, key = list(params.opt_states), params.states, params.key
+            trees = self._shapes("lower", params.params)
+            opt_states = self._shapes("lower", kept)
+            made_of = self._optimizers, trees, opt_states, self._max_norm, overrides
+            update = StageUpdates(*made_of)
+        else:
+            trees = self._shapes("lower", params)
+        given = trees_of("Pipeline.lower(states=...)", states, len(self.stages))
+        carried = self._shapes("lower", given)
+        inputs = CallInputs(trees, shapes_of(batch), weights, carried, shapes_of(key))
+        return self.executor.lower(inputs, update)
 
     def train_step(
         self,

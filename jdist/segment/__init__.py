@@ -20,9 +20,17 @@ piece; and a lambda written in a loop compiles each time.
 from jdist.segment._halves import Fold
 from jdist.segment._lookup.cache import RecompilationWarning
 from jdist.segment._residuals import Residuals, Rest
-from jdist.segment._segment import Segment, segment
+from jdist.segment._segment import LoweredHalves, Segment, segment
 
-__all__ = ["Fold", "RecompilationWarning", "Residuals", "Rest", "Segment", "segment"]
+__all__ = [
+    "Fold",
+    "LoweredHalves",
+    "RecompilationWarning",
+    "Residuals",
+    "Rest",
+    "Segment",
+    "segment",
+]
 
 
 def __dir__() -> list[str]:

@@ -2,14 +2,15 @@
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._compat import Ahead
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, is_inexact, shapes_of
 from jdist.segment._halves import Fold, Halves, Invoke
 from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
 from jdist.segment._lookup.contents import Contents, value_of
@@ -28,6 +29,24 @@ from jdist.segment._residuals import (
 
 CACHE: FunctionCache[Halves] = FunctionCache("segment", size=256)
 _NO_FOLD = (None, None, None)
+
+
+class LoweredHalves(NamedTuple):
+    """The programs of a segment for arguments of some shapes; see `Segment.lower`.
+
+    Attributes:
+      forward: The program that `Segment.forward` runs.
+      backward: The program that `Segment.backward` runs where every output that is
+        floating has a cotangent.
+      kept: Shapes of what waits for the backward pass.
+      computed: Those of them that the forward pass makes for it: the memory of a call
+        in flight. The others are inputs and outputs, kept by reference.
+    """
+
+    forward: jax.stages.Lowered
+    backward: jax.stages.Lowered
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+    computed: tuple[jax.ShapeDtypeStruct, ...]
 
 
 class Segment:
@@ -206,6 +225,38 @@ class Segment:
         if fold is not None:
             return finished
         return rest.split.gradients(rest.arrays, finished)
+
+    def lower(self, params: PyTree, *inputs: PyTree) -> LoweredHalves:
+        """The programs of both halves, which are neither run nor compiled here.
+
+        Args:
+          params: As for `forward`; each array may be a shape (`jax.ShapeDtypeStruct`),
+            with the sharding that the array will have, also over absent devices.
+          *inputs: Likewise; static arguments as they are.
+
+        Raises: what `forward` raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> seg = segment(lambda w, x: jnp.tanh(x @ w).sum())
+          >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+          >>> found = seg.lower(shape(3, 4), shape(5, 3))
+          >>> [x.shape for x in found.kept], [x.shape for x in found.computed]
+          ([(5, 4), (5, 3)], [(5, 4)])
+        """
+        given = [
+            x if n in self._static else shapes_of(x) for n, x in enumerate(inputs, 1)
+        ]
+        params, ahead = shapes_of(params), Ahead(places=True)
+        through = self.through(ahead)
+        outputs, residuals = through.forward(params, *given)
+        d_outputs = jax.tree.map(lambda y: y if is_inexact(y) else None, outputs)
+        through.backward(params, residuals, d_outputs)
+        forward, backward = [traced.lower() for traced in ahead.traced]
+        pairs = zip(residuals.arrays, residuals.plan.locations.places, strict=True)
+        # The groups are inputs, outputs, and what is computed.
+        computed = tuple([x for x, (group, _) in pairs if group == 2])
+        return LoweredHalves(forward, backward, residuals.arrays, computed)
 
     def _call(
         self, half: str, params: PyTree, inputs: PyTree, static: Static

@@ -20,6 +20,7 @@ from jdist._tree import (
     PyTree,
     described,
     is_key,
+    is_shape,
     merge,
     named_leaves,
     unworded,
@@ -38,12 +39,13 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
     Args:
       tree: Pytree of arrays and numbers, this process's own. A leaf that lies whole on
         several devices already is taken from the first. One that is divided over them
-        is one array of all processes, and stays divided.
+        is one array of all processes, and stays divided. Or a pytree of shapes.
       mesh: The devices; or a number of replicas on one device.
       name: What the tree is, for the error.
 
     Returns:
-      Tree of JAX arrays, replicated over the mesh or divided as they were.
+      Tree of JAX arrays, replicated over the mesh or divided as they were; of shapes
+      those of such arrays.
 
     Raises:
       ValueError: Processes have trees of other structure, shapes or dtypes.
@@ -54,6 +56,8 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
       >>> replicate({"w": 1.5}, mesh)["w"].sharding.is_fully_replicated
       True
     """
+    if any(map(is_shape, jax.tree.leaves(tree))):
+        return jax.tree.map(lambda x: _shape_on(mesh, x), tree)
     divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)
     tree = jax.tree.map(lambda x: None if is_divided(x) else x, tree)
     # Copies: a step donates what it is given, and the caller keeps its own arrays.
@@ -144,6 +148,12 @@ def _first_copy(leaf: Any) -> PyTree:
     if isinstance(leaf, jax.Array):
         return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
     return np.asarray(leaf, jnp.result_type(leaf))
+
+
+def _shape_on(mesh: Mesh | int, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if isinstance(mesh, int) or is_divided(shape):
+        return shape
+    return shape.update(sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _placed(leaf: Any, place: NamedSharding) -> jax.Array:

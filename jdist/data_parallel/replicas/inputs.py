@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree, is_shape, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
 
 
@@ -71,7 +71,8 @@ def brought(
 ) -> tuple[PyTree, PyTree]:
     """Arrays that are tied to other devices, on those of the program.
 
-    Traced arrays, and those that are tied to no device, are left to JAX.
+    Traced arrays, and those that are tied to no device, are left to JAX. The shape of
+    an array gets the place that the array would be brought to.
 
     Args:
       argument: Function and argument, for the error's text.
@@ -98,6 +99,9 @@ def brought(
 def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
+    if any(map(is_shape, leaves)):
+        # Its devices may be absent: a program is lowered for them, and none is run.
+        return structure.unflatten(_shape_at(leaf, place) for leaf in leaves)
     if not any(_is_elsewhere(leaf, place) for leaf in leaves):
         return tree
     if not place.is_fully_addressable:  # `device_put` would need all processes.
@@ -108,6 +112,15 @@ def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:
         jax.device_put(leaf, place) if _is_elsewhere(leaf, place) else leaf
         for leaf in leaves
     )
+
+
+def _shape_at(leaf: Any, place: Any) -> Any:
+    if not is_shape(leaf):
+        return leaf
+    kept = leaf.sharding
+    if kept is not None and kept.device_set == place.device_set:
+        return leaf
+    return leaf.update(sharding=place)
 
 
 def _home(tree: PyTree) -> PyTree:

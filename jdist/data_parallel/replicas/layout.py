@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree, is_shape, named_leaves
 
 
 def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
@@ -102,7 +102,10 @@ def check_params(argument: str, params: PyTree, mesh: Mesh | int, axis: str) -> 
 
 
 def is_divided(leaf: object) -> bool:
-    """Whether a leaf is seen to lie on its devices in parts."""
+    """Whether a leaf is seen to lie on its devices in parts, or will by its shape."""
+    if is_shape(leaf):
+        place = leaf.sharding
+        return place is not None and not place.is_fully_replicated
     return (
         isinstance(leaf, jax.Array)
         and not is_traced(leaf)

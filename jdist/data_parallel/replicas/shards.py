@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, examples_in, wide_dtype
+from jdist._tree import PyTree, Shaped, examples_in, is_shape, wide_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +41,15 @@ class BoundWeights:
         return np.array(self.array, dtype, copy=copy)
 
 
-Weights = jax.Array | np.ndarray | Sequence[float] | BoundWeights | None
-"""Of the examples or rows of a batch; None for 1 each."""
+Weights = (
+    jax.Array
+    | np.ndarray
+    | Sequence[float]
+    | BoundWeights
+    | jax.ShapeDtypeStruct
+    | None
+)
+"""Of the examples or rows of a batch; None for 1 each. A shape, to lower a program."""
 
 
 def shard_batch(
@@ -220,14 +227,14 @@ def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray
     return weights
 
 
-def unbound(weights: Weights) -> jax.Array | np.ndarray | Sequence[float] | None:
+def unbound(weights: Weights) -> Weights:
     """The array of weights that are bound to a reduction; others as they are."""
     return weights.array if isinstance(weights, BoundWeights) else weights
 
 
 def weights_given(
     call: str, weights: Weights, count: int, reduction: str
-) -> jax.Array | np.ndarray | None:
+) -> jax.Array | np.ndarray | jax.ShapeDtypeStruct | None:
     """Weights that a step is given, checked: a number per row, or None for 1 each.
 
     Lists and tuples become arrays; integers and booleans become float32.
@@ -245,18 +252,33 @@ def weights_given(
             remedy = "Build the step with `reduction=joined.reduction`."
             raise ValueError(requirement(f"{call}(weights=...)", rule, got, remedy))
         weights = weights.array
+    if is_shape(weights):
+        return _weights_shape(call, weights, count)
     if not isinstance(weights, jax.Array):
         weights = np.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         weights = weights.astype(np.float32)
-    if weights.shape != (count,):
-        rule = f"must be one per row, shape ({count},)"
-        got = f"shape {weights.shape}"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    _check_one_per_row(call, weights, count)
     # Weights in device memory are not read back: that would wait for the device.
     if not isinstance(weights, jax.Array):
         check_weight_values(call, weights)
     return weights
+
+
+def _weights_shape(
+    call: str, weights: jax.ShapeDtypeStruct, count: int
+) -> jax.ShapeDtypeStruct:
+    """The shape of weights, for a program that is only lowered."""
+    _check_one_per_row(call, weights, count)
+    floating = jnp.issubdtype(weights.dtype, jnp.floating)
+    return weights if floating else weights.update(dtype=jnp.dtype(jnp.float32))
+
+
+def _check_one_per_row(call: str, weights: Shaped, count: int) -> None:
+    if weights.shape != (count,):
+        rule = f"must be one per row, shape ({count},)"
+        got = f"shape {weights.shape}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
 
 
 def check_weight_values(

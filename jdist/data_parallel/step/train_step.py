@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._compat import alike
+from jdist._compat import Ahead, alike
 from jdist._errors import requirement
 from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, examples_in
+from jdist._tree import PyTree, examples_in, is_shape, shapes_of
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
@@ -39,7 +39,6 @@ from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.shards import (
     Weights,
     replicas_of,
-    unbound,
     weights_given,
 )
 from jdist.data_parallel.step.model_state import check_rule
@@ -73,6 +72,9 @@ class Synchronization(TypedDict, total=False):
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TrainStep:
     """A compiled training step; made by `train_step`, and called like a function.
+
+    Given shapes (`jax.ShapeDtypeStruct`) in the place of arrays, `init` returns shapes
+    and `lower` the program, for any mesh, also of devices that are not here.
 
     Attributes:
       optimizer: What moves the parameters.
@@ -112,7 +114,7 @@ class TrainStep:
         and replica 0's go to all.
 
         Args:
-          params: The parameters.
+          params: The parameters; or their shapes, for the shapes of the state.
           states: Given to the loss function as `states=`, if not None.
           key: A PRNG key, given to the loss function as third argument, folded as said
             above, if not None.
@@ -126,19 +128,27 @@ class TrainStep:
         """
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
+        first: Any = np.int32(0)
+        if any(map(is_shape, jax.tree.leaves(params))):
+            given = shapes_of((first, params, opt_state, states, key))
+            first, params, opt_state, states, key = given
         if isinstance(self.mesh, int):
             # A mesh has its places; replicas on one device go where the arrays are.
             given = (params, opt_state, states, key)
             given, _ = brought("init", self.mesh, self.axis, given, None)
             params, opt_state, states, key = given
         params = replicate(params, self.mesh)
-        if opt_state is None:
+        if opt_state is None and is_shape(first):
+            # Parameters place the program, also where no value follows from theirs.
+            init = jax.jit(self.optimizer.init, keep_unused=True)
+            opt_state = Ahead(places=True)(init, params)
+        elif opt_state is None:
             opt_state = self.optimizer.init(params)
         else:
             opt_state = replicate(opt_state, self.mesh, name="opt_state")
         return TrainState(
             # A device array: a Python number would be another type at the first step.
-            replicate(np.int32(0), self.mesh),
+            replicate(first, self.mesh),
             params,
             opt_state,
             replicate(states, self.mesh, name="states"),
@@ -251,12 +261,25 @@ class TrainStep:
         return state
 
     def lower(
-        self, state: TrainState, batch: PyTree, weights: Weights = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weights: Weights = None,
+        **overrides: PyTree,
     ) -> jax.stages.Lowered:
-        """The step's program, for a look at what is compiled and what it needs."""
-        weights = unbound(weights)
-        moving = self._with_hook_state(state, batch, weights)._replace(key=None)
-        return self.compiled.lower(moving, state.key, batch, weights, {})
+        """The program that a step runs, which is neither run nor compiled here.
+
+        Arguments and errors are those of a step. Each array may be a shape: of the
+        state those that `init` makes of the parameters' shapes; of the batch and the
+        weights, without a sharding, they get the places that `shard_batch` gives.
+        """
+        batch, weights = self._given("lower", state, batch, weights, self.divisor)
+        state = self._with_hook_state(state, batch, weights)
+        if self.start is not None and state.hook_state is None:
+            kept = Ahead(places=True)(self.start, state, batch, weights)
+            state = state._replace(hook_state=kept)
+        key, moving = state.key, state._replace(key=None)
+        return self.compiled.lower(moving, key, batch, weights, overrides)
 
 
 def train_step(  # noqa: PLR0913 - options, by keyword

@@ -1,17 +1,18 @@
-"""Compilation of a pipeline's programs before its first micro-batch flows.
+"""A pipeline's programs from shapes: compiled before its first micro-batch flows.
 
 A stage that compiles when it is first called does so once the first micro-batch gets to
 it, so that the stages of several processes would compile one after another. A rehearsal
 walks through the first actions of the schedule on shapes alone: stages pass on shapes
 in place of values, and when every worker knows what its stages will be given, all of
-them compile at the same time.
+them compile at the same time. The same rehearsal finds the programs of devices that are
+not here.
 
 No function of the user's runs. Made-up values would compile the same programs, but
 they could call a user's callbacks, or keep a loop that waits for convergence from ever
 ending.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -24,11 +25,12 @@ from jdist.pipeline.run.stage_channels import (
     Places,
     ValueChannels,
 )
-from jdist.pipeline.run.stage_run import join
+from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import ListedActions, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.reduction import Partial
+from jdist.segment.internal import Invoke
 
 
 def compile_ahead(given: StepInputs) -> None:
@@ -40,30 +42,49 @@ def compile_ahead(given: StepInputs) -> None:
     Args:
       given: What the step will work on; nothing of it changes.
     """
-    ahead, channels = Ahead(), _ShapeChannels(given.channels, given.places)
-    _rehearse(given._replace(channels=channels), ahead)
+    channels = _ShapeChannels(given.channels, given.places)
+    ahead = _rehearsed(given._replace(channels=channels), Ahead())
     if ahead.undecided:
         # No worker waits for shapes of this one any more: its meshes may compile now,
         # which shows where their results lie.
-        ahead = Ahead(places=True)
-        _rehearse(given._replace(channels=channels.replayed()), ahead)
+        again = given._replace(channels=channels.replayed())
+        ahead = _rehearsed(again, Ahead(places=True))
     # Last: no stage waits for shapes while another one compiles.
     ahead.compile()
 
 
-def _rehearse(given: StepInputs, ahead: Ahead) -> None:
-    """Traces what the workers of this process will call."""
-    runs = {place: run.through(ahead) for place, run in given.runs.items()}
-    shown = given._replace(runs=runs, loss=given.loss.through(ahead))
+def _rehearsed(given: StepInputs, ahead: Ahead) -> Ahead:
+    rehearse(given, lambda label: ahead)
+    return ahead
+
+
+def rehearse(
+    given: StepInputs, named: Callable[[str], Invoke]
+) -> dict[tuple[int, int], StageRun]:
+    """Traces what the workers of this process will call.
+
+    Args:
+      given: What the step will work on, of which any array may be a shape.
+      named: By what is called, such as "stage 0" or "loss", how it is called instead.
+
+    Returns:
+      The stages as they are left, with shapes for their gradients.
+    """
+    runs = {
+        place: run.through(named(f"stage {place[1]}"))
+        for place, run in given.runs.items()
+    }
+    shown = given._replace(runs=runs, loss=given.loss.through(named("loss")))
     schedule = given.places.schedule
     sizes = [len(given.parts[i].weights) for i in range(schedule.micro_batches)]
     stand_ins = representatives(schedule, sizes)
-    _Rehearsal(shown, ahead, frozenset(stand_ins)).run()
+    _Rehearsal(shown, named("sum"), frozenset(stand_ins)).run()
     # Without a backward pass there is no gradient to finish.
     for (worker, stage), run in () if schedule.forward_only else runs.items():
         # Joined weight gradients are one program for all micro-batches together.
         own = schedule.owner[stage] == worker
         run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
+    return runs
 
 
 @final
@@ -72,12 +93,14 @@ class _Rehearsal(Step):
 
     Args:
       given: What it works on.
-      ahead: Traces compiled functions.
+      invoke: Traces compiled functions.
       chosen: The micro-batches that it goes through.
     """
 
-    def __init__(self, given: StepInputs, ahead: Ahead, chosen: frozenset[int]) -> None:
-        super().__init__(given, ahead)
+    def __init__(
+        self, given: StepInputs, invoke: Invoke, chosen: frozenset[int]
+    ) -> None:
+        super().__init__(given, invoke)
         self._chosen = chosen
 
     def _actions(self, worker: int) -> ListedActions:

@@ -19,10 +19,11 @@ from numpy.typing import ArrayLike
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import PyTree, examples_in
+from jdist._tree import PyTree, examples_in, is_shape
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.compile_ahead import compile_ahead
+from jdist.pipeline.run.compile_ahead import compile_ahead, rehearse
 from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import (
     MicroBatchSource,
     size_of_batch,
@@ -31,6 +32,7 @@ from jdist.pipeline.run.micro_batch import (
 from jdist.pipeline.run.shapes import check_shapes
 from jdist.pipeline.run.stage_channels import (
     Communicator,
+    InProcessChannels,
     Places,
     StageChannels,
     Transfer,
@@ -112,6 +114,17 @@ class Executor(ABC):
           outputs: Whether what the loss is given is wanted.
         """
 
+    @abstractmethod
+    def lower(
+        self, given: CallInputs, update: StageUpdates | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs that such a call runs, by name; none is run.
+
+        Args:
+          given: What the call is given, with shapes in place of arrays.
+          update: The updates that follow, if any, of shapes.
+        """
+
 
 @final
 class StagePrograms:
@@ -168,7 +181,10 @@ class StagePrograms:
             stage, key = self.wiring.stages[j], None
             # A stage with a function for evaluation draws nothing there.
             if stage.keyed and not (evaluated and stage.in_evaluation is not None):
-                key = jax.random.fold_in(key_given(given.key, j), j)
+                key = key_given(given.key, j)
+                # A shape stands for the key of any stage.
+                if not is_shape(key):
+                    key = jax.random.fold_in(key, j)
             for worker in self.places.schedule.placement[j]:
                 # Replicas of a stage may run in other processes.
                 if worker not in self.places.own:
@@ -298,6 +314,32 @@ class ScheduleExecutor(Executor):
         together = joined(stats) if stats else NO_STATS
         return StepResult(loss_of_all, grads, together, states, aux, step.transfers)
 
+    def lower(
+        self, given: CallInputs, update: StageUpdates | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """See `Executor`."""
+        programs, places = self._programs, self._places
+        count, loss = places.schedule.micro_batches, programs.loss
+        parts = split_batch(given.batch, given.weights, count, loss.kind)
+        if update is not None and update.loss_scale is not None:
+            loss = loss.scaled(update.scale, sum(part.total for part in parts))
+        runs = programs.runs(given, loss.gradient_kind, single=count == 1)
+        channels = InProcessChannels(places.devices)
+        inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
+        found = LoweredPrograms()
+        rehearsed = rehearse(inputs, found.named)
+        grads: dict[int, PyTree] = {}
+        for (worker, j), run in rehearsed.items():
+            unrounded = update is not None and update.unrounded[j]
+            whole = run.partial()
+            for _ in places.replicas(worker, j):
+                whole = run.joined({0: whole, 1: run.partial()})
+            grads[j] = run.finished(whole, unrounded)
+        if update is not None:
+            params = {j: run.params for (_, j), run in runs.items()}
+            lower_updates(update, params, grads, self._tied, places, found)
+        return found.lowered()
+
     def _stats(
         self, update: StageUpdates, params: Mapping[int, PyTree], grads: list[PyTree]
     ) -> dict[int, GradientStats]:
@@ -338,6 +380,38 @@ class ScheduleExecutor(Executor):
         return Metrics(loss, *size, aux=aux, outputs=step.kept()), step.transfers
 
 
+def lower_updates(
+    update: StageUpdates,
+    params: Mapping[int, PyTree],
+    grads: Mapping[int, PyTree],
+    tied: Tied | None,
+    places: Places,
+    found: LoweredPrograms,
+) -> None:
+    """Collects the programs of synchronous updates.
+
+    Args:
+      update: The updates, of shapes.
+      params: Of each stage.
+      grads: Of each stage.
+      tied: Parameters that stages share; None: there are none.
+      places: The device of each stage.
+      found: Grows.
+    """
+    stats = NO_STATS
+    each = {j: update.through(found.named(f"stage {j}")) for j in params}
+    if update.together:
+        told = []
+        for j, own in params.items():
+            counted = grads[j] if tied is None else tied.counted(j, own, grads[j])
+            told.append(each[j].stats(j, grads[j], counted))
+        here = moved(told, places.devices[places.own[0]])
+        stats = found.named("all stages")(joined, here)
+    for j in params:
+        there = places.devices[places.stages[j]]
+        each[j].apply(j, grads[j], moved(stats, there))
+
+
 # --- what a call is refused for ---
 
 
@@ -358,7 +432,7 @@ def trees_of(
     return list(trees)
 
 
-def key_given(key: jax.Array | None, stage: int) -> jax.Array:
+def key_given(key: PyTree, stage: int) -> PyTree:
     """The key.
 
     Raises:

@@ -3,14 +3,14 @@
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, examples_in
+from jdist._tree import PyTree, examples_in, is_shape
 
 
 class MicroBatch(NamedTuple):
@@ -173,8 +173,11 @@ def _total(weights: np.ndarray) -> float:
 Bounds = tuple[tuple[int, int], ...]
 
 
-def _cut(array: jax.Array | np.ndarray, bounds: Bounds) -> Sequence[PyTree]:
+def _cut(array: Any, bounds: Bounds) -> Sequence[PyTree]:
     """Its parts; those of a JAX array by one call, which costs what one slice does."""
+    if is_shape(array):
+        rows = [end - start for start, end in bounds]
+        return [array.update(shape=(size, *array.shape[1:])) for size in rows]
     if isinstance(array, jax.Array):
         return _cut_compiled(array, bounds)
     return [array[start:end] for start, end in bounds]

@@ -5,6 +5,7 @@ process run the same compiled functions in the same order.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -79,6 +80,7 @@ class StageRun:
         self.kind = kind
         self._single = single
         self._of_means = of_means
+        self._invoke: Invoke = operator.call
         self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
@@ -92,7 +94,7 @@ class StageRun:
         Args:
           invoke: See `Segment.through`; what it returns takes the place of arrays.
         """
-        return StageRun(
+        made = StageRun(
             self._stage,
             self._compiled.through(invoke),
             self.params,
@@ -102,6 +104,8 @@ class StageRun:
             self._single,
             self._of_means,
         )
+        made._invoke = invoke
+        return made
 
     @property
     def live(self) -> list[int]:
@@ -149,7 +153,9 @@ class StageRun:
 
     def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments of the segment."""
-        key = None if self._key is None else fold(self._key, micro)
+        key = None
+        if self._key is not None:
+            key = self._invoke(fold, self._key, micro)
         values = tuple([inputs[name] for name in self._stage.inputs])
         return self.params, self.state, values, key
 
@@ -201,12 +207,14 @@ class StageRun:
         """The zero that gradients are added to; None for a single micro-batch."""
         if self._single:
             return None
+        structure: Any
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         others = jax.tree.leaves((leaves, share, d_outputs))
         bound = next(filter(_is_committed, others), None)
         kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
         places = tuple([_place(x, bound) for x in (*leaves, *share)])
-        return _nothing(kinds, structure, places, self.kind)()
+        *leaves, value, weight = self._invoke(_nothing(kinds, places, self.kind))
+        return Partial(value, structure.unflatten(leaves), weight)
 
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass, if it is not for `finish`."""
@@ -239,7 +247,8 @@ class StageRun:
         """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
         return functools.reduce(
-            lambda a, b: join(a, b, self.kind), (found[r] for r in sorted(found))
+            lambda a, b: self._invoke(join, a, b, self.kind),
+            (found[r] for r in sorted(found)),
         )
 
     def finished(self, joined: Partial, unrounded: bool = False) -> PyTree:
@@ -251,10 +260,10 @@ class StageRun:
             has the dtypes of the parameters.
         """
         if unrounded:
-            return _unrounded(joined, self.kind)
+            return self._invoke(_unrounded, joined, self.kind)
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
-        return _finished(joined, dtypes, structure, self.kind)
+        return self._invoke(_finished, joined, dtypes, structure, self.kind)
 
     def clear(self) -> None:
         """The gradient so far has been used; the next one grows from nothing."""
@@ -316,12 +325,11 @@ def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | 
 
 @functools.lru_cache(maxsize=256)
 def _nothing(
-    kinds: tuple[Any, ...],
-    structure: jax.tree_util.PyTreeDef,
-    places: tuple[Any, ...],
-    kind: str,
-) -> Callable[[], Partial]:
+    kinds: tuple[Any, ...], places: tuple[Any, ...], kind: str
+) -> Callable[[], list[jax.Array]]:
     """Makes the partial of no micro-batch: added to any other, it changes no bit.
+
+    Of the gradient the leaves, and then value and weight.
 
     With it the first micro-batch is no special case, and a stage's backward pass is
     compiled once. Zeros are negative, because 0 + -0 is 0.
@@ -336,13 +344,7 @@ def _nothing(
             value = jnp.full_like(value, extreme)
         return [*leaves, value, weight]
 
-    compiled = jax.jit(nothing_yet, out_shardings=list(places))
-
-    def nothing() -> Partial:
-        *leaves, value, weight = compiled()
-        return Partial(value, structure.unflatten(leaves), weight)
-
-    return nothing
+    return jax.jit(nothing_yet, out_shardings=list(places))
 
 
 def _zero(kind: Any) -> jax.Array:

@@ -11,7 +11,9 @@ they are clipped, and whether one of them has overflowed. With a loss scale
 The scale is taken off in `Optimizer.step`, in float32. Norms are those without it.
 """
 
+import copy
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -30,6 +32,7 @@ from jdist.optim import (
 )
 from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
 from jdist.pipeline.run.stage_channels import Transfer
+from jdist.segment.internal import Invoke
 
 
 class PipelineState(NamedTuple):
@@ -106,6 +109,7 @@ class StageUpdates:
       loss_scale: How the loss is scaled, the same in all stages; None: it is not.
       unrounded: By stage, whether its gradient is for masters, which take it as it was
         added up.
+      opt_states: As above.
 
     Raises:
       ValueError: A number breaks its rule.
@@ -124,8 +128,9 @@ class StageUpdates:
         self.unrounded = [optimizer.precision is not None for optimizer in optimizers]
         self._optimizers = optimizers
         self._params = params
-        self._opt_states = opt_states
+        self.opt_states = opt_states
         self._max_norm = max_norm
+        self._invoke: Invoke = operator.call
         # Before any stage computes: all of them refuse, or none.
         for one in optimizers if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
@@ -134,6 +139,16 @@ class StageUpdates:
             name: np.asarray(number) if isinstance(number, jax.Array) else number
             for name, number in overrides.items()
         }
+
+    def through(self, invoke: Invoke) -> "StageUpdates":
+        """The same updates, whose compiled functions are called by another function.
+
+        Args:
+          invoke: See `Segment.through`.
+        """
+        made = copy.copy(self)
+        made._invoke = invoke
+        return made
 
     @property
     def settings(self) -> dict[str, str]:
@@ -150,7 +165,7 @@ class StageUpdates:
     @property
     def scale(self) -> PyTree:
         """The loss scale; 1 where the last stage is in another process."""
-        return scale_in(self._opt_states)
+        return scale_in(self.opt_states)
 
     def stats(self, stage: int, grads: PyTree, counted: PyTree) -> GradientStats:
         """The statistics of one stage's gradient, for all others.
@@ -161,10 +176,12 @@ class StageUpdates:
           counted: What of it counts for the norm.
         """
         return GradientStats(
-            None if self._max_norm is None else square_of(counted),
+            None if self._max_norm is None else self._invoke(square_of, counted),
             None
             if self.loss_scale is None
-            else _all_finite(self._params[stage], grads, self._opt_states[stage]),
+            else self._invoke(
+                _all_finite, self._params[stage], grads, self.opt_states[stage]
+            ),
         )
 
     def check(
@@ -202,7 +219,9 @@ class StageUpdates:
         Returns:
           The parameters, the optimizer's state, and the norm without the loss scale.
         """
-        return _update(*self._given(stage, grads, stats))
+        found: tuple[PyTree, PyTree, jax.Array | None]
+        found = self._invoke(_update, *self._given(stage, grads, stats))
+        return found
 
     def _given(
         self, stage: int, grads: PyTree, stats: GradientStats
@@ -212,7 +231,7 @@ class StageUpdates:
             self._optimizers[stage],
             self._params[stage],
             grads,
-            self._opt_states[stage],
+            self.opt_states[stage],
             stats,
             self._max_norm,
             self._overrides,

@@ -98,6 +98,13 @@ class Spread:
         shape = (first * self._places.schedule.workers, *others)
         return jax.make_array_from_single_device_arrays(shape, self._sharding, placed)
 
+    def shape(self, part: PyTree) -> jax.ShapeDtypeStruct:
+        """The shape of one array of such parts on the devices of all workers."""
+        first, *others = np.shape(part) or (1,)
+        shape = (first * self._places.schedule.workers, *others)
+        kind = jnp.result_type(part)
+        return jax.ShapeDtypeStruct(shape, kind, sharding=self._sharding)
+
     def only(self, worker: int, kind: ArraySpec, value: Callable[[], Any]) -> jax.Array:
         """A value on the device of one worker, and blanks on the others."""
         own = self._places.own

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import PyTree, is_none
+from jdist._tree import PyTree, is_none, split_inexact
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -28,8 +28,9 @@ from jdist.pipeline.run.executor import (
     StagePrograms,
     check_not_traced,
 )
+from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import entry_of
-from jdist.pipeline.run.stage_channels import StageChannels, Transfer
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
@@ -96,10 +97,7 @@ class OneProgramExecutor(Executor):
         Raises:
           ValueError: The optimizers scale the loss.
         """
-        if update is not None and update.loss_scale is not None:
-            rule = "must not scale the loss where one program runs all stages"
-            call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
-            raise ValueError(requirement(call, rule, got, _REMEDY))
+        _check_unscaled(update)
         masters = [False] * len(self._stages) if update is None else update.unrounded
         # One program makes all gradients: one master is enough to keep them wide.
         called = given.params, given.batch, given.weights, any(masters)
@@ -133,11 +131,41 @@ class OneProgramExecutor(Executor):
         return self._in_evaluation.evaluate(channels, given, outputs)
 
     def lower(
-        self, params: Sequence[PyTree], batch: PyTree, weights: ArrayLike | None = None
-    ) -> jax.stages.Lowered:
-        """The program, for a look at what is compiled and what it needs."""
-        program, arguments = self._prepared(params, batch, weights)
-        return program.run.lower(*arguments)
+        self, given: CallInputs, update: StageUpdates | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """See `Executor`. The devices may be anywhere."""
+        _check_unscaled(update)
+        batch, unrounded = given.batch, [False] * len(self._stages)
+        if update is not None:
+            unrounded = list(update.unrounded)
+        count = self._places.schedule.micro_batches
+        cut = lots(batch, given.weights, count, self._loss.kind)
+        own = dict(enumerate(given.params))
+        program = self._program(own, batch, cut, any(unrounded))
+        # Stages are alike, which was checked: one stands for all of a chunk.
+        whole = [jax.tree.map(self._spread.shape, own[0])] * self._table.stages.shape[1]
+        weights, totals = map(self._spread.shape, (cut.weights, cut.totals))
+        feed: PyTree = (
+            self._entry_shape(batch[self._stages[0].inputs[0]], cut),
+            {name: self._entry_shape(batch[name], cut) for name in program.read},
+            weights,
+            totals,
+        )
+        found = LoweredPrograms()
+        _, grads, square = found.named("all stages")(program.run, whole, Feed(*feed))
+        if update is not None:
+            for j, tree in own.items():
+                like, _ = split_inexact(tree)
+                kinds = grads[0] if unrounded[j] else like
+                stats = GradientStats(jax.tree.map(_shape, square), None)
+                given_back = jax.tree.map(_with_dtype_of, like, kinds), stats
+                there = self._places.devices[self._places.worker(j, 0)]
+                each = update.through(found.named(f"stage {j}"))
+                each.apply(j, *moved(given_back, there))
+        return found.lowered()
+
+    def _entry_shape(self, entry: PyTree, cut: Lots) -> PyTree:
+        return jax.tree.map(lambda x: self._spread.shape(_kind(x, cut).struct), entry)
 
     def _prepared(
         self,
@@ -150,6 +178,8 @@ class OneProgramExecutor(Executor):
         count = self._places.schedule.micro_batches
         cut = lots(batch, weights, count, self._loss.kind)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
+        # At each step: one process may know the shapes while another one does not.
+        self._agree(own, batch, cut)
         program = self._program(own, batch, cut, unrounded)
         whole = [
             jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
@@ -189,8 +219,6 @@ class OneProgramExecutor(Executor):
         leaves, structure = jax.tree.flatten((own, batch))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         signature = kinds, structure, str(cut.weights.dtype), unrounded
-        # At each step: one process may know the shapes while another one does not.
-        self._agree(own, batch, cut)
         if signature not in self._programs:
             self._programs[signature] = self._made(own, batch, cut, unrounded)
         return self._programs[signature]
@@ -260,6 +288,22 @@ class _Program(NamedTuple):
     read: tuple[str, ...]
     shapes: PyTree
     run: jax.stages.Wrapped
+
+
+def _check_unscaled(update: StageUpdates | None) -> None:
+    """Refuses a scaled loss.
+
+    Raises:
+      ValueError: The optimizers scale it.
+    """
+    if update is not None and update.loss_scale is not None:
+        rule = "must not scale the loss where one program runs all stages"
+        call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
+        raise ValueError(requirement(call, rule, got, _REMEDY))
+
+
+def _with_dtype_of(x: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, kind.dtype)
 
 
 def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

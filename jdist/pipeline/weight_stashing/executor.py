@@ -13,6 +13,7 @@ from jdist._fit import Metrics
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.pipeline.run.action_timer import ActionTimer
+from jdist.pipeline.run.compile_ahead import rehearse
 from jdist.pipeline.run.executor import (
     CallInputs,
     Executor,
@@ -20,8 +21,15 @@ from jdist.pipeline.run.executor import (
     StagePrograms,
 )
 from jdist.pipeline.run.loss import stacked
+from jdist.pipeline.run.lowered import LoweredPrograms
+from jdist.pipeline.run.micro_batch import micro_batch_of, normalized
 from jdist.pipeline.run.replicas import joined_states
-from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
+from jdist.pipeline.run.stage_channels import (
+    InProcessChannels,
+    StageChannels,
+    Transfer,
+    moved,
+)
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import (
@@ -41,7 +49,11 @@ from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecor
 from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.policy import schedule_of_step
-from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRule
+from jdist.pipeline.weight_stashing.stashed_stage import (
+    StashedStage,
+    VersionRule,
+    lower_update,
+)
 
 CALL = "Pipeline.train_epoch"
 
@@ -125,6 +137,42 @@ class EpochExecutor(Executor):
     ) -> tuple[Metrics, list[Transfer]]:
         """See `Executor`."""
         return self._synchronous.evaluate(channels, given, outputs)
+
+    def lower(
+        self, given: CallInputs, update: StageUpdates | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """See `Executor`; with updates, the programs of an epoch of such batches."""
+        if update is None or self._optimizers is None:
+            return self._synchronous.lower(given, update)
+        programs, places = self._programs, self._programs.places
+        loss, kind = programs.loss, programs.loss.kind
+        one = micro_batch_of(0, given.batch, given.weights, CALL)
+        every = dict.fromkeys(
+            range(places.schedule.micro_batches), normalized([one], kind, CALL)[0]
+        )
+        runs = programs.runs(
+            given,
+            kind,
+            single=self._policy.every == 1,
+            of_means=self._scaled and kind == "mean",
+        )
+        if self._scaled:
+            loss = loss.scaled(update.scale, None)
+        channels, found = InProcessChannels(places.devices), LoweredPrograms()
+        inputs = programs.inputs(channels, runs, every, loss)
+        together = self._max_norm is not None or self._tied is not None
+        for (_, j), run in rehearse(inputs, found.named).items():
+            replicas = len(places.schedule.placement[j])
+            lower_update(
+                self._optimizers[j],
+                run,
+                update.opt_states[j],
+                replicas,
+                self._max_norm,
+                together,
+                found.named(f"stage {j}"),
+            )
+        return found.lowered()
 
     def train(
         self,

@@ -14,8 +14,10 @@ from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.optim.internal import scaled, shrinking
 from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.update import square_of
 from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
 from jdist.reduction import Partial
+from jdist.segment.internal import Invoke
 
 
 class VersionRule(NamedTuple):
@@ -167,6 +169,37 @@ class StashedStage:
 
     def _load(self, version: int) -> None:
         self.run.params = self._rule.stashing.load_old_params(self.stash, version)
+
+
+def lower_update(
+    optimizer: Optimizer,
+    run: StageRun,
+    opt_state: PyTree,
+    replicas: int,
+    max_norm: float | None,
+    together: bool,
+    invoke: Invoke,
+) -> None:
+    """Has another function called in place of those of a stage's update.
+
+    Args:
+      optimizer: Of the stage.
+      run: The stage after its backward passes, of shapes.
+      opt_state: Of the optimizer, of shapes.
+      replicas: Workers of the stage.
+      max_norm: To which the gradient of all stages is clipped; None: it is not.
+      together: Whether the stages update together.
+      invoke: See `Segment.through`.
+    """
+    joined = run.partial()
+    for _ in range(1, replicas):
+        joined = run.joined({0: joined, 1: run.partial()})
+    if not together:
+        invoke(_updated, optimizer, run.params, joined, opt_state, run.kind)
+        return
+    grads = invoke(_divided, optimizer, run.params, joined, run.kind)
+    square = None if max_norm is None else invoke(square_of, grads)
+    invoke(_clipped, optimizer, run.params, grads, opt_state, square, max_norm)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)

@@ -129,7 +129,7 @@ def compiled():
         for count in (4, 8):
             params, batch, weights = problem(2, 2 * count, width=32)
             pipe = made(family(2, count))
-            lowered = pipe.executor.lower(pipe.place(params), batch, weights)
+            lowered = pipe.lower(params, batch, weights)["all stages: gradient"]
             found[family.__name__, count] = lowered.compile()
     return found
 

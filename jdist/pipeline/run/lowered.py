@@ -1,0 +1,75 @@
+"""The programs of a pipeline by name, lowered for devices that need not be here."""
+
+from functools import partial
+from typing import Any, final
+
+import jax
+
+from jdist._compat import Ahead
+from jdist._tree import PyTree
+from jdist.segment.internal import Invoke
+
+_OF_SEGMENTS = {
+    "first": "backward, inputs",
+    "second": "backward, parameters",
+    "deferring": "backward, products put off",
+    "joined": "backward, products",
+}
+_OTHERS = {
+    "_clipped": "update",
+    "_divided": "gradient",
+    "_finished": "gradient",
+    "_plus": "cotangent",
+    "_unrounded": "gradient",
+    "_update": "update",
+    "_updated": "update",
+    "both": "forward and backward",
+    "join": "loss",
+    "joined": "norm",
+    "nothing_yet": "zeros",
+    "on_device": "gradient",
+    "square_of": "norm",
+}
+"""What compiled functions are for, by their names."""
+
+
+@final
+class LoweredPrograms:
+    """Collects the programs that a rehearsal calls, in the order of their first calls.
+
+    Programs of one name and equal shapes are one: workers that share a stage run the
+    same one.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = Ahead(places=True)
+        self._found: dict[str, jax.stages.Traced] = {}
+        self._known: dict[Any, str] = {}
+
+    def named(self, label: str) -> Invoke:
+        """Calls functions with shapes, and collects them under this label."""
+        return partial(self._call, label)
+
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """The programs by label and function, a number after what occurs again."""
+        return {name: traced.lower() for name, traced in self._found.items()}
+
+    def _call(self, label: str, function: Any, *arguments: PyTree) -> PyTree:
+        found = self._ahead(function, *arguments)
+        traced = self._ahead.traced[-1]
+        name = f"{label}: {_part(function.__name__)}"
+        kinds = [str(x) for x in jax.tree.leaves(traced.in_avals)]
+        case = name, tuple(kinds)
+        if case not in self._known:
+            again = sum(known == name for known, _ in self._known)
+            self._known[case] = name if not again else f"{name} ({again + 1})"
+            self._found[self._known[case]] = traced
+        return found
+
+
+def _part(name: str) -> str:
+    # A segment's functions begin with the name of the stage's body.
+    half = name.removeprefix("body_")
+    if half != name:
+        return _OF_SEGMENTS.get(half, half)
+    return _OTHERS.get(name, name.strip("_"))

@@ -1,0 +1,158 @@
+"""Pipelines lowered from shapes: the programs that a call then runs, and no others."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import optim, pipeline, rpc
+from tests.pipeline import spmd_models
+from tests.pipeline.models import losses, problem, stages
+
+HALF = optim.with_master_weights(
+    optim.adam(), compute_dtype=jnp.bfloat16, loss_scale=8.0
+)
+SCHEDULES = {
+    "gpipe": (pipeline.gpipe(3, 2), {}),
+    "1F1B": (pipeline.one_f_one_b(3, 4), {"max_norm": 0.1}),
+    "zero bubble": (pipeline.zero_bubble(3, 3), {}),
+    "masters": (pipeline.one_f_one_b(3, 2), {"optimizer": HALF}),
+    "pipedream": (pipeline.pipedream(3, 3), {}),
+    "flush": (pipeline.pipedream_flush(3, 3), {"max_norm": 0.1}),
+}
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def devices(kind):
+    return None if kind == "no devices" else jax.devices("cpu")[:3]
+
+
+def compiled_in(records):
+    """Programs of stages, losses and updates that were compiled."""
+    names = r"Compiling jit\((body_\w+|both|_update\w*|_clipped|_divided)\)"
+    return [m.group(1) for r in records if (m := re.match(names, r.message))]
+
+
+@pytest.mark.parametrize("places", ["no devices", "devices"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_lowered_is_what_a_step_runs(name, places, caplog):
+    """Compiled from shapes; the call then finds them all and compiles no other."""
+    schedule, options = SCHEDULES[name]
+    options = {"optimizer": optim.adam()} | options
+    params, batch, _ = problem(7)
+    if "masters" in name:
+        batch = {k: x.astype(jnp.bfloat16) for k, x in batch.items() if k != "name"}
+    pipe = pipeline.Pipeline(stages(), losses, schedule, devices(places), **options)
+    jax.clear_caches()
+    found = pipe.lower(pipe.init(shapes(params)), shapes(batch))
+    for lowered in found.values():
+        lowered.compile()
+    state = pipe.init(params)
+    caplog.clear()
+    with jax.log_compiles():
+        if schedule.update_policy is None:
+            pipe.train_step(state, batch)
+        else:
+            pipe.train_epoch(state, [batch] * 3)
+    assert not compiled_in(caplog.records)
+    assert {f"stage {j}: update" for j in range(3)} <= {*found}
+    assert {f"stage {j}: forward" for j in range(3)} <= {*found}
+
+
+def test_no_program_is_lowered_that_no_call_runs(caplog):
+    """As many as a call compiles, uneven micro-batches and split passes included."""
+    params, batch, _ = problem(7)
+    schedule, _ = SCHEDULES["zero bubble"]
+
+    def made():
+        return pipeline.Pipeline(
+            stages(), losses, schedule, devices("devices"), optimizer=optim.adam()
+        )
+
+    found = made().lower(made().init(shapes(params)), shapes(batch))
+    jax.clear_caches()
+    pipe = made()
+    state = pipe.init(params)
+    with jax.log_compiles():
+        pipe.train_step(state, batch)
+    parts = ("forward", "backward", "update")
+    wanted = [name for name in found if any(part in name for part in parts)]
+    assert len(wanted) == len(compiled_in(caplog.records))
+
+
+def test_a_gradient_has_no_updates():
+    params, batch, _ = problem(4)
+    pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2))
+    found = pipe.lower(shapes(params), shapes(batch))
+    assert not [name for name in found if "update" in name]
+    assert "stage 2: gradient" in found
+
+
+def test_stages_stay_on_their_devices():
+    params, batch, _ = problem(4)
+    own = devices("devices")
+    pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2), own)
+    found = pipe.lower(shapes(params), shapes(batch))
+    for j, device in enumerate(own):
+        compiled = found[f"stage {j}: backward"].compile()
+        places = jax.tree.leaves(compiled.input_shardings)
+        assert {d for place in places for d in place.device_set} == {device}
+
+
+def test_states_and_keys_are_shapes():
+    def noisy(params, state, x, key):
+        h = x @ params + jax.random.normal(key, x.shape[:1], x.dtype)[:, None]
+        return h, state + h.mean()
+
+    one = pipeline.Stage(noisy, ("x",), ("y",), stateful=True, keyed=True)
+    pipe = pipeline.Pipeline(
+        [one], lambda y, batch: y.sum(-1), pipeline.gpipe(1, 2), optimizer=optim.sgd()
+    )
+    params, states = [np.ones((3, 2), np.float32)], [np.zeros((), np.float32)]
+    given = pipe.init(shapes(params), shapes(states), shapes(jax.random.key(0)))
+    assert (given.states[0].shape, given.key.shape) == ((), ())
+    x = {"x": np.ones((4, 3), np.float32)}
+    found = pipe.lower(given, shapes(x))
+    assert {"stage 0: fold", "stage 0: backward", "stage 0: update"} <= {*found}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_one_program_from_shapes_gives_the_same_bits(max_norm):
+    params, batch, weights = spmd_models.problem(2, 6)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("stage",))
+    schedule = pipeline.one_f_one_b(2, 3)
+    pipe = pipeline.Pipeline(
+        spmd_models.stages(2),
+        spmd_models.losses,
+        schedule,
+        mesh,
+        optimizer=optim.adam(),
+        max_norm=max_norm,
+    )
+    jax.clear_caches()
+    found = pipe.lower(pipe.init(shapes(params)), shapes(batch), weights)
+    names = ["all stages: gradient", "stage 0: update", "stage 1: update"]
+    assert list(found) == names
+    compiled = {name: lowered.compile() for name, lowered in found.items()}
+    program, arguments = pipe.executor._prepared(pipe.place(params), batch, weights)
+    assert program.run.lower(*arguments).as_text() == found[names[0]].as_text()
+    loss, grads, _ = compiled[names[0]](*arguments)
+    expected, of_stages = pipe.value_and_grad(pipe.place(params), batch, weights)
+    np.testing.assert_array_equal(loss, expected)
+    rows = np.split(np.asarray(grads[0]["w"]), 2)
+    for found, own in zip(rows, of_stages, strict=True):
+        np.testing.assert_array_equal(found, own["w"])
+
+
+def test_workers_of_other_processes_are_refused():
+    params, batch, _ = problem(4)
+    names = ["a", "b", "c"]
+    with rpc.local_cluster(names), rpc.use_worker("a"):
+        pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2), names)
+        with pytest.raises(ValueError, match="where one process has all stages"):
+            pipe.lower(shapes(params), shapes(batch))
