@@ -11,6 +11,7 @@ the library itself. The parts, each usable alone and imported when first asked f
 - `jdist.autograd`: reverse mode across workers, and its optimizer.
 - `jdist.pipeline`: schedules as data, simulated, planned, and run by stages.
 - `jdist.verify`: the judge that compares any two ways to a gradient.
+- `jdist.targets`: programs compiled for accelerators that are not here.
 """
 
 import importlib
@@ -22,7 +23,7 @@ __version__ = "0.1.0.dev0"
 
 _PARTS = (
     "autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment",
-    "verify",
+    "targets", "verify",
 )  # fmt: skip
 
 __all__ = ["JdistError", "Unavailable", "VerificationError"]

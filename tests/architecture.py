@@ -16,7 +16,9 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
     "_nnx": {"_tree"},
-    **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
+    **dict.fromkeys(
+        ("segment", "reduction", "optim", "verify", "rpc", "targets"), GROUND
+    ),
     "_checkpoint": GROUND,
     "_fit": GROUND | {"_checkpoint", "reduction"},
     "data_parallel": GROUND
@@ -87,6 +89,13 @@ ROOMS = {
         "training_loop",
     ),
     "launch": ("options", "relay", "__main__"),
+    "targets": (
+        "chips hlo",
+        "arithmetic collectives compilers",
+        "hardware roofline",
+        "report",
+        "compilation",
+    ),
 }
 """Rooms of each part, from the bottom up; those of one line are strangers."""
 

@@ -1,0 +1,267 @@
+"""Floating-point operations and memory traffic of one instruction of a program."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from jdist.targets.hlo import ArrayShape, Computation, HloModule, Instruction
+
+FREE = frozenset(
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
+        *("after-all", "partition-id", "replica-id", "opt-barrier", "domain"),
+        *("add-dependency", "copy-done", "async-done", "async-update"),
+        *("while", "conditional", "call", "send", "send-done", "recv", "recv-done"),
+    }
+)
+"""Instructions that move nothing themselves; what some of them call does."""
+
+FOLLOWED = frozenset({"bitcast", "copy", "convert"})
+"""What may stand between a counter and its first value."""
+
+
+class MatrixProducts(NamedTuple):
+    """Floating-point operations of matrix products and convolutions."""
+
+    dtype: str
+    """XLA's name of the operands' type, such as "bf16"."""
+
+    precision: str
+    """"highest", "high" or "default"."""
+
+    operations: int
+    """A multiplication and an addition are two."""
+
+
+def products(
+    instruction: Instruction, computation: Computation, module: HloModule
+) -> tuple[MatrixProducts, ...]:
+    """The matrix products of an instruction, those inside a fusion too.
+
+    Other arithmetic is not counted: beside the memory that it reads and writes it takes
+    no time on any of these chips.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called("calls")[0]]
+        return tuple(
+            found
+            for each in inner.instructions
+            for found in products(each, inner, module)
+        )
+    count = _counter(instruction)
+    if count is None:
+        return ()
+    operands = [computation.by_name[name].shapes for name in instruction.operands]
+    arrays = [shapes[0] for shapes in operands if shapes]
+    precision = instruction.attribute("operand_precision").strip("{}").split(",")[0]
+    operations = count(instruction, arrays, instruction.shapes[0])
+    return (MatrixProducts(arrays[0].dtype, precision or "default", operations),)
+
+
+def bytes_accessed(
+    instruction: Instruction, computation: Computation, module: HloModule
+) -> int:
+    """Bytes of device memory that an instruction reads and writes.
+
+    Slices count what they take, not what they take it from, and an update in place what
+    it writes; also inside a fusion. What lies in a chip's own memory counts nothing.
+    """
+    opcode = instruction.opcode
+    if opcode in FREE or instruction.target == "AllocateBuffer":
+        return 0
+    written = sum(map(_traffic, instruction.shapes))
+    arrays = [computation.by_name[name].shapes for name in instruction.operands]
+    if opcode == "fusion":
+        inner = module.computations[instruction.called("calls")[0]]
+        read = sum(
+            min(_read_in(parameter, inner, module), sum(map(_traffic, shapes)))
+            for parameter, shapes in zip(inner.parameters, arrays, strict=True)
+        )
+        return read + min(_written_by(inner.root, inner, module), written)
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * written
+    if opcode == "dynamic-update-slice":
+        return 2 * sum(map(_traffic, arrays[1]))
+    if opcode == "copy-start":
+        # Its result names both sides, and the operand is one of them.
+        return sum(map(_traffic, instruction.shapes[:2]))
+    return written + sum(_traffic(shape) for shapes in arrays for shape in shapes)
+
+
+def trip_count(
+    instruction: Instruction, computation: Computation, module: HloModule
+) -> int | None:
+    """How often a while loop runs; None if the program decides it as it runs."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
+    if known:
+        return int(known[1])
+    condition = module.computations[instruction.called("condition")[0]]
+    body = module.computations[instruction.called("body")[0]]
+    carry = computation.by_name[instruction.operands[0]]
+    compared = condition.root
+    if compared.attribute("direction") != "LT" or carry.opcode != "tuple":
+        return None
+    counter, limit = (_source(name, condition) for name in compared.operands)
+    index = _element(counter)
+    if index is None or not _counts_up(body, index):
+        return None
+    first = _constant(_source(carry.operands[index], computation))
+    last = _constant(limit)
+    place = _element(limit)
+    # The limit may be carried along; the body hands it on as it is.
+    if place is not None and _element(_carried(body, place)) == place:
+        last = _constant(_source(carry.operands[place], computation))
+    return None if first is None or last is None else max(last - first, 0)
+
+
+Count = Callable[[Instruction, list[ArrayShape], ArrayShape], int]
+
+
+def _dot(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
+    dimensions = instruction.attribute("lhs_contracting_dims")
+    summed = [arrays[0].sizes[int(x)] for x in re.findall(r"\d+", dimensions)]
+    return 2 * out.elements * math.prod(summed)
+
+
+def _gemm(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
+    match = re.search(
+        r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes
+    )
+    summed = [arrays[0].sizes[int(x)] for x in json.loads(match[1])] if match else []
+    return 2 * out.elements * math.prod(summed)
+
+
+def _convolution(
+    instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape
+) -> int:
+    left, right, result = re.split("_|->", instruction.attribute("dim_labels"))
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", instruction.attribute("window")))
+    groups = int(instruction.attribute("batch_group_count") or 1)
+    taps = 1
+    for axis in sorted(x for x in left if x.isdigit()):
+        size = arrays[0].sizes[left.index(axis)]
+        kernel = arrays[1].sizes[right.index(axis)]
+        along = {name: text.split("x")[int(axis)] for name, text in window.items()}
+        taps *= _taps(size, kernel, out.sizes[result.index(axis)], along)
+    batch = arrays[0].sizes[left.index("b")] // groups
+    inputs = arrays[1].sizes[right.index("i")]
+    return 2 * batch * inputs * arrays[1].sizes[right.index("o")] * taps
+
+
+def _taps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
+    """Pairs of an output and a kernel element that meet an input, not padding."""
+    stride = int(window.get("stride", 1))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    dilation = int(window.get("lhs_dilate", 1))
+    spread = int(window.get("rhs_dilate", 1))
+    starts = np.arange(out)[:, None] * stride - low
+    places = starts + np.arange(kernel)[None, :] * spread
+    inside = (places >= 0) & (places <= (size - 1) * dilation)
+    return int((inside & (places % dilation == 0)).sum())
+
+
+def _cudnn(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
+    """A backward convolution has the window and the work of its forward one."""
+    first, second = arrays[:2]
+    if "BackwardInput" in instruction.target:
+        return _convolution(instruction, [out, second], first)
+    if "BackwardFilter" in instruction.target:
+        return _convolution(instruction, [first, out], second)
+    return _convolution(instruction, [first, second], out)
+
+
+COUNTERS: Mapping[str, Count] = MappingProxyType(
+    {"dot": _dot, "convolution": _convolution}
+)
+
+
+def _counter(instruction: Instruction) -> Count | None:
+    target = instruction.target
+    if target.startswith(("__cublas$", "__onednn$matmul")):
+        return _gemm
+    return (
+        _cudnn
+        if target.startswith("__cudnn$conv")
+        else COUNTERS.get(instruction.opcode)
+    )
+
+
+def _traffic(shape: ArrayShape) -> int:
+    return 0 if shape.space else shape.bytes
+
+
+def _read_in(value: Instruction, computation: Computation, module: HloModule) -> int:
+    """Bytes that a computation reads of one of its values, at most all of them."""
+    whole = sum(shape.bytes for shape in value.shapes)
+    read = 0
+    for user in computation.users.get(value.name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            is_sliced = user.operands[0] == value.name
+            read += sum(s.bytes for s in user.shapes) if is_sliced else whole
+        elif user.opcode == "dynamic-update-slice":
+            read += 0 if user.operands[0] == value.name else whole
+        elif user.opcode == "bitcast":
+            read += _read_in(user, computation, module)
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called("calls")[0]]
+            for parameter, name in zip(inner.parameters, user.operands, strict=True):
+                if name == value.name:
+                    read += _read_in(parameter, inner, module)
+        else:
+            return whole
+    return min(read, whole)
+
+
+def _written_by(root: Instruction, computation: Computation, module: HloModule) -> int:
+    """Bytes that a fusion writes whose result this is."""
+    if root.opcode == "tuple":
+        parts = [computation.by_name[name] for name in root.operands]
+        return sum(_written_by(part, computation, module) for part in parts)
+    if root.opcode == "bitcast":
+        return _written_by(computation.by_name[root.operands[0]], computation, module)
+    if root.opcode == "dynamic-update-slice":
+        return sum(s.bytes for s in computation.by_name[root.operands[1]].shapes)
+    if root.opcode == "fusion":
+        inner = module.computations[root.called("calls")[0]]
+        return _written_by(inner.root, inner, module)
+    return sum(map(_traffic, root.shapes))
+
+
+def _source(name: str, computation: Computation) -> Instruction:
+    """What a scalar is a copy of."""
+    found = computation.by_name[name]
+    while found.opcode in FOLLOWED:
+        found = computation.by_name[found.operands[0]]
+    return found
+
+
+def _constant(found: Instruction) -> int | None:
+    is_number = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal)
+    return int(found.literal) if is_number else None
+
+
+def _element(found: Instruction) -> int | None:
+    """Which element of its computation's tuple it is."""
+    is_element = found.opcode == "get-tuple-element"
+    return int(found.attribute("index")) if is_element else None
+
+
+def _carried(body: Computation, index: int) -> Instruction:
+    """An element of what a loop's body hands on."""
+    if body.root.opcode != "tuple":
+        return body.root
+    return _source(body.root.operands[index], body)
+
+
+def _counts_up(body: Computation, index: int) -> bool:
+    """Whether a loop's body adds one to an element of its carry."""
+    following = _carried(body, index)
+    if following.opcode != "add":
+        return False
+    counter, step = (_source(name, body) for name in following.operands)
+    return _element(counter) == index and _constant(step) == 1

@@ -1,0 +1,175 @@
+"""Chips: published figures, and what a compiler must be told of a GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What XLA must know of a GPU to compile for it without having it.
+
+    Example:
+      >>> h200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10)
+
+    Attributes:
+      name: As the driver names the device.
+      compute_capability: Major and minor number.
+      cores: Streaming multiprocessors.
+      units_per_core: Float32 units of each.
+      clock: Highest clock, in GHz.
+      cache: Bytes of the level-2 cache.
+      shared_memory: Bytes of shared memory of each core. A block may have 1024 less.
+      cudnn: Version of cuDNN to compile for, as major and minor number.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    cores: int
+    units_per_core: int
+    clock: float
+    cache: int
+    shared_memory: int
+    cudnn: tuple[int, int] = (9, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One kind of accelerator: what it holds, computes and moves, as published.
+
+    A chip that `target` does not know is described by one, and `Hardware(chip, shape)`
+    puts many of it together.
+
+    Example:
+      >>> from jdist import targets
+      >>> mine = targets.Chip("mine", "cpu", 8 * 2**30, 2e10, {"float32": 1e11})
+      >>> targets.Hardware(mine, (1,)).chips
+      1
+
+    Attributes:
+      name: Such as "v5e".
+      platform: "tpu", "cuda" or "cpu": JAX's name of the compiler.
+      memory: Bytes of device memory; of a GPU those that its driver leaves.
+      bandwidth: Bytes per second between chip and device memory.
+      peak_flops: Dense matrix products, FLOP/s by the dtype of their operands, at
+        JAX's default precision: a product of float32 is one bfloat16 pass on a TPU and
+        one TF32 pass on a GPU. Optional `"float32_highest"`: at
+        `jax.lax.Precision.HIGHEST`.
+      link_bandwidth: Bytes per second that a chip can send to its neighbours, one
+        direction, all links together: ICI or NVLink.
+      links: The number of those links. Two of them, one axis of a torus, carry a
+        collective; in a switched network all do, and the number is 1.
+      network_bandwidth: Bytes per second, one direction, that each chip has to other
+        hosts; 0 where the links themselves reach every host, as in a TPU slice.
+      source: Where the figures are published.
+      gpu: What the compiler must know of a GPU; None for other platforms.
+    """
+
+    name: str
+    platform: str
+    memory: int
+    bandwidth: float
+    peak_flops: Mapping[str, float] = field(hash=False)
+    link_bandwidth: float = 0.0
+    links: int = 1
+    network_bandwidth: float = 0.0
+    source: str = "given by the user"
+    gpu: Gpu | None = None
+
+
+def _tpu(
+    name: str, gib: int, gbps: float, tflops: float, ici: float, links: int
+) -> Chip:
+    """A TPU; `ici` is published as both directions together, in GB/s."""
+    peak = {"bfloat16": tflops, "float32": tflops, "float32_highest": tflops / 6}
+    return Chip(
+        name,
+        "tpu",
+        gib * GIB,
+        gbps * GIGA,
+        # A product of float32 at the highest precision is six passes of bfloat16.
+        MappingProxyType({dtype: value * TERA for dtype, value in peak.items()}),
+        link_bandwidth=ici / 2 * GIGA,
+        links=links,
+        source=f"https://cloud.google.com/tpu/docs/{name}",
+    )
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": _tpu("v5e", 16, 819, 197, 400, 4),
+        "v5p": _tpu("v5p", 95, 2765, 459, 1200, 6),
+        "v6e": _tpu("v6e", 32, 1638, 918, 800, 4),
+        "a100": Chip(
+            "a100",
+            "cuda",
+            85_100_068_864,
+            2039 * GIGA,
+            MappingProxyType(
+                {
+                    "bfloat16": 312 * TERA,
+                    "float16": 312 * TERA,
+                    "int8": 624 * TERA,
+                    "float32": 156 * TERA,
+                    "float32_highest": 19.5 * TERA,
+                    "float64": 19.5 * TERA,
+                }
+            ),
+            link_bandwidth=300 * GIGA,
+            # A DGX A100 has an adapter of 200 Gb/s for each GPU.
+            network_bandwidth=25 * GIGA,
+            source="https://www.nvidia.com/en-us/data-center/a100/ (SXM, 80 GB)",
+            gpu=Gpu(
+                "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 * 2**20, 164 * 2**10
+            ),
+        ),
+        "h100": Chip(
+            "h100",
+            "cuda",
+            84_942_979_072,
+            3352 * GIGA,
+            MappingProxyType(
+                {
+                    "bfloat16": 989.4 * TERA,
+                    "float16": 989.4 * TERA,
+                    "float8": 1978.9 * TERA,
+                    "int8": 1978.9 * TERA,
+                    "float32": 494.7 * TERA,
+                    "float32_highest": 66.9 * TERA,
+                    "float64": 66.9 * TERA,
+                }
+            ),
+            link_bandwidth=450 * GIGA,
+            # A DGX H100 has an adapter of 400 Gb/s for each GPU.
+            network_bandwidth=50 * GIGA,
+            source="https://www.nvidia.com/en-us/data-center/h100/ (SXM, 80 GB)",
+            gpu=Gpu(
+                "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10
+            ),
+        ),
+        "b200": Chip(
+            "b200",
+            "cuda",
+            191_514_411_008,
+            7672 * GIGA,
+            MappingProxyType(
+                {
+                    "bfloat16": 2250 * TERA,
+                    "float16": 2250 * TERA,
+                    "float8": 4500 * TERA,
+                    "int8": 4500 * TERA,
+                    "float32": 1100 * TERA,
+                    "float32_highest": 75 * TERA,
+                    "float64": 37 * TERA,
+                }
+            ),
+            link_bandwidth=900 * GIGA,
+            network_bandwidth=50 * GIGA,
+            source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, dense)",
+            gpu=Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 132_644_864, 228 * 2**10),
+        ),
+    }
+)
+"""The chips that `target` knows, by name."""

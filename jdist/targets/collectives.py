@@ -1,0 +1,206 @@
+"""Collectives of a program: what each moves, among whom, and whether it waits."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.targets.chips import Chip
+from jdist.targets.hlo import ArrayShape, Computation, HloModule, Instruction
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a program, as often as a step runs it.
+
+    Attributes:
+      kind: XLA's name, such as "all-reduce".
+      count: How often one step runs it: as often as the loop that it stands in.
+      bytes: Of one run on one device: of the whole array that is reduced, scattered or
+        exchanged, or that a gather makes.
+      devices: How many take part in each group; of a permute, in all pairs.
+      asynchronous: Whether it is started and awaited apart.
+      overlaps: Kernels that run in between.
+      seconds: An estimate of all runs, if nothing overlapped; see `Estimate.model`.
+      exposed_seconds: An estimate of what nothing between start and end hides.
+      op_name: The place in the traced function; "" where the compiler made it.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+    devices: int
+    asynchronous: bool
+    overlaps: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    op_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCollective:
+    """A collective where it stands, before its time is known.
+
+    Attributes:
+      kind: As `Collective`'s.
+      bytes: As `Collective`'s.
+      groups: Devices of each group, by their number in the program.
+      channel: Number that its parts share; "" without.
+      op_name: As `Collective`'s.
+    """
+
+    kind: str
+    bytes: int
+    groups: Groups
+    channel: str
+    op_name: str
+
+
+def kind_of(instruction: Instruction) -> str:
+    """The kind of collective that an instruction is or starts; "" for others."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else ""
+
+
+def inside(
+    instruction: Instruction, computation: Computation, module: HloModule
+) -> tuple[FoundCollective, ...]:
+    """The collectives of an instruction: itself, or those that its fusion contains."""
+    if kind := kind_of(instruction):
+        return (_found(kind, instruction, computation, module),)
+    if instruction.opcode not in ("fusion", "async-start"):
+        return ()
+    name = instruction.called("calls")[0]
+    inner = module.computations[name]
+    found = tuple(x for each in inner.instructions for x in inside(each, inner, module))
+    # On TPUs a scattered sum is an all-reduce of which each device takes its slice.
+    if "all-reduce-scatter" in name and len(found) == 1:
+        (one,) = found
+        reduced = (one.bytes, one.groups, one.channel, instruction.op_name)
+        return (FoundCollective("reduce-scatter", *reduced),)
+    return found
+
+
+def custom_calls(instruction: Instruction, module: HloModule) -> set[str]:
+    """The functions that a fusion's custom calls name."""
+    if instruction.opcode != "fusion":
+        return set()
+    inner = module.computations[instruction.called("calls")[0]]
+    return {each.target for each in inner.instructions}
+
+
+def transfer_seconds(found: FoundCollective, chip: Chip, per_host: int) -> float:
+    """An estimate: bytes over the bandwidth of the ring that a collective runs on.
+
+    Args:
+      found: The collective.
+      chip: Whose links and network carry it.
+      per_host: Chips of a host; device number // per_host is its host.
+
+    Returns:
+      Seconds of one run, without any latency; infinite without a bandwidth.
+    """
+    share = 0.0
+    for group in found.groups:
+        if found.kind == "collective-permute":
+            bandwidth = _bandwidth(group, chip, per_host, ring=False)
+            steps = 1.0
+        else:
+            bandwidth = _bandwidth(group, chip, per_host, ring=True)
+            passes = 2 if found.kind == "all-reduce" else 1
+            steps = passes * (len(group) - 1) / len(group)
+        seconds = steps * found.bytes / bandwidth if bandwidth else math.inf
+        share = max(share, seconds if len(set(group)) > 1 else 0.0)
+    return share
+
+
+def _bandwidth(group: Sequence[int], chip: Chip, per_host: int, *, ring: bool) -> float:
+    # A ring takes the two links of one axis of a torus; a permute one of them.
+    lanes = min(2 if ring else 1, chip.links)
+    links = chip.link_bandwidth / chip.links * lanes
+    hosts = [device // per_host for device in group]
+    if len(set(hosts)) == 1 or not chip.network_bandwidth:
+        return links
+    # Rings between hosts share the adapters of all their members in a host.
+    members = min(hosts.count(host) for host in set(hosts)) if ring else 1
+    return min(links, chip.network_bandwidth * members)
+
+
+def _found(
+    kind: str, instruction: Instruction, computation: Computation, module: HloModule
+) -> FoundCollective:
+    operands = computation.operand_shapes(instruction)
+    if kind == "collective-permute":
+        operands = operands[:1] or operands
+        pairs = re.findall(r"\d+", instruction.attribute("source_target_pairs"))
+        numbers = tuple(map(int, pairs))
+        groups: Groups = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    else:
+        groups = replica_groups(instruction, module.partitions)
+    size = sum(map(_bytes, operands))
+    if kind == "all-gather":
+        size *= len(groups[0])
+    channel = instruction.attribute("channel_id")
+    return FoundCollective(kind, size, groups, channel, instruction.op_name)
+
+
+def _bytes(shape: ArrayShape) -> int:
+    return shape.bytes
+
+
+def replica_groups(instruction: Instruction, partitions: int) -> Groups:
+    """The devices of each group, in any of the three forms that XLA writes.
+
+    Raises:
+      ValueError: It is another form.
+    """
+    text = instruction.attribute("replica_groups")
+    if text in ("", "{}"):
+        return (tuple(range(partitions)),)
+    if text.startswith("{"):
+        return tuple(
+            tuple(map(int, group.split(",")))
+            for group in re.findall(r"\{([\d,]+)\}", text)
+        )
+    if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, sizes, order = (_numbers(x or "") for x in match.groups())
+        devices = np.arange(math.prod(sizes)).reshape(sizes)
+        return _rows(devices.transpose(order or None).reshape(shape))
+    if match := re.fullmatch(r"mesh\[([^\]]*)\](?:, )?\s*\{([^}]*)\}", text):
+        axes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        chosen = [name.strip().strip("'") for name in match[2].split(",")]
+        # Part of an axis is written `'axis':(2)4`, which is no name.
+        if set(chosen) <= set(axes):
+            names = list(axes)
+            devices = np.arange(math.prod(map(int, axes.values())))
+            devices = devices.reshape([int(size) for size in axes.values()])
+            last = [names.index(name) for name in chosen]
+            rest = [axis for axis in range(len(names)) if axis not in last]
+            count = math.prod(devices.shape[axis] for axis in last)
+            return _rows(devices.transpose(rest + last).reshape(-1, count))
+    rule = "has groups of devices that this version of jdist cannot read"
+    raise ValueError(requirement(instruction.name, rule, text))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def _rows(array: np.ndarray) -> Groups:
+    return tuple(tuple(map(int, row)) for row in array)

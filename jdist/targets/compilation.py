@@ -1,0 +1,227 @@
+"""Compiling a function, from shapes alone, for hardware that is not here."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.stages import Compiled, Lowered
+
+from jdist._compat import inner_programs
+from jdist._errors import requirement
+from jdist._tree import PyTree
+from jdist.targets import compilers, hlo, roofline
+from jdist.targets.hardware import Hardware
+from jdist.targets.report import CompiledProgram, DeviceMemory, size_text
+
+CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class CanBeLowered(Protocol):
+    """What `jax.jit` returns, and whatever has such a method."""
+
+    def lower(self, *arguments: PyTree) -> Lowered:
+        """The program for arguments of these shapes, not compiled yet."""
+        ...
+
+
+def compile(
+    fn: Callable[..., PyTree] | CanBeLowered, *shapes: PyTree, target: Hardware
+) -> CompiledProgram:
+    """Compiles a function for hardware that is not here, and reports on the program.
+
+    A program that does not fit is an answer, `fits` and `refused`, not an error.
+
+    Args:
+      fn: A function, or one that was jitted (`donate_argnums` counts then), or whatever
+        has a method `lower`.
+      *shapes: Its arguments. Arrays and `jax.ShapeDtypeStruct`s give shapes; one with a
+        sharding over `target.mesh(...)` is laid out by it, and all others are
+        replicated over the same mesh. On a target of one chip none needs a sharding.
+        Anything else is passed on.
+      target: The hardware, from `targets.target`.
+
+    Raises:
+      TypeError: `fn` can be neither called nor lowered.
+      ValueError: No argument has a sharding, or one is of other devices than the
+        target's; or the function calls back to the host and the compiler of GPUs, which
+        has no host here, cannot lower it.
+      Unavailable: The compiler is not installed, or of another version than JAX's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import targets
+      >>> here = targets.Chip("here", "cpu", 2**30, 1e10, {"float32": 1e11})
+      >>> x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+      >>> found = targets.compile(
+      ...     lambda x: x.T @ x, x, target=targets.Hardware(here, (1,))
+      ... )
+      >>> found.fits, found.flops, found.bytes_per_device.outputs
+      (True, 131072, 4096)
+    """
+    devices = target.devices
+    if not callable(fn) and not hasattr(fn, "lower"):
+        rule = "must be a function or have a method `lower`"
+        raise TypeError(requirement("compile(fn=...)", rule, type(fn).__name__))
+    default = _default_sharding(shapes, target, devices)
+    placed = jax.tree.map(lambda leaf: _shape(leaf, default), shapes)
+    lowerable: CanBeLowered = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered = _lowered(lowerable, placed, target)
+    before = lowered.as_text("hlo")
+    found = CompiledProgram(
+        target.name,
+        target.chip.memory,
+        None,
+        float64=_places(before, r"\b(?:f64|c128)\["),
+        host_callbacks=_places(before, r"_callback\"|is_host_transfer=true"),
+    )
+    try:
+        compiled = lowered.compile(compilers.compiler_options(target.chip))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _refused(found, str(error))
+    return _reported(found, compiled, target)
+
+
+def _default_sharding(
+    shapes: PyTree, target: Hardware, devices: tuple[jax.Device, ...]
+) -> Sharding:
+    """Where an argument is that does not say it: everywhere."""
+    mesh = None
+    for leaf in jax.tree.leaves(shapes):
+        sharding = getattr(leaf, "sharding", None)
+        # A concrete array is somewhere here, and gives its shape only.
+        if not isinstance(leaf, jax.ShapeDtypeStruct) or sharding is None:
+            continue
+        if not sharding.device_set <= set(devices):
+            rule = f"must be laid out over devices of {target.name}"
+            remedy = "Its meshes are made by `target.mesh({...})`."
+            raise ValueError(
+                requirement("compile(shapes=...)", rule, f"{sharding}", remedy)
+            )
+        if mesh is None and isinstance(sharding, NamedSharding):
+            mesh = sharding.mesh
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    if target.chips == 1:
+        return SingleDeviceSharding(devices[0])
+    rule = f"must say for one argument how it is laid out over {target.name}"
+    remedy = (
+        "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding("
+        "target.mesh({...}), jax.P(...)))."
+    )
+    raise ValueError(requirement("compile(shapes=...)", rule, "no sharding", remedy))
+
+
+def _shape(leaf: PyTree, default: Sharding) -> PyTree:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
+        weak = bool(getattr(leaf, "weak_type", False))
+        # A jax.Array of 64 bits was made so; NumPy's are what JAX will make of them.
+        dtype = leaf.dtype
+        if isinstance(leaf, np.ndarray):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=default, weak_type=weak)
+    return leaf
+
+
+def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> Lowered:
+    if not hasattr(fn, "trace"):
+        return fn.lower(*placed)
+    traced = fn.trace(*placed)
+    try:
+        return traced.lower()
+    except RuntimeError as error:
+        names = sorted(set(_callbacks_of(traced.jaxpr.jaxpr)))
+        if not names:
+            raise
+        rule = f"must not call back to the host: {target.name} has none here"
+        remedy = "Leave the callbacks out of what is compiled for absent hardware."
+        raise ValueError(
+            requirement("compile(fn=...)", rule, ", ".join(names), remedy)
+        ) from error
+
+
+def _callbacks_of(program: Any) -> Iterable[str]:
+    """Names of primitives that call into Python, in all programs inside too."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        if equation.primitive.name in CALLBACKS:
+            yield equation.primitive.name
+        for inner in inner_programs(equation):
+            yield from _callbacks_of(inner)
+
+
+def _places(text: str, pattern: str) -> tuple[str, ...]:
+    """Where the traced function does what a line of its program shows."""
+    found: dict[str, None] = {}
+    for line in text.splitlines()[1:]:
+        # An instruction has " = "; the head of a computation names its types only.
+        if " = " in line and re.search(pattern, line):
+            name = re.search(r'op_name="([^"]*)"', line)
+            place = name[1] if name else line.strip().partition(" = ")[0]
+            found[place.replace("\\'", "'")] = None
+    return tuple(found)
+
+
+def _refused(found: CompiledProgram, message: str) -> CompiledProgram:
+    """The compiler's refusal: what it wants, in its own words."""
+    text = message.partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0] or message
+    patterns = (
+        r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds",
+        r"Used (\d+(?:\.\d+)?)([KMGT]?) of",
+    )
+    for pattern in patterns:
+        if match := re.search(pattern, message):
+            number, unit = match.groups()
+            wanted = int(float(number) * UNITS[unit])
+            return replace(found, refused=text, wanted_bytes=wanted)
+    return replace(found, refused=text)
+
+
+def _reported(
+    found: CompiledProgram, compiled: Compiled, target: Hardware
+) -> CompiledProgram:
+    module = hlo.parse(compiled.as_text() or "")
+    per_host = target.chips // target.hosts
+    cost = roofline.cost(module, target.chip, per_host)
+    memory = _memory(compiled)
+    refused = ""
+    if memory.total > target.chip.memory:
+        refused = (
+            f"It wants {size_text(memory.total)} of each device, "
+            f"which has {size_text(target.chip.memory)}."
+        )
+    costs = compiled.cost_analysis() or {}
+    of_tpu = target.chip.platform == "tpu" and "optimal_seconds" in costs
+    arguments = [each.shapes[0] for each in module.entry.parameters]
+    shown = [f"{x.dtype}[{','.join(map(str, x.sizes))}]" for x in arguments]
+    return replace(
+        found,
+        bytes_per_device=memory,
+        refused=refused,
+        wanted_bytes=memory.total,
+        collectives=cost.collectives,
+        flops=cost.flops,
+        bytes_accessed=cost.bytes,
+        estimate=roofline.estimate(cost, target.chip),
+        compiler_seconds=costs["optimal_seconds"] if of_tpu else None,
+        donated=tuple(shown[x] for x in module.aliased_parameters),
+        donated_in_vain=tuple(shown[x] for x in module.donated_in_vain),
+    )
+
+
+def _memory(compiled: Compiled) -> DeviceMemory:
+    found: Any = compiled.memory_analysis()
+    return DeviceMemory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes,
+        found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+    )

@@ -1,0 +1,182 @@
+"""Compilers of hardware that is not here: their devices and versions."""
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+from jdist._errors import Unavailable, extra, requirement
+from jdist.targets.chips import Chip, Gpu
+
+QUIET_TPU = {
+    # Without these libtpu asks a metadata server of Google's cloud who it is.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    # A process that only compiles takes no TPU from another one.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+HOST_CHIPS = {"v5e": 8, "v6e": 8}
+"""Chips of the largest single host, where that is more than the 4 of a larger slice."""
+
+
+def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
+    """The devices of hardware that is not here, to make a mesh of.
+
+    Args:
+      chip: Which.
+      shape: Chips along each axis of a TPU slice; hosts and GPUs of each.
+
+    Raises:
+      Unavailable: The compiler is not installed, is not of JAX's version, or the CPU
+        has fewer devices; the message says what to do.
+      ValueError: The compiler knows no such slice.
+    """
+    if chip.platform == "cpu":
+        return _cpu_devices(math.prod(shape))
+    _check_versions(chip.platform)
+    name = f"{chip.name}:{'x'.join(map(str, shape))}"
+    try:
+        if chip.platform == "tpu":
+            with _environment(QUIET_TPU):
+                bounds = host_bounds(chip, shape)
+                topology = topologies.get_topology_desc(
+                    name, platform="tpu", chips_per_host_bounds=bounds
+                )
+        else:
+            hosts, gpus = shape
+            topology = topologies.get_topology_desc(
+                chip.name,
+                platform="cuda",
+                target_config=_gpu_text(chip),
+                topology=f"{hosts}x1x{gpus}",
+            )
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
+        rule = "must be a slice that the compiler knows"
+        raise ValueError(requirement("target", rule, f"{name} ({error})")) from error
+    return tuple(topology.devices)
+
+
+def host_bounds(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Chips of one TPU host along each of three axes."""
+    full = (*shape, 1, 1)[:3]
+    if math.prod(shape) <= HOST_CHIPS.get(chip.name, 4):
+        return full
+    return tuple(min(size, bound) for size, bound in zip(full, (2, 2, 1), strict=True))
+
+
+def compiler_options(chip: Chip) -> dict[str, str | bool]:
+    """Options of `Lowered.compile` for a chip: where CUDA's assembler is."""
+    if chip.platform != "cuda":
+        return {}
+    for file in importlib.metadata.files("nvidia-cuda-nvcc-cu12") or ():
+        if file.name == "ptxas":
+            folder = Path(str(file.locate())).parents[1]
+            return {"xla_gpu_cuda_data_dir": str(folder)}
+    return {}
+
+
+def _cpu_devices(count: int) -> tuple[jax.Device, ...]:
+    here = jax.devices("cpu")
+    if len(here) < count:
+        rule = f"needs {count} CPU devices"
+        remedy = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them."
+        raise Unavailable(requirement("target", rule, f"{len(here)}", remedy))
+    return tuple(here[:count])
+
+
+def _check_versions(platform: str) -> None:
+    """The compiler is a package of its own, and must be the one that JAX asks for."""
+    for name, wanted in _packages(platform).items():
+        remedy = (
+            f"{extra(platform)} installs the compiler that fits; no hardware is needed."
+        )
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            rule = f"needs the package {name} for a {platform} target"
+            raise Unavailable(
+                requirement("targets", rule, "an environment without it", remedy)
+            ) from error
+        if wanted and not re.fullmatch(wanted, found):
+            jaxlib = importlib.metadata.version("jaxlib")
+            rule = f"needs the {name} that fits jaxlib {jaxlib}"
+            raise Unavailable(requirement("targets", rule, found, remedy))
+
+
+def _packages(platform: str) -> dict[str, str]:
+    """Packages of a platform's compiler, each with a pattern of its versions."""
+    jaxlib = re.escape(importlib.metadata.version("jaxlib"))
+    if platform == "cuda":
+        names = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
+        # Later builds of one version have a suffix, such as 0.10.2.post1.
+        return dict.fromkeys(names, rf"{jaxlib}(\.post\d+)?") | {
+            "nvidia-cuda-nvcc-cu12": ""
+        }
+    # JAX states what it was built with, as `libtpu==0.0.42.*; extra == "tpu"`.
+    for line in importlib.metadata.requires("jax") or ():
+        if match := re.match(r"libtpu\s*==\s*([\d.]+)(\.\*)?\s*;", line):
+            exact, more = match.groups()
+            return {"libtpu": re.escape(exact) + (r"(\..*)?" if more else "")}
+    return {"libtpu": ""}
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables that are unset, while a library is loaded that reads them."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        # They describe a machine that this is not: a TPU here must not be led astray.
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _gpu_text(chip: Chip) -> str:
+    """XLA's `GpuTargetConfig` as text."""
+    if chip.gpu is None:
+        rule = "must say what the compiler needs of a GPU"
+        raise ValueError(requirement("Chip(gpu=...)", rule, chip.gpu))
+    gpu: Gpu = chip.gpu
+    major, minor = gpu.compute_capability
+    dnn_major, dnn_minor = gpu.cudnn
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_block_optin": gpu.shared_memory - 2**10,
+        "shared_memory_per_core": gpu.shared_memory,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.units_per_core,
+        "clock_rate_ghz": gpu.clock,
+        "l2_cache_size": gpu.cache,
+        "memory_bandwidth": int(chip.bandwidth),
+        "device_memory_size": chip.memory,
+    }
+    lines = "\n".join(f"  {name}: {value}" for name, value in limits.items())
+    return f"""gpu_device_info {{
+{lines}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {dnn_major} minor: {dnn_minor} }}
+device_description_str: "{gpu.name}"
+"""

@@ -1,0 +1,142 @@
+"""Hardware to compile for: chips of one kind, in hosts, by name."""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jdist._errors import requirement
+from jdist.targets import compilers
+from jdist.targets.chips import CHIPS, Chip
+
+FORM = "must be CHIP:SHAPE, such as 'v5e:4x4' (a slice) or 'h100:2x8' (hosts x GPUs)"
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Chips of one kind, put together; `target` makes the known ones by name.
+
+    Example:
+      >>> from jdist import targets
+      >>> pod = targets.target("v5p:8x8x16")
+      >>> pod.chips, pod.hosts
+      (1024, 256)
+
+    Attributes:
+      chip: Their kind, with its published figures.
+      shape: Chips along each axis of a TPU slice; hosts, and GPUs of each; CPU devices.
+
+    Raises:
+      ValueError: The chip's platform does not take such a shape.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {"tpu": (2, 3), "cuda": (2,), "cpu": (1,)}
+        if self.chip.platform not in lengths:
+            known = ", ".join(map(repr, lengths))
+            rule = f"must be one of {known}"
+            raise ValueError(
+                requirement("Chip(platform=...)", rule, self.chip.platform)
+            )
+        fits = len(self.shape) in lengths[self.chip.platform]
+        if not fits or any(size < 1 for size in self.shape):
+            counts = " or ".join(map(str, lengths[self.chip.platform]))
+            rule = f"must have {counts} positive numbers for {self.chip.platform}"
+            raise ValueError(requirement("Hardware(shape=...)", rule, self.shape))
+
+    @property
+    def name(self) -> str:
+        """Such as "v5e:4x4"."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def chips(self) -> int:
+        """Number of chips, each one JAX device."""
+        return math.prod(self.shape)
+
+    @property
+    def hosts(self) -> int:
+        """Number of machines."""
+        if self.chip.platform == "cuda":
+            return self.shape[0]
+        if self.chip.platform == "cpu":
+            return 1
+        return self.chips // math.prod(compilers.host_bounds(self.chip, self.shape))
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, which can be compiled for and not computed on.
+
+        Raises:
+          Unavailable: The compiler is not installed, or of another version.
+          ValueError: The compiler knows no such slice.
+        """
+        return _devices(self)
+
+    def mesh(self, axes: Mapping[str, int]) -> Mesh:
+        """A mesh over all chips.
+
+        On a slice the axes of the mesh are laid along those of the torus, as
+        `jax.make_mesh` does it.
+
+        Args:
+          axes: Number of chips along each named axis, such as
+            `{"data": 4, "model": 4}`.
+
+        Raises:
+          ValueError: The sizes do not multiply to the number of chips.
+          Unavailable: See `devices`.
+        """
+        if math.prod(axes.values()) != self.chips:
+            rule = f"must multiply to the {self.chips} chips of {self.name}"
+            raise ValueError(requirement("mesh(axes=...)", rule, dict(axes)))
+        if self.chip.platform == "tpu":
+            return jax.make_mesh(
+                tuple(axes.values()),
+                tuple(axes),
+                devices=self.devices,
+                axis_types=(AxisType.Auto,) * len(axes),
+            )
+        devices = np.array(self.devices, dtype=object).reshape(tuple(axes.values()))
+        return Mesh(devices, tuple(axes))
+
+
+@functools.lru_cache(maxsize=32)
+def _devices(hardware: Hardware) -> tuple[jax.Device, ...]:
+    # The compiler makes new devices in each call, and those of two calls are not equal.
+    return compilers.devices(hardware.chip, hardware.shape)
+
+
+def target(name: str) -> Hardware:
+    """Hardware by name, whether or not it or its compiler is here.
+
+    Args:
+      name: A TPU slice, `"v5e:4x4"`, `"v5p:8x8x16"`, `"v6e:16x16"`; or hosts and the
+        GPUs of each, `"h100:2x8"`, also a100 and b200.
+
+    Raises:
+      ValueError: There is no such chip, or the shape does not fit it. Another chip is
+        described by `Chip` and `Hardware`.
+
+    Example:
+      >>> from jdist import targets
+      >>> targets.target("h100:2x8").chips
+      16
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    if match is None:
+        raise ValueError(requirement("target(name=...)", FORM, name))
+    chip, shape = match.groups()
+    if chip not in CHIPS:
+        rule = f"must be of a known chip: {', '.join(CHIPS)}"
+        remedy = "`targets.Hardware(targets.Chip(...), shape)` describes another."
+        raise ValueError(requirement("target(name=...)", rule, name, remedy))
+    return Hardware(CHIPS[chip], tuple(map(int, shape.split("x"))))

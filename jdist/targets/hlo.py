@@ -1,0 +1,256 @@
+"""XLA's text of a scheduled program, read: computations, instructions, shapes.
+
+Of the text this needs only its form, `%name = type opcode(operands), attributes`, which
+is the same on all platforms and has been for years. What an attribute means is known
+where it is used.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from jdist._errors import requirement
+
+SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+NAME = re.compile(r"%([\w.\-]+)")
+HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{$")
+
+
+class ArrayShape(NamedTuple):
+    """One array in XLA's terms: `bf16[128,256]{1,0:T(8,128)S(1)}`."""
+
+    dtype: str
+    """XLA's short name, such as "bf16"."""
+
+    sizes: tuple[int, ...]
+
+    space: int
+    """Where it is: 0 is device memory; others a chip's own memory, or the host's."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without padding; 0 for tokens."""
+        return self.elements * _bits(self.dtype) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: Unique in its module.
+      opcode: Such as "fusion" or "all-reduce-start".
+      type: Text of the type of its result.
+      operands: Names of instructions of the same computation.
+      literal: The text between the parentheses: operands, a number, a constant.
+      attributes: The text behind them.
+      is_root: Whether it is its computation's result.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def shapes(self) -> tuple[ArrayShape, ...]:
+        """The arrays of the result, those of a tuple in order."""
+        return shapes_of(self.type)
+
+    def attribute(self, name: str) -> str:
+        """The text of `name=...` up to the next comma outside braces; "" without."""
+        match = re.search(rf"(?:^|, ){name}=", self.attributes)
+        return _until_comma(self.attributes[match.end() :]) if match else ""
+
+    def called(self, *names: str) -> tuple[str, ...]:
+        """Names of the computations that it calls by these attributes."""
+        return tuple(x for name in names for x in NAME.findall(self.attribute(name)))
+
+    @property
+    def op_name(self) -> str:
+        """The place in the traced function, such as "jit(step)/mul"; "" if unknown."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1].replace("\\'", "'") if match else ""
+
+    @property
+    def target(self) -> str:
+        """Which function a custom call calls; "" for other instructions."""
+        return self.attribute("custom_call_target").strip('"')
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they run."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Its instructions, found by name."""
+        return {each.name: each for each in self.instructions}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Who reads each instruction's result."""
+        users: dict[str, list[Instruction]] = {}
+        for each in self.instructions:
+            for operand in dict.fromkeys(each.operands):
+                users.setdefault(operand, []).append(each)
+        return {name: tuple(found) for name, found in users.items()}
+
+    @cached_property
+    def root(self) -> Instruction:
+        """Its result."""
+        return next(each for each in self.instructions if each.is_root)
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters, by number."""
+        found = [each for each in self.instructions if each.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda each: int(each.literal)))
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[ArrayShape, ...]:
+        """The arrays that an instruction reads, those of tuples one by one."""
+        return tuple(
+            shape
+            for operand in instruction.operands
+            for shape in self.by_name[operand].shapes
+        )
+
+
+@dataclass(frozen=True)
+class HloModule:
+    """A program for one device of its mesh.
+
+    Attributes:
+      header: The first line: aliases, number of partitions.
+      computations: By name.
+      entry: The one that is the program.
+    """
+
+    header: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+
+    @property
+    def partitions(self) -> int:
+        """Number of devices that run it together."""
+        match = re.search(r"num_partitions=(\d+)", self.header)
+        return int(match[1]) if match else 1
+
+    @property
+    def aliased_parameters(self) -> tuple[int, ...]:
+        """Numbers of parameters whose memory a result takes over."""
+        found = re.findall(r": \((\d+), ", self._attribute("input_output_alias"))
+        return tuple(sorted(set(map(int, found))))
+
+    @property
+    def donated_in_vain(self) -> tuple[int, ...]:
+        """Numbers of donated parameters that no result fits into."""
+        found = re.findall(r"\((\d+), ", self._attribute("buffer_donor"))
+        return tuple(sorted({*map(int, found)} - {*self.aliased_parameters}))
+
+    def _attribute(self, name: str) -> str:
+        match = re.search(rf", {name}=", self.header)
+        return _until_comma(self.header[match.end() :]) if match else ""
+
+
+def parse(text: str) -> HloModule:
+    """Reads what `Compiled.as_text()` returned.
+
+    Args:
+      text: The whole text, from `HloModule` on.
+
+    Raises:
+      ValueError: It is no such text; the message has the line.
+    """
+    header = text.partition("\n")[0]
+    computations: dict[str, Computation] = {}
+    entry = name = ""
+    lines: list[Instruction] = []
+    for line in text.splitlines()[1:]:
+        if match := HEADER.match(line):
+            name, lines = match[2], []
+            entry = name if match[1] else entry
+        elif line == "}" and name:
+            computations[name] = Computation(name, tuple(lines))
+            name = ""
+        elif name and line.strip():
+            lines.append(_instruction(line.strip()))
+    if not header.startswith("HloModule") or entry not in computations:
+        rule = "must be an HLO module with an entry"
+        raise ValueError(requirement("parse(text=...)", rule, header[:80]))
+    return HloModule(header, computations, computations[entry])
+
+
+def shapes_of(text: str) -> tuple[ArrayShape, ...]:
+    """The arrays that a type's text names."""
+    found = []
+    for dtype, sizes, layout in SHAPE.findall(text):
+        space = re.search(r"S\((\d+)\)", layout)
+        numbers = tuple(int(x.removeprefix("<=")) for x in sizes.split(",") if x)
+        found.append(ArrayShape(dtype, numbers, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+def _instruction(line: str) -> Instruction:
+    is_root = line.startswith("ROOT ")
+    name, equals, rest = line.removeprefix("ROOT ").partition(" = ")
+    # A tuple's type stands in parentheses and has spaces in it; an array's has none.
+    length = _closing(rest) + 1 if rest.startswith("(") else rest.find(" ")
+    opening = rest.find("(", length)
+    if not equals or length <= 0 or opening < 0:
+        rule = "must be `%name = type opcode(operands)`"
+        raise ValueError(requirement("parse(text=...)", rule, line[:120]))
+    closing = opening + _closing(rest[opening:])
+    literal = rest[opening + 1 : closing]
+    return Instruction(
+        name.lstrip("%"),
+        rest[length:opening].strip(),
+        rest[:length],
+        tuple(NAME.findall(literal)),
+        literal,
+        rest[closing + 1 :].removeprefix(", "),
+        is_root,
+    )
+
+
+def _closing(text: str) -> int:
+    """The index of the parenthesis that closes the first one; the last if none does."""
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text) - 1
+
+
+def _until_comma(text: str) -> str:
+    depth, quoted = 0, False
+    for index, character in enumerate(text):
+        quoted ^= character == '"'
+        if quoted:
+            continue
+        depth += (character in "{[(") - (character in "}])")
+        if character == "," and depth == 0:
+            return text[:index]
+    return text
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 0

@@ -1,0 +1,201 @@
+"""What a compiled program needs and does, as the compiler told it, and estimates."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jdist.targets.collectives import Collective
+from jdist.targets.roofline import Estimate
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on each device while a program runs.
+
+    Attributes:
+      arguments: Of all arguments.
+      outputs: Of all results.
+      aliased: Of results that stand where a donated argument stood: in both above.
+      temporaries: Of everything between; what the compiler allots at the peak.
+      code: Of the program itself, as far as the compiler tells.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of them, aliased memory once."""
+        return (
+            self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """The report of `compile`: what is known of a program, and what is estimated.
+
+    Printed, it is a table. Bytes, collectives, aliases and operations are read off the
+    compiled program; seconds are estimates. What does not fit was refused by the
+    compiler, and what only a program has is then empty.
+
+    Attributes:
+      target: Name of the hardware.
+      bytes_per_device: By kind; None if the compiler refused the program.
+      memory: Bytes of each device, as `Chip.memory`.
+      refused: Why it does not fit, with the bytes that it wants; "" if it fits.
+      wanted_bytes: What it wants of each device, as far as the compiler says; for what
+        fits `bytes_per_device.total`.
+      collectives: In the order of the program.
+      flops: Matrix operations of one step on one device, loops unrolled; a
+        multiplication and an addition are two.
+      bytes_accessed: Bytes of device memory that one step reads and writes.
+      estimate: Seconds by roofline; None if it was refused.
+      compiler_seconds: XLA's own estimate, `optimal_seconds`, which knows no network
+        and counts a loop as one turn; TPU only, otherwise None.
+      float64: Places of the traced function that compute in 64 bits.
+      host_callbacks: Places that call back into Python on the host.
+      donated: Arguments that results took over, as "dtype[shape]" on one device.
+      donated_in_vain: Donated arguments that no result fitted into.
+    """
+
+    target: str
+    memory: int
+    bytes_per_device: DeviceMemory | None
+    refused: str = ""
+    wanted_bytes: int | None = None
+    collectives: tuple[Collective, ...] = ()
+    flops: int = 0
+    bytes_accessed: int = 0
+    estimate: Estimate | None = None
+    compiler_seconds: float | None = None
+    float64: tuple[str, ...] = ()
+    host_callbacks: tuple[str, ...] = ()
+    donated: tuple[str, ...] = ()
+    donated_in_vain: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has the memory."""
+        return not self.refused
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated seconds of a step, `estimate.seconds`; None if it was refused."""
+        return self.estimate.seconds if self.estimate else None
+
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        derived = {"fits": self.fits, "seconds": self.seconds}
+        return json.dumps({**asdict(self), **derived}, indent=1)
+
+    def __rich__(self) -> Group:
+        """A table for the terminal."""
+        parts: list[Table | Text] = [self._heading(), self._facts()]
+        if self.collectives:
+            parts.append(_collective_table(self.collectives))
+        if self.estimate:
+            parts.append(Text(self.estimate.model, style="dim"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        console = Console(width=96, color_system=None, force_terminal=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get().rstrip()
+
+    def _heading(self) -> Text:
+        if self.fits:
+            return Text(f"{self.target}: fits", style="bold green")
+        return Text(f"{self.target}: does not fit. {self.refused}", style="bold red")
+
+    def _facts(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_column()
+        used = self.bytes_per_device
+        if used:
+            share = f"{used.total / self.memory:.1%} of {size_text(self.memory)}"
+            table.add_row("bytes per device", size_text(used.total), share)
+            for kind, count in asdict(used).items():
+                table.add_row(f"  {kind}", size_text(count), "")
+        if self.estimate:
+            table.add_row("matrix operations", f"{self.flops / 1e9:.4g} GFLOP", "")
+            table.add_row("memory traffic", size_text(self.bytes_accessed), "")
+            _estimate_rows(table, self.estimate)
+        if self.compiler_seconds is not None:
+            note = "estimate; no network, loops once"
+            table.add_row("XLA's own", seconds_text(self.compiler_seconds), note)
+        for title, places in (
+            ("float64", self.float64),
+            ("host callbacks", self.host_callbacks),
+            ("donated in vain", self.donated_in_vain),
+        ):
+            if places:
+                style = "bold yellow"
+                table.add_row(
+                    title, f"{len(places)}", ", ".join(places[:4]), style=style
+                )
+        if self.donated:
+            table.add_row("donated and reused", f"{len(self.donated)}", "")
+        return table
+
+
+def size_text(count: int) -> str:
+    """Bytes with a unit of four digits."""
+    value, units = float(count), iter(UNITS)
+    unit = next(units)
+    while abs(value) >= 1024 and unit != UNITS[-1]:
+        value, unit = value / 1024, next(units)
+    return f"{value:.4g} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _estimate_rows(table: Table, estimate: Estimate) -> None:
+    table.add_row("step", seconds_text(estimate.seconds), "estimate", style="bold")
+    table.add_row("  compute", seconds_text(estimate.compute), "estimate")
+    table.add_row("  memory", seconds_text(estimate.memory), "estimate")
+    table.add_row("  kernels", seconds_text(estimate.kernels), "estimate")
+    shown = f"estimate; {seconds_text(estimate.exposed)} not hidden"
+    table.add_row("  collectives", seconds_text(estimate.communication), shown)
+
+
+def _collective_table(found: Iterable[Collective]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("collective", "runs", "bytes", "devices", "", "hidden", "place"):
+        is_number = title in ("runs", "bytes", "devices", "hidden")
+        table.add_column(title, justify="right" if is_number else "left")
+    for each in found:
+        hidden = "-"
+        if each.seconds:
+            hidden = f"{1 - each.exposed_seconds / each.seconds:.0%}"
+        table.add_row(
+            each.kind,
+            str(each.count),
+            size_text(each.bytes),
+            str(each.devices),
+            f"asynchronous over {each.overlaps} kernels"
+            if each.asynchronous
+            else "waits",
+            hidden,
+            each.op_name.rpartition("/")[2],
+        )
+    return table

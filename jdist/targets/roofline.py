@@ -1,0 +1,262 @@
+"""A step's time from its program: operations over peak, bytes over bandwidth."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from jdist.targets import arithmetic, collectives
+from jdist.targets.chips import Chip
+from jdist.targets.collectives import Collective, FoundCollective
+from jdist.targets.hlo import Computation, HloModule, Instruction
+
+MODEL = (
+    "Estimate by roofline: each kernel takes its matrix operations / peak or its bytes "
+    "/ memory bandwidth, whichever is longer; all bytes together at least bytes / "
+    "bandwidth; a collective its bytes on a ring / bandwidth of the links, less the "
+    "kernels between its start and its end. No latency, no host, no input, figures as "
+    "published: a real step is slower."
+)
+PEAKS = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "s8": "int8",
+    "u8": "int8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one step on one device, none of them measured.
+
+    Attributes:
+      seconds: Of the step: `kernels` or `memory`, whichever is longer, and `exposed`.
+      compute: Matrix operations at peak.
+      memory: Bytes at full memory bandwidth.
+      kernels: Sum over kernels of the longer of the two.
+      communication: All collectives, if nothing overlapped.
+      exposed: What of them no kernel hides.
+      model: How it was estimated, and what it leaves out.
+    """
+
+    seconds: float
+    compute: float
+    memory: float
+    kernels: float
+    communication: float
+    exposed: float
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run of a computation costs one device."""
+
+    flops: int = 0
+    bytes: int = 0
+    compute: float = 0.0
+    kernels: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+    """Loops whose length the program decides as it runs; each was counted once."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.compute + other.compute,
+            self.kernels + other.kernels,
+            self.collectives + other.collectives,
+            self.unknown_loops + other.unknown_loops,
+        )
+
+    def times(self, count: int) -> "Cost":
+        """The cost of so many runs."""
+        return Cost(
+            self.flops * count,
+            self.bytes * count,
+            self.compute * count,
+            self.kernels * count,
+            tuple(
+                replace(
+                    each,
+                    count=each.count * count,
+                    seconds=each.seconds * count,
+                    exposed_seconds=each.exposed_seconds * count,
+                )
+                for each in self.collectives
+            ),
+            self.unknown_loops,
+        )
+
+
+@dataclass(slots=True)
+class _Started:
+    """A collective between its start and its end."""
+
+    found: FoundCollective
+    start: str
+    left: float
+    """Seconds that no kernel has hidden yet."""
+    overlaps: int = 0
+
+
+@dataclass
+class _Walk:
+    """One pass over a computation, in the order of its schedule."""
+
+    module: HloModule
+    chip: Chip
+    per_host: int
+    cost: Cost = field(default_factory=Cost)
+    started: list[_Started] = field(default_factory=list)
+
+    def run(self, computation: Computation) -> Cost:
+        for instruction in computation.instructions:
+            self._visit(instruction, computation)
+        for each in self.started:
+            self._finish(each)
+        return self.cost
+
+    def _visit(self, instruction: Instruction, computation: Computation) -> None:
+        if ended := self._ended(instruction):
+            self.started.remove(ended)
+            self._finish(ended)
+            return
+        found = collectives.inside(instruction, computation, self.module)
+        channels = {each.found.channel for each in self.started} - {""}
+        # A fusion that computes while a collective runs repeats it inside.
+        found = tuple(each for each in found if each.channel not in channels)
+        for each in found:
+            self._begin(each, instruction)
+        if not found:
+            self._hide(self._cost_of(instruction, computation))
+
+    def _ended(self, instruction: Instruction) -> _Started | None:
+        if instruction.opcode.endswith("-done"):
+            names = set(instruction.operands)
+            return next((x for x in self.started if x.start in names), None)
+        if "AsyncCollectiveDone" in collectives.custom_calls(instruction, self.module):
+            inner = self.module.computations[instruction.called("calls")[0]]
+            channels = {each.attribute("channel_id") for each in inner.instructions}
+            return next((x for x in self.started if x.found.channel in channels), None)
+        return None
+
+    def _begin(self, found: FoundCollective, instruction: Instruction) -> None:
+        seconds = collectives.transfer_seconds(found, self.chip, self.per_host)
+        each = _Started(found, instruction.name, seconds)
+        targets = collectives.custom_calls(instruction, self.module)
+        in_parts = instruction.opcode.endswith("-start")
+        if '"is_sync":true' in instruction.attributes:
+            in_parts = False
+        if in_parts or "AsyncCollectiveStart" in targets:
+            self.started.append(each)
+        else:
+            self._finish(each, asynchronous=False)
+
+    def _finish(self, each: _Started, *, asynchronous: bool = True) -> None:
+        found = each.found
+        seconds = collectives.transfer_seconds(found, self.chip, self.per_host)
+        members = found.groups
+        if found.kind == "collective-permute":
+            count = len({device for pair in members for device in pair})
+        else:
+            count = max(map(len, members), default=0)
+        done = Collective(
+            found.kind,
+            1,
+            found.bytes,
+            count,
+            asynchronous,
+            each.overlaps,
+            seconds,
+            each.left,
+            found.op_name,
+        )
+        self.cost += Cost(collectives=(done,))
+
+    def _hide(self, cost: Cost) -> None:
+        self.cost += cost
+        budget = cost.kernels
+        for each in self.started if budget else ():
+            # The links are shared: what hides one collective does not hide another.
+            hidden = min(each.left, budget)
+            each.left -= hidden
+            budget -= hidden
+            each.overlaps += 1
+
+    def _cost_of(self, instruction: Instruction, computation: Computation) -> Cost:
+        if instruction.opcode == "while":
+            body = self._inner(instruction.called("body")[0])
+            count = arithmetic.trip_count(instruction, computation, self.module)
+            if count is None:
+                place = instruction.op_name or instruction.name
+                return replace(body, unknown_loops=(*body.unknown_loops, place))
+            return body.times(count)
+        if instruction.opcode == "conditional":
+            names = ("branch_computations", "true_computation", "false_computation")
+            branches = map(self._inner, instruction.called(*names))
+            return max(
+                branches, key=lambda cost: (cost.kernels, cost.bytes, cost.flops)
+            )
+        if instruction.opcode in ("call", "async-start"):
+            return self._inner(instruction.called("to_apply", "calls")[0])
+        return self._kernel(instruction, computation)
+
+    def _inner(self, name: str) -> Cost:
+        walk = _Walk(self.module, self.chip, self.per_host)
+        return walk.run(self.module.computations[name])
+
+    def _kernel(self, instruction: Instruction, computation: Computation) -> Cost:
+        moved = arithmetic.bytes_accessed(instruction, computation, self.module)
+        found = arithmetic.products(instruction, computation, self.module)
+        compute = sum(each.operations / _peak(self.chip, each) for each in found)
+        memory = moved / self.chip.bandwidth if self.chip.bandwidth else 0.0
+        # A copy that is awaited later takes bandwidth, and no time of a kernel.
+        kernels = 0.0 if instruction.opcode == "copy-start" else max(compute, memory)
+        return Cost(sum(each.operations for each in found), moved, compute, kernels)
+
+
+def cost(module: HloModule, chip: Chip, per_host: int) -> Cost:
+    """What a program costs one device in one run.
+
+    Args:
+      module: The scheduled program.
+      chip: Whose figures count.
+      per_host: Chips of a host.
+    """
+    return _Walk(module, chip, per_host).run(module.entry)
+
+
+def estimate(found: Cost, chip: Chip) -> Estimate:
+    """Seconds of a program of a known cost."""
+    memory = found.bytes / chip.bandwidth
+    exposed = sum(each.exposed_seconds for each in found.collectives)
+    model = MODEL
+    if found.unknown_loops:
+        count = len(set(found.unknown_loops))
+        model += f" {count} loops of unknown length are counted as one turn each."
+    return Estimate(
+        max(found.kernels, memory) + exposed,
+        found.compute,
+        memory,
+        found.kernels,
+        sum(each.seconds for each in found.collectives),
+        exposed,
+        model,
+    )
+
+
+def _peak(chip: Chip, products: arithmetic.MatrixProducts) -> float:
+    name = PEAKS.get(products.dtype, "float8" if products.dtype[:2] == "f8" else "")
+    # A type that a chip has no unit for is computed in a wider one.
+    wider: Sequence[str] = {
+        "float8": ("float8", "bfloat16", "float32"),
+        "int8": ("int8", "bfloat16", "float32"),
+        "bfloat16": ("bfloat16", "float32"),
+        "float16": ("float16", "bfloat16", "float32"),
+    }.get(name, (name,))
+    if name == "float32" and products.precision == "highest":
+        wider = ("float32_highest", "float32")
+    known = [chip.peak_flops[each] for each in wider if each in chip.peak_flops]
+    return known[0] if known else min(chip.peak_flops.values())

@@ -1,0 +1,1 @@
+"""Tests of jdist.targets; those that need a compiler are skipped without it."""
