@@ -51,10 +51,10 @@ ROOMS = {
     ),
     "verify": (
         "bound defects draws report",
-        "diagnosis lockstep processes score",
-        "compare oracle",
+        "diagnosis lockstep mutation_score processes",
+        "comparison oracle",
         "measure",
-        "gradients",
+        "gradient_check",
         "problem steps tracing",
         "matrix",
         "__main__",
@@ -152,6 +152,7 @@ def _in_library(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
         yield circle[0], f"a circle of imports: {' <- '.join(circle)}"
     for name, tree in trees.items():
         yield from ((name, what) for what in _face(name, tree))
+        yield from ((name, what) for what in _hidden_modules(name, tree, trees))
     yield from _class_names(trees)
     folders: dict[str, list[str]] = defaultdict(list)
     for name in trees:
@@ -175,9 +176,6 @@ def _imported(name: str, tree: ast.Module, trees: Mapping[str, ast.Module]) -> s
                         f"{module}.{imported}".strip(".").replace(".", "/"),
                     )
                 )
-                # A face may have a function of the name of one of its rooms.
-                if whole[0] in trees and imported in _exported(trees[whole[0]]):
-                    inside = []
                 found.update([x for x in (*inside, *whole) if x in trees][:1])
     # `jdist` itself imports nothing but its exceptions.
     return found - {name, "jdist/__init__.py"}
@@ -225,6 +223,30 @@ def _face(name: str, tree: ast.Module) -> Iterator[str]:
     is_face = file == "__init__" or file in FACES.get(part, set())
     if is_face and _exported(tree) is NOTHING:
         yield "has no `__all__`"
+
+
+def _hidden_modules(
+    name: str, tree: ast.Module, trees: Mapping[str, ast.Module]
+) -> Iterator[str]:
+    """Modules of a package that share their name with something that it exports.
+
+    `import a.b.c as d` binds the attribute `c` of `a.b`, so that it would find the
+    function and never the module.
+    """
+    folder, _, file = name.rpartition("/")
+    if file != "__init__.py":
+        return
+    package = folder.replace("/", ".")
+    modules = {
+        imported or module.rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module, imported in _modules(node)
+        if module == package or (not imported and module.startswith(f"{package}."))
+    }
+    for each in sorted(_exported(tree) - modules):
+        if {f"{folder}/{each}.py", f"{folder}/{each}/__init__.py"} & trees.keys():
+            yield f"exports {each}, which hides its module of that name"
 
 
 def _exported(tree: ast.Module) -> set[str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.strangers.problem import NOTHING, Reference, Step
 from jdist import verify
-from jdist.verify.compare import Named, renamed
+from jdist.verify.comparison import Named, renamed
 
 SECTION = "# --- what the judge needs ---"
 """In a stranger's module: what a user adds to a trainer to have it judged."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from experiments.strangers.problem import HIDDEN, VOCABULARY, WIDTH, Batch, Params
-from jdist.verify.compare import Named
+from jdist.verify.comparison import Named
 
 
 class NextToken(nn.Module):

@@ -10,13 +10,13 @@ does so. `python -m jdist.verify` judges every strategy that is installed.
 """
 
 import jdist.verify.defects as defects
-from jdist.verify.compare import compare
+from jdist.verify.comparison import compare
 from jdist.verify.draws import keyed
-from jdist.verify.gradients import gradients, judge
+from jdist.verify.gradient_check import gradients, judge
+from jdist.verify.mutation_score import Score, Trial, score
 from jdist.verify.problem import Problem
 from jdist.verify.processes import PeersLost
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report
-from jdist.verify.score import Score, Trial, score
 from jdist.verify.steps import Trained, step
 from jdist.verify.tracing import (
     Difference,

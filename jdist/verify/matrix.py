@@ -24,7 +24,7 @@ from rich.text import Text
 
 from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
-from jdist.verify.gradients import Prepared, prepared
+from jdist.verify.gradient_check import Prepared, prepared
 from jdist.verify.measure import LossPrograms
 from jdist.verify.problem import Problem, standard
 from jdist.verify.processes import TIMEOUT, joined

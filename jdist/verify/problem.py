@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jdist._errors import JdistError, requirement
 from jdist._tree import PyTree
-from jdist.verify.gradients import gradients
+from jdist.verify.gradient_check import gradients
 from jdist.verify.processes import TIMEOUT
 from jdist.verify.report import Report
 

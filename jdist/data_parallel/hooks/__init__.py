@@ -5,14 +5,14 @@ of gradients before it is summed and returns the sum, or what can be said of it 
 bytes. `data_parallel.value_and_grad(..., hook=...)` calls it.
 """
 
-from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.cast import bf16, fp16
-from jdist.data_parallel.hooks.error_feedback import error_feedback
+from jdist.data_parallel.hooks.feedback import error_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook
+from jdist.data_parallel.hooks.hook_switch import switch
 from jdist.data_parallel.hooks.int8 import int8_per_channel, int8_per_tensor
-from jdist.data_parallel.hooks.post_local_sgd import post_local_sgd
-from jdist.data_parallel.hooks.power_sgd import power_sgd
-from jdist.data_parallel.hooks.switch import switch
+from jdist.data_parallel.hooks.low_rank import power_sgd
+from jdist.data_parallel.hooks.plain_sum import all_reduce
+from jdist.data_parallel.hooks.replica_groups import post_local_sgd
 
 __all__ = [
     "Bucket",

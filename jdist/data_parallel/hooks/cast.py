@@ -18,8 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
+from jdist.data_parallel.hooks.plain_sum import all_reduce
 
 
 def fp16(hook: Hook | None = None) -> Hook:

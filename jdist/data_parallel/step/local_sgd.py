@@ -28,8 +28,8 @@ from jdist._tree import PyTree, examples_in, merge, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
-from jdist.data_parallel.hooks.post_local_sgd import group_mean
-from jdist.data_parallel.hooks.switch import one_of
+from jdist.data_parallel.hooks.hook_switch import one_of
+from jdist.data_parallel.hooks.replica_groups import group_mean
 from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, named_leaves
-from jdist.verify.compare import compare_leaves
+from jdist.verify.comparison import compare_leaves
 from jdist.verify.draws import (
     check_loss,
     draws_nothing,

@@ -20,10 +20,10 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, wide_dtype
-from jdist.data_parallel.hooks.all_reduce import all_reduce
-from jdist.data_parallel.hooks.error_feedback import error_feedback as with_feedback
+from jdist.data_parallel.hooks.feedback import error_feedback as with_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
-from jdist.data_parallel.hooks.switch import switch
+from jdist.data_parallel.hooks.hook_switch import switch
+from jdist.data_parallel.hooks.plain_sum import all_reduce
 from jdist.data_parallel.replicas.mapping import summed
 
 

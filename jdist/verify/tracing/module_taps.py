@@ -3,7 +3,7 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jdist.verify.tracing.tap import tap
+from jdist.verify.tracing.taps import tap
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
-from jdist.verify.compare import compare_leaves
+from jdist.verify.comparison import compare_leaves
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.draws import check_loss, split_dependent
-from jdist.verify.gradients import agreed, check_arguments, check_options
+from jdist.verify.gradient_check import agreed, check_arguments, check_options
 from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
 from jdist.verify.report import Attribution, LeafReport, Report
 from jdist.verify.steps.attribution import attributed

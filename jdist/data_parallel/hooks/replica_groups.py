@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.hook import Bucket, Hook
-from jdist.data_parallel.hooks.switch import switch
+from jdist.data_parallel.hooks.hook_switch import switch
+from jdist.data_parallel.hooks.plain_sum import all_reduce
 
 
 def post_local_sgd(start: int, group_size: int = 1) -> Hook:

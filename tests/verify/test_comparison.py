@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
-from jdist.verify.compare import ulp_distance
+from jdist.verify.comparison import ulp_distance
 
 
 @pytest.fixture(params=[np.float32, np.float64])

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
-from jdist.verify.gradients import LOSS, Candidate, check_arguments, prepared
+from jdist.verify.gradient_check import LOSS, Candidate, check_arguments, prepared
 from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
