@@ -26,7 +26,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import size_of_batch
-from jdist.pipeline.run.stage_channels import Transfer, moved
+from jdist.pipeline.run.stage_channels import Transfer
 from jdist.pipeline.run.tied import tied_of
 from jdist.pipeline.run.update import (
     PipelineState,
@@ -39,6 +39,7 @@ from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
+from jdist.pipeline.stages.place import moved, resident, sharded, undivided
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
 from jdist.pipeline.weight_stashing.batch_stream import Supply
@@ -72,10 +73,12 @@ class Pipeline:
       schedule: Which worker does what in which order; see `gpipe`, `one_f_one_b` and
         the others. With one that updates as it goes, such as `pipedream`, there is
         `train_epoch`; other calls then make no update among the passes.
-      workers_or_devices: One for each worker of the schedule: devices of this process,
-        or names of rpc's workers, each of which makes the same pipeline and calls it.
-        By default all stages are on JAX's default device. Or a mesh with one axis of
-        devices, of one process or several: then equal stages run as one SPMD program.
+      workers_or_devices: One for each worker of the schedule: devices or meshes of this
+        process, or names of rpc's workers, each of which makes the same pipeline and
+        calls it. On a mesh of its own a stage is divided by the shardings of its
+        parameters and the data axis. By default all stages are on JAX's default device.
+        Or not a list but a mesh with one axis of devices, of one process or several:
+        then equal stages run as one SPMD program.
       optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
@@ -86,6 +89,9 @@ class Pipeline:
         out with a new first axis of micro-batches, on every worker. No gradient flows
         into it. What a stage has to say, it puts out as a value that is one of
         `loss_inputs`.
+      data_axis: The axis of the stages' meshes over which rows of micro-batches, and of
+        values between stages, are split. A mesh without it has them whole on every
+        device. None: "data".
 
     Attributes:
       transfer_log: What this process sent in the last call, in order.
@@ -117,13 +123,17 @@ class Pipeline:
         stages: Sequence[Stage],
         loss_fn: Callable[..., PyTree],
         schedule: Schedule,
-        workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None = None,
+        workers_or_devices: Sequence[str]
+        | Sequence[jax.Device | Mesh]
+        | Mesh
+        | None = None,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float | None = None,
         reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
+        data_axis: str | None = None,
     ) -> None:
         # Wrong arguments are refused before anything is compiled or any worker met.
         check_reduction("Pipeline", reduction)
@@ -146,16 +156,16 @@ class Pipeline:
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
         # Workers number their pipelines here: one that was refused must not count.
-        self.communicator = communicator_for(schedule, workers_or_devices, about)
+        made_of = schedule, workers_or_devices, about, data_axis
+        self.communicator = communicator_for(*made_of)
         self._places = self.communicator.places
         self.executor = self._executor(workers_or_devices)
 
     def _check_epochs(self, policy: UpdatePolicy, reduction: str, mesh: bool) -> None:
         """Refuses what does not go with a schedule that updates as it goes."""
         if mesh:
-            rule = "must be devices or names of workers with a schedule that updates "
-            rule += "as it goes: a mesh is for one program, which updates all stages "
-            rule += "together"
+            rule = "must be a list of places with a schedule that updates as it goes: "
+            rule += "one mesh is for one program, which updates all stages together"
             call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
             raise TypeError(requirement(call, rule, "a Mesh", f"Give {remedy}."))
         each = None if self._optimizer is None else self._optimizers
@@ -187,18 +197,36 @@ class Pipeline:
         """Numbers of the stages that run in this process."""
         return list(self._places.stages)
 
-    def place(self, params: Sequence[PyTree]) -> list[PyTree]:
-        """The parameters (or states) of each stage, on its device.
+    def place(
+        self, params: Sequence[PyTree], specs: Sequence[PyTree] | None = None
+    ) -> list[PyTree]:
+        """The parameters (or states) of each stage, on its device or mesh.
 
         Those of a stage with several workers are on the first one's; None takes the
-        place of stages that run in other processes.
+        place of stages that run in other processes. On a mesh an array keeps the
+        specification of its sharding; one without is whole on every device.
+
+        Args:
+          params: One pytree per stage.
+          specs: For each stage on a mesh, None, or a `PartitionSpec` for each array or
+            for each subtree.
+
+        Raises:
+          ValueError: Not one tree per stage; a specification names an axis that the
+            stage's mesh has not, or that does not divide the array; a call inside
+            `jax.jit`.
         """
         params = trees_of("Pipeline.place(params)", params, len(self.stages))
+        specs = trees_of("Pipeline.place(specs)", specs, len(self.stages))
         if any(device is not None for device in self._places.devices):
             check_not_traced("Pipeline.place(params)", params)
         placed: list[PyTree] = [None] * len(self.stages)
         for j, worker in self._places.stages.items():
-            placed[j] = moved(params[j], self._places.devices[worker])
+            where, call = self._places.devices[worker], "Pipeline.place"
+            if specs[j] is None:
+                placed[j] = resident(params[j], where, f"{call}(params)", j)
+            else:
+                placed[j] = sharded(params[j], specs[j], where, call, j)
         return placed
 
     def value_and_grad(
@@ -322,9 +350,10 @@ class Pipeline:
     def _shapes(self, call: str, trees: Sequence[PyTree]) -> list[PyTree]:
         """Of each stage, as on the device of its first worker."""
         places = self._places
-        found = trees_of(f"Pipeline.{call}(params)", trees, len(self.stages))
+        argument = f"Pipeline.{call}(params)"
+        found = trees_of(argument, trees, len(self.stages))
         return [
-            moved(shapes_of(tree), places.devices[places.worker(j, 0)])
+            resident(shapes_of(tree), places.devices[places.worker(j, 0)], argument, j)
             for j, tree in enumerate(found)
         ]
 
@@ -427,7 +456,7 @@ class Pipeline:
             norm = None
             # From here on all workers have agreed to step.
             for j, worker in self._places.stages.items():
-                stats = moved(found.stats, self._places.devices[worker])
+                stats = moved(found.stats, undivided(self._places.devices[worker]))
                 params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
         self.transfer_log = found.transfers
         size = size_of_batch(batch, weights)
@@ -558,7 +587,7 @@ class Pipeline:
 def PipeDream(
     stages: Sequence[Stage],
     loss_fn: Callable[..., PyTree],
-    workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
+    workers_or_devices: Sequence[str] | Sequence[jax.Device | Mesh] | None = None,
     *,
     policy: UpdateRule = "stashing",
     replicas: Sequence[int] | None = None,
@@ -585,8 +614,8 @@ def PipeDream(
     Args:
       stages: As for `Pipeline`; see `stages_from_modules`.
       loss_fn: As for `Pipeline`.
-      workers_or_devices: As for `Pipeline`, but no mesh: one for each worker, stage by
-        stage.
+      workers_or_devices: As for `Pipeline`, but not one mesh for all: a place for each
+        worker, stage by stage.
       policy: "stashing", "vertical_sync", "2bw" or "flush".
       replicas: Workers of each stage, which take micro-batches in turn and update
         together; None: one each. With "stashing" only.

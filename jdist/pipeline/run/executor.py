@@ -36,7 +36,6 @@ from jdist.pipeline.run.stage_channels import (
     Places,
     StageChannels,
     Transfer,
-    moved,
 )
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import BatchStep, StepInputs
@@ -49,7 +48,10 @@ from jdist.pipeline.run.update import (
     joined,
 )
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.place import moved, resident, undivided
 from jdist.pipeline.stages.wiring import StageWiring
+
+CALL = "Pipeline.value_and_grad"
 
 
 class CallInputs(NamedTuple):
@@ -189,13 +191,13 @@ class StagePrograms:
                 # Replicas of a stage may run in other processes.
                 if worker not in self.places.own:
                     continue
-                device = self.places.devices[worker]
+                place = self.places.devices[worker]
                 runs[worker, j] = StageRun(
                     stage,
                     compiled[j],
-                    moved(given.params[j], device),
-                    moved(given.states[j], device),
-                    moved(key, device),
+                    resident(given.params[j], place, f"{CALL}(params)", j),
+                    resident(given.states[j], place, f"{CALL}(states=...)", j),
+                    moved(key, undivided(place)),
                     kind,
                     single,
                     of_means,
@@ -286,7 +288,8 @@ class ScheduleExecutor(Executor):
         """See `Executor`."""
         programs, places = self._programs, self._places
         count, loss = places.schedule.micro_batches, programs.loss
-        parts = split_batch(given.batch, given.weights, count, loss.kind)
+        cut = given.batch, given.weights, count, loss.kind, places.parts
+        parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
@@ -320,7 +323,8 @@ class ScheduleExecutor(Executor):
         """See `Executor`."""
         programs, places = self._programs, self._places
         count, loss = places.schedule.micro_batches, programs.loss
-        parts = split_batch(given.batch, given.weights, count, loss.kind)
+        cut = given.batch, given.weights, count, loss.kind, places.parts
+        parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
@@ -362,7 +366,9 @@ class ScheduleExecutor(Executor):
         programs, kind = self._programs, self._programs.loss.kind
         examples = examples_in(given.batch, "Pipeline.evaluate")
         count = min(self._places.schedule.micro_batches, examples)
-        parts = split_batch(given.batch, given.weights, count, kind)
+        # A batch with few examples is not split over data axes.
+        rows = 1 if examples < count * self._places.parts else self._places.parts
+        parts = split_batch(given.batch, given.weights, count, kind, rows)
         runs = programs.runs(given, kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
         # A batch with fewer examples than micro-batches has a shorter schedule.
@@ -405,11 +411,11 @@ def lower_updates(
         for j, own in params.items():
             counted = grads[j] if tied is None else tied.counted(j, own, grads[j])
             told.append(each[j].stats(j, grads[j], counted))
-        here = moved(told, places.devices[places.own[0]])
+        here = moved(told, undivided(places.devices[places.own[0]]))
         stats = found.named("all stages")(joined, here)
     for j in params:
         there = places.devices[places.stages[j]]
-        each[j].apply(j, grads[j], moved(stats, there))
+        each[j].apply(j, grads[j], moved(stats, undivided(there)))
 
 
 # --- what a call is refused for ---

@@ -14,8 +14,8 @@ from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
-from jdist.pipeline.run.stage_channels import moved
 from jdist.pipeline.stages.array_spec import ArraySpec, describe, specs_of
+from jdist.pipeline.stages.place import Place, moved, place_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
     PATIENCE_WITH_MODELS,
@@ -211,20 +211,17 @@ class PipelineLoss:
     def _with_factor(self, made: LossPasses) -> LossPasses:
         def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:
             # With several workers for the last stage the loss is on several devices.
-            factor = moved(self._factor, _device_of(values))
+            factor = moved(self._factor, _place_of(values))
             return made.both(values, entries, weights, factor)
 
         return made._replace(both=both)
 
 
-def _device_of(values: PyTree) -> PyTree:
-    """The device of the first array, or of what its shape stands for."""
+def _place_of(values: PyTree) -> Place:
+    """The place of the first array, or of what its shape stands for."""
     for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, jax.Array):
-            return leaf.device
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            place = leaf.sharding
-            return default_device() if place is None else next(iter(place.device_set))
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return place_of(leaf) or default_device()
     return None
 
 

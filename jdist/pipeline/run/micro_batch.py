@@ -38,23 +38,26 @@ class MicroBatchSource(Protocol):
 
 
 def split_batch(
-    batch: PyTree, weights: ArrayLike | None, count: int, kind: str
+    batch: PyTree, weights: ArrayLike | None, count: int, kind: str, rows: int = 1
 ) -> list[MicroBatch]:
     """Cuts a batch into `count` micro-batches, as equal as they can be.
 
-    Where the examples do not divide, the first ones have one more. No example is added
-    or left out: each counts by its weight, so that uneven parts add up to the gradient
-    of the whole batch.
+    Where the examples do not divide, the first ones have more. No example is added or
+    left out: each counts by its weight, so that uneven parts add up to the gradient of
+    the whole batch.
 
     Args:
       batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
       weights: `(examples,)`, non-negative, or None for 1 each.
       count: How many; at most the number of examples.
       kind: The reduction.
+      rows: The numbers of examples are multiples of it; what is left over is in the
+        last micro-batch.
 
     Raises:
       TypeError: The batch is no mapping.
-      ValueError: It has fewer examples than that, or leaves of unequal length; the
+      ValueError: It has fewer examples than that, `rows` for each micro-batch, or
+        leaves of unequal length; the
         weights are of another shape, negative, not finite, or all zero; those of a sum
         are beyond float32.
 
@@ -70,7 +73,16 @@ def split_batch(
         call = "Pipeline.value_and_grad(batch)"
         raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
     checked = check_weights(weights, examples, "Pipeline.value_and_grad")
-    sizes = [examples // count + (i < examples % count) for i in range(count)]
+    if examples < count * rows:
+        rule = f"must have {rows} examples for each of the {count} micro-batches, one "
+        rule += "for each part of the data axis"
+        remedy = "Make the batch larger, the schedule with fewer micro-batches, or the "
+        remedy += "data axis shorter."
+        call = "Pipeline.value_and_grad(batch)"
+        raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
+    lots, left = divmod(examples, rows)
+    sizes = [rows * (lots // count + (i < lots % count)) for i in range(count)]
+    sizes[-1] += left
     bounds = tuple(itertools.pairwise([0, *np.cumsum(sizes).tolist()]))
     leaves, structure = jax.tree.flatten(batch)
     pieces = [_cut(x, bounds) for x in leaves]

@@ -14,34 +14,39 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_shape
+from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.place import Place, common_parts, devices_of, moved
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The worker of each stage and micro-batch, and its device.
+    """The worker of each stage and micro-batch, and its place.
 
     Attributes:
       schedule: The schedule, whose workers have ranks.
-      devices: Of each worker; None for JAX's default one.
+      devices: Of each worker the device or the mesh; None for JAX's default device.
       own: Ranks of the workers that are in this process.
     """
 
     schedule: Schedule
-    devices: Sequence[jax.Device | None]
+    devices: Sequence[Place]
     own: Sequence[int]
 
     @property
     def loss(self) -> int:
         """In the place of a stage: the loss, which is where the last stage is."""
         return len(self.schedule.placement)
+
+    @cached_property
+    def parts(self) -> int:
+        """The smallest number of rows that the meshes of all workers can split."""
+        return common_parts(self.devices)
 
     @cached_property
     def actions(self) -> dict[int, list[Action]]:
@@ -72,16 +77,17 @@ class Places:
           ValueError: So it was. Arrays that are not committed to a device, such as
             NumPy's, are moved.
         """
-        device = self.devices[worker]
+        devices = devices_of(self.devices[worker])
         # Without a place of its own a stage computes wherever its inputs are.
-        if device is None:
+        if not devices:
             return
         for leaf in jax.tree.leaves(entry):
             if not isinstance(leaf, jax.Array) or not leaf.committed:
                 continue
-            if leaf.devices() != {device}:
+            if leaf.devices() != devices:
                 who = "the loss" if taker == self.loss else f"stage {taker}"
-                rule = f"must have {name!r} on {device}, where {who} takes it"
+                where = ", ".join(sorted(map(str, devices)))
+                rule = f"must have {name!r} on {where}, where {who} takes it"
                 got = f"{name!r} on {', '.join(sorted(map(str, leaf.devices())))}"
                 remedy = "Put it there with jax.device_put, or pass a NumPy array."
                 call = "Pipeline.value_and_grad(batch)"
@@ -296,13 +302,11 @@ class InProcessChannels:
     """All workers are in this process: a value is there as soon as it is sent.
 
     Args:
-      devices: Of each worker; None for wherever values are.
+      devices: The place of each worker.
       number: See `StageChannels`.
     """
 
-    def __init__(
-        self, devices: Sequence[jax.Device | None] = (), number: int = 0
-    ) -> None:
+    def __init__(self, devices: Sequence[Place] = (), number: int = 0) -> None:
         self.number = number
         self.failed = False
         self._devices = devices
@@ -393,33 +397,3 @@ class LocalCommunicator:
     def clock_offset(self) -> float:
         """See `Communicator`: it is the same."""
         return 0.0
-
-
-def moved(value: PyTree, device: jax.Device | None) -> PyTree:
-    """The arrays of a value on a device; None for wherever they are.
-
-    `device_put` takes 30 us also where nothing is to be done. The shape of an array
-    becomes that of the array on the device, which need not be here.
-    """
-    leaves = jax.tree.leaves(value)
-    if not any(_is_elsewhere(leaf, device) for leaf in leaves):
-        return value
-
-    def there(leaf: Any) -> Any:
-        if not _is_elsewhere(leaf, device):
-            return leaf
-        if is_shape(leaf):
-            return leaf.update(sharding=SingleDeviceSharding(device))
-        return jax.device_put(leaf, device)
-
-    return jax.tree.map(there, value)
-
-
-def _is_elsewhere(leaf: object, device: jax.Device | None) -> bool:
-    if is_shape(leaf):
-        return device is not None
-    if isinstance(leaf, jax.Array):
-        # Not committed, it would become so in the first step, and compile the second.
-        return device is not None and not (leaf.committed and leaf.device == device)
-    # One transfer here, where each compiled call would make its own.
-    return isinstance(leaf, np.ndarray)

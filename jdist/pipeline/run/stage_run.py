@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jdist import reduction
 from jdist._compat import is_traced
 from jdist._tree import PyTree, add_trees, is_none, split_inexact, wide_dtype
+from jdist.pipeline.stages.place import bytes_on_device, laid_like, on_mesh
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
 from jdist.segment import Segment
@@ -81,6 +82,7 @@ class StageRun:
         self._single = single
         self._of_means = of_means
         self._invoke: Invoke = operator.call
+        self._on_mesh = on_mesh(state)
         self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
@@ -124,7 +126,8 @@ class StageRun:
     def kept(self, micro: int | None = None) -> dict[int, int]:
         """The bytes of each array that waits for a backward pass, by its `id`.
 
-        Parameters, which pending weight gradients may refer to, are not among them.
+        On each device, if it is divided over a mesh. Parameters, which pending weight
+        gradients may refer to, are not among them.
 
         Args:
           micro: A micro-batch; None: all of them.
@@ -133,13 +136,15 @@ class StageRun:
         kept: Any = of if micro is None else [some.get(micro) for some in of]
         own = {id(x) for x in jax.tree.leaves(self.params)}
         arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
-        return {id(x): x.nbytes for x in arrays if id(x) not in own}
+        return {id(x): bytes_on_device(x) for x in arrays if id(x) not in own}
 
     def forward(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The outputs by name."""
         given = self._given(micro, inputs)
         # The state goes from micro-batch to micro-batch, in the schedule's order.
-        (returned, self.state), residuals = self._compiled.forward(*given)
+        (returned, state), residuals = self._compiled.forward(*given)
+        # On a mesh the compiler chooses where results lie: the next pass would compile.
+        self.state = laid_like(state, self.state) if self._on_mesh else state
         # Outputs are not kept: they belong to the stages that take them.
         self._residuals[micro] = residuals
         # A named tuple's cotangent has to be one, too.

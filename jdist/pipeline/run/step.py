@@ -33,10 +33,10 @@ from jdist.pipeline.run.stage_channels import (
     StageChannels,
     Transfer,
     ValueChannels,
-    moved,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
 from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.stages.place import moved, place_of, undivided
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
@@ -430,7 +430,8 @@ class BatchStep(Step):
 
         Raises: what `StageChannels.agree` raises.
         """
-        loss, here = self._loss, self._places.devices[self._places.own[0]]
+        loss = self._loss
+        here = undivided(self._places.devices[self._places.own[0]])
         # Those of several workers of the last stage are on several devices.
         aux = moved(self._aux, here) if loss.has_aux else {}
         mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
@@ -455,10 +456,8 @@ class BatchStep(Step):
             return None
         parts = [self._kept[micro] for micro in sorted(self._kept)]
         # Those of several workers of the last stage are on several devices.
-        home = jax.tree.leaves(parts[0])[0].sharding
-        found = jax.tree.map(
-            lambda *rows: _in_one([jax.device_put(x, home) for x in rows]), *parts
-        )
+        home = undivided(place_of(jax.tree.leaves(parts[0])[0]))
+        found = jax.tree.map(lambda *rows: _in_one(moved(rows, home)), *parts)
         return found if len(found) > 1 else next(iter(found.values()))
 
 

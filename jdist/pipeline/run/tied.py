@@ -21,10 +21,10 @@ from jdist.pipeline.run.stage_channels import (
     Places,
     StageChannels,
     ValueChannels,
-    moved,
     receive,
 )
 from jdist.pipeline.stages.array_spec import describe, specs_of
+from jdist.pipeline.stages.place import laid_like
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
@@ -158,11 +158,10 @@ class Tied:
             return gradient
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
-        first = jax.tree.leaves(params)[0]
-        device = first.device if isinstance(first, jax.Array) else None
         for name, copies in parts.items():
-            total = _sum([moved(copy, device) for copy in copies])
             indices = _indices(structure, stage, self._groups[name][stage])
+            own = {below: leaves[i] for below, i in indices.items()}
+            total = laid_like(_sum([laid_like(copy, own) for copy in copies]), own)
             for below, i in indices.items():
                 leaves[i] = total[below]
         return structure.unflatten(leaves)

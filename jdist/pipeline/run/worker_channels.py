@@ -53,6 +53,7 @@ from jdist.pipeline.run.stage_channels import (
     places_on,
 )
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.place import places_of
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.extension import Agent, current_agent, describe, rebuild
 
@@ -662,8 +663,9 @@ _KINDS |= {
 
 def communicator_for(
     schedule: Schedule,
-    workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
+    workers_or_devices: Sequence[str] | Sequence[jax.Device | Mesh] | Mesh | None,
     about: str = "",
+    data_axis: str | None = None,
 ) -> Communicator:
     """The communicator for the places that a pipeline is given.
 
@@ -671,23 +673,32 @@ def communicator_for(
       schedule: The schedule.
       workers_or_devices: See `Pipeline`.
       about: What else must be the same on all workers, for the error's text.
+      data_axis: See `Pipeline`.
 
     Raises:
+      TypeError, ValueError: What `places_of` raises.
       ValueError: There is not one place for each worker; a name is no worker of the
         group, or not one of them is this worker; a mesh does not fit the schedule.
     """
     call = "Pipeline(workers_or_devices=...)"
+    given: list[Any] = []
+    if not (workers_or_devices is None or isinstance(workers_or_devices, Mesh)):
+        given = list(workers_or_devices)
+    if data_axis is not None and not any(isinstance(place, Mesh) for place in given):
+        rule = "must come with a list of places, of which one is a mesh"
+        got = f"{data_axis!r} with {workers_or_devices!r}"
+        raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
     if workers_or_devices is None:
         devices: list[jax.Device | None] = [None] * schedule.workers
         return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
     if isinstance(workers_or_devices, Mesh):
         return LocalCommunicator(places_on(schedule, workers_or_devices))
-    given = list(workers_or_devices)
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"
         raise ValueError(requirement(call, rule, given))
     if not all(isinstance(place, str) for place in given):
-        return LocalCommunicator(Places(schedule, given, range(schedule.workers)))
+        places = places_of(given, data_axis)
+        return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
     agent = current_agent()
     known = [info.name for info in agent.group.workers()]
     if agent.info.name not in given or not {*given} <= {*known}:

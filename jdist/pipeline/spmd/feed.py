@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike
 
 from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.run.stage_channels import Places, moved
+from jdist.pipeline.run.stage_channels import Places
 from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.place import moved
 
 
 class Lots(NamedTuple):

@@ -30,7 +30,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import entry_of
-from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
@@ -43,6 +43,7 @@ from jdist.pipeline.spmd.rules import (
 )
 from jdist.pipeline.spmd.table import tabulate
 from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.place import moved
 
 
 @final

@@ -28,7 +28,6 @@ from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
     StageChannels,
     Transfer,
-    moved,
 )
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.tied import Tied
@@ -43,6 +42,7 @@ from jdist.pipeline.run.update import (
 )
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
 from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
@@ -329,7 +329,8 @@ class EpochExecutor(Executor):
                 len(workers),
             )
             # A copy for each worker, because an update donates it.
-            there = moved(opt_states[j], places.devices[worker])
+            where, argument = places.devices[worker], f"{CALL}(state)"
+            there = resident(opt_states[j], where, argument, j)
             own = jax.tree.map(jnp.copy, there)
             stashed[worker, j] = StashedStage(run, rule_of_stage, own)
         return stashed

@@ -1,0 +1,325 @@
+"""Where a worker of a pipeline computes: on a device, or on a mesh of devices.
+
+A stage is compiled for a mesh as for a device. XLA divides the work by the shardings of
+its arguments and adds the collectives, and the result is that of one device: shardings
+decide time and memory of a step, not its values.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from jdist._errors import requirement
+from jdist._tree import PyTree, is_shape
+
+_PLACES = "Pipeline(workers_or_devices=...)"
+DATA_AXIS = "data"
+"""The data axis of meshes that have one of this name, unless another is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMesh:
+    """A mesh on which a worker computes.
+
+    Attributes:
+      mesh: The mesh.
+      data_axis: The axis over which rows of values are split; None: they are not.
+    """
+
+    mesh: Mesh
+    data_axis: str | None
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts rows are split."""
+        return 1 if self.data_axis is None else int(self.mesh.shape[self.data_axis])
+
+    def sharding(self, shape: Sequence[int]) -> NamedSharding:
+        """Of a value: split by rows if they divide, else whole on every device."""
+        # Padding would be seen by a stage that mixes examples, or draws for each.
+        divides = bool(shape) and shape[0] > 0 and shape[0] % self.parts == 0
+        spec = PartitionSpec(self.data_axis) if divides else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
+
+
+Place: TypeAlias = "jax.Device | StageMesh | None"
+"""Of a worker; None: wherever its inputs are."""
+
+
+def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list[Place]:
+    """The places that a pipeline is given, checked.
+
+    Args:
+      given: One for each worker.
+      data_axis: As for `Pipeline`.
+
+    Raises:
+      TypeError: One is neither a device nor a mesh.
+      ValueError: Two have some devices in common, but not all; a mesh has explicit or
+        manual axes; no mesh has the data axis.
+    """
+    places: list[Place] = []
+    for worker, one in enumerate(given):
+        if isinstance(one, Mesh):
+            _check_axes(worker, one)
+            axis = DATA_AXIS if data_axis is None else data_axis
+            places.append(StageMesh(one, axis if axis in one.axis_names else None))
+        elif isinstance(one, str | Sharding) or not hasattr(one, "device_kind"):
+            rule = "must be devices, meshes or names of workers"
+            raise TypeError(requirement(_PLACES, rule, f"{one!r} for worker {worker}"))
+        else:
+            places.append(one)
+    _check_data_axis(places, data_axis)
+    _check_overlap(places)
+    return places
+
+
+def _check_axes(worker: int, mesh: Mesh) -> None:
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        rule = "must be meshes with automatic axes, over which XLA divides the work"
+        kinds = ", ".join(kind.name for kind in mesh.axis_types)
+        got = f"axes of type {kinds} for worker {worker}"
+        remedy = "Make it by jax.sharding.Mesh(devices, names); or give jax.make_mesh "
+        remedy += "axis_types=(AxisType.Auto,) * len(names)."
+        raise ValueError(requirement(_PLACES, rule, got, remedy))
+
+
+def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:
+    meshes = [place for place in places if isinstance(place, StageMesh)]
+    if data_axis is None or any(place.data_axis for place in meshes):
+        return
+    names = sorted({name for place in meshes for name in place.mesh.axis_names})
+    rule = "must be an axis of one of the meshes"
+    got = f"{data_axis!r}, where the axes are {names}"
+    raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
+
+
+def _check_overlap(places: Sequence[Place]) -> None:
+    """Refuses places of which one has a part of the other's devices."""
+    sets = [(worker, devices_of(place)) for worker, place in enumerate(places)]
+    for (one, first), (other, second) in itertools.combinations(sets, 2):
+        if first & second and first != second:
+            rule = "must have all devices in common or none, so that a device does the "
+            rule += "work of its schedule"
+            shared = ", ".join(sorted(map(str, first & second)))
+            got = f"{shared} and others for the workers {one} and {other}"
+            remedy = "Give both the same mesh, or meshes of other devices; a mesh may "
+            remedy += "leave devices out."
+            raise ValueError(requirement(_PLACES, rule, got, remedy))
+
+
+def devices_of(place: Place) -> set[jax.Device]:
+    """The devices of a place; none where it is wherever its inputs are."""
+    if isinstance(place, StageMesh):
+        return {*place.mesh.devices.flat}
+    return set() if place is None else {place}
+
+
+def undivided(place: Place) -> Place:
+    """The same place, where values are whole on every device."""
+    return StageMesh(place.mesh, None) if isinstance(place, StageMesh) else place
+
+
+def place_of(array: object) -> Place:
+    """Where an array or a shape is; on a mesh values are whole beside it."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return StageMesh(sharding.mesh, None)
+    return None if sharding is None else next(iter(sharding.device_set))
+
+
+def common_parts(places: Sequence[Place]) -> int:
+    """The smallest number of rows that every mesh can split."""
+    return math.lcm(*(p.parts for p in places if isinstance(p, StageMesh)))
+
+
+# --- what moves ---
+
+
+def moved(value: PyTree, place: Place) -> PyTree:
+    """The arrays of a value at a place; None for wherever they are.
+
+    `device_put` takes 30 us also where nothing is to be done. The shape of an array
+    becomes that of the array at the place, whose devices need not be here.
+    """
+    leaves = jax.tree.leaves(value)
+    if not any(_is_elsewhere(leaf, place) for leaf in leaves):
+        return value
+
+    def there(leaf: Any) -> Any:
+        if not _is_elsewhere(leaf, place):
+            return leaf
+        if place is None:
+            return jax.device_put(leaf)
+        return _put(leaf, _target(leaf, place))
+
+    return jax.tree.map(there, value)
+
+
+def _is_elsewhere(leaf: object, place: Place) -> bool:
+    if is_shape(leaf):
+        return place is not None
+    if isinstance(leaf, jax.Array):
+        if place is None:
+            return False
+        # Not committed, it would become so in the first step, and compile the second.
+        return not leaf.committed or _differ(leaf, place)
+    # One transfer here, where each compiled call would make its own.
+    return isinstance(leaf, np.ndarray)
+
+
+def _differ(leaf: jax.Array, place: jax.Device | StageMesh) -> bool:
+    if isinstance(place, StageMesh):
+        return not leaf.sharding.is_equivalent_to(_target(leaf, place), leaf.ndim)
+    return leaf.device != place
+
+
+def _target(leaf: Any, place: jax.Device | StageMesh) -> Sharding:
+    if isinstance(place, StageMesh):
+        return place.sharding(leaf.shape)
+    return SingleDeviceSharding(place)
+
+
+def _put(leaf: Any, target: Sharding) -> Any:
+    if is_shape(leaf):
+        return leaf.update(sharding=target)
+    return jax.device_put(leaf, target)
+
+
+# --- what stays ---
+
+
+def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
+    """Parameters or states of a stage, at its place.
+
+    On a mesh an array keeps the specification of its sharding, also that of another
+    mesh. One without is whole on every device.
+
+    Args:
+      value: A tree of arrays, numbers and shapes.
+      place: The place of the stage.
+      call: The argument, for errors.
+      stage: The stage's number, likewise.
+
+    Raises:
+      ValueError: An array is sharded over an axis that the mesh has not, or that does
+        not divide it there.
+    """
+    if not isinstance(place, StageMesh):
+        return moved(value, place)
+
+    def there(leaf: Any) -> Any:
+        if not (is_shape(leaf) or isinstance(leaf, jax.Array | np.ndarray)):
+            return leaf
+        now = getattr(leaf, "sharding", None)
+        spec = now.spec if isinstance(now, NamedSharding) else PartitionSpec()
+        on_it = isinstance(now, NamedSharding) and now.mesh == place.mesh
+        if on_it and isinstance(leaf, jax.Array) and leaf.committed:
+            return leaf
+        _check_spec(spec, leaf.shape, place.mesh, call, stage)
+        return _put(leaf, NamedSharding(place.mesh, spec))
+
+    return jax.tree.map(there, value)
+
+
+def sharded(
+    value: PyTree, specs: PyTree, place: Place, call: str, stage: int
+) -> PyTree:
+    """Parameters or states of a stage, sharded over its mesh.
+
+    Args:
+      value: A tree of arrays, numbers and shapes.
+      specs: A PartitionSpec for each of them or for each subtree, None: whole on every
+        device.
+      place: The place of the stage.
+      call: The method, for errors.
+      stage: The stage's number, likewise.
+
+    Raises:
+      ValueError: The place is no mesh; the trees differ; a specification names an axis
+        that the mesh has not, or that does not divide the array.
+    """
+    if not isinstance(place, StageMesh):
+        rule = f"must be None for stage {stage}, whose place is no mesh"
+        raise ValueError(requirement(f"{call}(specs)", rule, specs))
+    try:
+        each = jax.tree.broadcast(specs, value, is_leaf=_is_spec)
+    except ValueError as error:
+        rule = "must be a tree like the parameters, or a part of it from the top, for "
+        rule += f"stage {stage}"
+        raise ValueError(requirement(f"{call}(specs)", rule, str(error))) from error
+
+    def there(spec: PartitionSpec | None, leaf: Any) -> Any:
+        spec = PartitionSpec() if spec is None else spec
+        _check_spec(spec, np.shape(leaf), place.mesh, f"{call}(specs)", stage)
+        return _put(leaf, NamedSharding(place.mesh, spec))
+
+    return jax.tree.map(there, each, value, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, PartitionSpec)
+
+
+def _check_spec(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, call: str, stage: int
+) -> None:
+    if len(spec) > len(shape):
+        rule = f"must have no more axes than the array, at stage {stage}"
+        raise ValueError(requirement(call, rule, f"{spec} for shape {tuple(shape)}"))
+    for size, entry in zip(shape, spec, strict=False):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        unknown = [name for name in names if name not in mesh.axis_names]
+        if unknown:
+            rule = f"must be sharded over axes of the mesh of stage {stage}, "
+            rule += f"{list(mesh.axis_names)}"
+            got = f"{spec}, which names {unknown[0]!r}"
+            remedy = "Place the array by Pipeline.place(params, specs), or give the "
+            remedy += "mesh that axis."
+            raise ValueError(requirement(call, rule, got, remedy))
+        parts = math.prod(mesh.shape[name] for name in names)
+        if size % parts:
+            rule = f"must be divided by the mesh of stage {stage} evenly"
+            got = f"{spec} for shape {tuple(shape)}: {size} in {parts} parts"
+            remedy = "Shard another axis, or pad the parameter."
+            raise ValueError(requirement(call, rule, got, remedy))
+
+
+def on_mesh(tree: PyTree) -> bool:
+    """Whether an array or a shape of the tree is on a mesh."""
+    places = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(place, NamedSharding) for place in places)
+
+
+def laid_like(value: PyTree, like: PyTree) -> PyTree:
+    """A tree, each array sharded as that of `like` is, if that is committed."""
+
+    def there(leaf: Any, other: Any) -> Any:
+        if is_shape(other):
+            return leaf if other.sharding is None else _put(leaf, other.sharding)
+        if not (isinstance(other, jax.Array) and other.committed):
+            return leaf
+        if leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
+            return leaf
+        return jax.device_put(leaf, other.sharding)
+
+    return jax.tree.map(there, value, like)
+
+
+def bytes_on_device(array: jax.Array) -> int:
+    """The bytes of an array on each of its devices."""
+    shape = array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
