@@ -24,6 +24,7 @@ from jdist.rpc.extension import (
     resolved,
 )
 
+# Not wrapped: a path that is broken over two lines can be neither searched nor copied.
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
@@ -46,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             relay = stack.enter_context(Relay(options.log_dir))
             return _run(options, meeting, relay)
     except (JdistError, ValueError, OSError) as error:
+        # Escaped: rich would take brackets in a message for markup.
         error_console.print("[red]error:[/red]", escape(str(error)))
+        # The status that argparse gives to misuse.
         return 2
 
 
 def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous:
     """Where the workers meet; a single machine's ports are reserved meanwhile."""
     port, jax_port = options.master_port, options.jax_port
+    # Across machines nothing can be reserved: the others must know the ports before
+    # machine 0 is reached.
     if options.nnodes == 1:
         port = stack.enter_context(ReservedPort(port or 0)).port
         jax_port = stack.enter_context(ReservedPort(jax_port or 0)).port
@@ -72,6 +77,8 @@ def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
         with _interrupts():
             restart = 0
             supervisor = _attempt(options, meeting, relay, restart)
+            # All of them, as torchrun does: `jax.distributed` lets no new process take
+            # the place of a lost rank.
             while supervisor.failure and restart < options.max_restarts:
                 restart += 1
                 count = f"restart {restart} of {options.max_restarts}"
@@ -81,6 +88,7 @@ def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
         _finish(relay)
         name = signal.Signals(interruption.number).name
         error_console.print(f"[red]{name}:[/red] all workers were ended.")
+        # What a shell returns for a program that a signal ended.
         return 128 + interruption.number
     return _report(supervisor, relay)
 
@@ -94,8 +102,11 @@ def _attempt(
             _start(options, meeting, relay, supervisor, restart)
             supervisor.wait()
         except Interrupted as interruption:
+            # Only Ctrl-C makes Python write a traceback; SIGTERM and SIGHUP end a
+            # worker without one unless it handles them.
             if interruption.number == signal.SIGINT:
                 relay.fold_interrupts()
+            # The same signal, so that the handlers of a worker for it run.
             supervisor.stop(interruption.number)
             raise
     _finish(relay)
@@ -113,7 +124,9 @@ def _start(
         program = ProcessCommand(
             name=f"worker{meeting.rank(local_rank)}",
             command=options.command,
-            # What a worker has written must not be lost with it.
+            # What a worker has written must not be lost with it; users may set it
+            # otherwise. The run's variables override inherited ones, since a launcher
+            # may itself be a worker of another.
             environment={
                 "PYTHONUNBUFFERED": "1",
                 **os.environ,
@@ -124,6 +137,7 @@ def _start(
             settings=resolved(options.settings, options.nproc, cores),
             captured=True,
         )
+        # None once an earlier worker has failed while these were being started.
         if child := supervisor.start(program):
             relay.follow(child, restart)
 

@@ -24,7 +24,9 @@ DESCRIPTION = """\
 Starts N workers on this machine, with torchrun's environment variables. The first that
 fails ends the others; its traceback is printed last and its exit code returned.
 """
+# torchrun's.
 DEFAULT_PORT = 29500
+# 128 bits: beyond guessing.
 _KEY_BYTES = 16
 _NEW_KEY = "Make one by `(umask 077; openssl rand -hex 32 > cluster.key)`."
 
@@ -43,6 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         _across_machines(options)
         options.cores = share_out("--cores", options.nproc, options.cores)
         options.command = _command(options)
+    # NotImplementedError: this system cannot pin a process to cores.
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     options.settings = _settings(options)
@@ -50,6 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # An abbreviation that is unique now becomes ambiguous with the next option.
     parser = argparse.ArgumentParser(
         "python -m jdist.launch", description=DESCRIPTION, allow_abbrev=False
     )
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the program is not a Python script",
     )
     parser.add_argument("program", help="the script to run")
+    # What follows the program is its own, with options of the same names as these.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -108,6 +113,8 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         help="for jax.distributed's (default: the next)",
     )
     add(
+        # A file and not the key itself: all users of a machine can read its command
+        # lines.
         "--key-file",
         type=Path,
         metavar="FILE",
@@ -167,6 +174,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _between(least: int, most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
+        # `int` takes signs, spaces and underscores too.
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"must be in {least}..{most}, not {text}")
         return int(text)
@@ -178,7 +186,9 @@ def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
+        # Compares false with everything: one refusal for both kinds of misuse.
         seconds = math.nan
+    # An infinite grace period would keep a failed run alive for ever.
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"must be seconds, at least 0, not {text}")
     return seconds
@@ -202,6 +212,7 @@ def _across_machines(options: argparse.Namespace) -> None:
     if options.node_rank >= options.nnodes:
         rule = f"must be below --nnodes, {options.nnodes}"
         raise ValueError(requirement("--node-rank", rule, options.node_rank))
+    # A rank fills 16 bits of every id of rpc.
     if options.nproc * options.nnodes > 2**16:
         rule = "must be at most 65536 workers in all"
         raise ValueError(
@@ -209,6 +220,7 @@ def _across_machines(options: argparse.Namespace) -> None:
         )
     if options.master_port and not options.jax_port:
         options.jax_port = options.master_port + 1
+    # The last port has no next one, which the line above would have taken.
     if options.jax_port and options.jax_port in (options.master_port, LAST_PORT + 1):
         rule = "must be a port other than --master-port"
         raise ValueError(requirement("--jax-port", rule, options.jax_port))
@@ -220,6 +232,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         return rest
     if options.module:
         return [*interpreter(), "-m", *rest]
+    # Here, once: otherwise each worker would fail with the same complaint.
     if not Path(options.program).exists():
         rule, remedy = "must be a file", "For a module, give --module before its name."
         raise ValueError(requirement("program", rule, options.program, remedy))
@@ -256,6 +269,7 @@ def cluster_key(
 
 def _private_text(file: Path) -> str:
     with file.open() as opened:
+        # Of the open file and not of the path, at which another file may stand by now.
         mode = os.fstat(opened.fileno()).st_mode & 0o777
         if mode & 0o077:
             rule = "must be readable by its owner alone"

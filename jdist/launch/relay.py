@@ -22,8 +22,10 @@ from jdist.rpc.extension import Child
 __all__ = ["InterruptFolder", "Relay", "Sink", "last_traceback"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+# Enough for a traceback through JAX and its causes; the rest is not held in memory.
 _KEPT_LINES = 400
 _FEW_LINES = 20
+# A worker that writes no line ends must not fill the memory of the launcher.
 _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
@@ -56,6 +58,7 @@ class Sink:
         """Writes everything, or remembers why it could not and never tries again."""
         while data and self.refusal is None:
             try:
+                # Unbuffered files may take a part only.
                 written = self.file.write(data)
                 if written is None:  # a terminal that was set to non-blocking
                     select.select([], [self.file], [])
@@ -79,10 +82,15 @@ class Relay:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
+        # The descriptors: `sys.stdout` would encode again, and could fail at exit when
+        # it flushes to a closed pipe.
         self._output = Sink("standard output", _stream(1))
         self._errors = Sink("standard error", _stream(2))
+        # One of the two may be a terminal and the other a file.
         self._consoles = Console(), Console(stderr=True)
         self._logs: dict[str, Sink] = {}
+        # Logs of workers before a restart. They close at the end: a thread may still
+        # read from a process that outlived its worker.
         self._earlier: list[Sink] = []
         self._kept: dict[str, deque[str]] = {}
         self._threads: list[threading.Thread] = []
@@ -107,8 +115,11 @@ class Relay:
             again = f".restart{restart}" if restart else ""
             path = self._folder / f"{child.name}{again}.log"
             self._logs[child.name] = Sink(str(path), io.FileIO(path, "w"))
+        # By the first start, so that a worker keeps its colour after a restart.
         number = [*self._kept].index(child.name) + 1
         for pipe, sink, console, tail in (
+            # Python writes tracebacks to standard error: the tail for
+            # `repeat_last_words` is of that.
             (child.output, self._output, self._consoles[0], None),
             (child.errors, self._errors, self._consoles[1], kept),
         ):
@@ -117,6 +128,8 @@ class Relay:
                 target=self._pass_on,
                 args=(child.name, pipe, sink, label, tail),
                 name=f"jdist-relay-{child.name}",
+                # A process that left its group may hold the pipe open: this program
+                # must end all the same.
                 daemon=True,
             )
             self._threads.append(thread)
@@ -180,11 +193,15 @@ class Relay:
                 if not _CONNECTED.fullmatch(line):
                     sink.write(label + line.encode() + b"\n")
 
+        # Bytes that are no UTF-8 must not end this thread: the worker would block on
+        # its full pipe. Without `newline`, a carriage return ends a line too.
         text = io.TextIOWrapper(pipe, encoding="utf-8", errors="backslashreplace")
         with text:
             while line := text.readline(_LONGEST_LINE):
                 line = line.removesuffix("\n")
                 with self._lock:
+                    # One line at a time: the sinks are unbuffered, and all workers
+                    # write to two of them.
                     show(folder.feed(line) if self._folding else [line])
                     if log:
                         log.write(line.encode() + b"\n")
@@ -216,6 +233,7 @@ class InterruptFolder:
             return [line]
         elif self._inside:
             self._held.append(line)
+            # The first line that is not indented names the exception.
             self._inside = line.startswith(" ")
             if not self._inside:
                 self._consequence &= line.startswith(_INTERRUPTED)
@@ -227,6 +245,7 @@ class InterruptFolder:
 
     def end(self) -> list[str]:
         """No more lines belong to the traceback; what of it is to be shown."""
+        # A traceback that broke off names no exception: it is shown.
         shown = [] if self._consequence and not self._inside else self._held
         self._held, self._consequence, self._inside = [], True, False
         return shown
@@ -237,6 +256,7 @@ def _stream(descriptor: int) -> io.FileIO:
 
 
 def _label(console: Console, name: str, colour: str) -> bytes:
+    # Rich knows whether this is a terminal, and what NO_COLOR says.
     with console.capture() as captured:
         console.print(f"[{name}]", style=colour, end=" ", markup=False, highlight=False)
     return captured.get().encode()
@@ -258,6 +278,7 @@ def last_traceback(lines: Iterable[str]) -> list[str]:
     lines = list(lines)
     start, linked = max(0, len(lines) - _FEW_LINES), False
     for number, line in enumerate(lines):
+        # The traceback of an exception group has another first line, and is indented.
         is_group = line.startswith("  + Exception Group Traceback")
         if (line == _TRACEBACK or is_group) and not linked:
             start = number

@@ -1,4 +1,4 @@
-"""Functions that workers of engine tests call on each other, and helpers for bodies."""
+"""Functions that workers of engine tests call on each other, and their helpers."""
 
 import contextlib
 import threading

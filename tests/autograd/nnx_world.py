@@ -1,4 +1,4 @@
-"""Flax NNX modules for tests of training: what is differentiated and what is not.
+"""Flax NNX modules for tests of training.
 
 All compute in float64. Two workers have one each, so that what flows between them
 depends on both.

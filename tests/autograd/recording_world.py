@@ -1,4 +1,4 @@
-"""Helpers of tests of records: functions to call, bodies that look at records."""
+"""Functions and thread bodies for tests of recording."""
 
 import threading
 import time

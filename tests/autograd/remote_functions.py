@@ -1,4 +1,4 @@
-"""Functions that tests have called on other workers, and data for them."""
+"""Functions that tests call on other workers, and data for them."""
 
 import dataclasses
 import queue

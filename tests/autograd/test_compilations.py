@@ -1,4 +1,4 @@
-"""Each program is compilations once: nothing is compilations after the first step."""
+"""Each program is compiled once, and none after the first step."""
 
 import jax
 import jax.numpy as jnp

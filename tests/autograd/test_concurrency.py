@@ -1,4 +1,4 @@
-"""Many contexts, passes and threads at a time; nothing grows, nobody is held up."""
+"""Many contexts, passes and threads at once: no growth, and no pass holds up others."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Ctrl-C at every place where Python may raise it: the next pass and step work as ever.
+"""Ctrl-C at every place where Python may raise it; the next pass and step succeed.
 
 See `tests/rpc/test_interrupts.py`. Here only places in this library's own code count:
 JAX has many more, and is trusted with them.

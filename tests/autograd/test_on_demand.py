@@ -1,4 +1,4 @@
-"""A worker gets its autograd whenever the package is imported, or first needed."""
+"""A worker's autograd is set up when the package is imported, or at first need."""
 
 import os
 import subprocess

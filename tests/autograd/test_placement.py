@@ -1,4 +1,4 @@
-"""A gradient is where its variable is, whatever way it came."""
+"""A gradient lies on the devices of its variable, whatever path it took."""
 
 import jax
 import numpy as np

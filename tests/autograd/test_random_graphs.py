@@ -1,4 +1,4 @@
-"""Random programs over workers: the same bits as the same segments here, and right."""
+"""Random programs over workers: the bits of the same segments run on one worker."""
 
 import jax
 import jax.numpy as jnp

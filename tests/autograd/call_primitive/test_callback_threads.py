@@ -1,4 +1,4 @@
-"""However many calls wait inside jitted programs, none of them waits for ever."""
+"""Any number of calls that block inside jitted programs come to their end."""
 
 import _thread
 import functools

@@ -1,4 +1,4 @@
-"""How often is called, sent and compiled: no more than what was asked for."""
+"""Counts of executions, messages and compilations of a remote call."""
 
 import contextlib
 import functools

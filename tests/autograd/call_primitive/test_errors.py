@@ -1,4 +1,4 @@
-"""Errors in a remote call arrive, say what to do, and break nothing."""
+"""Errors in a remote call: their text, their remedy, and the calls that follow."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""A remote call is, for all of JAX's transformations, the function that it calls."""
+"""JAX's transformations of a remote call, compared with those of the same function."""
 
 import functools
 from unittest import mock

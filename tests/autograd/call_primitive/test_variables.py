@@ -1,4 +1,4 @@
-"""Variables of the callee as arguments: their gradients stay there, in the context."""
+"""The callee's variables as arguments: their gradients stay in its context."""
 
 import functools
 import gc

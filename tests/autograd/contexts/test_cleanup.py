@@ -1,4 +1,4 @@
-"""The end of a context on all workers that took part, whatever happens on the way."""
+"""The end of a context on all workers that took part, after errors too."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Counts of what is under way, seen from inside a backward pass."""
+"""Counts of outstanding work, read from inside a backward pass."""
 
 from jdist import autograd, rpc
 from tests.autograd.recording_world import leaf, mul, name, nested

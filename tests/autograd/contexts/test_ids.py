@@ -1,4 +1,4 @@
-"""Ids: 64 bits, the worker on top, in rising order, never twice."""
+"""Ids: 64 bits, the worker in the top 16, ascending, unique."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Contexts whose workers die, and messages about their end that are lost."""
+"""Contexts of workers that died, and lost messages about the end of a context."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""PyTorch's scenarios: gradients over workers are those of the same graph here.
+"""PyTorch's scenarios: gradients over workers equal those of the graph on one worker.
 
 Each runs on all four workers at once, in every way of calling, over both transports.
 """

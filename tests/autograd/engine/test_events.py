@@ -1,4 +1,4 @@
-"""The event record: the seven steps of the design note's example, in their order."""
+"""The event record: the seven steps of the design note's example, in order."""
 
 import itertools
 

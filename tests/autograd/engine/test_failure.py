@@ -1,4 +1,4 @@
-"""Failures end a pass on every worker, by name and cause; later passes work."""
+"""A failure ends a pass on every worker with its cause; later passes succeed."""
 
 import signal
 import threading

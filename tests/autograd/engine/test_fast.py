@@ -1,4 +1,4 @@
-"""FAST mode: every send is waited for; an unused one is an error, not a hang."""
+"""FAST mode: it waits for every send, and an unused send is an error, not a hang."""
 
 import numpy as np
 import pytest

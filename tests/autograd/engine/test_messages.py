@@ -1,4 +1,4 @@
-"""Gradients as they travel: what is absent takes no bytes; nonsense is refused."""
+"""Gradient messages: an absent gradient takes no bytes; malformed ones are refused."""
 
 import re
 

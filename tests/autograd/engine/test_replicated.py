@@ -1,4 +1,4 @@
-"""Replicated variables: the gradient of all trainers' examples, on every trainer."""
+"""Replicated variables: every trainer gets the gradient of all trainers' examples."""
 
 import signal
 

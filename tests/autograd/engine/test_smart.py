@@ -1,4 +1,4 @@
-"""SMART mode: only what the roots depend on is waited for, and travels."""
+"""SMART mode: it waits for, and sends, only what the roots depend on."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Steps run one after another, on whichever thread brings one, and none is lost."""
+"""The step queue: steps run one at a time, on any thread, and none is lost."""
 
 import functools
 import threading

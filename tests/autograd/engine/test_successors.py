@@ -1,4 +1,4 @@
-"""Contexts of a worker whose name another one gets while they are under way."""
+"""Contexts of a worker whose name passes to another while they are in use."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""When a pass is quiet everywhere: the bookkeeping of one worker, without messages."""
+"""Termination detection: one worker's counts, without messages."""
 
 from jdist.autograd.engine.messages import StarvationReport, StarvingSend
 from jdist.autograd.engine.termination_detector import (

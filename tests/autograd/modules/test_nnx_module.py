@@ -1,4 +1,4 @@
-"""Flax NNX modules that are trained: parameters move, state goes on, nothing leaks."""
+"""Training Flax NNX modules: parameters and state are updated, and nothing leaks."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all owners, however they are divided among owners."""
+"""Clipping by the norm over all owners, for any division among them."""
 
 import jax
 import jax.numpy as jnp

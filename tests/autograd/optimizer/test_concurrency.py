@@ -1,4 +1,4 @@
-"""Steps on common parameters come one after another; others run side by side."""
+"""Steps on shared parameters are serialized; steps on others run concurrently."""
 
 import weakref
 

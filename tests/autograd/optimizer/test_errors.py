@@ -1,4 +1,4 @@
-"""Refusals and errors of a distributed optimizer."""
+"""Errors and refused arguments of a distributed optimizer."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A distributed optimizer does what a local one does, bit for bit."""
+"""A distributed optimizer compared with a local one, bit for bit."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Gradients of variables that other workers have: each is in its owner's context."""
+"""Gradients of other workers' variables: each is in its owner's context."""
 
 import threading
 

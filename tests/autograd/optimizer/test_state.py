@@ -1,4 +1,4 @@
-"""State and parameters of a distributed optimizer: gathered, saved, put back."""
+"""State and parameters of a distributed optimizer: gathered, saved and restored."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Pictures of graphs: the four of the design note, over both transports."""
+"""Drawings of graphs: the four of the design note, over both transports."""
 
 from xml.etree import ElementTree
 

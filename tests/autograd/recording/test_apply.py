@@ -1,4 +1,4 @@
-"""`apply` and operators: values and pull-backs as JAX's own, compiled once."""
+"""`apply` and operators: values and pull-backs equal JAX's, and compile once."""
 
 import functools
 import itertools

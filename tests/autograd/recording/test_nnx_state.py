@@ -1,4 +1,4 @@
-"""Flax NNX modules: their parameters are differentiated, their state is not frozen."""
+"""Flax NNX modules: gradients of parameters, and updates of the other variables."""
 
 import subprocess
 import sys

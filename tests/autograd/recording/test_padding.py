@@ -1,4 +1,4 @@
-"""Padded batches: value and gradient of the batch as it is, by few programs."""
+"""Padded batches: value and gradient of the unpadded batch, by few programs."""
 
 import jax
 import jax.numpy as jnp

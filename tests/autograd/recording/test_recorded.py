@@ -1,4 +1,4 @@
-"""Uses besides operators and `apply`: comparisons, copies, other libraries."""
+"""Recorded values outside operators and `apply`: comparisons, copies, libraries."""
 
 import copy
 import operator

@@ -1,4 +1,4 @@
-"""Variables: what they are made of, what may take the place of the value, hooks."""
+"""Variables: valid values, assignment, and gradient hooks."""
 
 import gc
 import weakref
