@@ -15,12 +15,19 @@ Draws of parameters' shapes, as in noise on weights, are the same in every split
 are those whose keys are leaves of the batch, or made of such leaves.
 """
 
+import collections
+import contextlib
+import dataclasses
+import dis
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from jdist._compat import loop_counts
@@ -142,13 +149,124 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
     return ""
 
 
-def draws_of_its_own(candidate: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a jitted candidate is seen to draw from keys that it was not given."""
-    if not isinstance(candidate, jax.stages.Wrapped):
-        return False  # It may be no program at all: it is not traced.
-    traced = candidate.trace(*arguments).jaxpr
-    given = [True] * len(traced.jaxpr.invars)
-    return any(not draw.from_batch for draw in _walk(traced.jaxpr, given, ())[0])
+def draws_of_its_own(candidate: Callable[..., Any], *arguments: Any) -> bool | None:
+    """Whether a candidate draws random numbers; None where that cannot be seen.
+
+    A jitted function is traced. So is one that refers to functions, constants and
+    containers only, which are then as they were: any other may be no program, or keep
+    traced values for its next call.
+    """
+    found, containers = None, _containers_of(candidate)
+    if isinstance(candidate, jax.stages.Wrapped):
+        found = bool(_traced(candidate.trace(*arguments)))
+    elif containers is not None:
+        # Values may decide what it does, or leave JAX: then it is no program.
+        with _restored(containers), contextlib.suppress(Exception):
+            found = bool(_traced(jax.jit(candidate).trace(*arguments)))
+    inner = getattr(candidate, "__wrapped__", None)
+    if found is None and inner is not None:
+        return draws_of_its_own(inner, *arguments)
+    return found
+
+
+def _traced(program: jax.stages.Traced) -> list[Draw]:
+    jaxpr = program.jaxpr.jaxpr
+    return _walk(jaxpr, [True] * len(jaxpr.invars), ())[0]
+
+
+def _containers_of(candidate: object) -> list[Any] | None:
+    """The lists, dicts and sets that a function may change; None if there is more."""
+    reached: dict[int, Any] = {}
+    rest = [candidate]
+    while rest:
+        value = rest.pop()
+        if id(value) in reached or isinstance(value, _FIXED):
+            continue
+        reached[id(value)] = value
+        inside = _inside_of(value)
+        if inside is None:
+            return None
+        rest += inside
+    return [x for x in reached.values() if isinstance(x, list | dict | set)]
+
+
+def _inside_of(value: Any) -> list[object] | None:
+    """What a value refers to; None if it may keep things out of sight."""
+    inside: list[object] | None = None
+    if isinstance(value, list | tuple | set | frozenset):
+        inside = list(value)
+    elif type(value) in _MAPPINGS:
+        inside = list(value.values())
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        inside = [value.__func__, value.__self__]
+    elif dataclasses.is_dataclass(value) and _is_frozen(type(value)):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, types.FunctionType) and not _assigns(value.__code__):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        known = value.__globals__
+        # What these packages keep between calls is their own affair.
+        if known.get("__name__", "").partition(".")[0] not in _PACKAGES:
+            names = {name for code in _codes(value.__code__) for name in code.co_names}
+            inside += [known[name] for name in names if name in known]
+    return inside
+
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "jdist")
+
+
+@contextlib.contextmanager
+def _restored(containers: list[Any]) -> Iterator[None]:
+    """Puts back, at the end, what was in them at the beginning."""
+    before = [(each, each.copy(), _identities(each)) for each in containers]
+    try:
+        yield
+    finally:
+        for each, kept, identities in before:
+            # One that other threads read is left alone.
+            if _identities(each) == identities:
+                continue
+            each.clear()
+            (each.extend if isinstance(each, list) else each.update)(kept)
+
+
+def _identities(container: Any) -> list[int]:
+    held = container.values() if isinstance(container, dict) else container
+    return list(map(id, held))
+
+
+_MAPPINGS = (dict, collections.OrderedDict, types.MappingProxyType)
+
+# A NumPy array takes no traced values, and what is jitted was traced before.
+_FIXED = (
+    bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.dtype,
+    jax.Array, jax.stages.Wrapped, jax.custom_jvp, jax.custom_vjp, jnp.ufunc, type,
+    jax.tree_util.PyTreeDef, types.ModuleType, types.BuiltinFunctionType,
+)  # fmt: skip
+
+
+def _is_frozen(kind: Any) -> bool:
+    return bool(kind.__dataclass_params__.frozen)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """That of a function, and of the functions that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _assigns(code: types.CodeType) -> bool:
+    """Whether it assigns to names outside of it."""
+    outside = ("STORE_GLOBAL", "DELETE_GLOBAL")
+    return any(
+        step.opname in outside
+        or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
+        for step in dis.get_instructions(code)
+    )
 
 
 def draws_nothing(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> bool:

@@ -1,9 +1,9 @@
 """The judge: is what a candidate returns the gradient of this loss?"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, examples_in, named_leaves
+from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
+from jdist.verify.bound import Limit
 from jdist.verify.comparison import compare_leaves
 from jdist.verify.draws import (
     check_loss,
@@ -44,6 +45,9 @@ Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 # By how much the draws are multiplied before anything is condemned.
 SECOND_LOOK = 16
 
+# How often a failing candidate is called, to see whether it repeats itself.
+CALLS = 3
+
 
 def gradients(  # noqa: PLR0913 - options, by keyword
     loss_fn: LossFn,
@@ -72,6 +76,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     Random numbers must not depend on how the batch is split: see `verify.keyed`. A
     failing candidate is *not judged* where the loss draws otherwise, or where the
     candidate's own answers change from call to call; for that it is called twice more.
+    Each call is given copies of the parameters and the batch, which may be donated.
 
     Args:
       loss_fn: `loss_fn(params, batch)`: one loss per example, `(examples,)`, or a
@@ -94,9 +99,9 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       whose every digit may be lost to rounding is *not judged*, and the report not ok.
 
     Raises:
-      ValueError: No candidates; an unknown reduction; an accumulation that is no
-        floating dtype; weights with a scalar loss, of the wrong shape, negative, not
-        finite or all 0; a batch whose leaves differ in length.
+      ValueError: No candidates; no floating parameter; an unknown reduction; an
+        accumulation that is no floating dtype; weights with a scalar loss, of the wrong
+        shape, negative, not finite or all 0; a batch whose leaves differ in length.
       TypeError: A candidate returned something else than a pair; the loss function
         wants a key.
       PeersLost: Another process raised, or did not come in time.
@@ -218,13 +223,14 @@ def prepared(
                 for name, candidate in candidates.items()
             }
             rows = _rows(expected, found, measured, peers)
+            notes = measured.notes
             failing = {row.candidate for row in rows if row.ratio > 1}
             if failing:
                 # Nothing is condemned by the luck of a few draws,
                 again = measured_again()
                 # nor for drawing other numbers than the reference,
                 suspects = {n: c for n, c in candidates.items() if n in failing}
-                excuses = _excuses(
+                excuses, unsure = _excuses(
                     loss_fn, (params, batch), suspects, found, again, peers
                 )
                 condemned = {name: found[name] for name in suspects}
@@ -236,7 +242,8 @@ def prepared(
                     for row in (second if name in failing else rows)
                     if row.candidate == name
                 )
-            report = Report(rows, measured.oracle, measured.notes + looseness(rows))
+                notes += unsure
+            report = Report(rows, measured.oracle, notes + looseness(rows))
             return agreed(report, peers)
 
         return judge_all
@@ -318,32 +325,79 @@ def _excuses(
     found: Mapping[str, tuple[Any, Any]],
     measured: Measured,
     peers: Peers,
-) -> dict[str, str]:
-    """Why other numbers do not condemn a candidate: empty where they do.
-
-    A candidate may be called twice more. Only what changes at every call is excused:
-    one that returns what it computed before repeats itself.
-    """
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The excuse of each suspect, and notes on those without; see `excuse`."""
     split, still = split_dependent(loss_fn, *given), draws_nothing(loss_fn, *given)
-    excuses = {}
+    excuses: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     for name, candidate in suspects.items():
-        excuse = split
-        if not excuse and still and draws_of_its_own(candidate, *given):
-            excuse = OWN_DRAWS
-        if not excuse:
-            answers = [found[name]]
-            answers += [_call(name, candidate, *given, peers) for _ in range(2)]
-            apart = all(_apart(*pair, measured) for pair in pairwise(answers))
-            # Each process sees its own shards only.
-            excuse = CHANGES if all(peers.exchange(apart)) else ""
-        excuses[name] = excuse
-    return excuses
+
+        def answers(
+            name: str = name, candidate: Candidate = candidate
+        ) -> Iterator[Mapping[str, Any]]:
+            yield named_leaves(found[name][1])
+            while True:
+                yield named_leaves(_call(name, candidate, *given, peers)[1])
+
+        excuses[name] = split or excuse(
+            candidate, given, still, answers(), measured.limits, peers
+        )
+        if not excuses[name]:
+            notes += unseen(name, candidate, given, still)
+    return excuses, notes
 
 
-def _apart(first: tuple[Any, Any], second: tuple[Any, Any], measured: Measured) -> bool:
+def excuse(
+    candidate: Callable[..., Any],
+    arguments: Sequence[PyTree],
+    still: bool,
+    answers: Iterator[Mapping[str, Any]],
+    limits: Mapping[str, Limit | None],
+    peers: Peers,
+) -> str:
+    """Why other numbers do not condemn a candidate; empty where they do.
+
+    Only what changes at every call is excused: a candidate that returns what it
+    computed before repeats itself.
+
+    Args:
+      candidate: A function.
+      arguments: Of its call.
+      still: Whether the loss draws no random numbers.
+      answers: The leaves that it returned, and at each further call returns; without
+        an end, unless it is known to keep something from call to call.
+      limits: Of its leaves.
+      peers: The processes that judge it.
+    """
+    if still and draws_of_its_own(candidate, *arguments):
+        return OWN_DRAWS
+    calls = list(islice(answers, CALLS))
+    apart = len(calls) == CALLS and all(
+        _apart(*pair, limits) for pair in pairwise(calls)
+    )
+    # Each process sees its own shards only.
+    return CHANGES if all(peers.exchange(apart)) else ""
+
+
+def unseen(
+    name: str, candidate: Callable[..., Any], arguments: Sequence[PyTree], still: bool
+) -> tuple[str, ...]:
+    """A note on a failing candidate that may draw random numbers unseen."""
+    if not still or draws_of_its_own(candidate, *arguments) is not None:
+        return ()
+    return (
+        f"{name}: whether it draws random numbers of its own, such as dropout masks, "
+        f"cannot be seen. Switch them off: the loss draws none",
+    )
+
+
+def _apart(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    limits: Mapping[str, Limit | None],
+) -> bool:
     """Whether two answers differ by more than rounding, in what is held here."""
-    one, other = named_leaves(first[1]), named_leaves(second[1])
-    for path, limit in measured.limits.items():
+    for path, limit in limits.items():
         if limit is None or one.get(path) is None or other.get(path) is None:
             continue
         a, b = held(one[path]), held(other[path])
@@ -358,11 +412,16 @@ def _apart(first: tuple[Any, Any], second: tuple[Any, Any], measured: Measured) 
     return False
 
 
+def lent(tree: PyTree) -> PyTree:
+    """Copies of the arrays: a candidate may donate what it is given."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+
+
 def _call(
     name: str, candidate: Candidate, params: PyTree, batch: PyTree, peers: Peers
 ) -> tuple[Any, Any]:
     try:
-        result: Any = candidate(params, batch)
+        result: Any = candidate(*lent((params, batch)))
     except Exception as error:
         error.add_note(f"raised by the candidate {name!r} of verify.gradients")
         raise
@@ -385,6 +444,9 @@ def check_arguments(
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))
+    if not any(map(is_inexact, jax.tree.leaves(params))):
+        rule = "must have a floating leaf: there is no gradient else"
+        raise ValueError(requirement("gradients(params=...)", rule, "none"))
     check_loss("gradients", loss_fn, params, batch)
     shape = jax.eval_shape(loss_fn, params, batch).shape
     if shape == ():

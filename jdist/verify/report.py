@@ -161,8 +161,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every leaf of every candidate was judged and holds; so the oracle."""
-        judged = all(leaf.ok for leaf in self.leaves)
+        """Whether every leaf of every candidate was judged and holds; so the oracle.
+
+        A report without leaves is not ok: nothing was compared.
+        """
+        judged = bool(self.leaves) and all(leaf.ok for leaf in self.leaves)
         return judged and (self.oracle is None or self.oracle.ok)
 
     @property
@@ -178,12 +181,13 @@ class Report:
     @property
     def bit_equal(self) -> bool:
         """Whether no bit differs anywhere."""
-        return all(leaf.bit_equal for leaf in self.leaves)
+        return bool(self.leaves) and all(leaf.bit_equal for leaf in self.leaves)
 
     @property
     def worst(self) -> float:
         """The largest error/bound of all leaves; NaN ranks above every number."""
-        return max((leaf.ratio for leaf in self.leaves), key=_nan_last)
+        ratios = (leaf.ratio for leaf in self.leaves)
+        return max(ratios, key=_nan_last, default=float("nan"))
 
     def of(self, candidate: str) -> "Report":
         """The findings on one candidate alone."""
@@ -202,6 +206,8 @@ class Report:
             return self
         wrong = [*map(str, self.attributions), *map(_why, self.failures)]
         unjudged = list(map(_why, self.unjudged))
+        if not self.leaves:
+            unjudged.append("no leaf of any candidate was compared")
         if self.oracle is not None and not self.oracle.ok:
             (wrong if self.oracle.wrong else unjudged).append(str(self.oracle))
         parts = [("gradients differ", wrong), ("not judged", unjudged)]

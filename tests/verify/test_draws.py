@@ -1,5 +1,7 @@
 """Random numbers: what is judged, what cannot be; right trainers never fail."""
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -218,17 +220,103 @@ def test_a_trainer_with_numbers_of_its_own_is_not_judged():
         earlier.append(w)
         return found
 
-    candidates = {"noisy": noisy, "fixed": fixed, "stale": stale}
+    wrapped = lambda w, batch: fixed(w, batch)  # noqa: E731
+    eager = functools.partial(fixed.__wrapped__)
+    candidates = {"noisy": noisy, "stale": stale}
+    candidates |= {"fixed": fixed, "wrapped": wrapped, "eager": eager}
     report = verify.gradients(loss, *given(), candidates, seed=None)
-    assert draws_of_its_own(fixed, *given())
-    assert not draws_of_its_own(jax.jit(right), *given())
-    for name, words in (
-        ("noisy", "three calls with the same arguments gave three answers"),
-        ("fixed", "it draws random numbers and the loss draws none"),
-    ):
-        assert not report.of(name).failures
+    changes = "three calls with the same arguments gave three answers"
+    draws = "it draws random numbers and the loss draws none"
+    for name in candidates.keys() - {"stale"}:
+        words = changes if name == "noisy" else draws
+        assert not report.of(name).failures, name
         assert {words in row.unjudged for row in report.of(name).unjudged} == {True}
     assert {row.path for row in report.of("stale").failures} == {"(loss)", "(root)"}
+    # It was looked into, and has the list that it had.
+    assert not [note for note in report.notes if "stale" in note]
+    assert all(isinstance(w, jax.Array | np.ndarray) for w in earlier)
+    # The trace of a value's way gives the same answer.
+    tapped = lambda w, b: verify.tap(b["x"] @ w, "y") ** 2  # noqa: E731
+    traced = verify.trace(tapped, *given(), fixed, seed=None)
+    assert not traced.report.failures
+    assert {draws in row.unjudged for row in traced.report.unjudged} == {True}
+
+
+def keeps(value):
+    """A candidate with a cell that it assigns to."""
+
+    def candidate(w, batch):
+        nonlocal value
+        value = w
+        return value
+
+    return candidate
+
+
+def decides(w, batch):
+    """No program: what it does depends on the values."""
+    return w if w.sum() > 0 else -w
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A trainer that keeps nothing."""
+
+    scale: float
+
+    def gradient(self, w, batch):
+        """Draws."""
+        return self.scale * jax.random.normal(KEY, w.shape)
+
+
+class Open:
+    """A trainer that may keep something."""
+
+    def gradient(self, w, batch):
+        """Draws."""
+        return jax.random.normal(KEY, w.shape)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "seen"),
+    [
+        (jax.jit(lambda w, b: w), False),
+        (lambda w, b: w, False),
+        (lambda w, b: jax.random.normal(KEY, w.shape), True),
+        (lambda w, b: (lambda: jax.random.normal(KEY, w.shape))(), True),
+        (functools.partial(lambda s, w, b: s * jax.random.normal(KEY), 2.0), True),
+        (Frozen(2.0).gradient, True),
+        (Open().gradient, None),
+        (keeps(1.0), None),
+        (lambda w, b, kept=[]: kept.append(w) or w, False),
+        (lambda w, b, kept={}: kept.setdefault("w", w), False),
+        (functools.partial(lambda keys, w, b: w, iter("ab")), None),
+        (decides, None),
+    ],
+)
+def test_what_a_candidate_draws_is_seen_only_where_it_keeps_nothing(candidate, seen):
+    """A wrapper of it, as `functools.wraps` makes, shows what is wrapped."""
+    assert draws_of_its_own(candidate, *given()) is seen
+    kept = []
+
+    @functools.wraps(candidate)
+    def wrapper(w, batch):
+        kept.append(w)
+        return candidate(w, batch)
+
+    assert draws_of_its_own(wrapper, *given()) is seen
+    assert not kept
+
+
+def test_a_failing_candidate_that_may_draw_unseen_has_a_note():
+    """It is called wrong all the same: it may be that it is."""
+    loss = lambda w, b: (b["x"] @ w) ** 2  # noqa: E731
+    own = Open()
+    candidates = {"closed": lambda w, b: (w.sum(), own.gradient(w, b))}
+    report = verify.gradients(loss, *given(), candidates, seed=None)
+    assert report.failures
+    note = "closed: whether it draws random numbers of its own, such as dropout masks"
+    assert [note in one for one in report.notes] == [True]
 
 
 def test_a_loss_that_wants_a_key_is_refused_with_the_remedy():

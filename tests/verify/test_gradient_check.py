@@ -294,6 +294,7 @@ def test_a_judge_compiles_once(problem):
     ("options", "message"),
     [
         ({"candidates": {}}, "must name at least one function"),
+        ({"params": {"step": np.int32(3)}}, "floating leaf: there is no gradient"),
         ({"reduction": "median"}, "one of 'mean', 'sum', 'max', 'min'. Got 'median'"),
         ({"weights": np.ones(3)}, r"one per example, shape \(4,\). Got shape \(3,\)"),
         ({"weights": np.array([1.0, -1, 1, 1])}, r"finite, at least 0.*\[1.0, -1.0"),
@@ -357,3 +358,23 @@ def test_a_verdict_does_not_depend_on_its_neighbours():
     assert {row.candidate for row in both.failures} == {"wrong"}
     assert not alone.bit_equal
     assert both.of("right").leaves == alone.leaves
+
+
+def test_candidates_may_donate_what_they_are_given():
+    """Each gets arrays of its own, also when it is called again."""
+    problem = standard(jnp.dtype("float32"))
+
+    def times(factor):
+        def mean(p, b):
+            return factor * (problem.loss_fn(p, b) * problem.weights).mean()
+
+        return jax.jit(jax.value_and_grad(mean), donate_argnums=0)
+
+    given = jax.tree.map(jnp.asarray, (problem.params, problem.batch))
+    problem = dataclasses.replace(problem, params=given[0], batch=given[1])
+    rest = np.float32(len(problem.weights) / problem.weights.sum())
+    candidates = {"right": times(rest), "twice": times(2 * rest)}
+    report = judge(problem, candidates, seed=None)
+    assert report.of("right").ok, str(report)
+    assert report.of("twice").failures
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given))

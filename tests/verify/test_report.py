@@ -44,6 +44,7 @@ def test_the_verdict_on_a_leaf(leaf, ok, bit_equal, verdict):
         ((EQUAL, SAME), None, True),
         ((EQUAL, SAME), PINNED, True),
         ((EQUAL, SAME), SKIPPED, True),
+        ((), PINNED, False),
         ((EQUAL, WRONG), PINNED, False),
         ((EQUAL, HIDDEN), PINNED, False),
         ((EQUAL, SAME), OFF, False),
@@ -59,6 +60,16 @@ def test_a_report_is_ok_if_everything_was_judged_and_holds(leaves, oracle, ok):
     else:
         with pytest.raises(VerificationError, match=r"gradients differ|not judged"):
             report.raise_if_failed()
+
+
+def test_nothing_compared_is_nothing_right():
+    """Nor equal; and the error says what is missing."""
+    report = Report((EQUAL,)).of("another")
+    assert not report.ok
+    assert not report.bit_equal
+    assert math.isnan(report.worst)
+    with pytest.raises(VerificationError, match="no leaf of any candidate was comp"):
+        report.raise_if_failed()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The judge of whole optimizer steps: by new parameters, not by what they imply."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,3 +292,93 @@ def test_a_state_that_is_wrong_fails_where_the_parameters_hold():
     )
     failed = {row.path for row in report.failures}
     assert failed == {f"state/{leaf}/momentum_buffer" for leaf in SHAPES}
+
+
+def dropped(key):
+    """A right trainer with dropout, from one key or from another at each call."""
+    opt = OPTIMIZERS["momentum"]
+
+    def train(params, state, batch):
+        own = next(key) if hasattr(key, "__next__") else key
+        kept = jax.random.bernoulli(own, 0.8, batch["x"].shape)
+        thinned = {**batch, "x": jnp.where(kept, batch["x"] / np.float32(0.8), 0)}
+        slope = jax.grad(lambda p: losses(p, thinned).mean())(params)
+        return opt.step(params, slope, state)
+
+    return train
+
+
+def test_a_right_trainer_with_dropout_is_never_called_wrong():
+    """Its numbers are not the reference's: it is not judged, and the report says so."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem(steps=2)
+    candidates = {
+        "jitted": jax.jit(dropped(jax.random.key(3))),
+        "eager": dropped(jax.random.key(3)),
+        "anew": dropped(iter(jax.random.split(jax.random.key(4), 9))),
+        "wrong": trainer(opt, scaled("out", 2)),
+    }
+    state = params, opt.init(params)
+    report = verify.step(losses, opt.step, state, batches, candidates)
+    for name, words in (
+        ("jitted", "it draws random numbers and the loss draws none"),
+        ("eager", "it draws random numbers and the loss draws none"),
+        ("anew", "three calls with the same arguments gave three answers"),
+    ):
+        own = report.of(name)
+        assert not own.failures, name
+        assert not own.attributions
+        assert {words in row.unjudged for row in own.unjudged} == {True}
+    assert report.of("wrong").failures
+    assert [one.candidate for one in report.attributions] == ["wrong"]
+
+
+def test_trainers_may_donate_what_they_are_given():
+    """Each gets arrays of its own, also when it is called again."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem(steps=2)
+    state = params, opt.init(params)
+
+    def step(params, state, batch, factor):
+        slope = jax.grad(lambda p: factor * losses(p, batch).mean())(params)
+        return opt.step(params, slope, state)
+
+    donating = jax.jit(step, static_argnums=3, donate_argnums=(0, 1))
+    candidates = {
+        f"times {factor}": functools.partial(donating, factor=factor)
+        for factor in (1, 2)
+    }
+    report = verify.step(losses, opt.step, state, batches, candidates)
+    assert report.of("times 1").ok, str(report)
+    assert report.of("times 2").failures
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, batches)))
+
+
+@pytest.mark.parametrize("shown", [(None, ()), (None, None), verify.Trained(None)])
+def test_nothing_shown_is_nothing_right(shown):
+    """There was no row then, and no row was wrong."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem()
+    message = (
+        r"`candidates\['quiet'\]\(params, opt_state, batch\)` must return the new "
+        r"parameters: a step is judged by them. Got None in their place"
+    )
+    with pytest.raises(TypeError, match=message):
+        verify.step(
+            losses,
+            opt.step,
+            (params, opt.init(params)),
+            batches,
+            {"quiet": lambda *given: shown},
+        )
+
+
+@pytest.mark.parametrize(
+    ("state", "got"),
+    [((1.0,), "a tuple of 1"), ([1.0, (), (), ()], "a list of 4"), ({}, "dict")],
+)
+def test_a_state_of_another_length_is_refused(state, got):
+    """With the two forms."""
+    rule = r"`step\(state=...\)` must be \(params, opt_state\), or \(params, opt"
+    with pytest.raises(ValueError, match=rf"{rule}.*Got {got}"):
+        verify.step(losses, None, state, [{}], {"any": None})

@@ -6,7 +6,7 @@ only its new parameters is judged by these, after every step, against the one-de
 gradient followed by the optimizer's update (`trajectory`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +20,15 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
 from jdist.verify.comparison import compare_leaves
 from jdist.verify.diagnosis import diagnose
-from jdist.verify.draws import check_loss, split_dependent
-from jdist.verify.gradient_check import agreed, check_arguments, check_options
+from jdist.verify.draws import check_loss, draws_nothing, split_dependent
+from jdist.verify.gradient_check import (
+    agreed,
+    check_arguments,
+    check_options,
+    excuse,
+    lent,
+    unseen,
+)
 from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
 from jdist.verify.report import Attribution, LeafReport, Report
 from jdist.verify.steps.attribution import attributed
@@ -72,7 +79,9 @@ def step(  # noqa: PLR0913 - options, by keyword
         a model's state `fn(params, opt_state, states, batch)` and three results. Each
         is called for one batch after the other, with what it returned before, until a
         step is wrong. None in place of a state: it is not judged, and the candidate
-        gets None back. A `Trained` may show the gradient too.
+        gets None back. A `Trained` may show the gradient too. What a candidate is given
+        are copies, which it may donate. One that is wrong is called twice more, to see
+        whether it draws random numbers of its own.
       weights: One array `(examples,)` for each batch; None for 1 each.
       reduction: As in `verify.gradients`.
       accumulation: As in `verify.gradients`.
@@ -87,8 +96,8 @@ def step(  # noqa: PLR0913 - options, by keyword
       where what the candidate shows cannot tell.
 
     Raises:
-      ValueError: No batches or candidates; as many weights as batches are needed; and
-        as `verify.gradients`.
+      ValueError: No batches or candidates; a state of another length; as many weights
+        as batches are needed; and as `verify.gradients`.
       TypeError: A candidate returned something else than is said above; the loss
         function wants a key.
       PeersLost: Another process raised, or did not come in time.
@@ -108,6 +117,7 @@ def step(  # noqa: PLR0913 - options, by keyword
       'it is 2 times the reference'
     """
     check_options(reduction, accumulation)
+    _check_state(state)
     stateful = len(state) == 3
     training = Training(loss_fn, update, stateful, reduction, accumulation)
     with joined(timeout) as peers:
@@ -125,10 +135,22 @@ def step(  # noqa: PLR0913 - options, by keyword
         causes: tuple[Attribution, ...] = ()
         judge = partial(_judged, training, start, given, moments, peers)
         for name, candidate in candidates.items():
-            own_rows, cause = judge(name, candidate)
-            rows, notes = rows + own_rows, notes + _equalities(name, own_rows)
+            own_rows, cause, unsure = judge(name, candidate)
+            rows += own_rows
+            notes += _equalities(name, own_rows) + unsure
             causes += cause
         return agreed(Report(rows, notes=notes, attributions=causes), peers)
+
+
+def _check_state(state: object) -> None:
+    if isinstance(state, tuple | list) and len(state) in (2, 3):
+        return
+    rule = "must be (params, opt_state), or (params, opt_state, states)"
+    got = type(state).__name__
+    if isinstance(state, tuple | list):
+        got = f"a {got} of {len(state)}"
+    remedy = "An optimizer that keeps nothing has the state ()."
+    raise ValueError(requirement("step(state=...)", rule, got, remedy))
 
 
 def _weighted(
@@ -153,20 +175,35 @@ def _judged(
     peers: Peers,
     name: str,
     candidate: Callable[..., Any],
-) -> tuple[tuple[LeafReport, ...], tuple[Attribution, ...]]:
-    """The rows after the first wrong step or the last, and what was wrong."""
+) -> tuple[tuple[LeafReport, ...], tuple[Attribution, ...], tuple[str, ...]]:
+    """The rows after the first wrong step or the last, what was wrong, and notes."""
     state = start if training.stateful else start[:2]
     rows: tuple[LeafReport, ...] = ()
+    notes: tuple[str, ...] = ()
     for number, ((batch, _), moment) in enumerate(
         zip(batches, moments, strict=True), 1
     ):
-        shown = _trained(name, candidate, state, batch, peers)
+        shown = _trained(name, candidate, *state, batch, peers=peers)
         rows = _rows(name, moment, shown, peers)
         if any(row.ratio > 1 for row in rows):
-            losses = partial(training.losses, states=start[2])
-            if excuse := split_dependent(losses, start[0], batch):
+            given, losses = (*state, batch), partial(training.losses, states=start[2])
+            still = draws_nothing(losses, start[0], batch)
+
+            def answers(
+                first: Trained = shown, given: tuple[Any, ...] = given
+            ) -> Iterator[Mapping[str, Any]]:
+                yield _leaves(first)
+                # With a state of its own it takes another step at each call.
+                while first.opt_state is not None:
+                    yield _leaves(_trained(name, candidate, *given, peers=peers))
+
+            why = split_dependent(losses, start[0], batch) or excuse(
+                candidate, given, still, answers(), moment.limits, peers
+            )
+            if why:
                 # What follows starts from other parameters than the reference's.
-                return _rows(name, moment, shown, peers, excuse), ()
+                return _rows(name, moment, shown, peers, why), (), ()
+            notes = unseen(name, candidate, given, still)
         if any(row.problem for row in rows):
             causes = attributed(rows, _leaves(shown), moment, number)
             if len(batches) > 1:
@@ -175,34 +212,31 @@ def _judged(
                     replace(row, problem=where + row.problem) if row.problem else row
                     for row in rows
                 )
-            return rows, causes
+            return rows, causes, notes
         state = (shown.params, shown.opt_state, shown.states)[: len(state)]
-    return rows, ()
+    return rows, (), notes
 
 
 def _trained(
-    name: str,
-    candidate: Callable[..., Any],
-    state: tuple[Any, ...],
-    batch: Any,
-    peers: Peers,
+    name: str, candidate: Callable[..., Any], *given: Any, peers: Peers
 ) -> Trained:
     """What a candidate shows of one step."""
     try:
-        result: Any = candidate(*state, batch)
+        result: Any = candidate(*lent(given))
     except Exception as error:
         error.add_note(f"raised by the candidate {name!r} of verify.step")
         raise
-    if isinstance(result, Trained):
-        return peers.computed(result)
-    if not isinstance(result, tuple) or len(result) != len(state):
-        parts = (
-            "(params, opt_state, states)" if len(state) == 3 else "(params, opt_state)"
-        )
-        call = f"candidates[{name!r}]({parts[1:-1]}, batch)"
-        rule, got = f"must return {parts}", f"a {type(result).__name__}"
-        raise TypeError(requirement(call, rule, got))
-    return peers.computed(Trained(*result))
+    parts = "params, opt_state, states" if len(given) == 4 else "params, opt_state"
+    call = f"candidates[{name!r}]({parts}, batch)"
+    if not isinstance(result, Trained):
+        if not isinstance(result, tuple) or len(result) != len(given) - 1:
+            rule, got = f"must return ({parts})", f"a {type(result).__name__}"
+            raise TypeError(requirement(call, rule, got))
+        result = Trained(*result)
+    if result.params is None:
+        rule = "must return the new parameters: a step is judged by them"
+        raise TypeError(requirement(call, rule, "None in their place"))
+    return peers.computed(result)
 
 
 def _parts(trained: Trained) -> dict[str, PyTree]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdist.verify.tracing.layout import Layout
+from jdist.verify.tracing.layout import Layout, finite_part, infinities
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 
@@ -122,11 +122,19 @@ def _matched(
     """The class of each row."""
     if not len(found):
         return np.zeros(0, int)
-    finite = np.isfinite(found).all(axis=1)
-    nearest = _distances(np.where(finite[:, None], found, 0), expected).argmin(axis=1)
-    with np.errstate(invalid="ignore"):
-        near = (np.abs(found - expected[nearest]) <= bounds[nearest]).all(axis=1)
+    numbers = ~np.isnan(found).any(axis=1)
+    known = np.where(numbers[:, None], found, 0)
+    nearest = _distances(known, expected).argmin(axis=1)
+    near = numbers & _within(known, expected[nearest], bounds[nearest])
     return np.where(near, label[nearest], NONE)
+
+
+def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Of each row: whether it has the same infinities, and else is within the bound."""
+    apart = np.abs(finite_part(found) - finite_part(expected))
+    same = infinities(found) == infinities(expected)
+    close: np.ndarray = (same & (apart <= bounds)).all(axis=-1)
+    return close
 
 
 def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -135,17 +143,24 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     reach = np.linalg.norm(bounds, axis=1)
     squares = _distances(expected, expected)
     # Products cancel where rows are close: none that is equal must be left out.
-    slack = 1e-12 * (np.abs(expected) ** 2).sum(axis=1)
+    slack = 1e-12 * (np.abs(finite_part(expected)) ** 2).sum(axis=1)
     near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
     for i, j in np.argwhere(np.triu(near, 1)):
-        if (np.abs(expected[i] - expected[j]) <= bounds[i] + bounds[j]).all():
+        if _within(expected[i], expected[j], bounds[i] + bounds[j]):
             label[label == label[j]] = label[i]
     return label
 
 
 def _distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Squares of the distances between rows."""
-    powers = [(np.abs(x) ** 2).sum(axis=1) for x in (first, second)]
+    """Squares of the distances between rows; infinite where infinities differ."""
+    whole = [finite_part(x) for x in (first, second)]
+    powers = [(np.abs(x) ** 2).sum(axis=1) for x in whole]
     squares: np.ndarray = powers[0][:, None] + powers[1]
-    squares = squares - 2 * (first @ second.conj().T).real
-    return squares
+    squares = squares - 2 * (whole[0] @ whole[1].conj().T).real
+    signs = [infinities(x) for x in (first, second)]
+    if not any(x.any() for x in signs):
+        return squares
+    # Of two rows of -1, 0 and 1: the square of their distance, 0 where they are equal.
+    counts = [(x**2).sum(axis=1) for x in signs]
+    differ = counts[0][:, None] + counts[1] - 2 * (signs[0] @ signs[1].T)
+    return np.where(differ > 0, np.inf, squares)

@@ -1,7 +1,7 @@
 """The judge that says where: a candidate's gradient, and its first wrong value."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import jax
@@ -156,6 +156,11 @@ def tracer(
         if difference is None and report.failures:
             difference = _beyond_taps(report, findings, result[1], parts, w)
         notes = list(findings.notes)
+        if examples and all(passage.layout.axis is None for passage in own):
+            notes.append(
+                "no tapped value has an axis of examples, as far as can be seen: "
+                "values are compared as wholes, and not those of parts of the batch"
+            )
         if difference is not None and report.ok:
             notes.append("a tap differs, yet loss and gradient are right")
         return Trace(report, difference, tuple(findings.right), tuple(notes))
@@ -166,6 +171,8 @@ def tracer(
 def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
     """The candidate, of whose first call the taps and the result are put by."""
 
+    # Marked as a wrapper: the judge looks for random numbers in what is wrapped.
+    @wraps(candidate)
     def recorded(params: PyTree, batch: PyTree) -> Any:
         # It may be called again, to see whether its results repeat.
         if first:

@@ -1,5 +1,6 @@
-"""Where a tapped value has its examples: the axis, by tracing one example more."""
+"""Where a tapped value has its examples: the axis, by tracing more examples."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -58,30 +59,47 @@ class Layout(NamedTuple):
         return own + self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
 
+def finite_part(array: np.ndarray) -> np.ndarray:
+    """The array with 0 in the place of infinities, which are compared by themselves."""
+    return np.where(np.isinf(array), 0, array)
+
+
+def infinities(array: np.ndarray) -> np.ndarray:
+    """1 or -1 where the array is infinite, 0 elsewhere."""
+    return np.where(np.isinf(array), np.sign(np.nan_to_num(array.real)), 0)
+
+
 def layouts(
     loss_fn: Callable[[Any, Any], Any], params: PyTree, batch: PyTree, examples: int
 ) -> dict[tuple[str, Shape], Layout]:
     """The layout of every tapped value by its name and shape; for use in a recording.
 
-    A value whose size does not change by one example more has no axis of examples.
+    A value whose size does not change with the number of examples has no axis of them.
     """
-    larger = jax.tree.map(lambda x: jnp.concatenate([x, x[-1:]]), batch)
-    found = [_tapped(loss_fn, params, given) for given in (batch, larger)]
-    if [name for name, _ in found[0]] != [name for name, _ in found[1]]:
-        found[1] = found[0]  # Another program for another size: nothing to learn.
-    return {
-        (name, shape): _layout(shape, other, examples)
-        for (name, shape), (_, other) in zip(*found, strict=True)
-    }
+    own = _tapped(loss_fn, params, batch)
+    # A loss that divides its batch into equal parts takes twice as many, not one more.
+    for more in (1, examples):
+        larger = jax.tree.map(
+            lambda x, more=more: jnp.concatenate([x, x[-more:]]), batch
+        )
+        # Another program, or none, for another size: nothing to learn.
+        with contextlib.suppress(TypeError, ValueError):
+            found = _tapped(loss_fn, params, larger)
+            if [name for name, _ in own] == [name for name, _ in found]:
+                return {
+                    (name, shape): _layout(shape, other, examples, more)
+                    for (name, shape), (_, other) in zip(own, found, strict=True)
+                }
+    return {}
 
 
-def _layout(shape: Shape, larger: Shape, examples: int) -> Layout:
+def _layout(shape: Shape, larger: Shape, examples: int, more: int) -> Layout:
     axes = [i for i, (a, b) in enumerate(zip(shape, larger, strict=False)) if a != b]
     if len(shape) != len(larger) or len(axes) != 1:
         return Layout(shape, None, 1)
     (axis,) = axes
-    each = larger[axis] - shape[axis]
-    if each * examples != shape[axis]:
+    each, rest = divmod(larger[axis] - shape[axis], more)
+    if rest or each * examples != shape[axis]:
         return Layout(shape, None, 1)
     return Layout(shape, axis, each)
 

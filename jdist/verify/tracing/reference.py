@@ -24,7 +24,7 @@ from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.lockstep import Perturbation, Position, PrecisionPair, run
 from jdist.verify.measure import magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
-from jdist.verify.tracing.layout import Layout, Shape, layouts
+from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import TapRecording
 
@@ -83,7 +83,8 @@ def passages(
       examples: How many the batch has; None if that is not known, and all values are
         compared as wholes.
     """
-    params, batch = jax.tree.map(jnp.asarray, (params, batch))
+    # As the reference takes them, before double precision would take them otherwise.
+    params, batch, weights = jax.tree.map(jnp.asarray, (params, batch, weights))
     value_and_gradient = differentiated(reduced(loss_fn, reduction))
     with TapRecording():
         program = jax.make_jaxpr(value_and_gradient)(params, batch, weights)
@@ -164,14 +165,13 @@ class _Seen:
 
     def _rows(self, key: Any, layout: Layout, accumulation: DTypeLike | None) -> Rows:
         """The rows of the first value at a position, over all draws."""
-        draws = self._draws[key]
+        draws = {d: list(map(finite_part, x)) for d, x in self._draws[key].items()}
+        shown = self._draws[key][0][0]
         rounded, exact = draws[0][:2]
         squares = sum(abs(draws[d][1] - exact) ** 2 for d in range(1, DRAWS + 1))
         drift = rounded.astype(exact.dtype) - exact
         variance = np.maximum(abs(drift) ** 2, squares / (self.factor**2 * DRAWS))
-        parts = [
-            _split(layout, x) for x in (exact, abs(exact), drift, variance, rounded)
-        ]
+        parts = [_split(layout, x) for x in (exact, abs(exact), drift, variance, shown)]
         adding = accumulated(rounded.dtype, accumulation)
         bounds = [
             measured_bound(

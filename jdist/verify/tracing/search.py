@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist.verify.diagnosis import likeness
 from jdist.verify.tracing.alignment import NONE, Aligned, align
+from jdist.verify.tracing.layout import finite_part
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 from jdist.verify.tracing.report import Difference
@@ -90,11 +91,17 @@ def _aligned(
     if absent and records:
         notes.append(f"not reached by the candidate: {', '.join(sorted(absent))}")
     own_names = {p.name for p in passages}
-    misfits = {(r.name, r.value.shape) for r in records if id(r) not in fitting}
-    for name, shape in sorted(misfits):
-        reason = f"where its shape is {shape}" if name in own_names else "in the loss"
-        verb = "was not compared" if name in own_names else "is no tap"
-        notes.append(f"{name} {verb} {reason}")
+    strange = sorted({r.name for r in records} - own_names)
+    notes += [f"{name} is no tap in the loss" for name in strange]
+    misfits = {
+        (r.name, r.value.shape)
+        for r in records
+        if id(r) not in fitting and r.name in own_names
+    }
+    notes += [
+        f"{name} was not compared where its shape is {shape}"
+        for name, shape in sorted(misfits)
+    ]
     return found
 
 
@@ -206,6 +213,7 @@ def _assigned(
 
 def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """The magnitude of the cosine between rows; 0 where one is 0 or not finite."""
+    first, second = finite_part(first), finite_part(second)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         sizes = [np.linalg.norm(x, axis=1, keepdims=True) for x in (first, second)]
         cosine = abs((first / sizes[0]) @ (second / sizes[1]).conj().T)
@@ -256,6 +264,11 @@ class _Backward:
             if not (whole or any(self.counted[e] for _, e in members)):
                 continue  # A trainer may weight its examples' gradients afterwards.
             found, expected, allowed = self._sums(own, label, members)
+            if sum(p == place for p, _ in members) > 1 and not whole:
+                # Equal examples: which cotangent is whose, and which is a copy, cannot
+                # be told. Their direction can.
+                factor = _fitted(expected, found)
+                expected, allowed = factor * expected, abs(factor) * allowed
             if not np.abs(expected).any() and not np.abs(found).any():
                 continue
             if not (np.abs(found - expected) <= allowed).all():
@@ -308,7 +321,7 @@ class _Backward:
         power = float(np.vdot(total, total).real)
         if power == 0:
             return
-        factor = (np.vdot(total, found) / power).item()
+        factor = _fitted(total, found)
         width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
         for key in keys:
             table[key] = factor
@@ -338,6 +351,13 @@ class _Backward:
         others[passage.label] = expected
         ratio, words = _described(passage, others, found, allowed, known)
         return Difference("backward", passage.label, examples, ratio, words)
+
+
+def _fitted(expected: np.ndarray, found: np.ndarray) -> complex:
+    """The factor with which one comes nearest to the other; 1 where it is all 0."""
+    power = float(np.vdot(expected, expected).real)
+    factor: complex = (np.vdot(expected, found) / power).item() if power else 1.0
+    return factor
 
 
 def _total(rows: np.ndarray) -> np.ndarray:
@@ -386,20 +406,22 @@ def _described(
 ) -> tuple[float, str]:
     """The largest error/bound of several examples, and what they look like."""
     expected = wanted[passage.label]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        error = np.abs(found - expected)
-        ratio = np.where(error == 0, 0, error / bounds)
-    if not np.isfinite(found).all():
-        row, entry = divmod(int(np.argmin(np.isfinite(found))), found.shape[1])
+    usual = np.isfinite(found) | (found == expected)
+    if not usual.all():
+        row, entry = divmod(int(np.argmin(usual)), found.shape[1])
         return float("inf"), f"not finite: {_at(passage, found, row, entry, examples)}"
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where(found == expected, 0, np.abs(found - expected))
+        ratio = np.where(error == 0, 0, error / bounds)
     row, entry = divmod(int(np.argmax(ratio)), ratio.shape[1])
     words = (
         f"expected {expected[row, entry]:.6g}, got "
         f"{_at(passage, found, row, entry, examples)}"
     )
-    alike = likeness(passage.label, wanted, found)
+    whole = {label: finite_part(x) for label, x in wanted.items()}
+    alike = likeness(passage.label, whole, finite_part(found))
     if not alike:
-        alike = _cosine_words(expected, found)
+        alike = _cosine_words(finite_part(expected), finite_part(found))
     return float(ratio[row, entry]), f"{words}; {alike}"
 
 

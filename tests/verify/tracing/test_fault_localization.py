@@ -245,3 +245,125 @@ def test_a_loss_without_taps_is_refused():
             lambda w, x: (x - w) ** 2, jnp.array(0.5), jnp.array([1.0, 3.0]), None,
             seed=None,
         )  # fmt: skip
+
+
+def parts_of(loss, *sizes, own=None):
+    """The mean of sums over parts of the batch; `own(number)` is another loss there."""
+    total = jax.jit(
+        jax.value_and_grad(lambda p, rows, f: f(p, rows).sum()), static_argnums=2
+    )
+
+    def candidate(params, rows):
+        starts = np.cumsum((0, *sizes))
+        parts = [
+            total(
+                params,
+                jax.tree.map(lambda x, a=a, n=n: x[a : a + n], rows),
+                (own and own(number)) or loss,
+            )
+            for number, (a, n) in enumerate(zip(starts, sizes, strict=False))
+        ]
+        return jax.tree.map(lambda *x: sum(x) / np.float32(sum(sizes)), *parts)
+
+    return candidate
+
+
+def attending(heat=1.0, minus=-jnp.inf):
+    """A loss with an attention over what a mask of the batch leaves."""
+
+    def loss(w, rows):
+        logits = rows["x"] @ w
+        masked = verify.tap(jnp.where(rows["mask"], logits, minus), "masked")
+        shares = verify.tap(jax.nn.softmax(masked * heat, axis=-1), "shares")
+        return (shares * rows["x"].mean(axis=-1)).sum(axis=-1) ** 2
+
+    return loss
+
+
+def test_infinities_that_are_equal_are_equal(rng):
+    """As in masked logits: a right program is right, and a wrong one has its place."""
+    x = jnp.asarray(rng.normal(size=(8, 5, 3)), jnp.float32)
+    mask = jnp.asarray(rng.random((8, 5)) < 0.6).at[:, 0].set(True)
+    w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": mask}
+    loss = attending()
+    judged = verify.tracer(loss, w, rows, seed=None)
+    right = judged(parts_of(loss, 1, 7))
+    assert right.raise_if_failed().difference is None
+    assert right.right[0] == "forward masked"
+    assert right.notes == ()
+
+    wrongs = {"shares": attending(heat=1.01), "masked": attending(minus=-3.0)}
+    for place, wrong in wrongs.items():
+        trace = judged(parts_of(loss, 3, 5, own=lambda part, f=wrong: part and f))
+        assert not trace.ok
+        found = trace.difference
+        assert (found.direction, found.tap) == ("forward", place)
+        if place == "masked":
+            assert set(found.examples) == {e for e in range(3, 8) if not mask[e].all()}
+
+
+def test_weights_may_be_numpys_own(rng):
+    """Of float64, while the reference computes in float32."""
+    x = jnp.asarray(rng.normal(size=(7, 3)), jnp.float32)
+    own = rng.uniform(1, 2, size=7)
+    loss = lambda w, x: verify.tap(x @ w, "y") ** 2  # noqa: E731
+
+    def candidate(w, x):
+        share = jnp.asarray(own / own.sum(), jnp.float32)
+        return jax.value_and_grad(lambda w: (share * loss(w, x)).sum())(w)
+
+    w = jnp.asarray(rng.normal(size=3), jnp.float32)
+    with jax.enable_x64(False):
+        trace = verify.trace(loss, w, x, candidate, weights=own, seed=None)
+    assert trace.raise_if_failed().difference is None
+
+
+def test_equal_examples_in_parts_of_other_sizes(rng):
+    """Each part takes its own mean: which cotangent is whose cannot be told."""
+    x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    x = x.at[5].set(x[0])
+    w = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+
+    def loss(w, x):
+        hidden = verify.tap(jnp.tanh(x @ w), "hidden")
+        return verify.tap((hidden**2).sum(axis=1), "out") ** 2
+
+    def candidate(w, x):
+        part = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x).mean()))
+        (a, da), (b, db) = part(w, x[:1]), part(w, x[1:])
+        return (a + 7 * b) / 8, (da + 7 * db) / 8
+
+    trace = verify.trace(loss, w, x, candidate, seed=None)
+    assert trace.raise_if_failed().difference is None
+    assert trace.notes == ()
+
+
+@pytest.mark.parametrize("most", [12, 6])
+def test_a_loss_for_some_sizes_only(rng, most):
+    """Twice the batch shows where the examples are; where it cannot, a note says so."""
+    x = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=3), jnp.float32)
+
+    def loss(w, x):
+        if len(x) > most:
+            raise ValueError("too many")
+        pairs = x if len(x) == 1 else x.reshape(2, -1, 3)
+        return verify.tap((pairs @ w).reshape(-1), "y") ** 2
+
+    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), seed=None)
+    assert trace.raise_if_failed().difference is None
+    if most == 12:
+        assert trace.notes == ()
+    else:
+        assert any("no tapped value has an axis of exam" in x for x in trace.notes)
+
+
+def test_a_strange_tap_is_named_once(judged):
+    """Whatever the shapes are in which it is met."""
+
+    def strange(params, rows):
+        return losses(params, {**rows, "x": verify.tap(rows["x"], "strange")})
+
+    trace = judged(accumulated(lambda number: strange))
+    told = [note for note in trace.notes if "strange" in note]
+    assert told == ["strange is no tap in the loss"]
