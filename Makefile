@@ -9,7 +9,7 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all lint parity bench clean help
+.PHONY: run test test-all lint targets parity bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -19,16 +19,19 @@ run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal o
 	$(BIN)/python -m experiments data_parallel_equivalence --quick
 
 test: $(VENV)/.test  ## set up, then run the tests, but for those that take long
-	$(PYTEST) -m "not parity and not thorough"
+	$(PYTEST) -m "not parity and not thorough and not compilers"
 
 test-all: $(VENV)/.test  ## all tests, and programs compiled as users have them
-	JDIST_THOROUGH=1 $(PYTEST) -m "not parity"
+	JDIST_THOROUGH=1 $(PYTEST) -m "not parity and not compilers"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+targets: $(VENV)/.targets  ## compile every family of programs for TPUs and H100s, which need not be here
+	JDIST_THOROUGH=1 $(BIN)/python -m pytest -q -m compilers tests/targets
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
 	JDIST_THOROUGH=1 $(BIN)/python -m pytest -m parity tests

@@ -30,7 +30,9 @@ class CanBeLowered(Protocol):
 
 
 def compile(
-    fn: Callable[..., PyTree] | CanBeLowered, *shapes: PyTree, target: Hardware
+    fn: Callable[..., PyTree] | CanBeLowered | Lowered,
+    *shapes: PyTree,
+    target: Hardware,
 ) -> CompiledProgram:
     """Compiles a function for hardware that is not here, and reports on the program.
 
@@ -38,7 +40,8 @@ def compile(
 
     Args:
       fn: A function, or one that was jitted (`donate_argnums` counts then), or whatever
-        has a method `lower`.
+        has a method `lower`; or what was lowered for devices of the target already,
+        such as the programs of `Pipeline.lower`, and then no shapes.
       *shapes: Its arguments. Arrays and `jax.ShapeDtypeStruct`s give shapes; one with a
         sharding over `target.mesh(...)` is laid out by it, and all others are
         replicated over the same mesh. On a target of one chip none needs a sharding.
@@ -46,7 +49,8 @@ def compile(
       target: The hardware, from `targets.target`.
 
     Raises:
-      TypeError: `fn` can be neither called nor lowered.
+      TypeError: `fn` can be neither called nor lowered; or shapes are given with what
+        was lowered already.
       ValueError: No argument has a sharding, or one is of other devices than the
         target's; or the function calls back to the host and the compiler of GPUs, which
         has no host here, cannot lower it.
@@ -63,6 +67,12 @@ def compile(
       >>> found.fits, found.flops, found.bytes_per_device.outputs
       (True, 131072, 4096)
     """
+    if isinstance(fn, Lowered):
+        if shapes:
+            rule = "must be left out where the program was lowered already"
+            got = f"{len(shapes)} arguments"
+            raise TypeError(requirement("compile(shapes=...)", rule, got))
+        return _compiled(fn, target)
     devices = target.devices
     if not callable(fn) and not hasattr(fn, "lower"):
         rule = "must be a function or have a method `lower`"
@@ -70,7 +80,10 @@ def compile(
     default = _default_sharding(shapes, target, devices)
     placed = jax.tree.map(lambda leaf: _shape(leaf, default), shapes)
     lowerable: CanBeLowered = fn if hasattr(fn, "lower") else jax.jit(fn)
-    lowered = _lowered(lowerable, placed, target)
+    return _compiled(_lowered(lowerable, placed, target), target)
+
+
+def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
     before = lowered.as_text("hlo")
     found = CompiledProgram(
         target.name,

@@ -44,6 +44,15 @@ def test_a_product_on_one_device():
     assert found.collectives == found.float64 == found.host_callbacks == ()
 
 
+def test_what_was_lowered_already_takes_no_shapes():
+    x = shape((8, 16))
+    lowered = jax.jit(lambda x: x @ x.T).lower(x)
+    found = targets.compile(lowered, target=ONE)
+    assert found.flops == 2 * 8 * 16 * 8
+    with pytest.raises(TypeError, match="must be left out where the program was low"):
+        targets.compile(lowered, x, target=ONE)
+
+
 def test_a_sum_over_a_mesh():
     """One all-reduce of the gradient; shapes without a sharding are replicated."""
     mesh = FOUR.mesh({"data": 4})

@@ -78,12 +78,11 @@ def rprop(
         param: jax.Array, grad: jax.Array, state: RpropState, h: SimpleNamespace
     ) -> tuple[Update, RpropState]:
         grad = ascending(grad, h)
-        shrink, grow = h.etas
+        # Of two Python numbers `where` would make float64, where that is switched on.
+        shrink, grow, same = (jnp.asarray(x, param.dtype) for x in (*h.etas, 1.0))
         # At the first step prev is 0 and so is the product: the length stays lr.
         agreement = grad * state.prev
-        factor = jnp.where(
-            agreement > 0, grow, jnp.where(agreement < 0, shrink, 1.0)
-        ).astype(param.dtype)
+        factor = jnp.where(agreement > 0, grow, jnp.where(agreement < 0, shrink, same))
         # torch makes the state at the first step, so that the rate of that step counts.
         length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
         # Clipped also at the first step, as in torch.

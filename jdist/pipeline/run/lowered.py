@@ -39,10 +39,13 @@ class LoweredPrograms:
 
     Programs of one name and equal shapes are one: workers that share a stage run the
     same one.
+
+    Args:
+      places: See `Ahead`.
     """
 
-    def __init__(self) -> None:
-        self._ahead = Ahead(places=True)
+    def __init__(self, *, places: bool = True) -> None:
+        self._ahead = Ahead(places=places)
         self._found: dict[str, jax.stages.Traced] = {}
         self._known: dict[Any, str] = {}
 

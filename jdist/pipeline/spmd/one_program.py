@@ -152,7 +152,8 @@ class OneProgramExecutor(Executor):
             weights,
             totals,
         )
-        found = LoweredPrograms()
+        # To find the places of its results it would be compiled: they are known.
+        found = LoweredPrograms(places=False)
         _, grads, square = found.named("all stages")(program.run, whole, Feed(*feed))
         if update is not None:
             for j, tree in own.items():

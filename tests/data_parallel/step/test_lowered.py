@@ -184,7 +184,9 @@ def test_every_optimizer_is_lowered_under_jit(name, problem):
     opt = OPTIMIZERS[name](lr=0.1)
     of_shapes = shapes(params)
     state = jax.eval_shape(opt.init, of_shapes)
-    program = jax.jit(opt.step).lower(of_shapes, of_shapes, state).compile()
+    lowered = jax.jit(opt.step).lower(of_shapes, of_shapes, state)
+    assert "xf64>" not in lowered.as_text()  # Although 64-bit types are switched on.
+    program = lowered.compile()
     grads = jax.tree.map(lambda x: 0.3 * x, params)
     found = program(params, grads, opt.init(params))
     expected = jax.jit(opt.step)(params, grads, opt.init(params))

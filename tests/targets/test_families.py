@@ -1,0 +1,374 @@
+"""One program of every family, compiled for a TPU slice and for H100s in two hosts.
+
+Each is lowered from shapes by the public way, under 64-bit types, which float32 arrays
+must not become. What is counted is what the compiler made of it.
+"""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jdist import data_parallel, optim, pipeline, targets
+from jdist.data_parallel import hooks
+from jdist.segment import segment
+
+pytestmark = pytest.mark.compilers
+
+KIB = 1024
+WIDE, NARROW, ROWS = 1024, 256, 64
+
+
+@pytest.fixture(scope="module", params=["v5e:2x2", "h100:2x2"])
+def hardware(request):
+    return targets.target(request.param)
+
+
+def shape(*sizes, dtype=jnp.float32, at=None):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=at)
+
+
+def bytes_of(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def float64_arrays(lowered):
+    """Of more numbers than the totals of micro-batches are, which may be wider."""
+    text = lowered.as_text()
+    found = re.findall(r"tensor<((?:\d+x)+)(?:f64|complex<f64>)>", text)
+    return [x for x in found if math.prod(map(int, x.split("x")[:-1])) > 64]
+
+
+def compiled(lowered, hardware):
+    """The report of a program that fits, with no float64 array and no callback."""
+    assert float64_arrays(lowered) == []
+    found = targets.compile(lowered, target=hardware)
+    assert found.fits, found.refused
+    assert found.host_callbacks == ()
+    return found
+
+
+def moved(found):
+    """Kinds of the collectives that move arrays; scalars and totals are no arrays."""
+    kinds = Counter()
+    for each in found.collectives:
+        if each.bytes >= KIB:
+            kinds[each.kind] += each.count
+        else:
+            assert each.kind in ("all-reduce", "all-gather")
+    return kinds
+
+
+def losses(params, batch):
+    x, y = batch
+    h = jnp.tanh(x @ params["w"])
+    return ((h @ params["v"])[:, 0] - y) ** 2
+
+
+PARAMS = {"w": shape(WIDE, NARROW), "v": shape(NARROW, WIDE), "unused": shape(128)}
+BATCH = (shape(ROWS, WIDE), shape(ROWS)), shape(ROWS)
+
+
+@pytest.fixture(scope="module")
+def mesh(hardware):
+    return hardware.mesh({"data": hardware.chips})
+
+
+def gathered(hardware):
+    """How a gather of one row from each device is compiled.
+
+    XLA makes of it a sum of rows that are zero elsewhere on TPUs.
+    """
+    return "all-reduce" if hardware.chip.platform == "tpu" else "all-gather"
+
+
+# --- data parallelism ---
+
+
+@pytest.mark.parametrize(("cap", "buckets"), [(0, 2), (1000, 1)])
+def test_one_all_reduce_for_each_bucket(hardware, mesh, cap, buckets):
+    fn = data_parallel.value_and_grad(losses, mesh, bucket_cap_mb=cap)
+    found = compiled(jax.jit(fn).lower(PARAMS, *BATCH), hardware)
+    assert moved(found) == {"all-reduce": buckets}
+
+
+def test_one_gather_where_gradients_are_gathered(hardware, mesh):
+    options = {"method": "all_gather", "bucket_cap_mb": 1000}
+    fn = data_parallel.value_and_grad(losses, mesh, **options)
+    found = compiled(jax.jit(fn).lower(PARAMS, *BATCH), hardware)
+    assert moved(found) == {gathered(hardware): 1}
+
+
+def steps(mesh):
+    """By name: the step, and collectives that move arrays; "gather" by the platform."""
+
+    def made(optimizer=None, **options):
+        chosen = optimizer or optim.adam()
+        return data_parallel.train_step(losses, chosen, mesh, **options)
+
+    return {
+        "adam": (made(), {"all-reduce": 2}),
+        "one bucket": (made(bucket_cap_mb=1000), {"all-reduce": 1}),
+        "accumulation": (made(accumulate=2, max_norm=1.0), {"all-reduce": 2}),
+        "bf16": (made(hook=hooks.bf16()), {"all-reduce": 2}),
+        "int8": (made(hook=hooks.int8_per_tensor()), {"gather": 2}),
+        # The first steps send whole gradients; both ways are in the program.
+        "powerSGD": (made(hook=hooks.power_sgd(rank=2)), {"all-reduce": 6}),
+        "masters": (
+            made(optim.with_master_weights(optim.adam(), compute_dtype=jnp.bfloat16)),
+            {"all-reduce": 2},
+        ),
+    }
+
+
+STEPS = ["adam", "one bucket", "accumulation", "bf16", "int8", "powerSGD", "masters"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_reduces_each_bucket_and_donates_its_state(hardware, mesh, name):
+    step, expected = steps(mesh)[name]
+    params, batch = PARAMS, BATCH
+    if name == "masters":
+        params, batch = jax.tree.map(
+            lambda x: x.update(dtype=jnp.bfloat16), (PARAMS, BATCH[0])
+        )
+        batch = batch, BATCH[1]
+        masters = step.optimizer.init
+        state = step.init(params, opt_state=jax.eval_shape(masters, PARAMS))
+    else:
+        state = step.init(params)
+    found = compiled(step.lower(state, *batch), hardware)
+    kinds = moved(found)
+    if name == "powerSGD":
+        assert {*kinds} == {"all-reduce"}
+    else:
+        kind = {"gather": gathered(hardware)}
+        assert kinds == {kind.get(k, k): n for k, n in expected.items()}
+    assert found.donated_in_vain == ()
+    # Every array of the state is written where it was read.
+    assert found.bytes_per_device.aliased >= bytes_of((state.params, state.opt_state))
+
+
+def test_a_hook_of_bfloat16_halves_what_travels(hardware, mesh):
+    plain, half = (steps(mesh)[name][0] for name in ("adam", "bf16"))
+    sent = [
+        sum(
+            each.bytes
+            for each in compiled(
+                step.lower(step.init(PARAMS), *BATCH), hardware
+            ).collectives
+            if each.bytes >= KIB
+        )
+        for step in (plain, half)
+    ]
+    assert sent[1] * 2 == pytest.approx(sent[0], rel=1e-3)
+
+
+def test_zero_divides_the_state_and_gathers_parameters(hardware, mesh):
+    """A gradient is summed whole, or scattered where the compiler sees the slice."""
+    chips = hardware.chips
+    step = data_parallel.train_step(
+        losses, data_parallel.zero(optim.adam(), mesh), mesh
+    )
+    state = step.init(PARAMS)
+    found = compiled(step.lower(state, *BATCH), hardware)
+    kinds = moved(found)
+    assert kinds["all-reduce"] + kinds["reduce-scatter"] == 2
+    assert kinds["all-gather"] >= 1
+    assert {*kinds} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert found.donated_in_vain == ()
+    whole = bytes_of((PARAMS, BATCH)) + bytes_of(state.opt_state) / chips
+    assert found.bytes_per_device.arguments <= whole + 16 * KIB
+
+
+def test_parameters_divided_over_the_model_axis_stay_so(hardware):
+    mesh = hardware.mesh({"data": 2, "model": 2})
+    params = {
+        "w": shape(WIDE, NARROW, at=NamedSharding(mesh, PartitionSpec(None, "model"))),
+        "v": shape(NARROW, WIDE, at=NamedSharding(mesh, PartitionSpec("model"))),
+        "unused": shape(128),
+    }
+    step = data_parallel.train_step(losses, optim.adam(), mesh)
+    state = step.init(params)
+    found = compiled(step.lower(state, *BATCH), hardware)
+    assert {*moved(found)} == {"all-reduce"}
+    halves = bytes_of((params, state.opt_state, BATCH)) / 2
+    assert found.bytes_per_device.arguments <= halves + 16 * KIB
+
+
+def test_an_evaluation_moves_no_array(hardware, mesh):
+    step = data_parallel.train_step(losses, optim.adam(), mesh)
+    bare = step.init(PARAMS)._replace(opt_state=None)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.tree.map(lambda x: x.update(sharding=rows), BATCH)
+    found = compiled(step.evaluated.lower(bare, *batch), hardware)
+    assert not moved(found)
+
+
+# --- optimizers and segments ---
+
+
+@pytest.mark.parametrize("name", sorted(optim.functional_optim_map))
+def test_an_optimizer_steps_in_place(hardware, name):
+    opt = getattr(optim, name.lower())(lr=0.1)
+    at = SingleDeviceSharding(hardware.devices[0])
+    params = {"w": shape(WIDE, NARROW, at=at)}
+    state = jax.eval_shape(opt.init, params)
+    step = jax.jit(opt.step, donate_argnums=(0, 2))
+    found = compiled(step.lower(params, params, state), hardware)
+    assert found.collectives == ()
+    assert found.donated_in_vain == ()
+    assert found.bytes_per_device.aliased >= bytes_of((params, state))
+
+
+@pytest.mark.parametrize("recompute", [False, True, "dots"])
+def test_a_segment_keeps_the_bytes_that_it_promises(hardware, recompute):
+    """Not a byte of its weights, nor of what is made of them."""
+
+    def layer(params, x):
+        wide = params["b"].astype(jnp.float32)
+        return jnp.tanh(jnp.tanh(x @ params["a"]) @ wide).astype(jnp.bfloat16)
+
+    at = SingleDeviceSharding(hardware.devices[0])
+    params = {
+        "a": shape(WIDE, NARROW, at=at),
+        "b": shape(NARROW, WIDE, dtype=jnp.bfloat16),
+    }
+    lowered = segment(layer, recompute=recompute).lower(params, shape(ROWS, WIDE))
+    forward = compiled(lowered.forward, hardware)
+    returned = bytes_of(shape(ROWS, WIDE, dtype=jnp.bfloat16))
+    written = forward.bytes_per_device.outputs
+    promised = returned + bytes_of(lowered.computed)
+    assert promised <= written <= promised + KIB  # And the table of their addresses.
+    activations = {(ROWS, NARROW), (ROWS, WIDE)}
+    assert {x.shape for x in lowered.computed} <= activations
+    assert bool(lowered.computed) is (recompute is not True)
+    assert compiled(lowered.backward, hardware).collectives == ()
+
+
+# --- pipelines ---
+
+
+def layer(params, x):
+    return x + jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def squares(y, batch):
+    return ((y - batch["target"]) ** 2).sum(-1)
+
+
+def stages(count):
+    names = ["x", *(f"h{j}" for j in range(1, count)), "y"]
+    return [pipeline.Stage(layer, (names[j],), (names[j + 1],)) for j in range(count)]
+
+
+LAYER = {"a": shape(512, 2048), "b": shape(2048, 512)}
+
+
+def batch_of(rows):
+    return {"x": shape(rows, 512), "target": shape(rows, 512)}
+
+
+@pytest.fixture(scope="module")
+def one_program(hardware):
+    """By family, stages and micro-batches of 4096 rows: the report."""
+    found = {}
+    cases = (("1F1B", 4, 4), ("1F1B", 4, 8), ("1F1B", 2, 8), ("GPipe", 4, 4))
+    for family, count, micro in (*cases, ("GPipe", 4, 8)):
+        make = {"1F1B": pipeline.one_f_one_b, "GPipe": pipeline.gpipe}[family]
+        axes = (AxisType.Auto,)
+        devices = np.array(hardware.devices[:count])
+        line = jax.sharding.Mesh(devices, ("stage",), axis_types=axes)
+        pipe = pipeline.Pipeline(stages(count), squares, make(count, micro), line)
+        lowered = pipe.lower([LAYER] * count, batch_of(4096 * micro))
+        (program,) = lowered.values()
+        found[family, count, micro] = compiled(program, hardware)
+    return found
+
+
+HELD = 4096 * 2048 * 4
+"""Bytes of the tanh, which a stage keeps of a micro-batch. Its input, a quarter as
+large, a TPU may keep on the chip itself."""
+
+
+def test_one_program_permutes_and_does_nothing_else(one_program):
+    """Values go one way, cotangents the other; the loss is a number."""
+    for (_, count, _), found in one_program.items():
+        kinds = Counter(each.kind for each in found.collectives if each.bytes >= KIB)
+        # Between two workers one permutation serves both ways.
+        assert kinds == {"collective-permute": 1 if count == 2 else 2}
+
+
+def test_memory_of_1f1b_grows_with_stages_and_gpipes_with_micro_batches(one_program):
+    used = {
+        case: found.bytes_per_device.temporaries for case, found in one_program.items()
+    }
+    assert abs(used["1F1B", 4, 8] - used["1F1B", 4, 4]) < HELD / 16
+    assert used["GPipe", 4, 8] - used["GPipe", 4, 4] >= 4 * HELD
+    # Stage j of n holds n - j; one program is the same on all devices.
+    assert used["1F1B", 4, 8] - used["1F1B", 2, 8] >= 2 * HELD
+    assert used["GPipe", 4, 8] - used["1F1B", 4, 8] >= 4 * HELD
+
+
+@pytest.mark.parametrize("kind", ["1F1B", "zero bubble", "PipeDream"])
+def test_programs_of_stages_need_no_other_device(hardware, kind):
+    """Sums of gradients grow in place, and states are written where they were."""
+    own = list(hardware.devices[:2])
+    options = {"optimizer": optim.adam()}
+    if kind == "PipeDream":
+        pipe = pipeline.PipeDream(stages(2), squares, own, update_every=2, **options)
+    else:
+        make = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
+        made = make[kind](2, 4)
+        pipe = pipeline.Pipeline(stages(2), squares, made, own, max_norm=1.0, **options)
+    state = pipe.init([LAYER] * 2)
+    found = {
+        name: compiled(lowered, hardware)
+        for name, lowered in pipe.lower(state, batch_of(1024)).items()
+    }
+    for name, each in found.items():
+        assert each.collectives == (), name
+        assert each.donated_in_vain == (), name
+    adds = "backward, parameters" if kind == "zero bubble" else "backward"
+    for j in range(2):
+        summed = found[f"stage {j}: {adds}"].bytes_per_device.aliased
+        assert summed >= bytes_of(LAYER)
+        updated = found[f"stage {j}: update"].bytes_per_device.aliased
+        # PipeDream keeps older weights, which are not written over.
+        kept = (
+            state.opt_states[j] if kind == "PipeDream" else (LAYER, state.opt_states[j])
+        )
+        assert updated >= bytes_of(kept)
+
+
+# --- what the checks can tell ---
+
+
+def test_a_program_that_is_too_large_is_refused_with_what_it_wants(hardware, mesh):
+    rows = 3 * hardware.chip.memory // (4 * 2**16)
+    step = data_parallel.train_step(
+        lambda w, x: jnp.tanh(jnp.sort(x) @ w).sum(-1), optim.sgd(), mesh
+    )
+    state = step.init(shape(2**16, 128))
+    batch = shape(hardware.chips * (rows // 4 * 4), 2**16)
+    found = targets.compile(step.lower(state, batch), target=hardware)
+    assert not found.fits
+    assert found.wanted_bytes > 3 * hardware.chip.memory * 0.9
+
+
+def test_a_planted_float64_is_found(hardware, mesh):
+    def leaks(params, batch):
+        x, y = batch
+        wide = (x.astype(jnp.float64) * 1.5).astype(x.dtype)
+        return losses(params, (wide, y))
+
+    step = data_parallel.train_step(leaks, optim.adam(), mesh)
+    lowered = step.lower(step.init(PARAMS), *BATCH)
+    found = targets.compile(lowered, target=hardware)
+    assert any("mul" in place for place in found.float64)
+    assert float64_arrays(lowered)
