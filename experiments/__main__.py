@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", options.devices)
     if missing := _without_device():
         parser.error(missing)
-    settings = Settings(options.quick, options.devices, options.seed)
+    settings = Settings(options.quick, options.devices, options.seed, options.here)
     held = []
     for name in chosen:
         try:
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="shorter; says what it cannot judge"
     )
     parser.add_argument("--devices", type=int, default=8, help="at most so many (8)")
+    parser.add_argument(
+        "--here", action="store_true", help="accelerators: run on this machine's"
+    )
     parser.add_argument("--device", help="JAX platform: cpu, cuda, tpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"))

@@ -24,11 +24,13 @@ class Settings:
       quick: A shorter form. What it cannot judge it says.
       devices: How many devices to use at most.
       seed: Of everything random.
+      here: On the devices of this machine, where an experiment is about others too.
     """
 
     quick: bool = False
     devices: int = 8
     seed: int = 0
+    here: bool = False
 
 
 @dataclass(frozen=True, slots=True)

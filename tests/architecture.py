@@ -25,7 +25,7 @@ MAY_IMPORT = {
     | {"_checkpoint", "_fit", "rpc", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND
-    | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},
+    | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim", "targets"},
     "launch": GROUND | {"rpc"},
     "matrix": GROUND
     | {"autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment"},

@@ -4,6 +4,7 @@ Each is lowered from shapes by the public way, under 64-bit types, which float32
 must not become. What is counted is what the compiler made of it.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -274,12 +275,22 @@ def batch_of(rows):
     return {"x": shape(rows, 512), "target": shape(rows, 512)}
 
 
+CASES = [
+    ("1F1B", 4, 4),
+    ("1F1B", 4, 8),
+    ("1F1B", 2, 8),
+    ("GPipe", 4, 4),
+    ("GPipe", 4, 8),
+]
+"""Family, stages and micro-batches, of 4096 rows each."""
+
+
 @pytest.fixture(scope="module")
 def one_program(hardware):
-    """By family, stages and micro-batches of 4096 rows: the report."""
-    found = {}
-    cases = (("1F1B", 4, 4), ("1F1B", 4, 8), ("1F1B", 2, 8), ("GPipe", 4, 4))
-    for family, count, micro in (*cases, ("GPipe", 4, 8)):
+    """The report of a case, compiled when first asked for."""
+
+    @functools.cache
+    def report(family, count, micro):
         make = {"1F1B": pipeline.one_f_one_b, "GPipe": pipeline.gpipe}[family]
         axes = (AxisType.Auto,)
         devices = np.array(hardware.devices[:count])
@@ -287,8 +298,9 @@ def one_program(hardware):
         pipe = pipeline.Pipeline(stages(count), squares, make(count, micro), line)
         lowered = pipe.lower([LAYER] * count, batch_of(4096 * micro))
         (program,) = lowered.values()
-        found[family, count, micro] = compiled(program, hardware)
-    return found
+        return compiled(program, hardware)
+
+    return report
 
 
 HELD = 4096 * 2048 * 4
@@ -296,23 +308,23 @@ HELD = 4096 * 2048 * 4
 large, a TPU may keep on the chip itself."""
 
 
-def test_one_program_permutes_and_does_nothing_else(one_program):
+@pytest.mark.parametrize("case", CASES)
+def test_one_program_permutes_and_does_nothing_else(one_program, case):
     """Values go one way, cotangents the other; the loss is a number."""
-    for (_, count, _), found in one_program.items():
-        kinds = Counter(each.kind for each in found.collectives if each.bytes >= KIB)
-        # Between two workers one permutation serves both ways.
-        assert kinds == {"collective-permute": 1 if count == 2 else 2}
+    found = one_program(*case)
+    kinds = Counter(each.kind for each in found.collectives if each.bytes >= KIB)
+    # Between two workers one permutation serves both ways.
+    assert kinds == {"collective-permute": 1 if case[1] == 2 else 2}
 
 
 def test_memory_of_1f1b_grows_with_stages_and_gpipes_with_micro_batches(one_program):
-    used = {
-        case: found.bytes_per_device.temporaries for case, found in one_program.items()
-    }
-    assert abs(used["1F1B", 4, 8] - used["1F1B", 4, 4]) < HELD / 16
-    assert used["GPipe", 4, 8] - used["GPipe", 4, 4] >= 4 * HELD
+    used = {case: one_program(*case).bytes_per_device.temporaries for case in CASES}
+    scratch = HELD / 16  # Of the compiler's, which differs between programs.
+    assert abs(used["1F1B", 4, 8] - used["1F1B", 4, 4]) < scratch
+    assert used["GPipe", 4, 8] - used["GPipe", 4, 4] >= 4 * HELD - scratch
     # Stage j of n holds n - j; one program is the same on all devices.
-    assert used["1F1B", 4, 8] - used["1F1B", 2, 8] >= 2 * HELD
-    assert used["GPipe", 4, 8] - used["1F1B", 4, 8] >= 4 * HELD
+    assert used["1F1B", 4, 8] - used["1F1B", 2, 8] >= 2 * HELD - scratch
+    assert used["GPipe", 4, 8] - used["1F1B", 4, 8] >= 4 * HELD - scratch
 
 
 @pytest.mark.parametrize("kind", ["1F1B", "zero bubble", "PipeDream"])

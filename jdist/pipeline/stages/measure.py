@@ -1,4 +1,4 @@
-"""Measurement of a model's layers, which gives the profile for a plan."""
+"""Profiles of a model's layers for a plan: measured, or estimated for a target."""
 
 import statistics
 import time
@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
+from jdist import targets
+from jdist._compat import Ahead
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact
+from jdist._tree import PyTree, is_inexact, shapes_of
 from jdist.pipeline.plan.profile import Layer, Profile
 from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.stage import Stage, outputs_by_name
+from jdist.segment import Segment
 
 
 def profile(
@@ -21,19 +25,27 @@ def profile(
     *,
     repeats: int = 10,
     key: jax.Array | None = None,
+    target: targets.Hardware | None = None,
 ) -> Profile:
-    """Measures the costs of every layer by running it alone, forward and backward.
+    """The costs of every layer alone, forward and backward.
 
     Each layer is compiled into the two halves in which a pipeline runs it, warmed up,
     and timed until its results are computed; the median counts. It runs on the device
     of its parameters and inputs, with its state, and with a key if it takes one.
 
+    With a target nothing runs: the halves are compiled for one of its chips, and
+    seconds are an estimate by roofline (see `targets.Estimate`), with published figures
+    and without any latency. Layers alone are not fused with each other, so that what
+    lies between them is counted as written and read.
+
     Args:
       layers: In an order in which they can run. A value may be read by several layers
-        and written again; the newest counts, so that a chain needs no names.
-      batch: The inputs of the first layers: one micro-batch, of any pytrees.
+        and written again; the newest counts, so that a chain needs no names. With a
+        target their parameters and states may be shapes (`jax.ShapeDtypeStruct`).
+      batch: The inputs of the first layers: one micro-batch, of any pytrees, or shapes.
       repeats: Timed runs of each half.
       key: A PRNG key for the layers that take one; by default `jax.random.key(0)`.
+      target: Hardware to compile for, from `targets.target`; None: layers run here.
 
     Returns:
       Seconds, bytes of each output, bytes of parameters, and an edge from each layer
@@ -41,7 +53,9 @@ def profile(
 
     Raises:
       ValueError: There are no layers, two have one name, one reads a value that was
-        never written, or returns another number of outputs than it names.
+        never written, or returns another number of outputs than it names; or one alone
+        does not fit the target's chip.
+      Unavailable: The target's compiler is not installed; see `targets.compile`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,20 +72,29 @@ def profile(
             requirement("profile(layers=...)", "must not be empty", "none")
         )
     key = jax.random.key(0) if key is None else key
-    # On the device, so that transfers are not timed.
-    values = {name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()}
+    if target is None:
+        # On the device, so that transfers are not timed.
+        values = {
+            name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()
+        }
+    else:
+        values = {name: _on(target, value) for name, value in batch.items()}
     writer = {name: f"input_{name}" for name in values}
     found = [
         Layer(writer[name], f"Input: {name}", 0.0, 0.0, (0.0,), 0.0) for name in values
     ]
     edges: list[tuple[str, str]] = []
+    known: dict[str, float] = {}
     for module in layers:
         missing = [name for name in module.inputs if name not in values]
         if missing:
             rule = f"must write {missing[0]!r} before {module.name!r} reads it"
             raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
         inputs = [values[name] for name in module.inputs]
-        layer, outputs = _measured(module, inputs, key, repeats)
+        if target is None:
+            layer, outputs = _measured(module, inputs, key, repeats)
+        else:
+            layer, outputs = _compiled(module, inputs, key, target, known)
         # A layer that reads two values of one writer has one edge.
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
@@ -82,9 +105,7 @@ def profile(
     return Profile(tuple(found), tuple(edges))
 
 
-def _measured(
-    module: Module, inputs: Sequence[PyTree], key: jax.Array, repeats: int
-) -> tuple[Layer, dict[str, PyTree]]:
+def _halves(module: Module, inputs: Sequence[PyTree]) -> Segment:
     stage = Stage(
         module.fn,
         [str(number) for number in range(len(inputs))],
@@ -92,17 +113,68 @@ def _measured(
         keyed=module.keyed,
     )
     # Layers of one factory share code; the label says that each is compiled on purpose.
-    halves = stage.compiled(frozenset(), ("profile", module.name))
+    return stage.compiled(frozenset(), ("profile", module.name))
+
+
+def _cotangents(returned: PyTree) -> PyTree:
+    """Of all floating outputs; none flows into the state."""
+    return jax.tree.map(lambda y: y if is_inexact(y) else None, returned), None
+
+
+def _compiled(
+    module: Module,
+    inputs: Sequence[PyTree],
+    key: jax.Array,
+    target: targets.Hardware,
+    known: dict[str, float],
+) -> tuple[Layer, dict[str, PyTree]]:
+    ahead = Ahead()
+    halves = _halves(module, inputs).through(ahead)
+    params, state, key = (_on(target, x) for x in (module.params, module.state, key))
+    given = (params, state, tuple(inputs), key if module.keyed else None)
+    (returned, _), residuals = halves.forward(*given)
+    halves.backward(params, residuals, _cotangents(returned))
+    seconds = []
+    for traced in ahead.traced:
+        lowered = traced.lower()
+        # Equal layers, of which a transformer has many, are compiled once.
+        text = lowered.as_text()
+        if text not in known:
+            found = targets.compile(lowered, target=target)
+            if found.seconds is None or not found.fits:
+                rule = f"must fit a chip of {target.name}, also {module.name!r} alone"
+                got = found.refused
+                raise ValueError(requirement("profile(layers=...)", rule, got))
+            known[text] = found.seconds
+        seconds.append(known[text])
+    forward, backward = seconds
+    return _layer(module, returned, forward, backward)
+
+
+def _on(target: targets.Hardware, tree: PyTree) -> PyTree:
+    place = SingleDeviceSharding(target.devices[0])
+    return jax.tree.map(lambda x: x.update(sharding=place), shapes_of(tree))
+
+
+def _measured(
+    module: Module, inputs: Sequence[PyTree], key: jax.Array, repeats: int
+) -> tuple[Layer, dict[str, PyTree]]:
+    halves = _halves(module, inputs)
     given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
     (returned, _), residuals = halves.forward(*given)
-    call = f"profile(layers=...), {module.name!r}"
-    outputs = outputs_by_name(call, module.outputs, returned)
-    ones = jax.tree.map(lambda y: y if is_inexact(y) else None, returned)
-    cotangents = (ones, None)  # none flows into the state
+    cotangents = _cotangents(returned)
     forward = _seconds(lambda: halves.forward(*given), repeats)
     backward = _seconds(
         lambda: halves.backward(module.params, residuals, cotangents), repeats
     )
+    return _layer(module, returned, forward, backward)
+
+
+def _layer(
+    module: Module, returned: PyTree, forward: float, backward: float
+) -> tuple[Layer, dict[str, PyTree]]:
+    call = f"profile(layers=...), {module.name!r}"
+    outputs = outputs_by_name(call, module.outputs, returned)
     return (
         Layer(
             module.name,
@@ -129,4 +201,5 @@ def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
 
 
 def _nbytes(tree: PyTree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

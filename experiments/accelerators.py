@@ -1,0 +1,334 @@
+"""How would a ResNet-50 and a transformer train on three slices that are not here; and
+does what was proved on CPUs hold on the devices that are?
+
+Without `--here` the layers are compiled for each slice from shapes, cut into stages by
+their estimated times, and every stage's programs are compiled again as a whole: their
+memory, and the step that a simulation makes of their times under 1F1B. Nothing runs,
+and every second is an estimate by roofline. With `--here` small problems run on the
+devices of this machine.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments import _here
+from experiments._profiles import resnet_layers, sizes_for
+from experiments._result import Claim, Picture, Result, Settings
+from jdist import optim, pipeline, targets
+from jdist._errors import Unavailable
+
+SLICES = ("v5e:2x2", "v6e:2x2", "h100:1x4")
+GIB = 2**30
+DESCRIBED = targets.Hardware(
+    targets.Chip(
+        "described",
+        "cpu",
+        16 * GIB,
+        1e11,
+        {"float32": 1e12, "bfloat16": 1e12},
+        link_bandwidth=1e10,
+    ),
+    (4,),
+)
+"""Made-up chips that the CPU's own compiler stands for: the story without others."""
+
+
+class Problem(NamedTuple):
+    """A model as layers, and one micro-batch.
+
+    Attributes:
+      name: For tables.
+      modules: The layers, with shapes for parameters and states.
+      batch: Shapes.
+      micro_batches: Of a step.
+    """
+
+    name: str
+    modules: Sequence[pipeline.Module]
+    batch: Mapping[str, Any]
+    micro_batches: int
+
+
+class Planned(NamedTuple):
+    """A model planned for one slice.
+
+    Attributes:
+      problem: The model.
+      slice: Name of the hardware.
+      plan: One stage on each chip.
+      seconds: By stage, estimated seconds of forward and backward as compiled whole.
+      memory: By stage, bytes that its chip needs.
+      capacity: Bytes of a chip.
+      timeline: Of a simulated step.
+    """
+
+    problem: Problem
+    slice: str
+    plan: pipeline.Plan
+    seconds: list[tuple[float, float]]
+    memory: list[int]
+    capacity: int
+    timeline: pipeline.Timeline
+
+    @property
+    def speed_up(self) -> float:
+        """Over one chip that does the work of all, if it had the memory."""
+        alone = self.problem.micro_batches * sum(f + b for f, b in self.seconds)
+        return alone / self.timeline.makespan
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Plans for what is absent, or runs on what is here."""
+    if settings.here:
+        return _here.run(settings, progress)
+    slices, missing = available(settings)
+    problems = [resnet(settings), transformer(settings)]
+    wanted = [(problem, each) for problem in problems for each in slices]
+    found = [
+        planned(problem, each)
+        for problem, each in progress.track(wanted, description="compiling")
+    ]
+    return Result(
+        claims=list(claims(found, missing)),
+        pictures=[
+            Picture(
+                "steps",
+                "Estimated seconds of a step of 1F1B on four chips, as simulated: work "
+                "of the busiest stage, and what fill, drain and messages add.",
+                plot(found),
+            )
+        ],
+        tables={"Plans, all seconds estimated by roofline": rows(found)},
+        data={"plans": [recorded(each) for each in found]},
+        notes=[
+            "Nothing was run: times are estimates by roofline with published figures, "
+            "without latencies, hosts and input.",
+            f"{DESCRIBED.name} are made-up chips that the CPU's compiler stands for.",
+        ],
+    )
+
+
+def available(settings: Settings) -> tuple[list[targets.Hardware], list[str]]:
+    """Slices whose compilers are installed, and why others are missing."""
+    found, missing = [DESCRIBED], []
+    if jax.device_count("cpu") < DESCRIBED.chips:
+        found = []
+    for name in SLICES[:1] if settings.quick else SLICES:
+        each = targets.target(name)
+        try:
+            _ = each.devices  # Asks for the compiler.
+            found.append(each)
+        except Unavailable as error:
+            missing.append(f"{name}: {error}")
+    return found, missing
+
+
+# --- models ---
+
+
+def resnet(settings: Settings) -> Problem:
+    """Of Flax modules, with shapes in the place of numbers."""
+    sizes = sizes_for(settings)
+    layers = resnet_layers(sizes)
+    image = (sizes.examples, sizes.pixels, sizes.pixels, 3)
+    return Problem(
+        f"{sizes.resnet}, {sizes.pixels} pixels",
+        pipeline.modules_from_nnx(layers),
+        {"x": jax.ShapeDtypeStruct(image, jnp.float32)},
+        8,
+    )
+
+
+def transformer(settings: Settings) -> Problem:
+    """Equal blocks of attention and a feed-forward net, in bfloat16."""
+    width, length, blocks, rows = (
+        (64, 32, 4, 2) if settings.quick else (2048, 1024, 24, 4)
+    )
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def block(params: Any, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(normalised(x) @ params["qkv"], 3, -1)
+        parts = [t.reshape(*t.shape[:2], -1, 64) for t in (q, k, v)]
+        mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ params["out"]
+        return x + jax.nn.gelu(normalised(x) @ params["up"]) @ params["down"]
+
+    params = {
+        "qkv": shape(width, 3 * width),
+        "out": shape(width, width),
+        "up": shape(width, 4 * width),
+        "down": shape(4 * width, width),
+    }
+    modules = [pipeline.Module(f"block{i}", block, params) for i in range(blocks)]
+    name = f"transformer, {blocks} blocks of width {width}, {length} tokens"
+    return Problem(name, modules, {"x": shape(rows, length, width)}, 16)
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    """By the root of the mean square, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+# --- plans ---
+
+
+def planned(problem: Problem, hardware: targets.Hardware) -> Planned:
+    """Layers to stages by compiled costs; then the stages, compiled whole."""
+    chip, n, m = hardware.chip, hardware.chips, problem.micro_batches
+    # A message between two chips takes one of the links.
+    bandwidth = chip.link_bandwidth / chip.links
+    profile = pipeline.profile(problem.modules, problem.batch, target=hardware)
+    plan = pipeline.partition(profile, n, bandwidth, replicate=False)
+    made = pipeline.stages_from_modules(problem.modules, plan)
+    schedule = pipeline.one_f_one_b(len(made.stages), m)
+    pipe = pipeline.Pipeline(
+        made.stages,
+        lambda y, batch: jnp.square(y.astype(jnp.float32)).mean(
+            tuple(range(1, y.ndim))
+        ),
+        schedule,
+        hardware.devices[: len(made.stages)],
+        optimizer=optim.adam(),
+        loss_inputs=made.loss_inputs,
+    )
+    whole = jax.tree.map(
+        lambda x: x.update(shape=(m * x.shape[0], *x.shape[1:])), problem.batch
+    )
+    lowered = pipe.lower(pipe.init(made.params, made.states), whole)
+    found = {
+        name: targets.compile(each, target=hardware)
+        for name, each in lowered.items()
+        if name.startswith("stage")
+    }
+    seconds, memory = [], []
+    for j in range(len(made.stages)):
+        parts = [found[f"stage {j}: {part}"] for part in PARTS]
+        forward, backward, update = parts
+        seconds.append((forward.seconds or math.inf, backward.seconds or math.inf))
+        memory.append(needed(forward, backward, update, min(m, len(made.stages) - j)))
+    # The stages as they were compiled whole, not the sums of their layers.
+    costs = replace(
+        plan.costs(bandwidth=bandwidth),
+        forward=[f for f, _ in seconds],
+        backward=[b for _, b in seconds],
+    )
+    timeline = pipeline.simulate(schedule, costs)
+    return Planned(problem, hardware.name, plan, seconds, memory, chip.memory, timeline)
+
+
+PARTS = ("forward", "backward", "update")
+
+
+def needed(
+    forward: targets.CompiledProgram,
+    backward: targets.CompiledProgram,
+    update: targets.CompiledProgram,
+    in_flight: int,
+) -> int:
+    """Bytes of a stage: weights, their gradients and state; activations; scratch.
+
+    What the forward pass returns is counted for every micro-batch in flight, also its
+    output, which is with the next stage by then.
+    """
+    kept = [each.bytes_per_device for each in (forward, backward, update)]
+    assert all(kept)
+    scratch = max(each.temporaries + each.code for each in kept if each)
+    return (
+        kept[2].arguments + in_flight * kept[0].outputs + scratch  # type: ignore[union-attr]
+    )
+
+
+# --- what came out ---
+
+
+def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
+    """About every plan."""
+    full = max(max(each.memory) / each.capacity for each in found)
+    text = "every stage's programs fit the memory of its chip, as compiled"
+    yield Claim(text, full <= 1, f"{full:.1%} of it at most", leads=True)
+    fastest = [
+        max(f + b for f, b in each.seconds) * each.problem.micro_batches
+        for each in found
+    ]
+    over = min(
+        each.timeline.makespan / least
+        for each, least in zip(found, fastest, strict=True)
+    )
+    text = "no simulated step is shorter than the work of its busiest stage"
+    yield Claim(text, over >= 1, f"{over:.2f} times it at least")
+    gains = [each.speed_up for each in found]
+    text = "by the estimates four chips in a pipeline are faster than one of them"
+    shown = f"{min(gains):.2f} to {max(gains):.2f} times, {len(found)} plans"
+    yield Claim(text, min(gains) > 1, shown, leads=True)
+    if missing:
+        text = "the same on slices whose compilers are installed"
+        yield Claim(text, None, "", why_not="; ".join(missing))
+
+
+def rows(found: Sequence[Planned]) -> list[list[str]]:
+    """A line for each plan."""
+    table = [
+        ["model", "slice", "layers", "step (estimate)", "bubble", "speed-up", "memory"]
+    ]
+    for each in found:
+        layers = "-".join(str(len(stage.layers)) for stage in each.plan.stages)
+        table.append(
+            [
+                each.problem.name,
+                each.slice,
+                layers,
+                f"{each.timeline.makespan * 1e3:.3g} ms",
+                f"{each.timeline.bubble:.0%}",
+                f"{each.speed_up:.2f}",
+                f"{max(each.memory) / GIB:.3g} of {each.capacity / GIB:.3g} GiB",
+            ]
+        )
+    return table
+
+
+def recorded(each: Planned) -> dict[str, Any]:
+    """Every number of a plan."""
+    return {
+        "model": each.problem.name,
+        "slice": each.slice,
+        "stages": [list(stage.layers) for stage in each.plan.stages],
+        "estimated_seconds": each.seconds,
+        "bytes": each.memory,
+        "step_estimate": each.timeline.makespan,
+        "bubble": each.timeline.bubble,
+    }
+
+
+def plot(found: Sequence[Planned]) -> Figure:
+    """A bar for each plan."""
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(found) + 1.5))
+    names = [f"{each.problem.name.split(',')[0]}\n{each.slice}" for each in found]
+    busy = [
+        each.problem.micro_batches * max(f + b for f, b in each.seconds) * 1e3
+        for each in found
+    ]
+    rest = [
+        each.timeline.makespan * 1e3 - work
+        for each, work in zip(found, busy, strict=True)
+    ]
+    places = np.arange(len(found))
+    axes.barh(places, busy, label="busiest stage")
+    axes.barh(places, rest, left=busy, label="fill, drain, messages")
+    axes.set_yticks(places, names, fontsize=7)
+    axes.set_xlabel("estimated ms of a step")
+    axes.set_xscale("log")
+    axes.legend()
+    return figure
