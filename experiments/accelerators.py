@@ -23,8 +23,7 @@ from rich.progress import Progress
 from experiments import _here
 from experiments._profiles import resnet_layers, sizes_for
 from experiments._result import Claim, Picture, Result, Settings
-from jdist import optim, pipeline, targets
-from jdist._errors import Unavailable
+from jdist import Unavailable, optim, pipeline, targets
 
 SLICES = ("v5e:2x2", "v6e:2x2", "h100:1x4")
 GIB = 2**30

@@ -29,7 +29,11 @@ def shapes(tree):
 
 
 def devices(kind):
-    return None if kind == "no devices" else jax.devices("cpu")[:3]
+    own = jax.devices("cpu")
+    if kind == "meshes":
+        pairs = (own[0:2], own[2:4], own[4:6])
+        return [jax.sharding.Mesh(np.array(pair), ("data",)) for pair in pairs]
+    return None if kind == "no devices" else own[:3]
 
 
 def compiled_in(records):
@@ -38,13 +42,13 @@ def compiled_in(records):
     return [m.group(1) for r in records if (m := re.match(names, r.message))]
 
 
-@pytest.mark.parametrize("places", ["no devices", "devices"])
+@pytest.mark.parametrize("places", ["no devices", "devices", "meshes"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_lowered_is_what_a_step_runs(name, places, caplog):
     """Compiled from shapes; the call then finds them all and compiles no other."""
     schedule, options = SCHEDULES[name]
     options = {"optimizer": optim.adam()} | options
-    params, batch, _ = problem(7)
+    params, batch, _ = problem(8 if places == "meshes" else 7)
     if "masters" in name:
         batch = {k: x.astype(jnp.bfloat16) for k, x in batch.items() if k != "name"}
     pipe = pipeline.Pipeline(stages(), losses, schedule, devices(places), **options)

@@ -85,7 +85,10 @@ def trained():
     """A pipeline in one program that has taken a step, and the same on one device."""
     options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
     schedule = pipeline.one_f_one_b(2, 3)
-    one, other = (made(schedule, places=p, **options) for p in (mesh(2), [None] * 2))
+    one, other = (
+        made(schedule, places=p, **options)
+        for p in (mesh(2), [jax.devices("cpu")[0]] * 2)
+    )
     params, batch, weights = problem(2, 7, dtype=np.float64)
     states = [pipe.init(params) for pipe in (one, other)]
     found = one.train_step(states[0], batch, weights)
