@@ -206,6 +206,7 @@ def _refilled(array: jax.Array, like: PyTree) -> PyTree:
 def _description(state: TrainState) -> dict[str, str]:
     return descriptions(
         {
+            # `Sharded.shape` is without padding: the same for any number of devices.
             path: jax.ShapeDtypeStruct(leaf.shape, _array(leaf).dtype)
             for path, leaf in _leaves(state).items()
         }

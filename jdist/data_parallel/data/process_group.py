@@ -144,6 +144,7 @@ def process_group(
     try:
         require_backend()
         yield Mesh(np.array(jax.devices()), (axis,))
+    # Interrupts too: the others would wait for a process that is gone.
     except BaseException as error:
         # `sys.exit(0)` is an end like any other.
         failed = not isinstance(error, SystemExit) or bool(error.code)
@@ -209,6 +210,7 @@ def _call_roll(place: "RunPlace", timeout: float) -> None:
             "s. Each process must be started with its RANK and call `process_group`.",
             absent.ranks,
         ) from absent
+    # Rank 0 listens itself, in `initialize`.
     if place.rank:
         _await_listener(place, until, timeout)
 
@@ -218,8 +220,10 @@ def _await_listener(place: "RunPlace", until: float, timeout: float) -> None:
     host, _, port = place.coordinator.rpartition(":")
     pause = threading.Event()
     while True:
+        # A timeout of 0 would mean not to wait at all, and a negative one is refused.
         left = max(_BREATH, until - time.monotonic())
         try:
+            # An IPv6 address stands in brackets before a port.
             socket.create_connection((host.strip("[]"), int(port)), left).close()
             return
         except OSError as error:

@@ -68,6 +68,7 @@ def assign_buckets(
     held: dict[Any, int] = {}
     step: dict[Any, int] = {}
     for index, leaf in enumerate(leaves):
+        # A flat buffer has one dtype and lies on one device.
         key = (jnp.dtype(leaf.dtype), _device_of(leaf))
         filling.setdefault(key, []).append(index)
         held[key] = held.get(key, 0) + bytes_of(leaf)
@@ -106,6 +107,8 @@ def plan_buckets(
     else:
         alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
         small = [i for i in order if i not in alone]
+        # As shapes: the leaves of a gradient all lie where its replica is, and a device
+        # must not divide them.
         assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
         found = [[small[i] for i in bucket] for bucket in assigned]
         found += [[i] for i in alone]
@@ -119,6 +122,7 @@ def is_explicit(cap: Cap) -> TypeGuard[Sequence[Sequence[str]]]:
         isinstance(cap, Sequence)
         and bool(cap)
         and all(
+            # A string is a sequence too: a path in the place of a list of paths.
             isinstance(bucket, Sequence) and not isinstance(bucket, str)
             for bucket in cap
         )
@@ -188,6 +192,7 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _device_of(leaf: Any) -> PyTree:
+    # A traced array has no devices before its program runs.
     if isinstance(leaf, jax.Array) and not is_traced(leaf):
         return frozenset(leaf.devices())
     return None
@@ -198,6 +203,7 @@ def _check_limits(argument: str, limits: Sequence[float]) -> tuple[float, ...]:
     if not limits:
         rule = "must have at least one limit"
         raise ValueError(requirement(argument, rule, limits))
+    # `not >=` and not `<`, so that NaN is refused too.
     wrong = [limit for limit in limits if not limit >= 0]
     if wrong:
         raise ValueError(requirement(argument, "must be at least 0 each", wrong[0]))

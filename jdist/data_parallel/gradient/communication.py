@@ -135,6 +135,7 @@ class Communication:
         beside the forward pass.
         """
         count = examples_in(batch, self.call)
+        # Without weights the total is known without a collective.
         total: Any = count * jax.lax.axis_size(self.axis)
         if weights is None:
             weights = jnp.ones(count, jnp.float32)
@@ -187,6 +188,7 @@ class Communication:
             whole = whole._replace(gradient=jax.tree.unflatten(structure, arrays))
             return *reductions.finish(whole, self.reduction, like), ()
         whole, arrays, state = self._with_hook(part, leaves, state)
+        # Shares were divided by the total before: only the loss is left to finish.
         nothing = whole._replace(gradient=None)
         loss, _ = reductions.finish(nothing, self.reduction, like=None)
         trainable, _ = split_inexact(like)
@@ -214,6 +216,8 @@ class Communication:
         # Loss and total weight ride in a bucket, or in a collective of their own.
         passengers = [len(leaves.arrays) + i for i in range(len(scalars))]
         carrier = self._carrier(leaves, scalars[0].dtype)
+        # A small bucket is copied into a buffer anyway; to a large array that travels
+        # alone two numbers would add a copy of it.
         if carrier is None:
             buckets.insert(0, passengers)
         else:
@@ -269,6 +273,7 @@ class Communication:
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None
         filled = self._filled(leaves._replace(arrays=shares), fraction)
+        # A hook that keeps nothing is given `()` for each bucket.
         state = state or tuple(hook.start(bucket) for bucket in filled)
         for bucket, own, indices in zip(filled, state, leaves.buckets, strict=True):
             given = (
@@ -290,7 +295,10 @@ class Communication:
         arrays, paths = list(named.values()), list(named)
         argument = f"{self.call}(bucket_cap_mb=...)"
         check_paths(argument, arrays, paths, self.bucket_cap_mb)
+        # A leaf that is None is none in either tree, so that both lists are of the same
+        # gradients.
         when = jax.tree.leaves(ready)
+        # A limit of 0 closes each bucket after one leaf.
         cap = 0 if self.divided else self.bucket_cap_mb
         return _Leaves(arrays, paths, plan_buckets(arrays, when, paths, cap))
 

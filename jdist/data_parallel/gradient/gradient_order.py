@@ -64,6 +64,8 @@ def with_gradient_order(
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
     results = evaluate(program, jax.tree.leaves(arguments))
+    # Of the program that was just evaluated: a second trace might order its equations
+    # otherwise.
     ready = gradient_order(program.jaxpr)
     return (
         jax.tree.unflatten(structure, results),
@@ -74,6 +76,7 @@ def with_gradient_order(
 def gradient_order(program: Jaxpr) -> list[int]:
     """For each result, the number of the last costly equation that it depends on."""
     arguments = [NEVER] * (len(program.constvars) + len(program.invars))
+    # A list, in which called programs go on counting.
     return _walk(program, arguments, counter=[0])
 
 

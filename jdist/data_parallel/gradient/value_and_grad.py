@@ -123,6 +123,7 @@ def value_and_grad(
         check_rows(count, replicas)
         weights = weights_given("fn", weights, count, reduction)
         check_params("fn(params=...)", params, mesh, axis)
+        # Before `brought`, which would read a donated buffer to move it.
         check_alive("fn(params, batch)", (params, batch, weights))
         params, (batch, weights) = brought(
             "fn(params, batch)", mesh, axis, params, (batch, weights)
@@ -168,6 +169,7 @@ class _Programs:
             return loss, gradient, as_row(own), communication.checksums(gradient)
 
         def start(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
+            # Only shapes are used of these gradients: XLA drops their computation.
             own = communication.start(*parts(params, batch, weights))
             return (as_row(own),)
 

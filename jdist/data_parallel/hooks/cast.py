@@ -56,6 +56,7 @@ def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
     inner = hook or all_reduce()
 
     def narrow(bucket: Bucket) -> Bucket:
+        # A cast to a real dtype would drop imaginary parts.
         require_real(name, bucket)
         return bucket.replaced(bucket.buffer.astype(dtype))
 
@@ -71,6 +72,7 @@ def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
     return Hook(
         name if hook is None else f"{name}({hook.name})",
         reduce,
+        # With the dtype of the buckets that the inner hook will be given.
         None if init is None else lambda bucket: init(narrow(bucket)),
         inner.replicated,
     )

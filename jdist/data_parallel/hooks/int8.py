@@ -75,6 +75,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
         width = channel or max(size, 1)
         # The range of a channel of float16 numbers may be no float16, nor may the sum.
         wide = bucket.buffer.astype(wide_dtype(dtype))
+        # Zeros change the range of no channel: 0 is always within it.
         padded = jnp.pad(wide, (0, -size % width)).reshape(-1, width)
         packed = _quantize(padded)
         rows = jax.lax.all_gather(_to_bytes(packed), bucket.axis_name)
@@ -93,6 +94,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
 def _quantize(channels: jax.Array) -> _Quantized:
     low = jnp.minimum(jnp.min(channels, axis=1), 0)
     high = jnp.maximum(jnp.max(channels, axis=1), 0)
+    # float32 whatever is quantized: `_from_bytes` reads four bytes for each.
     scale = ((high - low) / LEVELS).astype(jnp.float32)
     # A channel of zeros would divide by 0; any scale represents it exactly.
     scale = jnp.where(scale == 0, 1, scale)

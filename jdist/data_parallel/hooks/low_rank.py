@@ -100,6 +100,7 @@ def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
         require_real("power_sgd", bucket)
         matrices = _compressible(bucket, rank, rate)
         if not warm_start:
+            # A count of steps, by which `_drawn` makes another Q for each.
             return jnp.zeros((), jnp.uint32)
         # By NumPy: the same numbers on every replica and under every JAX version.
         rng = np.random.default_rng((seed, bucket.index))

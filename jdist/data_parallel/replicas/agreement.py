@@ -53,12 +53,14 @@ def _checksum(array: jax.Array) -> jax.Array:
     words: Any = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
     words = words.astype(jnp.uint32).reshape(-1)
     # A word's place enters its mix: a permutation of the numbers changes the sum.
+    # 2^32 over the golden ratio: odd, so that every place has an offset of its own.
     places = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return jnp.sum(_mixed(words + places), dtype=jnp.uint32)
 
 
 def _mixed(words: jax.Array) -> jax.Array:
     """A bijection of 32-bit words: each bit changes about half of the others."""
+    # Shifts and multipliers of the hash `lowbias32` (Wellons, 2018).
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         words = (words ^ (words >> shift)) * jnp.uint32(factor)
     return words ^ (words >> 16)

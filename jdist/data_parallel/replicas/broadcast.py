@@ -64,6 +64,7 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
     divided = jax.tree.map(jnp.copy, divided)
     own = jax.tree.map(_first_copy, tree)
     if jax.process_count() > 1:
+        # First: a broadcast of trees that differ would hang, or fail without a path.
         _check_processes(own, name)
         own = _from_process_0(own)
     if isinstance(mesh, int):
@@ -106,6 +107,7 @@ def _description(tree: PyTree) -> dict[str, str]:
         path: "None" if leaf is None else described(leaf)
         for path, leaf in named_leaves(jax.tree.map(_first_copy, tree)).items()
     }
+    # As text, which can be sent: a structure may hold classes of the program.
     return leaves | {"": str(jax.tree.structure(tree))}
 
 
@@ -161,4 +163,5 @@ def _placed(leaf: Any, place: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, place)
     if is_key(leaf):
         return unworded(_placed(words(leaf), place), leaf)
+    # Not `device_put`, which would compare the values between processes once more.
     return jax.make_array_from_process_local_data(place, np.asarray(leaf))

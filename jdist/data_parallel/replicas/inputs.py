@@ -129,15 +129,18 @@ def _home(tree: PyTree) -> PyTree:
         if _is_tied(leaf):
             place = leaf.sharding
             is_named = isinstance(place, NamedSharding)
+            # Its mesh and not its spec, which is for arrays of its own rank.
             return NamedSharding(place.mesh, EACH) if is_named else place
     return None
 
 
 def _is_tied(leaf: Any) -> bool:
+    # JAX itself moves arrays that are not committed to a device.
     return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
 
 
 def _is_elsewhere(leaf: Any, place: Any) -> bool:
+    # The devices and not the layout, which the program changes as it needs.
     return _is_tied(leaf) and leaf.sharding.device_set != place.device_set
 
 

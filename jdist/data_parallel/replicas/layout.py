@@ -29,6 +29,7 @@ def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
     """The axes beside `axis` over which an array can be divided."""
     if not isinstance(mesh, Mesh):
         return ()
+    # An axis of one device divides nothing.
     return tuple(name for name, size in mesh.shape.items() if name != axis and size > 1)
 
 

@@ -61,6 +61,8 @@ def over_replicas(
 
 def share_a_device(axis: Hashable) -> bool:
     """Whether the replicas of this axis, bound here, are the rows of a `vmap`."""
+    # `shard_map` enters its axes into the mesh as manual; `vmap` binds no more than a
+    # name.
     return axis not in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -76,6 +78,7 @@ def summed(array: jax.Array, axis: Hashable) -> jax.Array:
 def summed_in_order(array: jax.Array, axis: Hashable) -> jax.Array:
     """The same sum in rank order: K times the traffic, and equal bits everywhere."""
     rows = jax.lax.all_gather(array, axis)
+    # A chain of additions: XLA may order the terms of a reduction as it likes.
     return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
 

@@ -126,6 +126,7 @@ def own_replicas(mesh: Mesh, axis: str) -> list[int]:
     Raises:
       ValueError: It has none: such a process has nothing to bring or to compute.
     """
+    # The axis of replicas may be any of the mesh.
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
     own = [
         rank
@@ -155,6 +156,7 @@ def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
         got = f"a mesh with the axes {mesh.axis_names}"
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
     rule = "must be a jax.sharding.Mesh or a number of replicas on one device"
+    # True is an integer to Python, and no number of replicas.
     if isinstance(mesh, bool) or not isinstance(mesh, int):
         raise TypeError(requirement(f"{call}(mesh=...)", rule, repr(mesh)))
     if mesh < 1:
@@ -206,6 +208,7 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
         rule = "must be given where a mesh spans several processes"
         remedy = "No process knows how many examples the others bring."
         raise ValueError(requirement(argument, rule, rows, remedy))
+    # Takes integers of NumPy, and refuses floats, which `int` would cut off.
     rows = operator.index(rows)
     if rows < max(sizes):
         rule = "must be at least the largest size"
@@ -303,6 +306,7 @@ def check_weight_values(
     dtype = jax.dtypes.canonicalize_dtype(weights.dtype if floating else np.float32)
     kept = jnp.finfo(wide_dtype(dtype))
     with np.errstate(over="ignore"):  # An overflow is refused below, by its value.
+        # In float64: whether the precision of the devices holds it is the question.
         total = float(weights.sum(dtype=np.float64))
     if total and not float(kept.tiny) <= total <= float(kept.max):
         rule = f"must have a total between {kept.tiny:.2g} and {kept.max:.2g}, as "

@@ -58,6 +58,7 @@ def accumulated(
       new model state; and the auxiliary outputs with a leading axis of micro-batches.
       A micro-batch without examples (all weights 0) leaves the state as it was.
     """
+    # Filled while the backward pass is traced, before `only` reads it.
     used: set[str] = set()
 
     def one(state: PyTree, index: Any, batch: PyTree, weights: jax.Array) -> PyTree:
@@ -78,6 +79,7 @@ def accumulated(
 
     if count == 1:
         part, state, aux = one(share.states, 0, share.batch, share.weights)
+        # With the axis of micro-batches that several would have.
         return part, state, as_row(aux)
 
     indices = jnp.arange(count, dtype=jnp.int32)

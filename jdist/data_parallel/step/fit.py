@@ -131,6 +131,7 @@ def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:
         return count, float(count)
     weights = unbound(weights)
     if isinstance(weights, jax.Array):
+        # To read them would make the host wait for the device in every step.
         return _counts_there(weights)
     weights = np.asarray(weights)
     return int(np.sum(weights > 0)), float(np.sum(weights, dtype=np.float64))

@@ -195,6 +195,8 @@ def local_sgd(
         part, ready = with_gradient_order(part_of, params, batch, weights)
         loss, grads, _ = communication(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)
+        # The step is the same on all replicas, so that all take one branch: a
+        # collective inside `cond` would otherwise wait for ever.
         params, seen = jax.lax.cond(
             (step >= start) & ((step - start) % period == 0),
             lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),

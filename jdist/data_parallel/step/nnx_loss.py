@@ -90,6 +90,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     def made(params: PyTree, state: PyTree, key: jax.Array | None) -> "nnx.Module":
         own = parts.streams if key is None else streams.begun(key)
         kept = parts.rest if state is None else state
+        # Copies: Flax lets a variable be written to only in the trace that made it.
         return nnx.merge(parts.graph, params, own, kept, copy=True)
 
     def losses(

@@ -317,6 +317,8 @@ class _ReplicaPass:
 
     def gradients(self, plan: _BucketPlan, bucket: list[int]) -> list[jax.Array]:
         """The leaves of a bucket."""
+        # `done` has the leaves of a layer from 0 on; the plan numbers those of all
+        # layers.
         first = {owner: plan.owners.index(owner) for owner in set(plan.owners)}
         owners = [plan.owners[leaf] for leaf in bucket]
         return [

@@ -65,6 +65,8 @@ class ReplicaStep:
         states = synchronized(states, jnp.sum(weights), axis, self.rule)
         like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
         kept = own_row(hook_state)
+        # Of `ready` the part for the partial: when states and aux are final does not
+        # matter.
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
         row = as_row(kept) if self.communication.stateful else None
         return loss, grads, states, row, aux, self.communication.checksums(grads)
@@ -170,6 +172,7 @@ def evaluation(
         # A partial without gradients: the same communication, of two numbers.
         part = Partial(value, {}, weight)
         found, *_ = communication(part, part, {})
+        # Counts are of weights as they were given; those that enter are normalized.
         given = jnp.ones(entering.shape, jnp.float32) if weights is None else weights
         wide = reductions.wide_weights(given)
         own = jnp.sum(wide > 0), jnp.sum(wide)

@@ -389,6 +389,8 @@ def _step(
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
         value, grads, states, hook_state, aux, sums = mapped(
+            # Without the optimizer's state: what ZeRO divides would be made whole where
+            # it enters a mapped function as `EACH`.
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
