@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "jdist.launch": "starts the workers of one machine, as torchrun does",
     "jdist.verify": "judges every strategy's gradient, or your own",
+    "jdist.targets": "compiles a step for TPUs or GPUs that are not here",
     "experiments": "lists and runs the experiments and their claims",
     "benchmarks": "measures speed, also against PyTorch",
 }

@@ -10,12 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-GROUND = {"_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_compat"}
+GROUND = {
+    "_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_own_code",
+    "_compat",
+}  # fmt: skip
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
     "_nnx": {"_tree"},
+    "_own_code": {"_errors"},
     **dict.fromkeys(
         ("segment", "reduction", "optim", "verify", "rpc", "targets"), GROUND
     ),
@@ -91,10 +95,13 @@ ROOMS = {
     "launch": ("options", "relay", "__main__"),
     "targets": (
         "chips hlo",
-        "arithmetic collectives compilers",
+        "arithmetic collectives compilers trip_count",
         "hardware roofline",
         "report",
         "compilation",
+        "job picture",
+        "search",
+        "__main__",
     ),
 }
 """Rooms of each part, from the bottom up; those of one line are strangers."""

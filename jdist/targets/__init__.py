@@ -13,9 +13,16 @@ from jdist.targets.compilation import compile
 from jdist.targets.hardware import Hardware, target
 from jdist.targets.report import CompiledProgram, DeviceMemory
 from jdist.targets.roofline import Estimate
+from jdist.targets.search import (
+    Candidate,
+    SearchResult,
+    largest_batch,
+    smallest_slice,
+)
 
 __all__ = [
     "CHIPS",
+    "Candidate",
     "Chip",
     "Collective",
     "CompiledProgram",
@@ -23,7 +30,10 @@ __all__ = [
     "Estimate",
     "Gpu",
     "Hardware",
+    "SearchResult",
     "compile",
+    "largest_batch",
+    "smallest_slice",
     "target",
 ]
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,14 +15,11 @@ FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
         *("after-all", "partition-id", "replica-id", "opt-barrier", "domain"),
-        *("add-dependency", "copy-done", "async-done", "async-update"),
-        *("while", "conditional", "call", "send", "send-done", "recv", "recv-done"),
+        *("add-dependency", "async-update", "send", "recv"),
+        *("while", "conditional", "call"),
     }
 )
 """Instructions that move nothing themselves; what some of them call does."""
-
-FOLLOWED = frozenset({"bitcast", "copy", "convert"})
-"""What may stand between a counter and its first value."""
 
 
 class MatrixProducts(NamedTuple):
@@ -72,17 +69,27 @@ def bytes_accessed(
     it writes; also inside a fusion. What lies in a chip's own memory counts nothing.
     """
     opcode = instruction.opcode
-    if opcode in FREE or instruction.target == "AllocateBuffer":
+    is_end = opcode.endswith("-done")
+    if opcode in FREE or is_end or instruction.target == "AllocateBuffer":
         return 0
-    written = sum(map(_traffic, instruction.shapes))
     arrays = [computation.by_name[name].shapes for name in instruction.operands]
-    if opcode == "fusion":
-        inner = module.computations[instruction.called("calls")[0]]
-        read = sum(
-            min(_read_in(parameter, inner, module), sum(map(_traffic, shapes)))
-            for parameter, shapes in zip(inner.parameters, arrays, strict=True)
-        )
-        return read + min(_written_by(inner.root, inner, module), written)
+    if opcode != "fusion":
+        return _own_bytes(instruction, arrays)
+    inner = module.computations[instruction.called("calls")[0]]
+    read = sum(
+        min(_read_in(parameter, inner, module), sum(map(_traffic, shapes)))
+        for parameter, shapes in zip(inner.parameters, arrays, strict=True)
+    )
+    written = sum(map(_traffic, instruction.shapes))
+    return read + min(_written_by(inner.root, inner, module), written)
+
+
+def _own_bytes(
+    instruction: Instruction, arrays: Sequence[tuple[ArrayShape, ...]]
+) -> int:
+    """Of an instruction that is no fusion, by the shapes of its operands."""
+    opcode = instruction.opcode
+    written = sum(map(_traffic, instruction.shapes))
     if opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * written
     if opcode == "dynamic-update-slice":
@@ -90,33 +97,11 @@ def bytes_accessed(
     if opcode == "copy-start":
         # Its result names both sides, and the operand is one of them.
         return sum(map(_traffic, instruction.shapes[:2]))
+    if opcode.endswith("slice-start"):
+        # Of a slice that is awaited later: from where it is taken, and to where.
+        source, taken = instruction.shapes[:2]
+        return (0 if source.space else taken.bytes) + _traffic(taken)
     return written + sum(_traffic(shape) for shapes in arrays for shape in shapes)
-
-
-def trip_count(
-    instruction: Instruction, computation: Computation, module: HloModule
-) -> int | None:
-    """How often a while loop runs; None if the program decides it as it runs."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
-    if known:
-        return int(known[1])
-    condition = module.computations[instruction.called("condition")[0]]
-    body = module.computations[instruction.called("body")[0]]
-    carry = computation.by_name[instruction.operands[0]]
-    compared = condition.root
-    if compared.attribute("direction") != "LT" or carry.opcode != "tuple":
-        return None
-    counter, limit = (_source(name, condition) for name in compared.operands)
-    index = _element(counter)
-    if index is None or not _counts_up(body, index):
-        return None
-    first = _constant(_source(carry.operands[index], computation))
-    last = _constant(limit)
-    place = _element(limit)
-    # The limit may be carried along; the body hands it on as it is.
-    if place is not None and _element(_carried(body, place)) == place:
-        last = _constant(_source(carry.operands[place], computation))
-    return None if first is None or last is None else max(last - first, 0)
 
 
 Count = Callable[[Instruction, list[ArrayShape], ArrayShape], int]
@@ -230,38 +215,3 @@ def _written_by(root: Instruction, computation: Computation, module: HloModule) 
         inner = module.computations[root.called("calls")[0]]
         return _written_by(inner.root, inner, module)
     return sum(map(_traffic, root.shapes))
-
-
-def _source(name: str, computation: Computation) -> Instruction:
-    """What a scalar is a copy of."""
-    found = computation.by_name[name]
-    while found.opcode in FOLLOWED:
-        found = computation.by_name[found.operands[0]]
-    return found
-
-
-def _constant(found: Instruction) -> int | None:
-    is_number = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal)
-    return int(found.literal) if is_number else None
-
-
-def _element(found: Instruction) -> int | None:
-    """Which element of its computation's tuple it is."""
-    is_element = found.opcode == "get-tuple-element"
-    return int(found.attribute("index")) if is_element else None
-
-
-def _carried(body: Computation, index: int) -> Instruction:
-    """An element of what a loop's body hands on."""
-    if body.root.opcode != "tuple":
-        return body.root
-    return _source(body.root.operands[index], body)
-
-
-def _counts_up(body: Computation, index: int) -> bool:
-    """Whether a loop's body adds one to an element of its carry."""
-    following = _carried(body, index)
-    if following.opcode != "add":
-        return False
-    counter, step = (_source(name, body) for name in following.operands)
-    return _element(counter) == index and _constant(step) == 1

@@ -64,6 +64,14 @@ def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
             raise
         rule = "must be a slice that the compiler knows"
         raise ValueError(requirement("target", rule, f"{name} ({error})")) from error
+    except NotImplementedError as error:
+        rule = f"needs JAX's plugin for {chip.platform}, which JAX has not loaded"
+        remedy = (
+            "Without a GPU, JAX loads it only if it is told to run on something else: "
+            "set JAX_PLATFORMS=cpu before JAX is imported."
+        )
+        got = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise Unavailable(requirement("targets", rule, got, remedy)) from error
     return tuple(topology.devices)
 
 

@@ -61,7 +61,7 @@ class CompiledProgram:
       bytes_accessed: Bytes of device memory that one step reads and writes.
       estimate: Seconds by roofline; None if it was refused.
       compiler_seconds: XLA's own estimate, `optimal_seconds`, which knows no network
-        and counts a loop as one turn; TPU only, otherwise None.
+        and counts a loop as one turn; TPU only, and None where XLA gives none.
       float64: Places of the traced function that compute in 64 bits.
       host_callbacks: Places that call back into Python on the host.
       donated: Arguments that results took over, as "dtype[shape]" on one device.

@@ -7,6 +7,7 @@ from jdist.targets import arithmetic, collectives
 from jdist.targets.chips import Chip
 from jdist.targets.collectives import Collective, FoundCollective
 from jdist.targets.hlo import Computation, HloModule, Instruction
+from jdist.targets.trip_count import trip_count
 
 MODEL = (
     "Estimate by roofline: each kernel takes its matrix operations / peak or its bytes "
@@ -188,7 +189,7 @@ class _Walk:
     def _cost_of(self, instruction: Instruction, computation: Computation) -> Cost:
         if instruction.opcode == "while":
             body = self._inner(instruction.called("body")[0])
-            count = arithmetic.trip_count(instruction, computation, self.module)
+            count = trip_count(instruction, computation, self.module)
             if count is None:
                 place = instruction.op_name or instruction.name
                 return replace(body, unknown_loops=(*body.unknown_loops, place))
@@ -213,7 +214,8 @@ class _Walk:
         compute = sum(each.operations / _peak(self.chip, each) for each in found)
         memory = moved / self.chip.bandwidth if self.chip.bandwidth else 0.0
         # A copy that is awaited later takes bandwidth, and no time of a kernel.
-        kernels = 0.0 if instruction.opcode == "copy-start" else max(compute, memory)
+        is_awaited = instruction.opcode.endswith("-start")
+        kernels = 0.0 if is_awaited else max(compute, memory)
         return Cost(sum(each.operations for each in found), moved, compute, kernels)
 
 

@@ -28,9 +28,10 @@ from rich.text import Text
 from jdist import _compilation_cache
 from jdist._compat import require_backend, set_cpu_device_count
 from jdist._errors import JdistError
+from jdist._own_code import OwnCodeRaised
 from jdist.verify import matrix
 from jdist.verify.oracle import REDUCERS
-from jdist.verify.problem import OwnCodeRaised, load
+from jdist.verify.problem import load
 from jdist.verify.report import Report
 
 console = Console()

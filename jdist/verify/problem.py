@@ -1,11 +1,7 @@
 """A problem for the judge: a loss, parameters, a batch, and who claims to solve it."""
 
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -13,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jdist._errors import JdistError, requirement
+from jdist._errors import requirement
+from jdist._own_code import named, own_code
 from jdist._tree import PyTree
 from jdist.verify.gradient_check import gradients
 from jdist.verify.processes import TIMEOUT
@@ -21,25 +18,6 @@ from jdist.verify.report import Report
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
-
-class OwnCodeRaised(JdistError):
-    """The user's own code raised: the cause is what it raised.
-
-    It keeps a `ValueError` of theirs apart from one about a wrong call of ours.
-    """
-
-
-@contextmanager
-def own_code(what: str) -> Iterator[None]:
-    """Everything raised inside, `sys.exit` included, becomes `OwnCodeRaised`."""
-    try:
-        yield
-    except OwnCodeRaised:
-        raise
-    except (Exception, SystemExit) as error:
-        name = type(error).__name__
-        raise OwnCodeRaised(f"{what} raised {name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +91,7 @@ def load(specification: str) -> Problem:
         what is there is not a problem; the message says which, and what was found.
       OwnCodeRaised: The module, or the function, raised.
     """
-    module_name, colon, name = specification.partition(":")
-    if not (colon and module_name and name):
-        rule = "must be module:name, such as mymodule:problem"
-        raise ValueError(requirement("problem", rule, repr(specification)))
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    if not _exists(module_name):
-        got = f"{specification}; looked in {Path.cwd()} and the installed packages"
-        rule = f"names the module {module_name!r}, which does not exist"
-        raise ValueError(requirement("problem", rule, got))
-    with own_code(f"importing {module_name}"):
-        module = importlib.import_module(module_name)
-    if not hasattr(module, name):
-        rule = f"names {name!r}, which {module_name} does not define"
-        raise ValueError(requirement("problem", rule, specification))
-    return _as_problem(specification, getattr(module, name))
-
-
-def _exists(module_name: str) -> bool:
-    """Whether it can be found; its packages are imported, the module is not."""
-    package, dot, _ = module_name.rpartition(".")
-    if dot and not _exists(package):
-        return False
-    with own_code(f"importing {package}"):
-        return importlib.util.find_spec(module_name) is not None
+    return _as_problem(specification, named(specification, "problem"))
 
 
 def _as_problem(specification: str, found: Any) -> Problem:

@@ -29,31 +29,13 @@ def test_loops_are_counted_as_often_as_they_run():
     assert found.unknown_loops == ()
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} constant(3)"),
-        ("direction=LT", "direction=GT"),
-        ("tuple(%copied, %x.1, %seven", "tuple(%copied, %x.1, %two.1"),
-    ],
-)
-def test_a_loop_of_unknown_length_counts_once_and_is_named(old, new):
-    """Another step, another comparison, a limit that is no constant."""
-    text = TPU.replace(
-        "%seven = s32[] constant(7)",
-        "%seven = s32[] constant(7)\n  %two.1 = s32[] add(%seven, %seven)",
-    )
-    assert old in text
-    found = cost(text.replace(old, new))
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    """Its limit comes from the data."""
+    text = TPU.replace("%seven = s32[] constant(7)", "%seven = s32[] custom-call()")
+    found = cost(text)
     assert found.unknown_loops == ("jit(step)/loop",)
     assert found.flops == 2 * 2 * 16 * 64 * 32
     assert "1 loops of unknown length" in roofline.estimate(found, CHIP).model
-
-
-def test_a_trip_count_that_the_compiler_states():
-    """GPUs and CPUs have it in the instruction."""
-    stated = 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
-    assert cost(TPU.replace("body=%body", stated)).flops == 10 * 2 * 16 * 64 * 32
 
 
 def test_collectives_of_a_tpu():

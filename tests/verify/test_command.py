@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import JdistError, Unavailable, verify
+from jdist._own_code import OwnCodeRaised
 from jdist.verify import __main__ as command
 from jdist.verify import matrix
-from jdist.verify.problem import OwnCodeRaised, Problem, load, standard
+from jdist.verify.problem import Problem, load, standard
 
 MODULE = """
 import jax, jax.numpy as jnp

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jdist import verify
-from jdist.verify.problem import OwnCodeRaised, Problem, load, own_code, standard
+from jdist._own_code import OwnCodeRaised, own_code
+from jdist.verify.problem import Problem, load, standard
 
 MODULE = """
 import jax, jax.numpy as jnp

@@ -1,0 +1,216 @@
+"""`python -m jdist.targets module:job --target v5e:4x4`: does it fit, and what is it?
+
+A job is a function of the hardware, and of the batch size if it has one, that returns
+the function to compile and the shapes of its arguments:
+
+    def job(hardware, batch=256):
+        mesh = hardware.mesh({"data": hardware.chips})
+        ...
+        return train_step, params, batch_shapes
+
+It is compiled for each target, without the hardware. All seconds are estimates.
+
+exit status:
+  0  it fits on every target; or a batch, or a slice, was found on which it does
+  1  it does not fit
+  2  a wrong call: an option, what `module:job` stands for, a compiler that is missing
+  4  code raised an error: yours, JAX's or ours; its traceback is shown
+  130  it was interrupted
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from jdist._errors import JdistError
+from jdist._own_code import OwnCodeRaised
+from jdist.targets.hardware import target
+from jdist.targets.job import Job, load, program_of
+from jdist.targets.picture import write_picture
+from jdist.targets.report import CompiledProgram, seconds_text, size_text
+from jdist.targets.search import Candidate, SearchResult, largest_batch, smallest_slice
+
+console = Console()
+error_console = Console(stderr=True)
+
+NOISE = ("before absl::InitializeLog()", "cudart_stub.cc")
+"""Logged by libraries of XLA when they are loaded, whatever their log levels."""
+
+
+class ExitStatus(IntEnum):
+    """The command's exit status."""
+
+    FITS = 0
+    DOES_NOT_FIT = 1
+    MISUSE = 2
+    RAISED = 4
+    INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status, see `ExitStatus`."""
+    options = _parser().parse_args(arguments)
+    # The hardware that is here is none of the targets, and its start takes seconds.
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        with _without_noise():
+            return _run(options)
+    except OwnCodeRaised as error:
+        traceback.print_exception(error.__cause__)
+        return _failed(error, ExitStatus.RAISED)
+    except KeyboardInterrupt:
+        return _failed(JdistError("interrupted"), ExitStatus.INTERRUPTED)
+    except (JdistError, ValueError) as error:
+        return _failed(error, ExitStatus.MISUSE)
+    except Exception as error:  # noqa: BLE001
+        # Python's own exit status for it is 1, which here means that it does not fit.
+        traceback.print_exception(error)
+        return _failed(error, ExitStatus.RAISED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m jdist.targets",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", help="module:name of a job")
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="such as v5e:4x4, v5p:2x2x4, v6e:16x16, h100:2x8, a100:1x8, b200:1x8",
+    )
+    parser.add_argument("--batch", type=int, help="batch size for the job")
+    search = parser.add_mutually_exclusive_group()
+    search.add_argument(
+        "--largest-batch",
+        action="store_true",
+        help="find the largest batch that fits on each target, to 5 %%",
+    )
+    search.add_argument(
+        "--smallest-slice",
+        action="store_true",
+        help="find the smallest slice of each target's chip on which it fits",
+    )
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--picture", type=Path, help="also draw bars into this file")
+    return parser
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Keeps two lines from stderr that the compilers repeat before their logs start."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile("w+") as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            held.seek(0)
+            sys.stderr.writelines(
+                line for line in held if not any(noise in line for noise in NOISE)
+            )
+
+
+def _failed(error: Exception, status: ExitStatus) -> ExitStatus:
+    text = str(error) or type(error).__name__
+    error_console.print("[red]error:[/red]", Text(text), highlight=False)
+    return status
+
+
+def _run(options: argparse.Namespace) -> ExitStatus:
+    job = load(options.job)
+    searches = options.largest_batch or options.smallest_slice
+    return (_search if searches else _compile)(job, options)
+
+
+def _compile(job: Job, options: argparse.Namespace) -> ExitStatus:
+    found = []
+    for name in options.target:
+        with console.status(f"compiling for {name} ..."):
+            program = program_of(job, target(name), options.batch)
+        console.print(program)
+        found.append((name, program))
+    return _concluded(found, all(program.fits for _, program in found), options)
+
+
+def _search(job: Job, options: argparse.Namespace) -> ExitStatus:
+    found = []
+    best = True
+    for name in options.target:
+        result = _searched(job, name, options)
+        found += [(_label(each), each.program) for each in result.tried if each.program]
+        best = best and result.best is not None
+        if result.best and result.best.program:
+            console.print(result.best.program)
+            text = f"smallest on which it fits: {result.best.target}"
+            if options.largest_batch:
+                text = f"largest batch that fits {name}: {result.best.batch}"
+            console.print(Text(text, style="bold green"))
+    return _concluded(found, best, options)
+
+
+def _searched(job: Job, name: str, options: argparse.Namespace) -> SearchResult:
+    hardware = target(name)
+    if options.largest_batch:
+        return largest_batch(job, hardware, on_candidate=_tell)
+    chip = hardware.chip.name
+    return smallest_slice(job, chip, batch=options.batch, on_candidate=_tell)
+
+
+def _tell(candidate: Candidate) -> None:
+    program = candidate.program
+    if program is None:
+        told = f"refused by the job: {candidate.refusal}"
+    elif not program.fits:
+        told = f"does not fit: {program.refused}"
+    else:
+        wanted = size_text(program.wanted_bytes or 0)
+        told = f"fits, {wanted} of each device"
+        if program.seconds is not None:
+            told += f", {seconds_text(program.seconds)} a step (estimate)"
+    console.print(Text(f"{_label(candidate)}: {told}"))
+
+
+def _label(candidate: Candidate) -> str:
+    if candidate.batch is None:
+        return candidate.target
+    return f"{candidate.target}, batch {candidate.batch}"
+
+
+def _concluded(
+    found: list[tuple[str, CompiledProgram]], fits: bool, options: argparse.Namespace
+) -> ExitStatus:
+    if options.json:
+        records = [
+            {"label": label, **json.loads(each.to_json())} for label, each in found
+        ]
+        options.json.write_text(json.dumps(records, indent=1))
+    if options.picture:
+        console.print(f"drawn into {write_picture(found, options.picture)}")
+    if fits:
+        return ExitStatus.FITS
+    console.print("[bold red]DOES NOT FIT[/bold red]")
+    return ExitStatus.DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The largest batch that fits, the smallest slice that does: by compiling a few."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jdist._errors import requirement
+from jdist._own_code import OwnCodeRaised
+from jdist.targets.chips import CHIPS
+from jdist.targets.hardware import Hardware, target
+from jdist.targets.job import Job, program_of, takes_batch
+from jdist.targets.report import CompiledProgram
+
+SLICES = {
+    "v5e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
+    "v5p": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
+    "v6e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
+}
+"""Slices that Google's cloud offers, by their number of chips."""
+
+HOSTS = "1x1 1x2 1x4 1x8 2x8 4x8 8x8 16x8 32x8 64x8 128x8"
+"""GPUs of one host, and then hosts of eight."""
+
+LARGEST_BATCH = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One program that a search has compiled, or a job that could not be.
+
+    Attributes:
+      target: Name of the hardware.
+      batch: The batch size; None if the job has none.
+      program: The report; None if the job refused the hardware.
+      refusal: Why it did, such as a mesh that does not divide the chips; otherwise "".
+    """
+
+    target: str
+    batch: int | None
+    program: CompiledProgram | None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it was compiled and fits."""
+        return self.program is not None and self.program.fits
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What fits, and what was compiled to find it.
+
+    Attributes:
+      best: The largest batch or the smallest slice; None if none fits.
+      tried: Everything that was compiled, in order.
+    """
+
+    best: Candidate | None
+    tried: tuple[Candidate, ...]
+
+
+Told = Callable[[Candidate], object]
+
+
+def largest_batch(
+    job: Job,
+    hardware: Hardware,
+    *,
+    multiple: int | None = None,
+    within: float = 0.05,
+    on_candidate: Told = lambda _: None,
+) -> SearchResult:
+    """The largest batch with which a job fits, by doubling and then by bisection.
+
+    Memory is taken to grow with the batch. It nearly always grows by a straight line;
+    where that line meets the chip's memory is tried first.
+
+    Args:
+      job: `job(hardware, batch)`.
+      hardware: What to fit.
+      multiple: Batches tried are its multiples; None for the number of chips.
+      within: How much larger, as a fraction, the largest batch may be than the one
+        found. 0 finds it exactly, by more compilations.
+      on_candidate: Called with each program as soon as it is compiled.
+
+    Raises:
+      ValueError: The job has no parameter `batch`, or fits with any batch; or
+        `multiple` or `within` is out of range.
+      OwnCodeRaised: The job raised.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import targets
+      >>> here = targets.Hardware(
+      ...     targets.Chip("here", "cpu", 10_000, 1e10, {"float32": 1e11}), (1,)
+      ... )
+      >>> def job(hardware, batch=8):
+      ...     x = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
+      ...     return lambda x: x * 2, x
+      >>> best = targets.largest_batch(job, here).best
+      >>> 70 < best.batch <= 10_000 // (2 * 16 * 4)
+      True
+    """
+    if not takes_batch(job):
+        rule = "must have a parameter `batch`"
+        raise ValueError(requirement("largest_batch(job=...)", rule, "a job without"))
+    unit = hardware.chips if multiple is None else multiple
+    if unit < 1:
+        rule = "must be at least 1"
+        raise ValueError(requirement("largest_batch(multiple=...)", rule, unit))
+    if not 0 <= within < 1:
+        rule = "must be at least 0 and less than 1"
+        raise ValueError(requirement("largest_batch(within=...)", rule, within))
+    tried: list[Candidate] = []
+
+    def fits(count: int) -> bool:
+        batch = count * unit
+        candidate = Candidate(hardware.name, batch, program_of(job, hardware, batch))
+        tried.append(candidate)
+        on_candidate(candidate)
+        return candidate.fits
+
+    low, high = 0, 1
+    while fits(high):
+        # A little short of where the line meets the memory, which is rarely missed.
+        line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
+        low, high = high, max(2 * high, line)
+        if high * unit > LARGEST_BATCH:
+            rule = "must need more memory for a larger batch"
+            got = f"a job that fits with {low * unit} examples"
+            raise ValueError(requirement("largest_batch(job=...)", rule, got))
+    by_line = True
+    while high - low > max(1, int(within * low)):
+        line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
+        middle = line if by_line and low < line < high else (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+        # Where memory is no straight line, the line would only creep.
+        by_line = not by_line
+    best = [each for each in tried if each.fits and each.batch == low * unit]
+    return SearchResult(best[0] if best else None, tuple(tried))
+
+
+def smallest_slice(
+    job: Job,
+    chip: str,
+    *,
+    batch: int | None = None,
+    on_candidate: Told = lambda _: None,
+) -> SearchResult:
+    """The smallest slice, or number of hosts, on which a job fits; by bisection.
+
+    What fits on a slice is taken to fit on larger ones. A slice that the job itself
+    refuses with a ValueError, such as by a mesh that does not divide it, does not fit.
+
+    Args:
+      job: `job(hardware)`.
+      chip: Its name, such as "v5e" or "h100".
+      batch: The batch size on all of them; None for the job's default.
+      on_candidate: Called with each program as soon as it is compiled.
+
+    Raises:
+      ValueError: There is no such chip, or the job refuses all slices.
+      OwnCodeRaised: The job raised something else than a ValueError.
+    """
+    if chip not in CHIPS:
+        rule = f"must be one of {', '.join(CHIPS)}"
+        raise ValueError(requirement("smallest_slice(chip=...)", rule, chip))
+    shapes = SLICES.get(chip, HOSTS).split()
+    tried: dict[int, Candidate] = {}
+
+    def fits(index: int) -> bool:
+        hardware = target(f"{chip}:{shapes[index]}")
+        try:
+            program = program_of(job, hardware, batch)
+            found = Candidate(hardware.name, batch, program)
+        except OwnCodeRaised as error:
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            found = Candidate(hardware.name, batch, None, str(error.__cause__))
+        tried[index] = found
+        on_candidate(found)
+        return found.fits
+
+    low, high = 0, len(shapes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    if all(each.program is None for each in tried.values()):
+        refusal = next(iter(tried.values())).refusal
+        rule = "must take one of the chip's slices"
+        raise ValueError(requirement("smallest_slice(job=...)", rule, refusal))
+    return SearchResult(tried.get(low), tuple(tried.values()))
+
+
+def _meets(tried: list[Candidate], unit: int, memory: int) -> int:
+    """Where the line through the last two that fit meets the memory, in units."""
+    points = sorted(
+        (each.batch, each.program.bytes_per_device.total)
+        for each in tried
+        if each.batch and each.program and each.program.bytes_per_device and each.fits
+    )[-2:]
+    if len(points) < 2 or points[1][1] <= points[0][1]:
+        return 0
+    (first, less), (second, more) = points
+    batch = second + (memory - more) * (second - first) // (more - less)
+    return int(min(batch, LARGEST_BATCH)) // unit
