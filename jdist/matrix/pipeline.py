@@ -8,7 +8,8 @@ between that one and the loss, which the last stage computes:
     equal stages             each adds its leaves to a value with zeros in their places
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jdist import pipeline, rpc
 from jdist._errors import Unavailable
@@ -37,7 +38,7 @@ MICRO_BATCHES = 3
 
 
 def rows() -> dict[str, Row]:
-    """Schedules over devices and on one, over workers, in one program; PipeDream."""
+    """Schedules over devices, meshes and workers, in one program; PipeDream."""
     m = MICRO_BATCHES
     one_f_one_b = pipeline.one_f_one_b(3, m)
     named: dict[str, Row] = {
@@ -54,6 +55,13 @@ def rows() -> dict[str, Row]:
         "1F1B, three workers": partial(_over_workers, one_f_one_b),
         "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
         "DualPipeV x2": partial(_over_devices, pipeline.dualpipe_v(2, 4)),
+        "on a mesh, data x2": partial(_over_meshes, 1, {"data": 2}),
+        "on a mesh, model x2": partial(_over_meshes, 1, {"model": 2}),
+        "on meshes, 1F1B x2, data x2": partial(_over_meshes, 2, {"data": 2}),
+        "on meshes, 1F1B x2, model x2": partial(_over_meshes, 2, {"model": 2}),
+        "on meshes, 1F1B x2, data x2, model x2": partial(
+            _over_meshes, 2, {"data": 2, "model": 2}
+        ),
         "PipeDream with a flush": _pipedream,
         "one program, 1F1B x2": partial(_one_program, pipeline.one_f_one_b(2, m)),
         "one program, ZBV x2": partial(_one_program, pipeline.zbv(2, m)),
@@ -83,6 +91,35 @@ def _over_devices(
         stages = _stages(loss_fn, params, schedule.stages, **options)
         pipe = Pipeline(stages, _losses, schedule, where, reduction=reduction)
         placed = pipe.place(_shares(params, schedule.stages))
+        loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
+        return loss, _whole(grads, jax.tree.structure(params))
+
+    return candidate
+
+
+def _over_meshes(
+    stages: int, axes: Mapping[str, int], loss_fn: LossFn, reduction: str
+) -> Candidate:
+    """A mesh for each stage; a leaf is divided by the first axis that divides."""
+    shape = tuple(axes.values())
+    found = np.array(devices(stages * math.prod(shape))).reshape(stages, *shape)
+    places = [Mesh(own, tuple(axes)) for own in found]
+    schedule = pipeline.one_f_one_b(stages, MICRO_BATCHES)
+
+    def spec(leaf: jax.Array) -> PartitionSpec:
+        parts = axes.get("model", 0)
+        divided = [bool(parts) and size % parts == 0 for size in leaf.shape]
+        if not any(divided):
+            return PartitionSpec()
+        return PartitionSpec(*[None] * divided.index(True), "model")
+
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
+        made = _stages(loss_fn, params, stages)
+        pipe = Pipeline(made, _losses, schedule, places, reduction=reduction)
+        shares = _shares(params, stages)
+        placed = pipe.place(shares, jax.tree.map(spec, shares))
         loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
         return loss, _whole(grads, jax.tree.structure(params))
 
@@ -149,10 +186,10 @@ def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list
     """Stages that put out their leaves, and a last one that computes the losses."""
     structure = jax.tree.structure(params)
 
-    def last(
-        own: list[jax.Array], before: list[list[jax.Array]], batch: PyTree
-    ) -> jax.Array:
-        return loss_fn(_whole([*before, own], structure), batch)
+    def last(own: list[jax.Array], *given: PyTree) -> jax.Array:
+        *before, batch = given
+        leaves = [*(before[0] if before else []), own]
+        return loss_fn(_whole(leaves, structure), batch)
 
     names = [f"leaves of stage {number}" for number in range(count - 1)]
     return [
@@ -160,7 +197,7 @@ def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list
             Stage(_put_out, (names[number - 1],) * bool(number), (name,))
             for number, name in enumerate(names)
         ),
-        Stage(last, (names[-1], "batch"), ("losses",), **options),
+        Stage(last, (*names[-1:], "batch"), ("losses",), **options),
     ]
 
 

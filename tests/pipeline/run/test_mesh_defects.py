@@ -1,0 +1,201 @@
+"""Errors of meshes that are planted in stages: each is caught, and named."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jdist import pipeline, verify
+from tests.pipeline import mesh_models as models
+
+WIDE = "PP x DP x TP"
+
+
+def candidate(layers, weights, tied=True):
+    """The pipeline with other layers in the place of some."""
+    made = []
+    for plain, part in zip(models.stages(2), models.split(2), strict=True):
+        fn = plain.fn
+        if not layers.keys().isdisjoint(part):
+            fn = Chain([layers.get(name, models.LAYERS[name]) for name in part], part)
+        shared = plain.tied if tied else {}
+        made.append(pipeline.Stage(fn, plain.inputs, plain.outputs, tied=shared))
+    pipe = pipeline.Pipeline(
+        made, models.losses, models.SCHEDULES["1F1B"], models.meshes(WIDE)
+    )
+
+    def run(own, batch):
+        placed = models.placed(pipe, WIDE, own)
+        loss, grads = pipe.value_and_grad(placed, batch, weights)
+        found = {name: tree for stage in grads for name, tree in stage.items()}
+        head = {k: v for k, v in found["head"].items() if k != "table"}
+        return loss, found | {"head": head}
+
+    return run
+
+
+def judged(layers, **options):
+    own, batch, weights = models.problem()
+    planted = {"planted": candidate(layers, weights, **options)}
+    return models.judge()(own, batch, planted, weights=weights, seed=None)
+
+
+class Chain:
+    """Layers one after another."""
+
+    def __init__(self, layers, names):
+        self.layers, self.names = layers, names
+
+    def __call__(self, params, value):
+        for name, layer in zip(self.names, self.layers, strict=True):
+            value = layer(params[name], value)
+        return value
+
+
+def with_cotangent(change):
+    """The identity, whose cotangent is changed on its way back."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, g: (change(g),))
+    return identity
+
+
+def summed_over(axis, mean=False):
+    """A collective in the stage's own hands, over what is the same on all devices."""
+    mesh = models.meshes(WIDE)[1]
+    reduce = lax.pmean if mean else lax.psum
+    return jax.shard_map(
+        lambda g: reduce(g, axis), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+
+
+def named(report):
+    """The problems of the leaves that fail."""
+    assert not report.ok
+    return {leaf.path: leaf.problem for leaf in report.failures}
+
+
+BEFORE_EXPAND = {"attend/out", "attend/qkv", "embed/table"}
+
+
+def test_a_psum_too_many_over_the_model_axis():
+    """A cotangent that is whole on every device is summed over them."""
+    again = with_cotangent(summed_over("model"))
+    found = named(judged({"expand": lambda w, h: models.expand(w, again(h))}))
+    assert found.keys() == BEFORE_EXPAND
+    assert "it is 2 times the reference" in found["attend/qkv"]
+
+
+@pytest.mark.thorough
+def test_the_trace_names_the_place():
+    """The first wrong value is the cotangent that the extra psum has doubled."""
+    own, batch, weights = models.problem()
+    again = with_cotangent(summed_over("model"))
+
+    def tapped(name, before=lambda h: h):
+        return lambda w, h: verify.tap(models.LAYERS[name](w, before(h)), name)
+
+    right = {name: tapped(name) for name in models.LAYERS}
+
+    def whole(own, batch):
+        params = models.cut(own, 1)[0]
+        run = Chain(list(right.values()), list(right))
+        return models.losses(run(params, batch["tokens"]), batch)
+
+    judge = verify.tracer(whole, own, batch, weights=weights)
+    judge(candidate(right, weights)).raise_if_failed()
+    wrong = judge(candidate(right | {"expand": tapped("expand", again)}, weights))
+    assert (wrong.difference.direction, wrong.difference.tap) == ("backward", "attend")
+    assert "it is 2 times the reference" in wrong.difference.words
+
+
+def test_a_psum_too_few_over_the_model_axis():
+    """Of a matrix that is divided by columns one half alone passes a cotangent on."""
+
+    def expand(w, h):
+        half = models.INNER // 2
+        other = jax.lax.stop_gradient(h) @ w["up"][:, half:]
+        inner = jnp.concatenate([h @ w["up"][:, :half], other], -1)
+        h = h + jnp.tanh(inner) @ w["down"]
+        return h + jnp.tanh(h @ w["mix"]) @ w["mix"]
+
+    found = named(judged({"expand": expand}))
+    assert found.keys() == BEFORE_EXPAND
+    assert all("bound at" in problem for problem in found.values())
+
+
+def test_a_data_axis_that_is_averaged_twice():
+    """XLA has summed over it already; the stage divides by its size once more."""
+    mean = with_cotangent(lambda g: summed_over("data", mean=True)(g) / 2)
+    found = named(
+        judged({"expand": lambda w, h: models.expand(jax.tree.map(mean, w), h)})
+    )
+    assert found.keys() == {"expand/up", "expand/down", "expand/mix"}
+    for problem in found.values():
+        factor = re.search("it is (.*) times the reference", problem)
+        assert float(factor[1]) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_the_contribution_of_one_end_of_a_tied_table():
+    found = named(judged({}, tied=False))
+    assert found.keys() == {"embed/table"}
+
+
+def test_a_stage_that_is_run_on_zeros():
+    """It gets no value of the stage before, and passes no cotangent on."""
+    zeros = {"expand": lambda w, h: models.expand(w, jnp.zeros_like(h))}
+    found = named(judged(zeros))
+    assert {"(loss)", "attend/qkv"} <= found.keys()
+    assert "it is 0 times the reference" in found["attend/qkv"]
+
+
+def masked(params, x, key, parts):
+    """Dropout; with two parts, the examples of both have the same mask."""
+    h = x @ params
+    rows = len(h) // parts
+    kept = jax.random.bernoulli(key, 0.5, (rows, h.shape[1]))
+    return jnp.where(jnp.concatenate([kept] * parts), h, 0.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_key_that_both_halves_of_the_data_axis_share(parts):
+    """The masks of the oracle are drawn by the rule that is documented."""
+    rng = np.random.default_rng(2)
+    params = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 6), (6, 2))]
+    batch = {"x": np.float32(rng.normal(size=(8, 4)))}
+    key = jax.random.key(3)
+    made = [
+        pipeline.Stage(
+            lambda w, x, key: masked(w, x, key, parts), ("x",), ("h",), keyed=True
+        ),
+        pipeline.Stage(lambda w, h: jnp.tanh(h) @ w, ("h",), ("y",)),
+    ]
+    pipe = pipeline.Pipeline(
+        made,
+        lambda y, batch: (y**2).sum(-1),
+        pipeline.one_f_one_b(2, 2),
+        models.meshes(WIDE),
+    )
+    own = jax.random.fold_in(key, 0)
+    keys = [jax.random.fold_in(own, micro) for micro in range(2)]
+    kept = jnp.concatenate([jax.random.bernoulli(k, 0.5, (4, 6)) for k in keys])
+
+    def losses(params, batch):
+        first, second = params
+        h = jnp.where(batch["kept"], batch["x"] @ first, 0.0)
+        return ((jnp.tanh(h) @ second) ** 2).sum(-1)
+
+    def dropout(params, batch):
+        placed = pipe.place(params, [P(None, "model"), P("model")])
+        return pipe.value_and_grad(placed, {"x": batch["x"]}, key=key)
+
+    report = verify.gradients(
+        losses, params, {**batch, "kept": kept}, {"dropout": dropout}
+    )
+    if parts == 1:
+        report.raise_if_failed()
+    else:
+        assert {"(loss)", "0"} <= named(report).keys()
