@@ -143,6 +143,7 @@ def _add_entries(checksums: dict[str, int], batch: Mapping[str, PyTree]) -> None
 def _add(checksums: dict[str, int], name: str, array: object) -> None:
     sample = _sample(array)
     if sample is not None:
+        # Against mistakes, not against forgery: the fastest checksum serves.
         checksums[name] = zlib.crc32(sample.tobytes(), checksums.get(name, 0))
 
 
@@ -161,6 +162,7 @@ def _sample(array: object) -> np.ndarray | None:
             # Gathered on the device: a few kilobytes come to the host, not the array.
             return np.asarray(_taken(array, _places(array.size)))
     found = np.asarray(array)
+    # The bytes of an array of objects are addresses.
     if found.dtype.hasobject:
         return None
     if found.size <= SAMPLE:

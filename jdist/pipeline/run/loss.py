@@ -118,6 +118,7 @@ class PipelineLoss:
     def gradient_kind(self) -> str:
         """The reduction by which the stages' gradients are finished."""
         divided = self._factor is not None and self._factor[1] is not None
+        # Its cotangents were divided where they start: the end has to add only.
         return "sum" if divided and self.kind == "mean" else self.kind
 
     def scaled(
@@ -265,6 +266,7 @@ def _compiled(
     def both(
         values: PyTree, entries: PyTree, weights: jax.Array, factor: PyTree = None
     ) -> tuple[Partial, dict[str, PyTree], PyTree]:
+        # The cotangents of integers have the dtype float0, which no stage could take.
         floating, fixed = split_inexact(values)
         found, pull_back, aux = jax.vjp(
             lambda v: losses_of(merge(v, fixed), entries, weights),

@@ -88,9 +88,9 @@ def split_batch(
     pieces = [_cut(x, bounds) for x in leaves]
     parts = []
     for number, (start, end) in enumerate(bounds):
-        rows = jax.tree.unflatten(structure, [piece[number] for piece in pieces])
+        entries = jax.tree.unflatten(structure, [piece[number] for piece in pieces])
         own = checked[start:end]
-        parts.append(_weighted(number, rows, own))
+        parts.append(_weighted(number, entries, own))
     return normalized(parts, kind, "Pipeline.value_and_grad")
 
 
@@ -252,6 +252,7 @@ def check_weights(
         return np.ones(examples, np.float32)
     call = f"{call}(weights=...)"
     found = np.asarray(weights)
+    # float64 is kept for models in double precision.
     if found.dtype != np.float64:
         found = found.astype(np.float32)
     if found.shape != (examples,):

@@ -21,6 +21,7 @@ from jdist.pipeline.run.stage_channels import (
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.reduction import Partial
 
+# As in torch's `DistributedDataParallel`.
 LIMIT = 25 * 2**20
 """Bytes from which on a bucket is closed."""
 
@@ -147,6 +148,7 @@ def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
       >>> joined_state([ones, others], [3.0, 1.0])
       {'mean': Array([2.], dtype=float32), 'seen': Array(3, dtype=int32)}
     """
+    # A state of weight 0 may hold NaN, which a factor of 0 would not remove.
     pairs = [(s, w) for s, w in zip(states, weights, strict=True) if w > 0]
     kept, shares = zip(*pairs or [(states[0], 1.0)], strict=True)
     total = sum(shares)

@@ -68,6 +68,8 @@ class Places:
     def worker(self, stage: int, micro_batch: int) -> int:
         """The rank of the worker of a stage, or of the loss, for a micro-batch."""
         workers = self.schedule.placement[min(stage, self.loss - 1)]
+        # Round robin, as in PipeDream (1F1B-RR): a micro-batch meets one worker
+        # forwards and backwards, and no table has to say which.
         return workers[micro_batch % len(workers)]
 
     def check(self, name: str, entry: PyTree, worker: int, taker: int) -> None:
@@ -340,6 +342,7 @@ class InProcessChannels:
         Raises:
           ValueError: Always.
         """
+        # All actions are in this process: where none can go on, none ever will.
         rule = "must let every action have its inputs"
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
@@ -360,6 +363,7 @@ def ending(channels: StageChannels) -> Iterator[StageChannels]:
     """Ends a call with the error that the block raises, or without."""
     try:
         yield channels
+    # Interrupts too: other workers must not wait for this one.
     except BaseException as error:
         channels.end(error)
         raise

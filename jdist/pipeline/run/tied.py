@@ -62,6 +62,8 @@ class Tied:
           Exception: Another process has failed.
         """
         for group in self._groups.values():
+            # By identity: schedules in two optimizers are functions, which cannot be
+            # compared.
             if len({id(optimizers[j]) for j in group}) > 1:
                 which = f"the stages {list(group)}, which share parameters"
                 rule = f"must be one and the same object for {which}"
@@ -132,6 +134,7 @@ class Tied:
           ValueError: A path is unknown.
         """
         structure = _structure(params)
+        # A gradient may have None in the place of a leaf.
         leaves = structure.flatten_up_to(gradient)
         found = {}
         for name in self.names(stage):
@@ -254,6 +257,7 @@ def _structure(tree: PyTree) -> PyTree:
     return jax.tree.structure(tree)
 
 
+# Paths are made as texts, which is too slow for every step.
 @functools.lru_cache(maxsize=256)
 def _indices(
     structure: jax.tree_util.PyTreeDef, stage: int, path: str

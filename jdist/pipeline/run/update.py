@@ -364,6 +364,8 @@ def _update(
     if stats.square is not None and max_norm is not None:
         norm = jnp.sqrt(stats.square)
         if optimizer.loss_factor is not None:
+            # The squares are of scaled gradients; the limit is for those without the
+            # scale.
             norm = norm / optimizer.loss_factor(opt_state).astype(norm.dtype)
         factor = shrinking(norm, max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)

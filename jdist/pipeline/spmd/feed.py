@@ -37,6 +37,7 @@ class Lots(NamedTuple):
     def of(self, leaf: PyTree) -> PyTree:
         """The rows of an array, `(micro_batches, rows, ...)`."""
         shape = (*self.order.shape, *leaf.shape[1:])
+        # No copy where nothing is padded.
         return leaf.reshape(shape) if self._is_even else leaf[self.order]
 
     @property
@@ -57,6 +58,8 @@ def lots(batch: PyTree, weights: ArrayLike | None, count: int, kind: str) -> Lot
     numbered = batch
     if isinstance(batch, dict):
         examples = examples_in(batch, "Pipeline.value_and_grad")
+        # The numbers of the examples are cut, by the same rule as arrays elsewhere; the
+        # arrays are copied once, by `Lots.of`.
         numbered = {"number": np.arange(examples)}
     parts = split_batch(numbered, weights, count, kind)
     rows = len(parts[0].weights)  # the first ones are the longest

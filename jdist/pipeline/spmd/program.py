@@ -140,6 +140,7 @@ def _square(model: Model, grads: Sequence[PyTree]) -> jax.Array:
     """Added in the order of the stages."""
     nothing = jnp.zeros((), jnp.float32)
     own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
+    # Gathered and not summed: `psum` has no order of its own to promise.
     squares = jax.lax.all_gather(own, model.axis)
     place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
     ordered = [place[stage] for stage in sorted(place)]
@@ -212,6 +213,8 @@ class _Device:
             INPUTS: self._backward_inputs,
             W: self._backward_params,
         }
+        # One part of the program for each chunk: to select from stacked parameters
+        # would copy them.
         for chunk, own in enumerate(self._params):
             for kind in (kind for kind in acts if kind in self._model.table.kinds):
                 act = partial(acts[kind], chunk, own)
@@ -302,6 +305,7 @@ class _Device:
         table = self._model.table
         distance, workers = table.distances[number], len(table.stages)
         receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
+        # A device that is in no pair gets zeros, which nothing reads.
         pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
         arrived = jax.tree.map(
             lambda x: jax.lax.ppermute(x, self._model.axis, pairs),

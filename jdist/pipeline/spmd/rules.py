@@ -29,8 +29,11 @@ def check_stages(wiring: StageWiring) -> None:
         or shares parameters; they are no chain of one value each, up to the loss.
     """
     first, *others = wiring.stages
+    # By contents: a function that is made for each stage anew has equal code in another
+    # object.
     contents = contents_of(first.fn, "Pipeline")
     for number, stage in enumerate(others, start=1):
+        # What could not be read of two functions may differ.
         alike = contents.complete and contents_of(stage.fn, "Pipeline") == contents
         if stage.fn is not first.fn and not alike:
             got = f"another one in stage {number}"
@@ -54,6 +57,7 @@ def check_stages(wiring: StageWiring) -> None:
 
 
 def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
+    # A message has one value, and all slots have one shape.
     if len(stage.inputs) != 1 or len(stage.outputs) != 1:
         got = f"inputs {stage.inputs} and outputs {stage.outputs} in stage {number}"
         _refuse("have one input and one output", got)
@@ -79,6 +83,7 @@ def check_shares(schedule: Schedule) -> None:
             got = f"workers {workers} for stage {stage}"
             raise ValueError(requirement(call, rule, got, _REMEDY))
         shares[workers[0]] += 1
+    # One program has the same number of parameter trees on every device.
     if len(set(shares)) > 1:
         rule = "must give each worker equally many stages"
         raise ValueError(requirement(call, rule, f"{shares}", _REMEDY))
@@ -119,6 +124,7 @@ def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> Non
     if specs_of(found) != specs_of(value):
         rule = f"put out what they take, {name!r}: {describe(value)}"
         _refuse(rule, f"{describe(found)} from stage {number}")
+    # What is not floating has no cotangent that could be sent back.
     fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]
     if fixed:
         _refuse("pass on floating values", f"{name!r} of {fixed[0]}")

@@ -108,6 +108,7 @@ def tabulate(schedule: Schedule) -> Table:
       [-1, 0, 0, -1, 1, 0, 1]
     """
     workers = np.array([ranks[0] for ranks in schedule.placement])
+    # Stable: the chunks of a worker are its stages in ascending order.
     stages = np.argsort(workers, kind="stable").reshape(schedule.workers, -1)
     clocks = [_clocks_of(schedule, kind) for kind in range(len(KINDS))]
     sent = _messages(workers, clocks)
@@ -117,7 +118,9 @@ def tabulate(schedule: Schedule) -> Table:
     travels = np.zeros((schedule.clocks, len(distances)), np.int32)
     slot, waiting = assign_slots(sent.receiver, sent.made, sent.used)
     row.mail[sent.used, sent.receiver] = slot
+    # Neighbouring stages on one worker, as at the turn of a V: nothing travels.
     here = far == 0
+    # The slot for what is sent is none of those in which something waits.
     row.result[row.kind != NOTHING] = waiting
     row.result[sent.made[here], sent.receiver[here]] = slot[here]
     for number, distance in enumerate(distances):
@@ -216,6 +219,7 @@ def _kept(
         chosen = np.ones_like(schedule.split) if kind == F else schedule.split
         own = np.broadcast_to(workers[:, None], chosen.shape)[chosen]
         begin = clocks[kind][chosen]
+        # Without a W its clock is -1.
         end = np.maximum(clocks[B], clocks[W])[chosen]
         slot, count = assign_slots(own, begin, end)
         for clock in clocks[kind:]:

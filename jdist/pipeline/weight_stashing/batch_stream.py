@@ -20,6 +20,7 @@ from jdist.pipeline.run.micro_batch import (
     scaled_down,
 )
 
+# Nothing that an iterator could yield.
 _END = object()
 
 
@@ -193,6 +194,7 @@ class BatchStream:
 
     def _check_update(self, size: int) -> None:
         total, self._open[size] = self._open[size], 0.0
+        # The gradient of such an update would be 0 / 0.
         if total == 0:
             last = len(self.totals) - 1
             first = last // size * size

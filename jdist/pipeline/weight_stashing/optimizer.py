@@ -103,6 +103,7 @@ class WeightStashing:
             state.opt_state,
             overrides,
         )
+        # One less than `versions`: the new one is the last.
         last = range(state.version + 2 - self.versions, state.version + 1)
         return self.append(state, params, opt_state, last)
 
@@ -182,6 +183,8 @@ def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:
     return WeightStashing(optimizer, versions)
 
 
+# The state is donated and the parameters are not: a micro-batch under way may need
+# them. Optimizers compare by identity, so that each has its own program.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _stepped(
     optimizer: Optimizer,
