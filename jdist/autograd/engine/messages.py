@@ -252,4 +252,5 @@ def _reports(told: Iterable[Sequence[Any]]) -> Reports:
 
 
 def _are_ids(values: object) -> TypeGuard[list[int]]:
+    # Exact types: `isinstance` would take True for an id.
     return type(values) is list and set(map(type, values)) <= _INT

@@ -180,6 +180,7 @@ def _leave_to_parent() -> None:
     for agent in agents:
         agent.closed = True
     _inherited = tuple(sorted(agent.info.name for agent in agents)) or _inherited
+    # A thread of the parent may have held it at the fork, and does not exist here.
     _lock = threading.Lock()
     _becoming = False
     _workers.clear()

@@ -73,6 +73,7 @@ class RpcOptions:
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 15.0
     threads: int = 512
+    # Not in the representation, which is logged and stands in errors.
     key: str | bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     device: Any = None

@@ -118,6 +118,8 @@ def install(agent: Agent) -> None:
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         return execute(agent, caller, Invocation.unpack(CALL, body), meta)
 
+    # Limited: users' functions may hold their threads for ever, and what the library
+    # itself sends must not wait for one of those.
     agent.register(CALL, answer, limited=True)
 
 

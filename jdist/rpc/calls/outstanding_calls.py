@@ -59,7 +59,11 @@ class OutstandingCalls:
         self._empty = threading.Condition(self._lock)
         self._sent: set[Any] = set()
         self._served: set[Any] = set()
+        # Two looks that find nothing under way and the same count saw nothing begin
+        # between them.
         self._begun = 0
+        # A notification costs time at every call: there is one only while something
+        # waits.
         self._watched = 0
 
     def send(self, entry: Entry) -> None:

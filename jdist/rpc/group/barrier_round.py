@@ -232,6 +232,7 @@ def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contributio
     meta = frame.meta
     names, refused = meta["names"], meta["refused"]
     operation, tag, number = meta["operation"], meta["tag"], meta["number"]
+    # Exact types: `isinstance` would take True for a number.
     if type(operation) is not str or type(tag) is not str or type(number) is not int:
         raise ValueError("a collective without an operation, a tag and a number")
     if refused is not None and type(refused) is not str:

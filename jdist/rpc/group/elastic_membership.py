@@ -164,6 +164,7 @@ class ElasticMembership(Membership):
         if rank not in self._incarnations:
             self._incarnations.add(rank)
             return rank
+        # From above: new ranks are taken from below, so that the two meet last.
         while self._last:
             self._last -= 1
             if self._last not in self._incarnations:
@@ -180,6 +181,7 @@ class ElasticMembership(Membership):
             return True  # all others were told of it
         if not self.has(member):
             return False
+        # A lost one stays, so that `gone` can say why, until one of its name comes.
         if member.left:
             del self._members[member.info.name]
         return True

@@ -57,6 +57,7 @@ class FixedMembership(Membership):
             return self._refuse([member], misfit or self._full(member, rival))
         if rival is not None:
             return self._doubt(member, rival, world_size)
+        # No other worker will have this rank in the life of the group.
         set_incarnation(member, member.info.id)
         self._members[member.info.name] = member
         told = [(member, _stranger(text)) for text in self._strangers]
@@ -70,6 +71,7 @@ class FixedMembership(Membership):
         """See `Membership.lives`."""
         answers = super().lives(member, probe)
         full = len(self._members) == self._world_size
+        # An answer to an earlier probe proves nothing: its worker may have died since.
         if self.complete or not full or probe < self._asked:
             return answers
         self._unsure.discard(member)

@@ -208,6 +208,7 @@ def _start(
     started = [meeting.begin(*place) for place in zip(infos, devices, strict=True)]
     agents = [agent for agent, _ in started]
     try:
+        # All have begun before one is awaited: the group is complete with the last.
         for _, joined in started:
             joined.wait()
         for agent in agents:
@@ -272,6 +273,7 @@ def _stop(agents: list[Agent], graceful: bool) -> None:
 
 
 def _thread(target: Callable[[Any], None], agent: Agent) -> threading.Thread:
+    # An empty context: what the caller has set is not the worker's.
     context = contextvars.Context()
     context.run(current.scope.set, Scope(agent))
     thread = threading.Thread(target=context.run, args=(target, agent), daemon=True)

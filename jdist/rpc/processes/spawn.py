@@ -168,6 +168,8 @@ class Processes:
         self._results: list[Any] | None = None
         self._failure: RpcError | None = None
         with ExitStack() as stack:
+            # Files and not pipes: a result of any size can be written before it is
+            # read, and outlives its process.
             self._outcomes = [stack.enter_context(TemporaryFile()) for _ in settings]
             meeting = Rendezvous(
                 nprocs=len(settings),
@@ -297,6 +299,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     rule = "must be values that pickle can carry"
     given = positional("spawn", args)
     call = _pickled((fn, given), requirement("spawn(args=...)", rule, given))
+    # An empty entry stands for the current folder, which may be another one there.
     path = [folder or os.getcwd() for folder in sys.path]
     # The keys are those of `multiprocessing.spawn.prepare`.
     return pickle.dumps(({"sys_path": path, "sys_argv": sys.argv, **main}, call))

@@ -155,6 +155,7 @@ def connect(
     hello = _read_hello(theirs)
     _check_version(hello)
     proof = receive_exactly(stream, _PROOF, deadline)
+    # In constant time: one that ends at the first wrong byte would tell where that is.
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
         with contextlib.suppress(ConnectionError, TimeoutError):
             stream.send([_WRONG_KEY], deadline)

@@ -108,6 +108,7 @@ class InProcessTransport:
             channel.close("the worker has ended")
         for thread in threads:
             if thread is not threading.current_thread():
+                # Bounded: it may be running a function of the user.
                 thread.join(timeout=1.0)
 
     def _adopt(self, channel: "_End") -> None:
@@ -218,6 +219,7 @@ class _End:
 
     def close(self, reason: str = "closed on this side") -> None:
         """See `Channel.close`."""
+        # One lock at a time: both sides may close at once.
         for end, told in ((self, reason), (self.other, "closed by the other side")):
             with end._lock:
                 first, end._closed = end._closed is None, end._closed or told
@@ -243,6 +245,8 @@ class _End:
         self, deferred: DeferredAnswer, number: int, deadline: float | None
     ) -> Frame:
         answer = deferred.answer
+        # Into the queue in which the end of the channel arrives as well: one wait for
+        # both.
         call_when_done(answer, lambda: self._put(answer.value()))
         try:
             frame = self._answer_to(number, deadline)

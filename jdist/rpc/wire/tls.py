@@ -172,6 +172,8 @@ class TlsStream:
         for piece in pieces:
             rest = memoryview(piece)
             while rest:
+                # For the encryption alone: a send that blocks must not keep the reader
+                # waiting.
                 with self._lock:
                     self._tls.write(rest[:_BATCH])
                     cipher = self._to_send.read()
@@ -252,6 +254,7 @@ def _load_self_signed(context: ssl.SSLContext) -> bytes:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
+        # Clocks of machines differ by less than a day, and no run takes ten years.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=3650))
         .sign(key, hashes.SHA256())
@@ -265,6 +268,7 @@ def _load_self_signed(context: ssl.SSLContext) -> bytes:
     # Python loads keys from files only. The folder is the user's own, and gone at once.
     with tempfile.TemporaryDirectory(prefix="jdist-") as folder:
         path = Path(folder) / "certificate.pem"
+        # With these rights before the key is in it.
         path.touch(mode=0o600)
         path.write_bytes(pem)
         context.load_cert_chain(path)
