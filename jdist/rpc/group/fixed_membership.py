@@ -175,8 +175,8 @@ class FixedMembership(Membership):
             return clash(member.info, rival.info)
         return Refusal(
             f"{member.info.name} comes to a group of {self._world_size} workers that "
-            "is complete. Nobody takes the place of one who is lost there; for that, "
-            "initialize all of them without a world_size."
+            "is complete. No worker takes the place of one that is lost there; for "
+            "that, initialize all of them without a world_size."
         )
 
     def _fail(self, failure: Refusal, others: list[Member]) -> Answers:

@@ -76,7 +76,7 @@ class InProcessTransport:
         """See `Transport.connect`; it never waits."""
         there = self._hub.transports.get(peer)
         if there is None:
-            raise ChannelClosed("nobody of this name listens in this process")
+            raise ChannelClosed("no worker of this name listens in this process")
         here, across = _End(self, peer, there), _End(there, self.name, self)
         here.other, across.other = across, here
         self._adopt(here)

@@ -178,11 +178,11 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
     except OSError as error:
         if isinstance(error, ChannelClosed) or out_of_files(error):
             raise
-        raise ChannelClosed(f"nobody listens at {where} ({error})") from error
+        raise ChannelClosed(f"no worker listens at {where} ({error})") from error
     if connected.getsockname() == connected.getpeername():
         # TCP lets a socket connect to itself when it was given the very port it seeks.
         connected.close()
-        raise ChannelClosed(f"nobody listens at {where} (it reached itself)")
+        raise ChannelClosed(f"no worker listens at {where} (it reached itself)")
     return connected
 
 

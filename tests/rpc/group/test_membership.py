@@ -73,7 +73,7 @@ def test_nobody_comes_back_to_a_group_that_is_whole():
     assert "Rank 1 is not unique: second and again have it." in refusal.meta["error"]
     second.gone = "killed"
     ((_, refusal),) = group.add(member("second", 1), 2)
-    assert "Nobody takes the place of one who is lost" in refusal.meta["error"]
+    assert "No worker takes the place of one that is lost" in refusal.meta["error"]
 
 
 def test_who_died_while_joining_is_replaced():

@@ -62,7 +62,7 @@ def test_a_frame_that_comes_twice(pair):
 
 
 def test_nobody_of_that_name(pair):
-    with pytest.raises(ChannelClosed, match="nobody of this name"):
+    with pytest.raises(ChannelClosed, match="no worker of this name"):
         pair[0].connect("c", "c", soon())
 
 

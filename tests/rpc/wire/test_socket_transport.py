@@ -124,11 +124,11 @@ def test_nobody_listens(peers):
     with SocketTransport("gone", KEY) as gone:
         address = gone.address
     with pytest.raises(
-        ChannelClosed, match=rf"nobody listens at 127.0.0.1:{address[1]}"
+        ChannelClosed, match=rf"no worker listens at 127.0.0.1:{address[1]}"
     ):
         peers.here.connect("gone", address, soon())
     with pytest.raises(
-        ChannelClosed, match=r"nobody listens at no.such.host.invalid:1 "
+        ChannelClosed, match=r"no worker listens at no.such.host.invalid:1 "
     ):
         peers.here.connect("gone", ("no.such.host.invalid", 1), soon())
 
@@ -203,7 +203,7 @@ def test_close_ends_everything(peers):
     peers.there.close()
     with pytest.raises(ChannelClosed, match="its connection closed"):
         receiving.get()
-    with pytest.raises(ChannelClosed, match="nobody listens"):
+    with pytest.raises(ChannelClosed, match="no worker listens"):
         peers.connect()
     peers.there.close()
     peers.here.close()

@@ -35,13 +35,13 @@ def test_what_is_no_address(address):
 
 
 def test_a_socket_that_reaches_itself(monkeypatch):
-    """TCP allows it; nobody listens there all the same."""
+    """TCP allows it; no worker listens there all the same."""
     itself = socket.socket()
     itself.bind(("127.0.0.1", 0))
     itself.connect(itself.getsockname())
     monkeypatch.setattr(sockets, "_dial_tcp", lambda *_: itself)
     with pytest.raises(
-        ChannelClosed, match=r"nobody listens at h:1 \(it reached itself"
+        ChannelClosed, match=r"no worker listens at h:1 \(it reached itself"
     ):
         dial(Address("h", 1), soon(), Attempt())
     assert itself.fileno() == -1
