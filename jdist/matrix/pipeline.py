@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist import pipeline, rpc
 from jdist._errors import Unavailable
-from jdist._tree import PyTree, examples_in, merge, split_inexact
+from jdist._tree import PyTree, examples_in, is_none, merge, split_inexact
 from jdist.matrix.row import (
     Candidate,
     LossFn,
@@ -100,30 +100,48 @@ def _over_devices(
 def _over_meshes(
     stages: int, axes: Mapping[str, int], loss_fn: LossFn, reduction: str
 ) -> Candidate:
-    """A mesh for each stage; a leaf is divided by the first axis that divides."""
-    shape = tuple(axes.values())
+    """A mesh for each stage, whose model axis divides every leaf.
+
+    Leaves have more rows in the pipeline than the loss is given, as many as that takes.
+    """
+    shape, parts = tuple(axes.values()), axes.get("model", 1)
     found = np.array(devices(stages * math.prod(shape))).reshape(stages, *shape)
     places = [Mesh(own, tuple(axes)) for own in found]
     schedule = pipeline.one_f_one_b(stages, MICRO_BATCHES)
 
     def spec(leaf: jax.Array) -> PartitionSpec:
-        parts = axes.get("model", 0)
-        divided = [bool(parts) and size % parts == 0 for size in leaf.shape]
-        if not any(divided):
-            return PartitionSpec()
-        return PartitionSpec(*[None] * divided.index(True), "model")
+        divided = leaf.ndim and "model" in axes
+        return PartitionSpec("model") if divided else PartitionSpec()
 
     def candidate(
         params: PyTree, batch: PyTree, weights: jax.Array | None
     ) -> tuple[jax.Array, PyTree]:
-        made = _stages(loss_fn, params, stages)
+        def losses(padded: PyTree, batch: PyTree) -> jax.Array:
+            return loss_fn(jax.tree.map(_without_padding, padded, params), batch)
+
+        padded = jax.tree.map(lambda leaf: _with_padding(leaf, parts), params)
+        made = _stages(losses, padded, stages)
         pipe = Pipeline(made, _losses, schedule, places, reduction=reduction)
-        shares = _shares(params, stages)
+        shares = _shares(padded, stages)
         placed = pipe.place(shares, jax.tree.map(spec, shares))
         loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
-        return loss, _whole(grads, jax.tree.structure(params))
+        own = _whole(grads, jax.tree.structure(params))
+        return loss, jax.tree.map(_without_padding, own, params, is_leaf=is_none)
 
     return candidate
+
+
+def _with_padding(leaf: jax.Array, parts: int) -> jax.Array:
+    if not leaf.ndim:
+        return leaf
+    rows = [(0, 0)] * leaf.ndim
+    rows[0] = 0, -len(leaf) % parts
+    return jnp.pad(leaf, rows)
+
+
+def _without_padding(found: PyTree, leaf: jax.Array) -> PyTree:
+    """A gradient, which may be None, or a padded leaf."""
+    return found if found is None or not leaf.ndim else found[: len(leaf)]
 
 
 def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candidate:

@@ -1,15 +1,20 @@
 """The rows as a whole: found by the judge, and left out where they cannot run."""
 
+import functools
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jdist import Unavailable, matrix
 from jdist.matrix import data_parallel
 from jdist.matrix.row import devices
+from jdist.pipeline import Pipeline
 from jdist.verify.matrix import GROUP
 
 
@@ -57,3 +62,29 @@ def test_an_unknown_reduction_leaves_a_row_out(row, message):
 )
 def test_shards_are_as_uneven_as_they_can_be(examples, replicas, sizes):
     assert data_parallel._sizes(examples, replicas) == sizes
+
+
+def test_a_model_axis_divides_every_parameter(monkeypatch):
+    """Of a problem whose sizes no two devices divide."""
+    params = {"w": jnp.arange(15.0).reshape(5, 3), "b": jnp.ones(3), "s": jnp.ones(())}
+    seen = []
+    place = Pipeline.place
+
+    def noted(pipe, *given):
+        placed = place(pipe, *given)
+        seen.extend(jax.tree.leaves(placed))
+        return placed
+
+    monkeypatch.setattr(Pipeline, "place", noted)
+
+    def losses(params, x):
+        return ((x @ params["w"]) * params["b"][None]).sum(-1) * params["s"]
+
+    row = matrix.strategies()["pipeline on a mesh, model x2"](losses, "mean")
+    x = np.linspace(-1, 2, 35).reshape(7, 5)
+    loss, grads = row(params, x, None)
+    wanted = jax.value_and_grad(lambda p: losses(p, x).mean())(params)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, (loss, grads), wanted)
+    specs = {leaf.shape: leaf.sharding.spec for leaf in seen}
+    assert specs == {(6, 3): P("model"), (4,): P("model"), (): P()}
