@@ -62,6 +62,7 @@ BUDGET = {
     "pipeline": 360,
     "experiments": 320,
     "examples": 60,
+    "targets": 120,
     "ground": 90,
 }
 # Tracing makes objects by the hundred thousand, none of them garbage: to look for some

@@ -19,13 +19,11 @@ exit status:
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -43,9 +41,6 @@ from jdist.targets.search import Candidate, SearchResult, largest_batch, smalles
 
 console = Console()
 error_console = Console(stderr=True)
-
-NOISE = ("before absl::InitializeLog()", "cudart_stub.cc")
-"""Logged by libraries of XLA when they are loaded, whatever their log levels."""
 
 
 class ExitStatus(IntEnum):
@@ -65,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     try:
-        with _without_noise():
-            return _run(options)
+        job = load(options.job)
+        if options.largest_batch or options.smallest_slice:
+            return _search(job, options)
+        return _compile(job, options)
     except OwnCodeRaised as error:
         traceback.print_exception(error.__cause__)
         return _failed(error, ExitStatus.RAISED)
@@ -111,35 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Keeps two lines from stderr that the compilers repeat before their logs start."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile("w+") as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            held.seek(0)
-            sys.stderr.writelines(
-                line for line in held if not any(noise in line for noise in NOISE)
-            )
-
-
 def _failed(error: Exception, status: ExitStatus) -> ExitStatus:
     text = str(error) or type(error).__name__
     error_console.print("[red]error:[/red]", Text(text), highlight=False)
     return status
-
-
-def _run(options: argparse.Namespace) -> ExitStatus:
-    job = load(options.job)
-    searches = options.largest_batch or options.smallest_slice
-    return (_search if searches else _compile)(job, options)
 
 
 def _compile(job: Job, options: argparse.Namespace) -> ExitStatus:

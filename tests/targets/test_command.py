@@ -107,11 +107,3 @@ def test_the_names_of_hardware_are_checked(capsys):
     """By `target`, which the other tests replace."""
     assert command.main(["jdist.optim:sgd", "--target", "v9:2x2"]) == 2
     assert "must be of a known chip" in capsys.readouterr().err
-
-
-def test_noise_of_the_compilers_is_left_out(capfd):
-    """And nothing else that they say."""
-    with command._without_noise():
-        command.os.write(2, b"WARNING: ... before absl::InitializeLog() is called\n")
-        command.os.write(2, b"E0000 something that matters\n")
-    assert capfd.readouterr().err == "E0000 something that matters\n"
