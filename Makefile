@@ -9,7 +9,7 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all lint targets parity bench clean help
+.PHONY: run test test-thorough test-all lint targets parity bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -21,7 +21,10 @@ run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal o
 test: $(VENV)/.test  ## set up, then run the tests, but for those that take long
 	$(PYTEST) -m "not parity and not thorough and not compilers"
 
-test-all: $(VENV)/.test  ## all tests, and programs compiled as users have them
+test-thorough: $(VENV)/.test  ## those, and what rests on XLA, compiled as users have it
+	JDIST_THOROUGH=1 $(PYTEST) -m "(thorough or optimized or compiled) and not parity and not compilers"
+
+test-all: $(VENV)/.test  ## all tests, with all programs compiled as users have them
 	JDIST_THOROUGH=1 $(PYTEST) -m "not parity and not compilers"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test

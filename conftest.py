@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent
 THOROUGH = os.environ.get("JDIST_THOROUGH", "") not in ("", "0")
 if not THOROUGH:
     # The tests' programs are small and run once or twice: their time goes into being
-    # compiled. With these flags that takes a fifth. `make test-all` has none of them,
-    # and tests the code that users get.
+    # compiled. With these flags that takes a fifth. `make test-thorough` has none, and
+    # runs what rests on XLA again with the code that users get.
     given = os.environ.get("XLA_FLAGS", "").split()
     quick = (
         "--xla_backend_optimization_level=0",
@@ -135,9 +135,8 @@ def pytest_collection_modifyitems(items):
     Raises:
       UsageError: A name holds an object's address.
     """
-    unoptimized = pytest.mark.skip(
-        reason="compiled without optimization: make test-all"
-    )
+    reason = "compiled without optimization: make test-thorough"
+    unoptimized = pytest.mark.skip(reason=reason)
     for item in items:
         if not THOROUGH and item.get_closest_marker("optimized"):
             item.add_marker(unoptimized)

@@ -15,6 +15,8 @@ from jdist import _compat
 from jdist._compat import Ahead
 from jdist.rpc.group.rendezvous import ReservedPort
 
+pytestmark = pytest.mark.compiled
+
 
 class Memory(bytearray):
     """Memory whose end can be seen."""

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 from jdist import reduction, verify
 from jdist.reduction import REDUCTIONS
 
+pytestmark = pytest.mark.compiled
+
 SHARD, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 

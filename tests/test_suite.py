@@ -1,4 +1,4 @@
-"""`make test` leaves out what is marked thorough; `make test-all` and CI do not."""
+"""`make test` leaves out what is marked thorough; CI does not."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,15 @@ def commands(target):
 
 
 def test_ci_runs_everything():
-    """All that `make test` runs, and what it leaves out."""
-    assert '-m "not parity and not thorough"' in commands("test")
-    assert 'JDIST_THOROUGH=1 $(PYTEST) -m "not parity"' in commands("test-all")
-    assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text()
+    """All that `make test` runs, what it leaves out, and what rests on XLA again."""
+    others = "not parity and not compilers"
+    assert f'$(PYTEST) -m "{others.replace(" and", " and not thorough and")}"' in (
+        commands("test")
+    )
+    marks = f"(thorough or optimized or compiled) and {others}"
+    assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{marks}"' in commands("test-thorough")
+    assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{others}"' in commands("test-all")
+    assert "-m parity tests" in commands("parity")
+    ci = (ROOT / ".ci" / "run").read_text()
+    for target in ("test", "test-thorough", "lint", "targets", "parity"):
+        assert f"\nmake {target}\n" in ci

@@ -39,6 +39,8 @@ def test_replicas_share_a_device_where_there_are_too_few():
     assert job.sharing(8) == ""
 
 
+# Its training runs are long enough to be compiled well.
+@pytest.mark.optimized
 def test_the_quick_form_holds(tmp_path):
     """The command of `make run`, and the figures in its JSON."""
     done = run_quick(tmp_path, "data_parallel_equivalence")

@@ -9,6 +9,8 @@ import pytest
 from tests.optim import bounds, runs
 from tests.optim.cases import ALGORITHMS, BY_NAME, STEPS, Problem
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = [(a.name, case) for a in ALGORITHMS for case in a.golden]
 

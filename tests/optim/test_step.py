@@ -13,6 +13,8 @@ from jdist import optim
 from tests.optim.cases import ALGORITHMS, problem
 from tests.optim.runs import run
 
+pytestmark = pytest.mark.compiled
+
 # The last golden options of each algorithm turn most of its features on.
 LAST = [(a, list(a.golden.values())[-1]) for a in ALGORITHMS]
 EACH = pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.segment.cases import (
     reference,
 )
 
+pytestmark = pytest.mark.compiled
+
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 

@@ -8,6 +8,8 @@ from jax.extend.core import Literal
 
 from jdist import _compat
 
+pytestmark = pytest.mark.compiled
+
 X = np.arange(1.0, 7.0).reshape(2, 3)
 
 

@@ -18,6 +18,8 @@ from jdist.verify.bound import (
     unit_roundoff,
 )
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.mark.parametrize(
     ("dtype", "unit"),

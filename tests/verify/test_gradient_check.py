@@ -10,6 +10,8 @@ import pytest
 from jdist import VerificationError, verify
 from jdist.verify.problem import standard
 
+pytestmark = pytest.mark.compiled
+
 REDUCERS = {
     "mean": lambda losses, w: jnp.sum(losses * w) / jnp.sum(w),
     "sum": lambda losses, w: jnp.sum(losses * w),

@@ -9,6 +9,8 @@ import pytest
 
 from jdist import optim, verify
 
+pytestmark = pytest.mark.compiled
+
 SHAPES = {"bias": (3,), "out": (5, 3)}
 
 

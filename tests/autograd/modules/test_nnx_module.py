@@ -21,6 +21,8 @@ from tests.autograd.recording_world import contexts, has_none
 from tests.rpc.rref.common import settle
 from tests.rpc.sockets import Outcome
 
+pytestmark = pytest.mark.compiled
+
 FACTOR = 2.0
 CALLED = "/jdist/tests/module_is_traced"
 COMPILED = "backend_compile_duration"

@@ -23,6 +23,8 @@ from jdist.data_parallel import (
 from jdist.reduction import REDUCTIONS
 from tests.data_parallel.recording import gradient_of
 
+pytestmark = pytest.mark.compiled
+
 METHODS = ("all_reduce", "all_gather")
 
 

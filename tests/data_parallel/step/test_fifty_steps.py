@@ -9,6 +9,8 @@ from jdist import optim
 from jdist.data_parallel import hooks, shard_batch, train_step
 from tests.data_parallel.recording import copies_differ
 
+pytestmark = pytest.mark.compiled
+
 SIZES = (5, 0, 3, 1)
 LIMITS = {
     "default": {},

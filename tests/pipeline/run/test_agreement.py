@@ -17,7 +17,10 @@ from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.refusals import NAMES, batch_of, made, start
 
 # What these stages read changes under them, which is what they are for.
-pytestmark = pytest.mark.filterwarnings("ignore:.* compiles .* for the 3rd time")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.filterwarnings("ignore:.* compiles .* for the 3rd time"),
+]
 
 
 def own_rank():

@@ -25,6 +25,8 @@ from tests.pipeline.pipedream_rules import (
     version,
 )
 
+pytestmark = pytest.mark.compiled
+
 POLICIES = ["stashing", "vertical_sync", "2bw", "flush"]
 
 
@@ -458,6 +460,8 @@ def test_versions_of_other_policies(policy, expected):
         assert each.version == version(policy, n, k, each.stage, each.micro_batch)
 
 
+# Unoptimized programs are given up later than the next action begins.
+@pytest.mark.optimized
 def test_memory_is_that_of_distinct_versions(monkeypatch):
     """Live buffers of a stage's weights, after every action, to the byte."""
     n, m = 4, 9

@@ -19,6 +19,8 @@ from tests.verify.tracing.model import (
     weights,
 )
 
+pytestmark = pytest.mark.compiled
+
 COUNTED = tuple(e for e in range(EXAMPLES) if e != UNCOUNTED)
 
 
