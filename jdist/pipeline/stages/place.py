@@ -196,6 +196,15 @@ def _target(leaf: Any, place: jax.Device | StageMesh) -> Sharding:
 def _put(leaf: Any, target: Sharding) -> Any:
     if is_shape(leaf):
         return leaf.update(sharding=target)
+    # `device_put` would wait for the other processes, which may be elsewhere.
+    if not target.is_fully_addressable:
+        rule = "must be devices of this process where a call runs"
+        devices: set[Any] = target.device_set
+        others = sorted({device.process_index for device in devices})
+        got = f"devices of the processes {others} in process {jax.process_index()}"
+        remedy = "Give names of rpc's workers, one in each process; or one mesh for "
+        remedy += "all stages, if they are equal."
+        raise ValueError(requirement(_PLACES, rule, got, remedy))
     return jax.device_put(leaf, target)
 
 

@@ -52,6 +52,14 @@ def test_processes_that_disagree_in_a_later_step(pair):
         assert first == last
 
 
+def test_stages_on_meshes_of_several_processes(pair):
+    """Refused at once, on both: neither waits for the other."""
+    for rank, message in enumerate(pair.everywhere(runs.on_meshes_of_both)):
+        assert "must be devices of this process where a call runs" in message
+        assert f"the processes [{1 - rank}] in process {rank}" in message
+        assert "Give names of rpc's workers, one in each process" in message
+
+
 def test_evaluation_needs_all_devices(pair):
     """It is made of the other executor's forward passes."""
     for rank, message in enumerate(pair.everywhere(runs.evaluated)):
