@@ -34,7 +34,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
 
     Returns:
       The return value of `step`, and the timeline, with the most bytes that each worker
-      held for backward passes, and those of each stage.
+      held for backward passes, and those of each stage; of a worker on a mesh those on
+      each device.
 
     Raises:
       ValueError: `step` made no step of this pipeline; or its workers are a mesh, where

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdist import optim, pipeline
+from jdist.data_parallel import zero
 from tests.pipeline.mesh_models import (
     SCHEDULES,
     cut,
@@ -328,3 +329,36 @@ def test_epochs_with_weight_stashing(policy):
     same_places(state.params, params)
     np.testing.assert_allclose(found.losses, metrics.losses, rtol=1e-11)
     close(state.params, expected.params, rtol=1e-9)
+
+
+# --- ZeRO ---
+
+
+def test_optimizer_states_divided_over_the_data_axis():
+    """An optimizer for each stage, over the stage's own mesh."""
+    own, *_ = problem(dtype=np.float64)
+    adam, places = optim.adam(lr=0.05), meshes("PP x DP")
+
+    def trained_with(optimizer, places):
+        # Tied parameters need one optimizer for the stages that share them.
+        plain = [pipeline.Stage(s.fn, s.inputs, s.outputs) for s in stages(2)]
+        made = (plain, losses, SCHEDULES["1F1B"], places)
+        pipe = pipeline.Pipeline(*made, optimizer=optimizer, max_norm=0.5)
+        params = pipe.place(cut(own, 2))
+        state, found = trained(pipe, pipe.init(params), 2)
+        if places is not None:
+            same_places(state.params, params)
+        return state, found
+
+    each = [zero(adam, mesh) for mesh in places]
+    state, found = trained_with(each, places)
+    expected, wanted = trained_with(adam, None)
+    np.testing.assert_allclose(found, wanted, rtol=1e-11)
+    close(state.params, expected.params, rtol=1e-9)
+    moment = state.opt_states[0]["embed"]["table"].exp_avg.array
+    assert moment.sharding.spec[0] == "data"
+
+
+def test_zero_refuses_a_mesh_with_a_model_axis():
+    with pytest.raises(ValueError, match="zero"):
+        zero(optim.adam(lr=0.05), meshes(WIDE)[0])
