@@ -9,7 +9,8 @@ example. A draw is *split-dependent* if
 
 - it makes more numbers from each key for more examples: one key serves them all; or
 - it has more keys for more examples, and they do not come from the batch: they come
-  from an example's place, which a split changes.
+  from an example's place, which a split changes; or
+- its key comes from the batch, and it has as many for one example as for several.
 
 Draws of parameters' shapes, as in noise on weights, are the same in every split, and so
 are those whose keys are leaves of the batch, or made of such leaves.
@@ -140,8 +141,9 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
         alone = []  # A loss for this number of examples only.
     # Where one example draws by other equations, they cannot be paired.
     singles = alone if len(alone) == len(whole) else [None] * len(whole)
+    several = any(jnp.shape(x)[:1] > (1,) for x in jax.tree.leaves(batch))
     for draw, single in zip(whole, singles, strict=True):
-        if _depends(draw, single):
+        if _depends(draw, single, several):
             return (
                 f"the loss draws random numbers ({draw.primitive}) whose keys are not "
                 f"one for each example: whoever splits the batch draws others. {REMEDY}"
@@ -274,9 +276,12 @@ def draws_nothing(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) ->
     return not _draws(loss_fn, params, batch)
 
 
-def _depends(draw: Draw, single: Draw | None) -> bool:
+def _depends(draw: Draw, single: Draw | None, several: bool) -> bool:
     if single is None:
         return not draw.from_batch
+    # Some examples' key for all of them: a split takes that of others.
+    if several and draw.from_batch and draw.keys == single.keys:
+        return True
     # Keys made of a key matter where they are drawn from; many are thrown away.
     more_keys = draw.keys != single.keys and draw.primitive != "random_split"
     return draw.made != single.made or (more_keys and not draw.from_batch)
@@ -285,7 +290,8 @@ def _depends(draw: Draw, single: Draw | None) -> bool:
 def _draws(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> list[Draw]:
     traced = jax.jit(loss_fn).trace(params, batch).jaxpr
     given = [False] * len(jax.tree.leaves(params))
-    given += [True] * len(jax.tree.leaves(batch))
+    # A number or a key beside the examples is the same in every split.
+    given += [jnp.ndim(x) > 0 for x in jax.tree.leaves(batch)]
     return _walk(traced.jaxpr, given, ())[0]
 
 

@@ -17,6 +17,8 @@ from jdist.matrix.row import devices
 from jdist.pipeline import Pipeline
 from jdist.verify.matrix import GROUP
 
+pytestmark = pytest.mark.compiled
+
 
 def loss(params, batch):
     return batch @ params

@@ -69,6 +69,13 @@ LOSSES = {
             * (b["x"] @ w)
         ),
     ),
+    "the first example's key": (
+        True,
+        lambda w, b: (
+            (jnp.where(jax.random.bernoulli(b["key"][0], 0.5, w.shape), b["x"], 0) @ w)
+            ** 2
+        ),
+    ),
     "keyed": (
         False,
         lambda w, b: verify.keyed(dropout)(w, (b["x"], b["key"])),
