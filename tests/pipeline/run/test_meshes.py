@@ -5,12 +5,16 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jdist.pipeline.run.micro_batch import split_batch
+from jdist.pipeline.stages.place import StageMesh, moved
 from tests.pipeline.mesh_models import (
     LAYOUTS,
     SCHEDULES,
     candidate,
     judge,
+    meshes,
     problem,
 )
 
@@ -50,3 +54,24 @@ def test_gradient_of_the_whole_batch_in_other_precisions(dtype):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_over_every_layout(schedule, dtype):
     judged(LAYOUTS, [schedule], dtype)
+
+
+@pytest.mark.parametrize(
+    ("examples", "sizes"), [(10, [4, 4, 2]), (11, [4, 4, 3]), (7, [2, 2, 3])]
+)
+def test_micro_batches_are_multiples_of_the_data_axis(examples, sizes):
+    """But the last one, which has what is left over."""
+    batch = {"x": np.arange(float(examples))}
+    parts = split_batch(batch, None, 3, "mean", 2)
+    assert [len(part.weights) for part in parts] == sizes
+    rows = np.concatenate([part.batch["x"] for part in parts])
+    np.testing.assert_array_equal(rows, batch["x"])
+
+
+def test_rows_lie_where_the_data_axis_puts_them():
+    """Of values too, unless they do not divide; what has no rows is whole."""
+    place = StageMesh(meshes(WIDE)[0], "data")
+    wholly = {"odd": np.ones((3, 2)), "scalar": np.ones(())}
+    found = moved({"even": np.ones((4, 2)), **wholly}, place)
+    specs = {name: array.sharding.spec for name, array in found.items()}
+    assert specs == {"even": P("data"), "odd": P(), "scalar": P()}
