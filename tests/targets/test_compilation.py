@@ -147,6 +147,9 @@ def test_a_float64_leak_is_found():
     assert any("convert_element_type" in place for place in found.float64)
     assert any("mul" in place for place in found.float64)
     assert "float64" in str(found)
+    wide = targets.compile(jnp.negative, shape((3,), dtype=jnp.float64), target=ONE)
+    assert wide.float64
+    assert not any("HloModule" in place for place in wide.float64)
 
 
 def test_host_callbacks_are_found():

@@ -28,6 +28,8 @@ def test_an_instruction():
     assert product.op_name == "jit(step)/dot, (general)"
     assert product.attribute("window") == ""
     assert module.entry.parameters[0].op_name == "p['x']"
+    quoted = GPU.replace('custom_call_target="other"', 'custom_call_target="a,b"')
+    assert hlo.parse(quoted).entry.by_name["conv"].target == "a,b"
     gemm = hlo.parse(GPU).entry.by_name["gemm"]
     assert gemm.target == "__cublas$gemm"
     assert gemm.attribute("backend_config").endswith('["0"]}}}')

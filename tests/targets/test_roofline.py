@@ -192,3 +192,18 @@ def test_no_bandwidth_takes_for_ever():
     alone = targets.Chip("alone", "cpu", 1, 1.0, {"float32": 1.0})
     found = FoundCollective("all-reduce", 8, ((0, 1),), "", "")
     assert transfer_seconds(found, alone, 2) == float("inf")
+
+
+def test_one_kernel_does_not_hide_two_collectives():
+    """The links are shared: what is left of the kernel hides the second."""
+    first = "  %all-reduce-start = "
+    line = next(x for x in GPU.splitlines() if x.startswith(first))
+    second = line.replace("all-reduce-start =", "other =").replace("_id=1", "_id=9")
+    done = "  %all-reduce-done = f32[8,8]{1,0} all-reduce-done(%all-reduce-start)"
+    both = f"{done}\n  %other-done = f32[8,8]{{1,0}} all-reduce-done(%other)"
+    text = GPU.replace(line, f"{line}\n{second}").replace(done, both)
+    reduced = [x for x in cost(text).collectives if x.kind == "all-reduce"]
+    kernel = 2 * 8 * 8 * 8 / 1e8
+    hidden = sum(each.seconds - each.exposed_seconds for each in reduced)
+    assert len(reduced) == 2
+    assert hidden == pytest.approx(kernel)
