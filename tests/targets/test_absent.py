@@ -1,7 +1,5 @@
 """Programs compiled for hardware that is not here; skipped without the compilers."""
 
-import importlib.metadata
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,15 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdist import targets
-
-COMPILERS = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
-
-
-def needs(platform):
-    package = COMPILERS[platform]
-    is_here = any(importlib.metadata.distributions(name=package))
-    reason = f"{package} is not installed"
-    return [pytest.mark.compilers, pytest.mark.skipif(not is_here, reason=reason)]
+from tests.targets.installed import needs
 
 
 def on(*names):

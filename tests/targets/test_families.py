@@ -18,14 +18,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from jdist import data_parallel, optim, pipeline, targets
 from jdist.data_parallel import hooks
 from jdist.segment import segment
-
-pytestmark = pytest.mark.compilers
+from tests.targets.installed import needs
 
 KIB = 1024
 WIDE, NARROW, ROWS = 1024, 256, 64
 
 
-@pytest.fixture(scope="module", params=["v5e:2x2", "h100:2x2"])
+pytestmark = pytest.mark.compilers
+
+PLACES = [
+    pytest.param("v5e:2x2", marks=needs("tpu")),
+    pytest.param("h100:2x2", marks=needs("cuda")),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def hardware(request):
     return targets.target(request.param)
 
@@ -356,6 +363,29 @@ def test_programs_of_stages_need_no_other_device(hardware, kind):
             state.opt_states[j] if kind == "PipeDream" else (LAYER, state.opt_states[j])
         )
         assert updated >= bytes_of(kept)
+
+
+def test_stages_on_meshes_sum_gradients_over_their_data_axis(hardware):
+    """Half of the rows on each of a stage's chips, all of its parameters on both."""
+    pairs = np.array(hardware.devices).reshape(2, 2)
+    axes = (AxisType.Auto,)
+    places = [jax.sharding.Mesh(pair, ("data",), axis_types=axes) for pair in pairs]
+    pipe = pipeline.Pipeline(
+        stages(2), squares, pipeline.one_f_one_b(2, 4), places, optimizer=optim.adam()
+    )
+    lowered = pipe.lower(pipe.init([LAYER] * 2), batch_of(1024))
+    for j in range(2):
+        parts = [
+            compiled(lowered[f"stage {j}: {part}"], hardware)
+            for part in ("forward", "backward", "update")
+        ]
+        forward, backward, update = map(moved, parts)
+        assert not forward
+        assert not update
+        assert {*backward} == {"all-reduce"}
+        summed = sum(each.bytes for each in parts[1].collectives)
+        assert summed == pytest.approx(bytes_of(LAYER), rel=1e-3)
+        assert parts[1].bytes_per_device.aliased >= bytes_of(LAYER)
 
 
 # --- what the checks can tell ---
