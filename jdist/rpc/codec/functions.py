@@ -58,9 +58,9 @@ _BUILTINS = (
 """Functions of Python that only compute; its exceptions are open as well."""
 
 _CLOSED = (
-    "jdist._compat", "jdist._compilation_cache",
+    "jdist._compat", "jdist._compilation_cache", "jdist._own_code",
     "jdist.data_parallel.data.process_group",
-    "jdist.matrix.processes", "jdist.launch", "jdist.rpc",
+    "jdist.matrix.processes", "jdist.launch", "jdist.rpc", "jdist.targets",
     "jdist.verify",
 )  # fmt: skip
 """Parts of jdist that steer processes, write files, or import modules by name."""

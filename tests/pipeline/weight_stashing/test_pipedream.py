@@ -566,5 +566,5 @@ def test_arguments_that_are_refused():
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
-    with pytest.raises(TypeError, match=r"must be devices or names .* Got a Mesh\."):
+    with pytest.raises(TypeError, match=r"a list of places with a schedule .* Got a"):
         made(3, workers_or_devices=mesh)
