@@ -8,8 +8,9 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # compile, which uses one core; more than two processes need 5 GiB of memory each.
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-thorough test-all lint targets parity bench clean help
+.PHONY: run test test-thorough test-all lint targets parity docs docs-links bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,6 +39,12 @@ targets: $(VENV)/.targets  ## compile every family of programs for TPUs and H100
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
 	JDIST_THOROUGH=1 $(BIN)/python -m pytest -m parity tests
+
+docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an error
+	$(SPHINX) -b html docs build/docs
+
+docs-links: $(VENV)/.docs  ## try the site's links to other sites; needs the network
+	$(SPHINX) -b linkcheck docs build/docs-links
 
 bench: $(VENV)/.parity  ## measure speed; prints tables and writes results/bench.json
 	$(BIN)/python -m benchmarks

@@ -57,6 +57,26 @@ from jdist._tree import (
     wide_dtype,
 )
 
+__all__ = [
+    "REDUCTIONS",
+    "Partial",
+    "aligned",
+    "check_losses",
+    "check_reduction",
+    "combine",
+    "empty",
+    "finish",
+    "normalized",
+    "partial",
+    "partial_with_aux",
+    "rounded",
+    "scaled",
+    "seeds",
+    "share",
+    "weighted_mean",
+    "wide_weights",
+]
+
 REDUCTIONS = ("mean", "sum", "max", "min")
 
 

@@ -78,6 +78,23 @@ def test_the_table_of_names_is_true():
             found = getattr(found, part)
 
 
+def test_the_reference_has_a_page_for_every_part():
+    """Each face once; the build of the site checks every name of each."""
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    shown = [
+        face
+        for page in pages
+        for face in re.findall(r"automodule:: (\S+)", page.read_text())
+    ]
+    parts = {
+        f"jdist.{name}" for name in dir(jdist) if name.islower() and name[0] != "_"
+    }
+    assert len(shown) == len(set(shown))
+    assert set(shown) == parts | {
+        "jdist", "jdist.data_parallel.hooks", "jdist.verify.defects",
+    }  # fmt: skip
+
+
 def test_make_targets_are_documented():
     """Each command of the README's table is a target, and the other way round."""
     makefile = (ROOT / "Makefile").read_text()

@@ -1,0 +1,188 @@
+"""The site: how Sphinx builds the pages of this folder. `make docs` calls it."""
+
+import __future__
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.inspect import stringify_signature
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+class _AnnotationsAsWritten(SourceFileLoader):
+    """Keeps annotations as text: `lr: Hyperparameter`, not the union it stands for."""
+
+    def source_to_code(self, data: bytes, path: str, **_: object) -> CodeType:  # type: ignore[override]
+        flags = __future__.annotations.compiler_flag
+        return compile(data, path, "exec", flags=flags, dont_inherit=True)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """From the source, never from the cache, which has the annotations' values."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN206
+        if fullname.partition(".")[0] != "jdist":
+            return None
+        spec = super().find_spec(fullname, path, target)
+        if spec and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _AnnotationsAsWritten(fullname, spec.loader.path)
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+
+project = "jdist"
+author = "the authors of jdist"
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinxcontrib.mermaid",
+]
+html_theme = "sphinx_book_theme"
+html_title = "jdist"
+html_theme_options = {"show_navbar_depth": 1, "home_page_in_toc": True}
+exclude_patterns = ["_build"]
+
+# Pages in Markdown. A heading's anchor is the one that a forge gives it.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+# Cells run when the site is built; what has not changed is taken from the cache.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "build" / "docs-cells")
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+# The prompts of examples and what they print are not copied.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# The reference. `text` in docstrings is code, as in Markdown.
+default_role = "code"
+add_module_names = False
+autodoc_member_order = "groupwise"
+autodoc_default_options = {"members": True, "undoc-members": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # fields are documented once more, by their annotations
+linkcheck_ignore = [r"http://127\.0\.0\.1.*"]
+
+BESIDE = {"../examples/README.md": "examples.md"}
+FACES = re.compile(r"^\.\. automodule:: (jdist[\w.]*)$", re.MULTILINE)
+SECTION = re.compile(r"\s*(Args|Returns|Raises|Yields|Attributes|Example|Examples):$")
+
+
+def _shown(line: str) -> str:
+    """Text outside `code`, with what reStructuredText would take for markup escaped."""
+    parts = re.split(r"(`[^`]*`)", line)
+    for i in range(0, len(parts), 2):
+        parts[i] = re.sub(r"([*|\\])", r"\\\1", parts[i])
+        parts[i] = re.sub(r"(?<=\w)_(?=\W|$)", r"\_", parts[i])
+        if i and parts[i][:1].isalnum():  # `Param`s: markup ends before a separator
+            parts[i] = r"\ " + parts[i]
+    return "".join(parts)
+
+
+def as_rst(lines: list[str]) -> Iterator[str]:
+    """A docstring's lines; a paragraph indented by four or more is shown as it is."""
+    literal: int | None = None  # the indentation that ends the literal block
+    before, blank = 0, True
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if not line.strip():
+            blank = True
+            yield line
+            continue
+        if literal is not None and indent <= literal:
+            literal = None
+        if literal is None and blank and indent >= before + 4:
+            literal = before
+            yield " " * before + "::"
+            yield ""
+        example = line.lstrip().startswith((">>>", "..."))
+        yield line if literal is not None or example else _shown(line)
+        if literal is None:
+            before = indent
+        blank = False
+
+
+def _docstring(_app, _what, _name, _obj, _options, lines):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    lines[:] = list(as_rst(lines))
+
+
+def _signature(_app, what, _name, obj, _options, signature, returns):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """As the source has it."""
+    if what != "function" or signature is None:
+        return signature, returns
+    return stringify_signature(inspect.signature(obj)), None
+
+
+def _every_name_once(app: Sphinx, error: Exception | None) -> None:
+    """The reference shows each public object under one name, and nothing private."""
+    if error or app.builder.name != "html":
+        return
+    pages = (Path(app.srcdir) / "reference").glob("*.md")
+    faces = [face for page in pages for face in FACES.findall(page.read_text())]
+    names: dict[int, list[str]] = {}  # of each object: two parts may offer the same
+    for face in faces:
+        module = importlib.import_module(face)
+        for name in module.__all__:
+            if f"{face}.{name}" not in faces:
+                names.setdefault(id(getattr(module, name)), []).append(f"{face}.{name}")
+    entries = app.env.get_domain("py").data["objects"]
+    shown = {name for name, entry in entries.items() if not entry.aliased}
+    wrong = [same for same in names.values() if len(shown.intersection(same)) != 1]
+    private = sorted(name for name in shown if re.search(r"\._(?!_)", name))
+    if wrong or private:
+        raise ExtensionError(f"not shown once: {wrong}; shown but private: {private}")
+
+
+def _list_of_pages(app: Sphinx, error: Exception | None) -> None:
+    """`llms.txt`: the pages with their titles, and where their sources lie."""
+    if error or app.builder.name != "html":
+        return
+    summary = importlib.import_module("jdist").__doc__.splitlines()[0]
+    lines = ["# jdist", "", f"> {summary}", "", "## Pages", ""]
+    for name, title in sorted(app.env.titles.items()):
+        if name != "index":
+            source = f"_sources/{name}{Path(app.env.doc2path(name)).suffix}"
+            lines.append(f"- [{title.astext()}]({source})")
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _links(_app: Sphinx, _name: str, text: list[str]) -> None:
+    """Files beside this folder that the site has as pages."""
+    for file, page in BESIDE.items():
+        text[0] = text[0].replace(f"]({file}", f"]({page}")
+
+
+def _example_links(_app: Sphinx, path: Path, _parent: str, text: list[str]) -> None:
+    """The programs lie beside the included page, not beside the one that includes."""
+    if path.parent.name == "examples":
+        text[0] = re.sub(r"\]\((\w+\.py)\)", r"](../examples/\1)", text[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Connects what is above."""
+    # Before napoleon, which reads the sections (500).
+    app.connect("autodoc-process-docstring", _docstring, priority=400)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("source-read", _links)
+    app.connect("include-read", _example_links)
+    app.connect("build-finished", _every_name_once)
+    app.connect("build-finished", _list_of_pages)
