@@ -1,10 +1,11 @@
-"""A transformer of twelve layers with taps, its trainers, and switches for defects.
+"""A transformer with taps, its trainers, and switches for defects.
 
 All defects are numbers that enter compiled programs, so that one program serves the
 right trainer and all wrong ones. At `NEUTRAL` every switch is exactly without effect.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jdist import pipeline
 from jdist.verify import tap
 
-LAYERS, EXAMPLES, TOKENS, WORDS = 12, 12, 5, 7
+EXAMPLES, TOKENS, WORDS = 12, 5, 7
 WIDTH, HEADS, HIDDEN = 8, 2, 12
 STAGES, MICRO_BATCHES, REPLICAS = 3, 4, 3
 DROPPED = 0.1
@@ -23,7 +24,7 @@ Tree = Any
 
 
 class Switches(NamedTuple):
-    """What goes wrong in each layer; arrays `(LAYERS,)`.
+    """What goes wrong in each layer; arrays `(layers,)`.
 
     Attributes:
       attention: What the attention's output is multiplied by.
@@ -44,16 +45,16 @@ class Switches(NamedTuple):
     rounded: Any
 
 
-def neutral() -> Switches:
+def neutral(layers: int) -> Switches:
     """No defect."""
-    one, off = np.ones(LAYERS, np.float32), np.zeros(LAYERS, bool)
-    return Switches(one, one, one, one, off, np.zeros(LAYERS, np.int32), off)
+    one, off = np.ones(layers, np.float32), np.zeros(layers, bool)
+    return Switches(one, one, one, one, off, np.zeros(layers, np.int32), off)
 
 
 # --- the model ---
 
 
-def parameters(rng: np.random.Generator, dtype: Any) -> Tree:
+def parameters(rng: np.random.Generator, dtype: Any, layers: int) -> Tree:
     """Random ones; those of the layers are stacked."""
 
     def normal(*shape: int) -> jax.Array:
@@ -63,19 +64,19 @@ def parameters(rng: np.random.Generator, dtype: Any) -> Tree:
     def near_one(*shape: int) -> jax.Array:
         return jnp.asarray(rng.uniform(0.8, 1.2, size=shape), dtype)
 
-    square = (LAYERS, WIDTH, WIDTH)
+    square = (layers, WIDTH, WIDTH)
     return {
         "embedding": normal(WORDS, WIDTH) * 2,
         "position": normal(TOKENS, WIDTH),
         "layers": {
-            "norm": near_one(LAYERS, WIDTH),
+            "norm": near_one(layers, WIDTH),
             "query": normal(*square),
             "key": normal(*square),
             "value": normal(*square),
             "out": normal(*square),
-            "second_norm": near_one(LAYERS, WIDTH),
-            "up": normal(LAYERS, WIDTH, HIDDEN),
-            "down": normal(LAYERS, HIDDEN, WIDTH),
+            "second_norm": near_one(layers, WIDTH),
+            "up": normal(layers, WIDTH, HIDDEN),
+            "down": normal(layers, HIDDEN, WIDTH),
         },
         "head": normal(WIDTH, WORDS),
     }
@@ -193,8 +194,13 @@ def _attention(p: Tree, x: jax.Array, batch: Tree, s: Any, number: Any) -> jax.A
 def losses(params: Tree, batch: Tree, switches: Switches | None = None) -> jax.Array:
     """One per example; without switches, the loss that the judge differentiates."""
     hidden = embedded(params, batch)
-    hidden = layers(params["layers"], hidden, batch, switches, np.arange(LAYERS))
+    numbers = np.arange(_depth(params))
+    hidden = layers(params["layers"], hidden, batch, switches, numbers)
     return entropies(logits_of(params, hidden), batch)
+
+
+def _depth(params: Tree) -> int:
+    return len(params["layers"]["norm"])
 
 
 # --- trainers: (params, batch, weights, switches, shares) -> (loss, gradient) ---
@@ -253,6 +259,43 @@ def _replicas(
     return jax.tree.map(lambda x: x[0], found)
 
 
+@jax.jit
+def _shards(
+    params: Tree, batch: Tree, own: jax.Array, switches: Switches, shares: jax.Array
+) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:REPLICAS]), ("data",))
+    cut, same = jax.P("data"), jax.P()
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(same, cut, cut, same, cut),
+        out_specs=same,
+        check_vma=False,
+    )
+    def local(
+        params: Tree, rows: Tree, own: jax.Array, switches: Switches, share: jax.Array
+    ) -> Any:
+        found = _part(params, rows, own, switches)
+        wide = jax.tree.map(lambda x: share[0] * x.astype(jnp.float32), found)
+        return jax.lax.psum(wide, "data")
+
+    return local(params, batch, own, switches, shares)
+
+
+def sharded(
+    params: Tree,
+    batch: Tree,
+    weights: np.ndarray,
+    switches: Switches,
+    shares: np.ndarray,
+) -> tuple[Any, Tree]:
+    """Replicas on devices by `jax.shard_map`, and the sum over them."""
+    own = jnp.asarray(weights / weights.sum())
+    loss, gradient = _shards(params, batch, own, switches, jnp.asarray(shares))
+    return loss, _in_dtypes(params, gradient)
+
+
 def data_parallel(
     params: Tree,
     batch: Tree,
@@ -272,7 +315,7 @@ def _in_dtypes(params: Tree, gradient: Tree) -> Tree:
 
 
 def piped() -> Trainer:
-    """Three stages of four layers by jdist's pipeline, under 1F1B."""
+    """Three stages by jdist's pipeline, under 1F1B."""
 
     def first(p: Tree, tokens: Any, mask: Any, key: Any) -> jax.Array:
         hidden = embedded(p, {"tokens": tokens})
@@ -319,7 +362,8 @@ def _stage_layers(p: Tree, hidden: Any, mask: Any, key: Any) -> jax.Array:
 
 def _cut(params: Tree, switches: Switches) -> list[Tree]:
     """Each stage's parameters; the switches are parameters without an optimizer."""
-    each = LAYERS // STAGES
+    numbers = jnp.arange(_depth(params))
+    each = len(numbers) // STAGES
     stages: list[Tree] = []
     for i in range(STAGES):
         rows = slice(i * each, (i + 1) * each)
@@ -327,7 +371,7 @@ def _cut(params: Tree, switches: Switches) -> list[Tree]:
             {
                 "layers": jax.tree.map(lambda x, r=rows: x[r], params["layers"]),
                 "switches": [jnp.asarray(x[rows]) for x in switches],
-                "numbers": jnp.arange(LAYERS)[rows],
+                "numbers": numbers[rows],
             }
         )
     stages[0] |= {name: params[name] for name in ("embedding", "position")}

@@ -163,15 +163,18 @@ def tight(right=True, **largest):
     return judge_tightness.claims(cells, dict.fromkeys(cells, right))
 
 
-def placed(found=40, named=38, condemned=0, planted=40):
+def placed(found=40, named=38, condemned=0, blind=0, planted=40):
     def finding(kind, verdict, right_place):
-        return trace_study.Finding(kind, "t", "d", 1.0, verdict, right_place, "", "")
+        place = (verdict, right_place, "", "")
+        return trace_study.Finding(kind, "t", "bfloat16", 1.0, *place)
 
     faults = [finding("sign", "found", i < named) for i in range(found)]
     faults += [finding("sign", "passed", False) for i in range(40 - found)]
     rights = [finding("", "found", False)] * condemned
-    rights += [finding("", "passed", False)] * (20 - condemned)
-    return trace_study.claims(faults, rights, planted, 20)
+    rights += [finding("", "not judged", False)] * blind
+    rights += [finding("", "passed", False)] * (20 - condemned - blind)
+    part = trace_study.Part(layers=3, defects=planted, right=20, demanded=0.5)
+    return trace_study.claims(faults, rights, [part])
 
 
 PLANTED = [
@@ -227,6 +230,7 @@ PLANTED = [
     (placed, 1, {"found": 39}),
     (placed, 2, {"named": 37}),
     (placed, 3, {"condemned": 1}),
+    (placed, 3, {"blind": 1}),
 ]
 
 

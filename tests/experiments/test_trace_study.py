@@ -7,7 +7,7 @@ import pytest
 
 from experiments import _traced_transformer as model
 from experiments import trace_study
-from experiments.trace_study import LAYERS, Place, Subject
+from experiments.trace_study import Place, Subject
 from jdist import verify
 
 
@@ -15,7 +15,7 @@ from jdist import verify
 def subject():
     # The experiments run with JAX's own defaults.
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield Subject("float32", 7)
+        yield Subject("float32", 12, 7)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def results(subject):
     return lambda program: program.run(subject.params, subject.batch)
 
 
-TRAINERS = ("accumulation", "data parallel")
+TRAINERS = ("accumulation", "data parallel", "shard_map")
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -53,7 +53,7 @@ def test_without_a_defect_a_trainer_is_right(subject, reference, results, traine
 def test_each_defect_changes_the_gradient(subject, results, trainer):
     """Of all kinds that the trainer can have, each once."""
     right = results(subject.program("", trainer, None))[1]
-    made = [plant(subject, trainer) for plant in trace_study.PLANTS]
+    made = [plant(subject, trainer) for plant in trace_study.PLANTS["float32"]]
     programs = [program for program in made if program is not None]
     assert len(programs) == len(made) - 1
     assert len({program.kind for program in programs}) == len(programs)
@@ -67,8 +67,8 @@ def test_the_switches_are_of_one_layer(subject):
     program = subject.switched("sign", "accumulation", {"mlp_back": -1.0})
     assert program.place.direction == "backward"
     assert program.place.tap.startswith("mlp[")
-    neutral = model.neutral()
-    assert all(len(values) == LAYERS for values in neutral)
+    neutral = model.neutral(subject.layers)
+    assert all(len(values) == subject.layers for values in neutral)
     assert {float(v) for v in np.concatenate(neutral[:4])} == {1.0}
     assert not np.concatenate([values.astype(int) for values in neutral[4:]]).any()
 
@@ -78,7 +78,7 @@ def test_defects_are_random_and_repeat():
     first, again, other = (
         [
             (p.kind, p.trainer, p.place)
-            for p in Subject("float32", seed).defects(20, TRAINERS)
+            for p in Subject("float32", 12, seed).defects(20, TRAINERS)
         ]
         for seed in (1, 1, 2)
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._tree import PyTree, is_inexact, named_leaves
+from jdist.verify.bound import EXTRA, unit_roundoff
 from jdist.verify.oracle import LossFn, differentiated
 
 ENTRIES = 1 << 16
@@ -21,7 +22,8 @@ ENTRIES = 1 << 16
 # What a fit must explain of the difference to be believed.
 EXPLAINED = 0.05
 
-# A share that is nearer to 1 than this is 1.
+# A share that is nearer to a whole number than this is that number; or nearer than the
+# roundings of a part's gradient and of its sum, where these are larger.
 EXACT = 1e-3
 
 
@@ -77,7 +79,10 @@ def shares(
     rest = np.linalg.norm(difference - columns @ excess)
     if rest > EXPLAINED * np.linalg.norm(difference):
         return None
-    return [float(1 + x) if abs(x) > EXACT else 1.0 for x in excess.real]
+    rounding = EXTRA * max(unit_roundoff(leaves[p].dtype) for p in paths)
+    near = max(EXACT, rounding)
+    counts = [float(1 + x) for x in excess.real]
+    return [float(round(x)) if abs(x - round(x)) <= near else x for x in counts]
 
 
 def _picks(tree: PyTree) -> dict[str, np.ndarray]:

@@ -227,6 +227,16 @@ def test_bounds_are_those_of_the_dtype(dtype):
     assert (wrong.difference.ratio > 1e8) == (dtype == "float64")
 
 
+def test_shares_are_told_as_finely_as_the_dtype_rounds():
+    judge = verify.tracer(
+        losses, parameters("bfloat16"), batch("bfloat16"), weights=weights(), seed=None
+    )
+    twice = accumulated(after=lambda n, g: jax.tree.map(lambda x: x * (1 + n // 2), g))
+    found = judge(twice).difference
+    assert (found.direction, found.examples) == ("gradient", (7, 8, 9))
+    assert found.words.startswith("examples 7-9 count 2 times; ")
+
+
 def test_a_candidate_that_reaches_no_tap_is_judged_without_a_place(judged):
     ahead = jax.jit(
         jax.value_and_grad(
