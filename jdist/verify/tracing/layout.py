@@ -82,8 +82,9 @@ def layouts(
         larger = jax.tree.map(
             lambda x, more=more: jnp.concatenate([x, x[-more:]]), batch
         )
-        # Another program, or none, for another size: nothing to learn.
-        with contextlib.suppress(TypeError, ValueError):
+        # Another program, or whatever the loss raises, for another size: nothing to
+        # learn from it.
+        with contextlib.suppress(Exception):
             found = _tapped(loss_fn, params, larger)
             if [name for name, _ in own] == [name for name, _ in found]:
                 return {

@@ -358,7 +358,7 @@ def test_a_loss_for_some_sizes_only(rng, most):
 
     def loss(w, x):
         if len(x) > most:
-            raise ValueError("too many")
+            raise RuntimeError("too many")
         pairs = x if len(x) == 1 else x.reshape(2, -1, 3)
         return verify.tap((pairs @ w).reshape(-1), "y") ** 2
 
