@@ -14,8 +14,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jdist import _compilation_cache
 
-pytestmark = pytest.mark.compiled
-
 SEEN = {"cache_hits": 0, "cache_misses": 0}
 
 

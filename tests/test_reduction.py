@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec
 from jdist import reduction, verify
 from jdist.reduction import REDUCTIONS
 
-pytestmark = pytest.mark.compiled
-
 SHARD, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 

@@ -11,8 +11,6 @@ from tests.autograd import programs as world
 from tests.autograd.engine_world import at_rest, plain, same
 from tests.autograd.programs import Program, Step, programs
 
-pytestmark = pytest.mark.compiled
-
 ANY = {
     "deadline": None,
     "derandomize": True,

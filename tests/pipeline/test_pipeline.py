@@ -22,8 +22,6 @@ from tests.pipeline.models import (
     whole_losses,
 )
 
-pytestmark = pytest.mark.compiled
-
 FAMILIES = {
     "gpipe": pipeline.gpipe,
     "1F1B": pipeline.one_f_one_b,

@@ -8,8 +8,6 @@ import pytest
 from jdist.segment import Fold, segment
 from tests.segment.cases import CASES, assert_close, cotangents
 
-pytestmark = pytest.mark.compiled
-
 
 def scaled_sum(carry, d_params, scale):
     """The sum so far, with these gradients times a number."""

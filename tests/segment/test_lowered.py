@@ -7,8 +7,6 @@ import pytest
 
 from jdist.segment import segment
 
-pytestmark = pytest.mark.compiled
-
 
 def layer(params, x, mask):
     h = jnp.tanh(x @ params["w"] @ params["w"])

@@ -8,8 +8,6 @@ import pytest
 from jdist.segment import segment
 from jdist.segment._residuals import passed_on
 
-pytestmark = pytest.mark.compiled
-
 
 def arrays(rng, *shapes):
     return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]

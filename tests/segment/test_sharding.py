@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 from jdist.segment import segment
 from tests.segment.cases import assert_close, normal
 
-pytestmark = pytest.mark.compiled
-
 
 def _mlp(p, x):
     return jnp.tanh(x @ p["w"].T + p["b"]) @ p["v"]

@@ -14,8 +14,6 @@ from tests.segment.cases import (
     normal,
 )
 
-pytestmark = pytest.mark.compiled
-
 
 def _mlp(p, x):
     return jnp.tanh(x @ p["w"]) @ p["v"]

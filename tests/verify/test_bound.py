@@ -18,8 +18,6 @@ from jdist.verify.bound import (
     unit_roundoff,
 )
 
-pytestmark = pytest.mark.compiled
-
 
 @pytest.mark.parametrize(
     ("dtype", "unit"),

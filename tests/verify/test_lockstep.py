@@ -7,8 +7,6 @@ import pytest
 
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 
-pytestmark = pytest.mark.compiled
-
 
 def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):
     """The first result of a function on both sides, and what was not measured."""

@@ -14,8 +14,6 @@ import pytest
 from jdist import VerificationError, verify
 from jdist.verify.measure import LossPrograms, _coupling, _leading, _shares, measurer
 
-pytestmark = pytest.mark.compiled
-
 BF16 = jnp.bfloat16
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from jdist import optim, verify
 
-pytestmark = pytest.mark.compiled
-
 SHAPES = {"bias": (3,), "out": (5, 3)}
 
 

@@ -14,8 +14,6 @@ from jdist.autograd.engine.replicated import STATE
 from tests.autograd.engine_world import numbers
 from tests.rpc.hosts import become_worker, results
 
-pytestmark = pytest.mark.compiled
-
 TRAINERS = ["worker0", "worker1", "worker2"]
 SIZES = (2, 3, 6)
 SHAPES = {"w": (4, 3), "b": (3,), "unused": (2,)}

@@ -30,8 +30,6 @@ import pytest
 from jdist import verify
 from jdist.data_parallel import shard_batch, value_and_grad
 
-pytestmark = pytest.mark.compiled
-
 W = np.array([0.3, 0.4])
 D = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
 LOSS, GRADIENT = 56.288, np.array([219.48, 257.55])

@@ -9,8 +9,6 @@ from jdist.data_parallel import hooks
 from jdist.data_parallel.hooks import Bucket, Hook
 from tests.data_parallel.hook_runs import bucket_of, run_hook
 
-pytestmark = pytest.mark.compiled
-
 STEPS, REPLICAS, SIZE = 3, 4, 1300
 LOSSY = {
     "bf16": hooks.bf16(),

@@ -10,8 +10,6 @@ import pytest
 from jdist import data_parallel, optim
 from jdist.data_parallel import hooks
 
-pytestmark = pytest.mark.compiled
-
 
 def losses(params, batch):
     x, y = batch

@@ -16,8 +16,6 @@ from jdist import optim, verify
 from jdist.data_parallel import shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ, gradient_of
 
-pytestmark = pytest.mark.compiled
-
 ROWS = 6
 
 

@@ -17,8 +17,6 @@ from jdist.optim import Optimizer
 from tests.data_parallel import zero_bits
 from tests.data_parallel.recording import copies_differ
 
-pytestmark = pytest.mark.compiled
-
 
 @pytest.fixture
 def params(rng):

@@ -13,8 +13,6 @@ from jdist.pipeline.run.stage_run import StageRun
 from jdist.segment._programs.deferred import Term
 from tests.pipeline.models import judge, losses, problem, stages
 
-pytestmark = pytest.mark.compiled
-
 SCHEDULES = {
     "1F1B": pipeline.one_f_one_b(3, 3),
     "zero bubble": pipeline.zero_bubble(3, 3),

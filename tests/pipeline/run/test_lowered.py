@@ -11,8 +11,6 @@ from jdist import optim, pipeline, rpc
 from tests.pipeline import spmd_models
 from tests.pipeline.models import losses, problem, stages
 
-pytestmark = pytest.mark.compiled
-
 HALF = optim.with_master_weights(
     optim.adam(), compute_dtype=jnp.bfloat16, loss_scale=8.0
 )

@@ -11,8 +11,6 @@ from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import mixed, worlds
 from tests.pipeline.mixed import batch_of, made, start
 
-pytestmark = pytest.mark.compiled
-
 BOOMING = [None, 1, None, None, 0, None, None, 2, None]
 """The stage that is made to overflow, for each step."""
 

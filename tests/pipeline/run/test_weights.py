@@ -10,8 +10,6 @@ import pytest
 from jdist import optim, pipeline
 from jdist.pipeline.run.micro_batch import normalized, split_batch
 
-pytestmark = pytest.mark.compiled
-
 PARTS = 3
 STAGES = [
     pipeline.Stage(lambda w, x: jnp.tanh(x @ w), ("x",), ("h",)),

@@ -18,8 +18,6 @@ from tests.pipeline.spmd_models import (
     whole_losses,
 )
 
-pytestmark = pytest.mark.compiled
-
 
 def mesh(count, *shape):
     devices = np.array(jax.devices()[:count])

@@ -25,8 +25,6 @@ from tests.pipeline.pipedream_rules import (
     version,
 )
 
-pytestmark = pytest.mark.compiled
-
 POLICIES = ["stashing", "vertical_sync", "2bw", "flush"]
 
 

@@ -19,8 +19,6 @@ from tests.verify.tracing.model import (
     weights,
 )
 
-pytestmark = pytest.mark.compiled
-
 COUNTED = tuple(e for e in range(EXAMPLES) if e != UNCOUNTED)
 
 
