@@ -276,6 +276,14 @@ def draws_nothing(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) ->
     return not _draws(loss_fn, params, batch)
 
 
+def made_of_batch(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> list[bool]:
+    """Which leaves of `fn(params, batch)` depend on the batch's leaves, in order."""
+    program = jax.jit(fn).trace(params, batch).jaxpr.jaxpr
+    given = [False] * len(jax.tree.leaves(params))
+    given += [True] * len(jax.tree.leaves(batch))
+    return _walk(program, given, ())[1]
+
+
 def _depends(draw: Draw, single: Draw | None, several: bool) -> bool:
     if single is None:
         return not draw.from_batch

@@ -38,7 +38,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdist._compat import loop_counts
-from jdist.verify.bound import accumulated, flushes, unit_roundoff
+from jdist.verify.bound import EXTRA, accumulated, flushes, unit_roundoff
 
 Array = jax.Array
 
@@ -81,6 +81,8 @@ class Perturbation:
         a program that is never perturbed, which compiles faster.
       seed: Of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
+      in_parts: Whether any sum may be made of parts, each rounded to its own dtype, as
+        by a trainer that splits the batch.
       unmeasured: Primitives whose own rounding could not be measured; shared by all
         scopes of a program.
       held: An axis of `vmap` along which the wide side is that of several inputs. What
@@ -95,6 +97,7 @@ class Perturbation:
     unmeasured: set[str] = field(default_factory=set)
     held: str | None = None
     observer: Observer | None = None
+    in_parts: bool = False
     loops: Position = ()
     _places: Iterator[int] = field(default_factory=itertools.count)
     _pools: dict[float, Array] = field(default_factory=dict)
@@ -260,7 +263,9 @@ def _both_sides(
     perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
     found: list[Value] = []
     for r, w in zip(rounded, wide, strict=True):
-        if perturbed and _is_float(r):
+        if noise.in_parts and _is_float(r) and _widens(equation):
+            w = _perturb_part(w, equation, noise)
+        elif perturbed and _is_float(r):
             w = _perturb(w, r.dtype, _summed(equation), noise)
         size = _size(equation, operands) if sized and _is_float(r) else None
         found.append(PrecisionPair(r, w, size) if _has_sides(r) else r)
@@ -412,8 +417,20 @@ def _perturb_terms(
     if not _is_float(wide):
         return wide
     dtype = _dtype_of(equation.outvars[0])
-    unit = unit_roundoff(accumulated(dtype, noise.accumulation))
-    factors = noise.factors(wide, unit * math.sqrt(terms / 6))
+    unit = unit_roundoff(accumulated(dtype, noise.accumulation)) * math.sqrt(terms / 6)
+    if noise.in_parts:
+        # At most a rounding of every term for each of the roundings that `bound` takes.
+        unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
+    factors = noise.factors(wide, unit)
+    return wide if factors is None else wide * factors
+
+
+def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array:
+    """A number in a wider dtype, to add it: its sum may be made of narrower parts."""
+    narrow = _dtype_of(equation.invars[0])
+    if not jnp.issubdtype(narrow, jnp.inexact):
+        return wide
+    factors = noise.factors(wide, unit_roundoff(narrow) * math.sqrt(EXTRA))
     return wide if factors is None else wide * factors
 
 

@@ -188,6 +188,26 @@ def test_the_first_wrong_step_is_named():
     assert parts(report, "early") == [(1, "optimizer update")]
 
 
+def test_stale_parameters_are_recognised():
+    """By the gradient that is shown or kept, and by the step that it makes."""
+    params, batches = problem(steps=2)
+    momentum, plain = optax.sgd(0.05, momentum=0.9), optax.sgd(0.05)
+    old = lambda _, batch: MEAN(params, batch)  # noqa: E731
+    for tx, shown, part in (
+        (momentum, True, "gradient"),
+        (momentum, False, "gradient"),
+        (plain, False, "gradient or optimizer update"),
+    ):
+        report = verify.step(
+            losses, updates(tx), (params, tx.init(params)), batches,
+            {"right": trainer(tx, shown=shown), "old": trainer(tx, old, shown=shown)},
+        )  # fmt: skip
+        assert report.of("right").ok
+        (cause,) = report.of("old").attributions
+        assert (cause.step, cause.part) == (2, part)
+        assert "at the parameters of the step before: they are stale" in cause.why
+
+
 def test_what_cannot_be_told_apart_is_not_guessed():
     """Twice the rate of plain SGD and twice the gradient are one step."""
     params, batches = problem()

@@ -34,6 +34,14 @@ SHOW = (
     "Return verify.Trained(params, opt_state, gradient=...) with the gradient that the "
     "optimizer was given, and the report says which"
 )
+COMPOSE = (
+    "verify.step(loss_fn, update, state, batches, candidates), with the loss and the "
+    "optimizer's update, says which"
+)
+UNKNOWN = "gradient or optimizer update"
+
+STALE = "own at the parameters of the step before: they are stale"
+"""After "it is the reference's"."""
 
 
 class Accumulator(NamedTuple):
@@ -74,14 +82,14 @@ def attributed(
     name = rows[0].candidate
     failing = [row.path for row in rows if row.problem]
     parts: list[tuple[str, str]] = []
-    if any(_within(path, "states") for path in failing):
+    if any(within(path, "states") for path in failing):
         parts.append(("model state", _first(rows, "states")))
-    updated = [p for p in failing if _within(p, "params") or _within(p, "state")]
-    if any(_within(path, "gradient") for path in failing):
+    updated = [p for p in failing if within(p, "params") or within(p, "state")]
+    if any(within(path, "gradient") for path in failing):
         parts.append(("gradient", _first(rows, "gradient")))
     elif not updated:
         pass
-    elif any(_within(path, "gradient") for path in found):
+    elif any(within(path, "gradient") for path in found):
         why = f"its gradient is right; {_first(rows, 'params', 'state')}"
         parts.append(("optimizer update", why))
     else:
@@ -89,12 +97,75 @@ def attributed(
     return tuple(Attribution(name, step, part, why) for part, why in parts)
 
 
-def _within(path: str, part: str) -> bool:
+def attributed_of_whole(
+    of_batch: Mapping[str, bool],
+    rows: Sequence[LeafReport],
+    found: Mapping[str, Any],
+    moment: Moment,
+    step: int,
+) -> tuple[Attribution, ...]:
+    """What was wrong in the first wrong step of a trainer without a known gradient.
+
+    Args:
+      of_batch: Whether each leaf of the new state is made of the batch.
+      rows: As in `attributed`.
+      found: As in `attributed`.
+      moment: As in `attributed`.
+      step: As in `attributed`.
+    """
+    name = rows[0].candidate
+    failing = [row.path for row in rows if row.problem]
+    places = dict.fromkeys(path.partition("/")[0] for path in failing)
+    parts = [(_PARTS.get(x, x), _first(rows, x)) for x in places if x not in _UPDATED]
+    updated = [path for path in failing if path.partition("/")[0] in _UPDATED]
+    if updated:
+        parts.append(_of_update(of_batch, rows, updated, found, moment))
+    return tuple(Attribution(name, step, part, why) for part, why in parts)
+
+
+_PARTS = dict.fromkeys(("states", "batch_stats", "model_state"), "model state")
+_OPTIMIZER = ("state", "opt_state", "optimizer")
+_UPDATED = ("params", *_OPTIMIZER)
+
+
+def _of_update(
+    of_batch: Mapping[str, bool],
+    rows: Sequence[LeafReport],
+    failing: list[str],
+    found: Mapping[str, Any],
+    moment: Moment,
+) -> tuple[str, str]:
+    """The part, and why, of wrong parameters or a wrong optimizer state."""
+    update, first = "optimizer update", _first(rows, *_UPDATED)
+    fixed = [path for path in failing if not of_batch.get(path)]
+    if fixed:
+        return update, f"{fixed[0]}, which does not depend on the batch, is wrong"
+    right = [
+        path for path in found
+        if path not in failing and of_batch.get(path)
+        and path.partition("/")[0] in _OPTIMIZER
+    ]  # fmt: skip
+    kept = [
+        any(
+            path.endswith(f"/{_bare(p)}")
+            and np.shape(found[path]) == moment.wanted[p].shape
+            for path in right
+        )
+        for p in failing
+        if within(p, "params")
+    ]
+    if kept and all(kept) and len(kept) == len(failing):
+        return update, f"its optimizer state is right; {first}"
+    return UNKNOWN, f"{first}. {COMPOSE}"
+
+
+def within(path: str, part: str) -> bool:
+    """Whether a leaf is in a part of a state."""
     return path == part or path.startswith(f"{part}/")
 
 
 def _first(rows: Sequence[LeafReport], *parts: str) -> str:
-    row = next(r for r in rows if r.problem and any(_within(r.path, p) for p in parts))
+    row = next(r for r in rows if r.problem and any(within(r.path, p) for p in parts))
     return f"{row.path}: {row.problem}"
 
 
@@ -105,10 +176,7 @@ def _inferred(
     moment: Moment,
 ) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
-    unknown = (
-        "gradient or optimizer update",
-        f"{_first(rows, 'params', 'state')}. {SHOW}",
-    )
+    unknown = (UNKNOWN, f"{_first(rows, 'params', 'state')}. {SHOW}")
     whole = {path: _whole(leaf) for path, leaf in found.items()}
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
         return unknown
@@ -148,14 +216,15 @@ def _of_gradient(
     if not _explained(failing, found, gradient, moment):
         return None
     worst = max(wrong, key=lambda path: float(ratios[path].max()))
-    told = diagnose(worst, own, gradient[worst], ratios[worst])
+    known = own | ({STALE: moment.stale[worst]} if worst in moment.stale else {})
+    told = diagnose(worst, known, gradient[worst], ratios[worst])
     why = "its optimizer state is the reference's update of another gradient, of"
     return "gradient", f"{why} {_bare(worst)}: {told}"
 
 
 def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        p: x for p, x in leaves.items() if _within(p, "params") or _within(p, "state")
+        p: x for p, x in leaves.items() if within(p, "params") or within(p, "state")
     }
 
 
@@ -190,7 +259,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
     """One for each leaf of the gradient, by path; None if a leaf has none."""
     gradients = [
         path for path, x in moment.wanted.items()
-        if _within(path, "gradient") and x is not None
+        if within(path, "gradient") and x is not None
     ]  # fmt: skip
     rng = np.random.default_rng(0)
     own = [_wide(moment.wanted[path]) for path in gradients]
@@ -204,7 +273,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
     for place, name in enumerate(_floating(moment)):
         value = np.asarray(slopes[0][0][place])
         first, second = (np.asarray(tangent[place]) for _, tangent in slopes)
-        if _within(name, "params"):
+        if within(name, "params"):
             continue  # Of the step, not of the gradient alone.
         for path, point, along in zip(gradients, own, direction, strict=True):
             factor = _factor(first, along)
@@ -229,11 +298,16 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
 
 def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
     """The reference's update of another gradient, in float64."""
-    params, own, opt_state = moment.inputs
+    assert moment.composed is not None
+    params, own, opt_state = moment.composed.inputs
     pairs = map(PrecisionPair, jax.tree.leaves(own), gradient)
     given = [*jax.tree.leaves(params), *pairs, *jax.tree.leaves(opt_state)]
     exact = Perturbation(None, jnp.uint32(0), None, set())
-    return [x.wide for x in run(moment.update, given, exact) if is_inexact(x.rounded)]
+    return [
+        x.wide
+        for x in run(moment.composed.update, given, exact)
+        if is_inexact(x.rounded)
+    ]
 
 
 def _floating(moment: Moment) -> list[str]:

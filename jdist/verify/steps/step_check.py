@@ -3,13 +3,15 @@
 A gradient that is read off a step, (p - q) / lr, carries the rounding of p divided by
 lr: at a small learning rate that is more than the gradient. So a trainer that shows
 only its new parameters is judged by these, after every step, against the one-device
-gradient followed by the optimizer's update (`trajectory`).
+gradient followed by the optimizer's update (`trajectory`); or, where neither can be
+taken out of the trainer, against a whole step that is known to be right
+(`reference_step`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,13 @@ from jdist.verify.gradient_check import (
 )
 from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
 from jdist.verify.report import Attribution, LeafReport, Report
-from jdist.verify.steps.attribution import attributed
+from jdist.verify.steps.attribution import (
+    STALE,
+    attributed,
+    attributed_of_whole,
+    within,
+)
+from jdist.verify.steps.reference_step import ReferenceStep, Step, named_state
 from jdist.verify.steps.trajectory import Moment, Training, trajectory
 
 
@@ -51,7 +59,8 @@ class Trained(NamedTuple):
     gradient: PyTree = None
 
 
-def step(  # noqa: PLR0913 - options, by keyword
+@overload
+def step(
     loss_fn: Callable[..., Any],
     update: Callable[[Any, Any, Any], tuple[Any, Any]],
     state: tuple[Any, ...],
@@ -62,8 +71,39 @@ def step(  # noqa: PLR0913 - options, by keyword
     reduction: str = "mean",
     accumulation: DTypeLike | None = None,
     timeout: float = TIMEOUT,
+) -> Report: ...
+@overload
+def step(
+    step_fn: Step | Mapping[str, Step],
+    reference_step: Step,
+    state: PyTree,
+    batches: Sequence[Any],
+    /,
+    *,
+    accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
+) -> Report: ...
+def step(  # noqa: PLR0913 - options, by keyword
+    loss_fn: Any,
+    update: Callable[..., Any],
+    state: Any,
+    batches: Sequence[Any],
+    candidates: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    weights: Sequence[Any] | None = None,
+    reduction: str = "mean",
+    accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
 ) -> Report:
     """Judges trainers by their parameters and states after each optimizer step.
+
+    Two forms. `step(loss_fn, update, state, batches, candidates)` judges by the
+    one-device gradient and the optimizer's update, and says which was wrong.
+    `step(step_fn, reference_step, state, batches)` judges a step that is one function
+    of a state by another, such as the same trainer on one device: both are
+    `fn(state, batch) -> state`, or `-> (state, anything)`, of any pytree; the reference
+    is traced. A part of its state that `step_fn` keeps to itself is None. Several are
+    given as a mapping of names.
 
     Args:
       loss_fn: As in `verify.gradients`; of a model with a state
@@ -93,13 +133,16 @@ def step(  # noqa: PLR0913 - options, by keyword
       the new value minus the old. A leaf is "not judged" where no step at all would
       pass as well. `attributions` say which part of the first wrong step was wrong:
       "gradient", "optimizer update" or "model state"; or "gradient or optimizer update"
-      where what the candidate shows cannot tell.
+      where what the candidate shows cannot tell. Of two steps they name the part of
+      the state, and say "optimizer update" where the optimizer's state, which is made
+      of the gradient, is right.
 
     Raises:
       ValueError: No batches or candidates; a state of another length; as many weights
-        as batches are needed; and as `verify.gradients`.
+        as batches are needed; and as `verify.gradients`. The reference step's new state
+        does not depend on the batch; weights or a reduction without a loss.
       TypeError: A candidate returned something else than is said above; the loss
-        function wants a key.
+        function wants a key; the reference step returns another kind of state.
       PeersLost: Another process raised, or did not come in time.
 
     Example:
@@ -115,31 +158,112 @@ def step(  # noqa: PLR0913 - options, by keyword
       ('gradient', 'gradient')
       >>> report.failures[1].problem.rpartition("; ")[2]
       'it is 2 times the reference'
+      >>> def on_one_device(state, x):
+      ...     gradient = jax.grad(lambda w: loss(w, x).mean())(state["params"])
+      ...     return {"params": state["params"] - 0.01 * gradient}
+      >>> def in_parts(state, x):
+      ...     w = state["params"]
+      ...     first, second = (jax.grad(lambda w: loss(w, x[i]))(w) for i in (0, 1))
+      ...     return {"params": w - 0.01 * (first + second) / 2}
+      >>> step(in_parts, on_one_device, {"params": w}, [x, 2 * x]).ok
+      True
     """
     check_options(reduction, accumulation)
-    _check_state(state)
-    stateful = len(state) == 3
-    training = Training(loss_fn, update, stateful, reduction, accumulation)
     with joined(timeout) as peers:
-        given = _weighted(batches, weights)
-        start = (*state, ()) if not stateful else tuple(state)
-        own = partial(loss_fn, states=start[2]) if stateful else loss_fn
-        check_loss("step", own, state[0], given[0][0])
-        losses = partial(training.losses, states=start[2])
-        for batch, weight in given:
-            check_arguments(losses, state[0], batch, candidates, weight, reduction)
-        start = jax.tree.map(jnp.asarray, start)
-        moments = list(trajectory(training, start, given))
-        rows: tuple[LeafReport, ...] = ()
-        notes: tuple[str, ...] = ()
-        causes: tuple[Attribution, ...] = ()
-        judge = partial(_judged, training, start, given, moments, peers)
-        for name, candidate in candidates.items():
-            own_rows, cause, unsure = judge(name, candidate)
-            rows += own_rows
-            notes += _equalities(name, own_rows) + unsure
-            causes += cause
-        return agreed(Report(rows, notes=notes, attributions=causes), peers)
+        if candidates is None:
+            _check_without_loss(weights, reduction)
+            given = [batch for batch, _ in _weighted(batches, None)]
+            report = _of_whole_steps(loss_fn, update, state, given, accumulation, peers)
+        else:
+            _check_state(state)
+            stateful = len(state) == 3
+            training = Training(loss_fn, update, stateful, reduction, accumulation)
+            weighted = _weighted(batches, weights)
+            report = _of_composed(training, state, weighted, candidates, peers)
+        return agreed(report, peers)
+
+
+def _of_composed(
+    training: Training,
+    state: tuple[PyTree, ...],
+    batches: Sequence[tuple[PyTree, Any]],
+    candidates: Mapping[str, Callable[..., Any]],
+    peers: Peers,
+) -> Report:
+    """Trainers of parameters and states, by the gradient and the update."""
+    states = tuple(state[2:]) or ((),)
+    own = training.loss_fn
+    if training.stateful:
+        own = partial(own, states=states[0])
+    check_loss("step", own, state[0], batches[0][0])
+    losses = partial(training.losses, states=states[0])
+    for batch, weight in batches:
+        check_arguments(losses, state[0], batch, candidates, weight, training.reduction)
+    start = jax.tree.map(jnp.asarray, (*state[:2], *states))
+    moments = list(trajectory(training, start, batches))
+    steps = _Steps(
+        start[: len(state)],
+        [batch for batch, _ in batches],
+        moments,
+        partial(_trained, peers),
+        losses,
+        attributed,
+    )
+    return _report(steps, peers, candidates)
+
+
+def _of_whole_steps(
+    step_fn: Step | Mapping[str, Step],
+    reference_step: Step,
+    state: PyTree,
+    batches: Sequence[PyTree],
+    accumulation: DTypeLike | None,
+    peers: Peers,
+) -> Report:
+    """Steps of a whole state, by another one."""
+    if isinstance(step_fn, Mapping) and not step_fn:
+        rule = "must be a function, or name at least one"
+        raise ValueError(requirement("step(step_fn=...)", rule, step_fn))
+    start = jax.tree.map(jnp.asarray, state)
+    reference = ReferenceStep(reference_step, start, batches[0])
+    steps = _Steps(
+        (start,),
+        batches,
+        list(reference.moments(start, batches, accumulation)),
+        partial(_advanced, reference, peers),
+        reference.advance,
+        partial(attributed_of_whole, reference.of_batch),
+    )
+    named = step_fn if isinstance(step_fn, Mapping) else {"step_fn": step_fn}
+    report = _report(steps, peers, named)
+    if not reference.unmeasured:
+        return report
+    missed = ", ".join(sorted(reference.unmeasured))
+    note = f"the rounding of {missed} was not measured: there the bound is too narrow"
+    return replace(report, notes=(*report.notes, note))
+
+
+def _report(
+    steps: "_Steps", peers: Peers, candidates: Mapping[str, Callable[..., Any]]
+) -> Report:
+    rows: tuple[LeafReport, ...] = ()
+    notes: tuple[str, ...] = ()
+    causes: tuple[Attribution, ...] = ()
+    for name, candidate in candidates.items():
+        own, cause, unsure = _judged(steps, peers, name, candidate)
+        rows += own
+        notes += _equalities(name, own) + unsure
+        causes += cause
+    return Report(rows, notes=notes, attributions=causes)
+
+
+def _check_without_loss(weights: object, reduction: str) -> None:
+    if weights is not None or reduction != "mean":
+        rule = "need a loss and candidates"
+        got = "two steps"
+        remedy = "The reference step has its own."
+        call = "step(weights=..., reduction=...)"
+        raise ValueError(requirement(call, rule, got, remedy))
 
 
 def _check_state(state: object) -> None:
@@ -167,101 +291,161 @@ def _weighted(
     return list(zip(batches, own, strict=True))
 
 
+class _Shown(NamedTuple):
+    """What a candidate shows after a step.
+
+    Attributes:
+      leaves: By path.
+      kept: The beginnings of the paths of what it keeps to itself.
+      then: What the next step is given, before its batch.
+      repeatable: Whether it keeps no state of its own, with which it would take another
+        step at each call.
+    """
+
+    leaves: Mapping[str, Any]
+    kept: tuple[str, ...]
+    then: tuple[PyTree, ...]
+    repeatable: bool
+
+
+class _Steps(NamedTuple):
+    """What is judged: how a candidate is called, and what it is judged by.
+
+    Attributes:
+      start: What the first step is given, before its batch.
+      batches: One for each step.
+      moments: The reference's steps.
+      call: `call(name, candidate, given, batch)`.
+      draws: `draws(start[0], batch)`: the function whose random numbers count.
+      attributed: `attributed(rows, leaves, moment, step)`.
+    """
+
+    start: tuple[PyTree, ...]
+    batches: Sequence[PyTree]
+    moments: Sequence[Moment]
+    call: Callable[[str, Callable[..., Any], tuple[PyTree, ...], PyTree], _Shown]
+    draws: Callable[[PyTree, PyTree], Any]
+    attributed: Callable[..., tuple[Attribution, ...]]
+
+
 def _judged(
-    training: Training,
-    start: tuple[Any, ...],
-    batches: Sequence[tuple[Any, Any]],
-    moments: Sequence[Moment],
-    peers: Peers,
-    name: str,
-    candidate: Callable[..., Any],
+    steps: _Steps, peers: Peers, name: str, candidate: Callable[..., Any]
 ) -> tuple[tuple[LeafReport, ...], tuple[Attribution, ...], tuple[str, ...]]:
     """The rows after the first wrong step or the last, what was wrong, and notes."""
-    state = start if training.stateful else start[:2]
+    given = steps.start
     rows: tuple[LeafReport, ...] = ()
     notes: tuple[str, ...] = ()
-    for number, ((batch, _), moment) in enumerate(
-        zip(batches, moments, strict=True), 1
+    for number, (batch, moment) in enumerate(
+        zip(steps.batches, steps.moments, strict=True), 1
     ):
-        shown = _trained(name, candidate, *state, batch, peers=peers)
+        shown = steps.call(name, candidate, given, batch)
         rows = _rows(name, moment, shown, peers)
         if any(row.ratio > 1 for row in rows):
-            given, losses = (*state, batch), partial(training.losses, states=start[2])
-            still = draws_nothing(losses, start[0], batch)
+            about = (steps.draws, steps.start[0], batch)
+            still = draws_nothing(*about)
 
             def answers(
-                first: Trained = shown, given: tuple[Any, ...] = given
+                first: _Shown = shown,
+                given: tuple[Any, ...] = given,
+                batch: PyTree = batch,
             ) -> Iterator[Mapping[str, Any]]:
-                yield _leaves(first)
-                # With a state of its own it takes another step at each call.
-                while first.opt_state is not None:
-                    yield _leaves(_trained(name, candidate, *given, peers=peers))
+                yield first.leaves
+                while first.repeatable:
+                    yield steps.call(name, candidate, given, batch).leaves
 
-            why = split_dependent(losses, start[0], batch) or excuse(
-                candidate, given, still, answers(), moment.limits, peers
+            why = split_dependent(*about) or excuse(
+                candidate, (*given, batch), still, answers(), moment.limits, peers
             )
             if why:
                 # What follows starts from other parameters than the reference's.
                 return _rows(name, moment, shown, peers, why), (), ()
-            notes = unseen(name, candidate, given, still)
+            notes = unseen(name, candidate, (*given, batch), still)
         if any(row.problem for row in rows):
-            causes = attributed(rows, _leaves(shown), moment, number)
-            if len(batches) > 1:
-                where = f"after step {number} of {len(batches)}: "
+            causes = steps.attributed(rows, shown.leaves, moment, number)
+            if len(steps.batches) > 1:
+                where = f"after step {number} of {len(steps.batches)}: "
                 rows = tuple(
                     replace(row, problem=where + row.problem) if row.problem else row
                     for row in rows
                 )
             return rows, causes, notes
-        state = (shown.params, shown.opt_state, shown.states)[: len(state)]
+        given = shown.then
     return rows, (), notes
 
 
-def _trained(
-    name: str, candidate: Callable[..., Any], *given: Any, peers: Peers
-) -> Trained:
-    """What a candidate shows of one step."""
+def _called(
+    name: str, candidate: Callable[..., Any], given: tuple[PyTree, ...], batch: PyTree
+) -> Any:
     try:
-        result: Any = candidate(*lent(given))
+        return candidate(*lent((*given, batch)))
     except Exception as error:
         error.add_note(f"raised by the candidate {name!r} of verify.step")
         raise
-    parts = "params, opt_state, states" if len(given) == 4 else "params, opt_state"
+
+
+def _trained(
+    peers: Peers,
+    name: str,
+    candidate: Callable[..., Any],
+    given: tuple[PyTree, ...],
+    batch: PyTree,
+) -> _Shown:
+    """What a candidate shows of one step of parameters and states."""
+    result = _called(name, candidate, given, batch)
+    parts = "params, opt_state, states" if len(given) == 3 else "params, opt_state"
     call = f"candidates[{name!r}]({parts}, batch)"
     if not isinstance(result, Trained):
-        if not isinstance(result, tuple) or len(result) != len(given) - 1:
+        if not isinstance(result, tuple) or len(result) != len(given):
             rule, got = f"must return ({parts})", f"a {type(result).__name__}"
             raise TypeError(requirement(call, rule, got))
         result = Trained(*result)
     if result.params is None:
         rule = "must return the new parameters: a step is judged by them"
         raise TypeError(requirement(call, rule, "None in their place"))
-    return peers.computed(result)
-
-
-def _parts(trained: Trained) -> dict[str, PyTree]:
-    """What a candidate shows, by the first names of its leaves."""
-    parts = {
-        "gradient": trained.gradient,
-        "params": trained.params,
-        "state": trained.opt_state,
-        "states": trained.states,
+    result = peers.computed(result)
+    found = {
+        "gradient": result.gradient,
+        "params": result.params,
+        "state": result.opt_state,
+        "states": result.states,
     }
-    return {name: part for name, part in parts.items() if part is not None}
+    kept = tuple(part for part, tree in found.items() if tree is None)
+    leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
+    then = (result.params, result.opt_state, result.states)[: len(given)]
+    return _Shown(leaves, kept, then, result.opt_state is not None)
 
 
-def _leaves(trained: Trained) -> dict[str, Any]:
-    return named_leaves(_parts(trained))
+def _advanced(
+    reference: ReferenceStep,
+    peers: Peers,
+    name: str,
+    candidate: Callable[..., Any],
+    given: tuple[PyTree, ...],
+    batch: PyTree,
+) -> _Shown:
+    """What a candidate shows of one step of a whole state."""
+    new = peers.computed(reference.state_of(_called(name, candidate, given, batch)))
+    leaves, of_batch = named_state(new), reference.of_batch
+    kept = tuple(p for p, x in leaves.items() if x is None and p not in of_batch)
+    shown = {path: x for path, x in leaves.items() if path not in kept}
+    if not any(of_batch.get(path) for path in shown):
+        rule = "must return a part of its state that depends on the batch"
+        raise TypeError(requirement("step_fn(state, batch)", rule, "none"))
+    return _Shown(shown, kept, (new,), not kept)
 
 
 def _rows(
-    name: str, moment: Moment, trained: Trained, peers: Peers, excuse: str = ""
+    name: str, moment: Moment, shown: _Shown, peers: Peers, excuse: str = ""
 ) -> tuple[LeafReport, ...]:
     """Of the parts that a candidate shows."""
-    parts, found = _parts(trained), _leaves(trained)
-    judged = {p: x for p, x in moment.wanted.items() if p.partition("/")[0] in parts}
+    judged = {
+        path: x for path, x in moment.wanted.items()
+        if not any(within(path, part) for part in shown.kept)
+    }  # fmt: skip
     describe = partial(_described, moment)
-    rows = compare_leaves(name, judged, found, moment.limits, peers, describe, excuse)
+    rows = compare_leaves(
+        name, judged, shown.leaves, moment.limits, peers, describe, excuse
+    )
     return tuple(_hidden(row, moment) for row in rows)
 
 
@@ -285,6 +469,8 @@ def _described(
         for other, leaf in steps.items()
         if leaf is not None and leaf.shape == steps[path].shape
     }
+    if path in moment.stale:
+        slices[STALE] = moment.stale[path][shard.index]
     where = f"in {shard.place}, " if shard.index else ""
     return f"{where}{told}{diagnose(path, slices, got, ratio, shard.origin)}"
 
@@ -305,8 +491,8 @@ def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
 
 def _equalities(name: str, rows: Sequence[LeafReport]) -> tuple[str, ...]:
     """Says where no bit differs."""
-    params = [row for row in rows if row.path.partition("/")[0] == "params"]
-    if all(row.bit_equal for row in params):
+    params = [row for row in rows if within(row.path, "params")]
+    if params and all(row.bit_equal for row in params):
         return (f"{name}: every parameter is bit-equal to the reference's",)
     equal = [row.path for row in params if row.bit_equal]
     return (f"{name}: bit-equal in {', '.join(equal)}",) if equal else ()

@@ -18,6 +18,7 @@ whole loss, since it is no sum over examples.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,18 @@ class Training(NamedTuple):
         return loss, slope, new
 
 
+class Composed(NamedTuple):
+    """What a step of the composed reference was made of.
+
+    Attributes:
+      inputs: `(params, gradient, opt_state)`, what the update was given.
+      update: The update's program.
+    """
+
+    inputs: tuple[PyTree, PyTree, PyTree]
+    update: ClosedJaxpr
+
+
 class Moment(NamedTuple):
     """One step of the reference; leaves by path, on the host.
 
@@ -91,16 +104,17 @@ class Moment(NamedTuple):
       wanted: The same after it, and the gradient.
       limits: Of each leaf in `wanted`.
       moves: The exact step of each floating leaf but the gradient, float64.
-      inputs: `(params, gradient, opt_state)`, what the update was given.
-      update: The update's program.
+      composed: Of what it was made; None for a step that is one function.
+      stale: The gradient that the parameters of the step before have on its batch, and
+        the steps that the update makes of it; empty in the first step.
     """
 
     before: Mapping[str, Any]
     wanted: Mapping[str, Any]
     limits: Mapping[str, Limit | None]
     moves: Mapping[str, np.ndarray]
-    inputs: tuple[PyTree, PyTree, PyTree]
-    update: ClosedJaxpr
+    composed: Composed | None = None
+    stale: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class _Taken(NamedTuple):
@@ -134,7 +148,8 @@ def trajectory(
     updated = jax.jit(training.update)
     measure = _measurement(training)
     state = start = jax.tree.map(jnp.asarray, start)
-    others = _followed(start)
+    earlier: PyTree = None
+    others = starts(start)
     origin = [wide[0] for wide in others]
     for t, (batch, own) in enumerate(batches):
         params, opt_state, states = state
@@ -150,18 +165,34 @@ def trajectory(
         before = [wide[0] for wide in others]
         others, slopes = _move(traced, training.stateful, taken, others, t)
         after = (*updated(params, gradient, opt_state), new)
-        wanted = _host(named(*after))
-        limits, moves = _limits(wanted, others, (origin, before), t + 1)
+        wanted = on_host(named(*after))
+        limits, moves = limits_of(wanted, others, (origin, before), t + 1)
         gradients = named_leaves({"gradient": gradient})
+        stale: dict[str, np.ndarray] = {}
+        if earlier is not None:
+            _, old, _ = gradient_of(earlier, batch, own, states)
+            stale = _stale(params, old, updated(params, old, opt_state)[0])
         yield Moment(
-            _host(named(*state)),
-            {**_host(gradients), **wanted},
+            on_host(named(*state)),
+            {**on_host(gradients), **wanted},
             {**_gradient_limits(gradients, measured, slopes), **limits},
             moves,
-            (params, gradient, opt_state),
-            traced[1],
+            Composed((params, gradient, opt_state), traced[1]),
+            stale,
         )
-        state = after
+        earlier, state = params, after
+
+
+def _stale(params: PyTree, gradient: PyTree, moved: PyTree) -> dict[str, np.ndarray]:
+    """A gradient of other parameters, and the steps that it makes, by path."""
+    pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
+    steps = [new - old if is_inexact(old) else None for new, old in pairs]
+    tree = {
+        "gradient": gradient,
+        "params": jax.tree.unflatten(jax.tree.structure(params), steps),
+    }
+    found = on_host(named_leaves(tree)).items()
+    return {path: x for path, x in found if x is not None}
 
 
 def _measurement(training: Training) -> Callable[..., Measured]:
@@ -182,7 +213,7 @@ def _measurement(training: Training) -> Callable[..., Measured]:
     )
 
 
-def _host(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def on_host(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Copies: what follows may be donated."""
 
     def one(leaf: Any) -> Any:
@@ -198,7 +229,7 @@ def _host(leaves: Mapping[str, Any]) -> dict[str, Any]:
 # --- the trainers that are followed ---
 
 
-def _followed(start: PyTree) -> list[np.ndarray]:
+def starts(start: PyTree) -> list[np.ndarray]:
     """The floating leaves of the state in float64, for each trainer; 0 is unmoved."""
     leaves = [x for x in jax.tree.leaves(start) if is_inexact(x)]
     return [
@@ -279,7 +310,7 @@ def _shifted(
 # --- their limits ---
 
 
-def _limits(
+def limits_of(
     wanted: Mapping[str, Any],
     others: list[np.ndarray],
     earlier: tuple[list[np.ndarray], list[np.ndarray]],

@@ -7,7 +7,7 @@ like a leaf's (`bound`), of a sum of one term.
 """
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -144,23 +144,38 @@ class _Seen:
         accumulation: DTypeLike | None,
     ) -> list[Passage]:
         """All of it, with bounds; cotangents beside their values."""
-        keys = sorted(self._draws)
-        forward = [key for key in keys if not key[2]]
-        backward = {key: self._draws[key][0][2] for key in keys if key[2]}
-        count: dict[str, int] = defaultdict(int)
-        for _, name, _ in forward:
-            count[name] += 1
+        pairs = self._pairs()
+        count = Counter(name for (_, name, _), _ in pairs)
         number: dict[str, int] = defaultdict(int)
         found = []
-        for key in forward:
+        for key, cotangent in pairs:
             name, value = key[1], self._draws[key][0][0]
             layout = where.get((name, value.shape), Layout(value.shape, None, 1))
             label = f"{name}[{number[name]}]" if count[name] > 1 else name
             number[name] += 1
-            cotangent = _of_value(name, value, backward)
             rows = self._rows(key, layout, accumulation)
             theirs = cotangent and self._rows(cotangent, layout, accumulation)
             found.append(Passage(name, label, layout, rows, theirs))
+        return found
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """The keys of all values in order, each with that of its cotangent or None.
+
+        `jax.checkpoint` shows a value again, to which no cotangent of its own comes.
+        """
+        keys = sorted(self._draws)
+        backward = {key: self._draws[key][0][2] for key in keys if key[2]}
+        values: dict[str, list[np.ndarray]] = defaultdict(list)
+        found = []
+        for key in keys:
+            if key[2]:
+                continue
+            name, value = key[1], self._draws[key][0][0]
+            cotangent = _of_value(name, value, backward)
+            if cotangent is None and any(_same(value, x) for x in values[name]):
+                continue
+            values[name].append(value)
+            found.append((key, cotangent))
         return found
 
     def _rows(self, key: Any, layout: Layout, accumulation: DTypeLike | None) -> Rows:
@@ -195,7 +210,11 @@ def _split(layout: Layout, array: np.ndarray) -> np.ndarray:
 def _of_value(name: str, value: np.ndarray, backward: dict[Any, np.ndarray]) -> Any:
     """The key of the cotangent of a value; it is taken from those that are left."""
     for key, other in backward.items():
-        if key[1] == name and np.array_equal(value, other, equal_nan=True):
+        if key[1] == name and _same(value, other):
             del backward[key]
             return key
     return None
+
+
+def _same(first: np.ndarray, second: np.ndarray) -> bool:
+    return np.array_equal(first, second, equal_nan=True)

@@ -11,11 +11,12 @@ Copies of a row count once, and parts of a row on several shards are added up.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 
 from jdist.verify.diagnosis import likeness
-from jdist.verify.tracing.alignment import NONE, Aligned, align
+from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align
 from jdist.verify.tracing.layout import finite_part
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
@@ -33,6 +34,7 @@ class Findings:
       factors: By example: what its cotangents are multiplied by, at the last tap.
       entered: The last tap, where the factors were found; empty if there is none.
       groups: The examples of each call in the backward pass, at that tap.
+      of_parts: The places of values without examples that are of parts of the batch.
     """
 
     difference: Difference | None = None
@@ -41,6 +43,7 @@ class Findings:
     factors: dict[int, complex] = field(default_factory=dict)
     entered: str = ""
     groups: list[tuple[int, ...]] = field(default_factory=list)
+    of_parts: set[int] = field(default_factory=set)
 
 
 def search(
@@ -127,12 +130,29 @@ def _forward(
             for e in range(own.examples)
             if classes[e] not in passed.found and _counts(passage, e, counted)
         ]
+        if missing and _is_of_parts(passage, own, passed):
+            findings.of_parts.add(place)
+            findings.notes.append(
+                f"{passage.label} was not compared: it has no axis of examples, and "
+                "the candidate computes it of parts of the batch"
+            )
+            continue
         if missing:
             return _wrong_values(passages, place, own, missing, orders)
         findings.right.append(f"forward {passage.label}")
         if passage.layout.axis is not None:
             orders = _orders(own, place) or orders
     return None
+
+
+def _is_of_parts(passage: Passage, aligned: Aligned, passed: Passed) -> bool:
+    """Whether a value without examples differs from call to call.
+
+    What does not depend on the batch, such as a parameter, is the same in all calls.
+    """
+    if passage.layout.axis is not None:
+        return False
+    return len(np.unique(passed.values, axis=0)) > len(aligned.places)
 
 
 def _counts(passage: Passage, example: int, counted: np.ndarray) -> bool:
@@ -241,6 +261,8 @@ class _Backward:
         for place in reversed(range(len(self.passages))):
             passage, own = self.passages[place], self.aligned.get(place)
             if passage.backward is None or own is None:
+                continue
+            if place in self.findings.of_parts:
                 continue
             difference = self._at(place, passage, passage.backward.values, own)
             if difference is not None:
@@ -419,10 +441,23 @@ def _described(
         f"{_at(passage, found, row, entry, examples)}"
     )
     whole = {label: finite_part(x) for label, x in wanted.items()}
+    whole |= _transposed(passage, whole[passage.label])
     alike = likeness(passage.label, whole, finite_part(found))
     if not alike:
         alike = _cosine_words(finite_part(expected), finite_part(found))
     return float(ratio[row, entry]), f"{words}; {alike}"
+
+
+def _transposed(passage: Passage, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows with two axes of each example's part exchanged, under their words."""
+    shape = passage.layout.row_shape()
+    return {
+        f"{passage.label} transposed": (
+            rows.reshape(-1, *shape).swapaxes(first + 1, second + 1).reshape(rows.shape)
+        )
+        for first, second in combinations(range(len(shape)), 2)
+        if shape[first] == shape[second]
+    }
 
 
 def _at(

@@ -377,3 +377,65 @@ def test_a_strange_tap_is_named_once(judged):
     trace = judged(accumulated(lambda number: strange))
     told = [note for note in trace.notes if "strange" in note]
     assert told == ["strange is no tap in the loss"]
+
+
+def averaging(change=lambda w: w, center=lambda c: c):
+    """A loss with a value of the parameters alone, and one of the whole batch."""
+
+    def loss(w, x):
+        query = verify.tap(change(w["query"]), "query")
+        hidden = verify.tap(jnp.tanh(x @ query), "hidden")
+        middle = verify.tap(center(hidden.mean(axis=0)), "center")
+        return ((hidden + 0 * middle[None]) @ w["out"]) ** 2
+
+    return loss
+
+
+def test_values_without_examples_are_of_parts_where_the_batch_is_split(rng):
+    """Those are not compared; what is the same in all calls is."""
+    x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    w = {
+        "query": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32),
+        "out": jnp.asarray(rng.normal(size=4), jnp.float32),
+    }
+    judged = verify.tracer(averaging(), w, x, seed=None)
+    right = judged(parts_of(averaging(), 3, 5))
+    assert right.raise_if_failed().difference is None
+    (note,) = right.notes
+    assert note.startswith("center was not compared: it has no axis of examples")
+    assert "forward query" in right.right
+    found = judged(parts_of(averaging(lambda w: 1.1 * w), 3, 5)).difference
+    assert (found.tap, found.words.partition("; ")[2]) == (
+        "query", "it is 1.1 times the reference"
+    )  # fmt: skip
+    # In one call it is the whole batch's.
+    whole = judged(parts_of(averaging(center=lambda c: -c), 8))
+    assert whole.difference.tap == "center"
+
+
+def test_a_value_behind_a_checkpoint_is_one_passage(rng):
+    """It is computed again in the backward pass."""
+    x = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+
+    def loss(w, x):
+        inner = lambda w, x: jnp.sin(verify.tap(x @ w, "hidden"))  # noqa: E731
+        return jax.checkpoint(inner)(w, x).sum(axis=1) ** 2
+
+    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), seed=None)
+    assert trace.raise_if_failed().right == ("forward hidden", "backward hidden")
+
+
+def test_a_transposed_value_is_recognised(rng):
+    x = jnp.asarray(rng.normal(size=(8, 3, 4)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+
+    def loss(w, x, turn=False):
+        scores = verify.tap(x @ w, "query") @ x.mT
+        scores = verify.tap(scores.mT if turn else scores, "scores")
+        return (jnp.tanh(scores) @ x).sum(axis=(1, 2)) ** 2
+
+    wrong = parts_of(loss, 3, 5, own=lambda n: n and functools.partial(loss, turn=True))
+    found = verify.trace(loss, w, x, wrong, seed=None).difference
+    assert (found.tap, found.examples) == ("scores", (3, 4, 5, 6, 7))
+    assert found.words.endswith("it is the reference's scores transposed")

@@ -1,0 +1,191 @@
+"""A right step that is one function: how far other right steps may be from it.
+
+Of `reference_step(state, batch) -> state` no loss and no gradient is known. Its program
+is followed as a whole in float64, in lockstep with itself (`lockstep`): once exactly,
+and `FOLLOWED` times with every equation disturbed by as much as a right program's
+rounding may reach there, lambda deviations. What a step moved, the next one starts at.
+
+A right trainer may split the batch, so that what the reference sums at once it sums in
+parts, each rounded to its own dtype. Such parts are sums of the same terms: every term
+of every sum is disturbed as well, by EXTRA such roundings (`bound`, partial results).
+The limit of a leaf follows from the distances as for a composed step (`trajectory`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
+
+from jdist._compat import double_precision
+from jdist._errors import requirement
+from jdist._tree import PyTree, described, is_inexact, named_leaves
+from jdist.verify.bound import confidence
+from jdist.verify.draws import made_of_batch
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.measure import magnified
+from jdist.verify.steps.trajectory import (
+    FOLLOWED,
+    Moment,
+    limits_of,
+    named,
+    on_host,
+    starts,
+)
+
+Step = Callable[[PyTree, PyTree], Any]
+"""`step(state, batch) -> state`, or `(state, anything else)`."""
+
+
+class ReferenceStep:
+    """A reference step, checked, with what is told of its leaves.
+
+    Attributes:
+      advance: `advance(state, batch) -> state`.
+      of_batch: Whether each leaf of the new state, by path, is made of the batch.
+      unmeasured: Primitives of its program whose rounding could not be measured.
+    """
+
+    def __init__(self, step: Step, state: PyTree, batch: PyTree) -> None:
+        self.unmeasured: set[str] = set()
+        self._beside = False
+        try:
+            found = jax.eval_shape(step, state, batch)
+        except Exception as error:
+            error.add_note(
+                "raised while verify.step traced the reference step: it must be a "
+                "function of the state and the batch that JAX can trace, on one device"
+            )
+            raise
+        if not _alike(found, state):
+            self._beside = isinstance(found, tuple) and len(found) == 2
+            if not (self._beside and _alike(found[0], state)):
+                raise TypeError(_another_state(found, state))
+
+        def advance(state: PyTree, batch: PyTree) -> PyTree:
+            return self.state_of(step(state, batch))
+
+        self.advance = advance
+        made = made_of_batch(advance, state, batch)
+        own = {path: x for path, x in named_state(state).items() if x is not None}
+        self.of_batch = dict(zip(own, made, strict=True))
+        if not any(self.of_batch[path] and is_inexact(x) for path, x in own.items()):
+            rule = "must make numbers of its new state of the batch"
+            remedy = "It may keep what it learns to itself: return it."
+            got = "a new state that does not depend on the batch"
+            call = "step(reference_step=...)"
+            raise ValueError(requirement(call, rule, got, remedy))
+
+    def state_of(self, result: Any) -> PyTree:
+        """The new state in what a step returns; a TypeError if there is none."""
+        if not self._beside:
+            return result
+        if not isinstance(result, tuple) or len(result) != 2:
+            rule = "must return (state, anything else), as the reference step does"
+            got = f"a {type(result).__name__}"
+            raise TypeError(requirement("step_fn(state, batch)", rule, got))
+        return result[0]
+
+    def moments(
+        self,
+        state: PyTree,
+        batches: Sequence[PyTree],
+        accumulation: DTypeLike | None,
+    ) -> Iterator[Moment]:
+        """Its steps, one after the other.
+
+        Args:
+          state: Where it starts.
+          batches: One for each step.
+          accumulation: The dtype in which 16-bit sums are accumulated.
+        """
+        advance = jax.jit(self.advance)
+        moved = jax.jit(self._moved, static_argnums=(0, 1, 2))
+        state = jax.tree.map(jnp.asarray, state)
+        others = starts(state)
+        origin = [wide[0] for wide in others]
+        for t, batch in enumerate(batches):
+            program = advance.trace(state, batch).jaxpr
+            factor = magnified(program)
+            before = [wide[0] for wide in others]
+            leaves = jax.tree.leaves((state, batch))
+            with double_precision(), jax.numpy_dtype_promotion("standard"):
+                seed = jnp.uint32(t * (FOLLOWED + 1))
+                found = moved(program, factor, accumulation, leaves, others, seed)
+                others = list(map(np.asarray, found))
+            after = advance(state, batch)
+            wanted = on_host(named_state(after))
+            # In a program that is all float64 they are moved by more than they may be.
+            near = [x[:1] + (x - x[:1]) / factor for x in others]
+            limits, moves = limits_of(wanted, near, (origin, before), t + 1)
+            yield Moment(on_host(named_state(state)), wanted, limits, moves)
+            state = after
+
+    def _moved(
+        self,
+        program: ClosedJaxpr,
+        factor: float,
+        accumulation: DTypeLike | None,
+        leaves: list[jax.Array],
+        others: list[jax.Array],
+        seed: jax.Array,
+    ) -> list[jax.Array]:
+        """One step of each of them; 0 is exact."""
+        entries = sum(x[0].size for x in others)
+
+        def one(each: Any) -> list[jax.Array]:
+            number, wide = each
+            amplitude = jnp.where(number == 0, 0.0, factor * confidence(entries))
+            noise = Perturbation(
+                amplitude,
+                seed + number.astype(jnp.uint32),
+                accumulation,
+                self.unmeasured,
+                in_parts=True,
+            )
+            values = iter(wide)
+            count = len(program.out_avals)
+            given: list[Any] = [
+                PrecisionPair(x, next(values)) if i < count and is_inexact(x) else x
+                for i, x in enumerate(leaves)
+            ]
+            found = run(program, given, noise)
+            return [x.wide for x in found if is_inexact(x.rounded)]
+
+        return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
+
+
+def named_state(state: PyTree) -> dict[str, Any]:
+    """The leaves of a state by path; of a tuple of two or three as `named` does."""
+    if type(state) in (tuple, list) and len(state) in (2, 3):
+        params, opt_state, *states = state
+        return named(params, opt_state, *states, *[()] * (1 - len(states)))
+    return named_leaves(state)
+
+
+def _alike(found: PyTree, state: PyTree) -> bool:
+    """Whether a new state has the leaves of the old one."""
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, state)]
+    if structures[0] != structures[1]:
+        return False
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
+    return all(described(a) == described(b) for a, b in pairs)
+
+
+def _another_state(found: PyTree, state: PyTree) -> str:
+    """Where the new state is another kind of thing than the old one."""
+    rule = "must return a state like the one that it is given"
+    new, old = named_leaves(found), named_leaves(state)
+    for path in [*old, *new]:
+        each = [
+            "no such leaf" if x.get(path) is None else described(x[path])
+            for x in (new, old)
+        ]
+        if each[0] != each[1]:
+            got = f"{each[0]} at {path} for {each[1]}"
+            return requirement("step(reference_step=...)", rule, got)
+    got = f"a {type(found).__name__} of other containers"
+    return requirement("step(reference_step=...)", rule, got)

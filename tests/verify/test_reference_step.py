@@ -1,0 +1,324 @@
+"""Steps that are one function, judged by another: no loss and no gradient is known."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist import verify
+
+RATE = optax.linear_schedule(0.02, 0.2, 4)
+LARGEST = 1.5
+
+
+def optimizer(rate=RATE, largest=LARGEST, keep=0.9):
+    return optax.chain(
+        optax.clip_by_global_norm(largest),
+        optax.trace(keep),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def losses(params, batch, mean):
+    x = (batch["x"] - mean[None]) @ params["w"] + params["b"][None]
+    return ((jnp.tanh(x) - batch["y"]) ** 2).sum(-1)
+
+
+def train(
+    state, batch, tx=None, change=lambda g: g, at=lambda p: p, size=None, center=True
+):
+    """One step, in micro-batches of a size; the rest is where defects are planted."""
+    tx, count = tx or optimizer(), len(batch["x"])
+    mean = state["batch_stats"]["mean"]
+    parts = range(0, count, size or count)
+    each = [
+        jax.grad(lambda p, b: losses(p, b, mean).sum() / count)(
+            at(state["params"]),
+            jax.tree.map(lambda x, i=i: x[i : i + (size or count)], batch),
+        )
+        for i in parts
+    ]
+    gradient = change(jax.tree.map(lambda *x: sum(x[1:], x[0]), *each))
+    moves, own = tx.update(gradient, state["opt_state"])
+    new = 0.9 * mean + 0.1 * batch["x"].mean(0)
+    return {
+        "params": optax.apply_updates(state["params"], moves),
+        "opt_state": own,
+        "batch_stats": {"mean": new if center else mean},
+        "step": state["step"] + 1,
+    }
+
+
+def problem(dtype=jnp.float32, steps=2, examples=11):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    params = {"w": array(5, 3), "b": array(3)}
+    state = {
+        "params": params,
+        "opt_state": optimizer().init(params),
+        "batch_stats": {"mean": array(5) / 8},
+        "step": 0,
+    }
+    batches = [{"x": array(examples, 5), "y": array(examples, 3)} for _ in range(steps)]
+    return state, batches
+
+
+def scaled(name, factor):
+    return lambda g: {**g, name: g[name] * factor}
+
+
+FIRST = problem()[0]["params"]
+UNKNOWN = "gradient or optimizer update"
+WRONG = {
+    "negated": ({"change": scaled("b", -1)}, [(1, UNKNOWN)]),
+    "a thousandth": ({"change": scaled("w", 1.001)}, [(1, UNKNOWN)]),
+    "not clipped": ({"tx": optimizer(largest=1e9)}, [(1, UNKNOWN)]),
+    "late schedule": (
+        {"tx": optimizer(lambda n: RATE(jnp.maximum(n - 1, 0)))},
+        [(2, "optimizer update")],
+    ),
+    "twice the rate": (
+        {"tx": optimizer(lambda n: 2 * RATE(n))}, [(1, "optimizer update")]
+    ),
+    "no momentum": ({"tx": optimizer(keep=0.0)}, [(2, UNKNOWN)]),
+    "old statistics": ({"center": False}, [(1, "model state")]),
+    "old parameters": ({"at": lambda _: FIRST}, [(2, UNKNOWN)]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Of a right trainer in micro-batches, and of wrong ones, over two steps."""
+    state, batches = problem()
+    candidates = {"right": partial(train, size=4)}
+    candidates |= {name: partial(train, **how) for name, (how, _) in WRONG.items()}
+    return verify.step(candidates, jax.jit(train), state, batches)
+
+
+def test_a_right_step_passes_after_several(report):
+    right = report.of("right")
+    assert right.ok, str(right)
+    assert 0 < right.worst < 0.5
+    assert {row.path.partition("/")[0] for row in right.leaves} == {
+        "params", "opt_state", "batch_stats", "step"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_step_fails_and_its_part_is_named(report, name):
+    own = report.of(name)
+    assert own.failures
+    assert [(a.step, a.part) for a in own.attributions] == WRONG[name][1], str(own)
+    if name == "twice the rate":
+        row = next(row for row in own.failures if row.path == "params/b")
+        assert row.problem.startswith("after step 1 of 2: its step: off by ")
+        assert row.problem.endswith("it is 2 times the reference")
+    if name == "negated":
+        assert "step(loss_fn, update, state, batches" in own.attributions[0].why
+
+
+def test_a_count_that_is_wrong_is_the_update_s():
+    """It does not depend on the batch, so that no gradient can have made it."""
+    state, batches = problem(steps=1)
+
+    def counted(state, batch):
+        new = train(state, batch)
+        first, kept, scale = new["opt_state"]
+        return new | {"opt_state": (first, kept, scale._replace(count=scale.count + 1))}
+
+    own = verify.step(counted, train, state, batches)
+    (cause,) = own.attributions
+    assert cause.part == "optimizer update"
+    assert "opt_state/2/count, which does not depend on the batch" in cause.why
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_precisions(dtype):
+    """Parts that are rounded to bfloat16 are right; so are those of float64."""
+    state, batches = problem(jnp.dtype(dtype), steps=3, examples=24)
+    factor = 3.0 if dtype == "bfloat16" else 1 + 1e-9
+    report = verify.step(
+        {
+            "one by one": partial(train, size=1),
+            "halves": partial(train, size=12),
+            "wrong": partial(train, change=scaled("b", factor)),
+        },
+        train, state, batches,
+    )  # fmt: skip
+    for name in ("one by one", "halves"):
+        assert not report.of(name).failures, str(report.of(name))
+    failed = {row.path for row in report.of("wrong").failures}
+    assert "opt_state/1/trace/b" in failed
+
+
+def test_a_sum_in_parts_is_allowed_a_rounding_of_each_part():
+    """Parts that cancel are rounded more coarsely than their sum."""
+    size = jnp.asarray(np.random.default_rng(1).uniform(1, 2, 12), jnp.bfloat16)
+    batch = jnp.concatenate([size, -size])
+
+    def step(state, batch):
+        return {"params": state["params"] + batch.sum()}
+
+    def by_parts(state, batch):
+        halves = batch.reshape(2, -1).sum(axis=1)
+        return {"params": state["params"] + halves[0] + halves[1] + 2.0**-5}
+
+    start = {"params": jnp.bfloat16(0)}
+    (row,) = verify.step(by_parts, step, start, [batch]).leaves
+    assert not row.problem
+
+
+def drawn(state, batch, size=None):
+    """Dropout from one key of the state, by the shape of each part."""
+    key, own = jax.random.split(state["key"])
+    count = len(batch)
+
+    def loss(w, x):
+        kept = jax.random.bernoulli(own, 0.8, x.shape)
+        return ((jnp.where(kept, x, 0) @ w) ** 2).sum() / count
+
+    parts = [batch[i : i + (size or count)] for i in range(0, count, size or count)]
+    gradient = sum(jax.grad(loss)(state["params"], x) for x in parts)
+    return {"params": state["params"] - 0.1 * gradient, "key": key}
+
+
+def test_draws_that_depend_on_the_split_are_not_judged():
+    """With the same split the same numbers are drawn: then it is judged."""
+    rng = np.random.default_rng(0)
+    state = {
+        "params": jnp.asarray(rng.normal(size=3), jnp.float32),
+        "key": jax.random.key(1),
+    }
+    batch = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    candidates = {"whole": jax.jit(drawn), "split": partial(drawn, size=4)}
+    report = verify.step(candidates, drawn, state, [batch])
+    assert report.of("whole").ok, str(report)
+    assert not report.of("split").failures
+    assert "whoever splits the batch" in report.of("split").unjudged[0].unjudged
+
+
+def test_what_a_trainer_keeps_to_itself_is_not_judged():
+    """And it is not called again for the same step, which would be another one."""
+    state, batches = problem()
+    kept, calls = [state], []
+
+    def keeping(_, batch, factor):
+        calls.append(1)
+        kept.append(train(kept[-1], batch, change=scaled("w", factor)))
+        return kept[-1] | {"opt_state": None}
+
+    right = verify.step(partial(keeping, factor=1.0), train, state, batches)
+    assert right.ok, str(right)
+    assert not any(row.path.startswith("opt_state") for row in right.leaves)
+    kept[1:], calls[:] = [], []
+    wrong = verify.step(partial(keeping, factor=2.0), train, state, batches)
+    assert {row.path for row in wrong.failures} == {"params/w", "params/b"}
+    assert len(calls) == 1
+
+
+def test_arrays_over_several_devices_are_compared_where_they_lie():
+    """A trainer that returns sharded parameters, and reports beside them."""
+    state, batches = problem(examples=12)
+    mesh = Mesh(np.array(jax.devices("cpu")[:3]), ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    beside = lambda state, batch, **how: (train(state, batch, **how), 0.5)  # noqa: E731
+
+    def sharded(state, batch, **how):
+        return jax.jit(partial(beside, **how))(state, jax.device_put(batch, rows))
+
+    candidates = {
+        "right": sharded, "wrong": partial(sharded, change=scaled("w", 1.01))
+    }  # fmt: skip
+    report = verify.step(candidates, beside, state, batches)
+    assert report.of("right").ok, str(report)
+    assert report.of("wrong").failures
+
+
+BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+
+
+def test_code_that_cannot_be_seen_has_a_note():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+    def step(state, batch):
+        return jax.pure_callback(lambda w: np.asarray(w), shape, state - batch.mean(0))
+
+    report = verify.step(step, step, jnp.ones(3, jnp.float32), [BATCH])
+    (note,) = [note for note in report.notes if "was not measured" in note]
+    assert "pure_callback" in note
+
+
+STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
+
+
+@pytest.mark.parametrize(
+    ("reference", "options", "error", "message"),
+    [
+        (
+            lambda s, b: s["params"] - b.mean(0), {}, TypeError,
+            r"must return a state like the one that it is given. Got no such leaf at "
+            r"count for int32 of shape \(\)",
+        ),
+        (
+            lambda s, b: s | {"params": s["params"].astype("bfloat16")}, {}, TypeError,
+            "Got bfloat16 of shape .3,. at params for float32",
+        ),
+        (
+            lambda s, b: {**s, "count": s["count"] + 1}, {}, ValueError,
+            "Got a new state that does not depend on the batch. It may keep what",
+        ),
+        (
+            lambda s, b: {**s, "params": s["params"] - b.mean(0)},
+            {"weights": [jnp.ones(4)]}, ValueError,
+            r"`step\(weights=..., reduction=...\)` need a loss and candidates",
+        ),
+        (
+            lambda s, b: {**s, "params": s["params"] * float(b.mean())}, {},
+            jax.errors.ConcretizationTypeError, "",
+        ),
+    ],
+)  # fmt: skip
+def test_references_that_cannot_be_judged_by(reference, options, error, message):
+    with pytest.raises(error, match=message or None) as raised:
+        verify.step(lambda s, b: s, reference, STATE, [BATCH], **options)
+    if not message:
+        notes = " ".join(raised.value.__notes__)
+        assert "a function of the state and the batch that JAX can trace" in notes
+
+
+def plain(state, batch):
+    return {**state, "params": state["params"] - batch.mean(0)}
+
+
+@pytest.mark.parametrize(
+    ("step_fn", "batches", "error", "message"),
+    [
+        (plain, {"x": 1}, ValueError, "one for each step. Got dict"),
+        ({}, [BATCH], ValueError, "a function, or name at least one"),
+        (
+            lambda s, b: {"params": None, "count": s["count"]}, [BATCH],
+            None, "is missing",
+        ),
+        (
+            lambda s, b: None, [BATCH], TypeError,
+            "must return a part of its state that depends on the batch",
+        ),
+    ],
+)  # fmt: skip
+def test_steps_that_cannot_be_judged(step_fn, batches, error, message):
+    if error is None:
+        report = verify.step(step_fn, plain, STATE, batches)
+        assert [row.path for row in report.failures] == ["params"]
+        return
+    with pytest.raises(error, match=message):
+        verify.step(step_fn, plain, STATE, batches)
+
+
+def test_a_step_without_its_metrics_is_refused():
+    beside = lambda s, b: (plain(s, b), 0.0)  # noqa: E731
+    with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
+        verify.step(plain, beside, STATE, [BATCH])
