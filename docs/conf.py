@@ -56,6 +56,8 @@ extensions = [
 ]
 html_theme = "sphinx_book_theme"
 html_title = "jdist"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {"show_navbar_depth": 1, "home_page_in_toc": True}
 exclude_patterns = ["_build"]
 
