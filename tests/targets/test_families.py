@@ -178,7 +178,7 @@ def test_a_hook_of_bfloat16_halves_what_travels(hardware, mesh):
 
 
 def test_zero_divides_the_state_and_gathers_parameters(hardware, mesh):
-    """A gradient is summed whole, or scattered where the compiler sees the slice."""
+    """One reduce-scatter for each bucket; nothing but the loss is summed whole."""
     chips = hardware.chips
     step = data_parallel.train_step(
         losses, data_parallel.zero(optim.adam(), mesh), mesh
@@ -186,9 +186,10 @@ def test_zero_divides_the_state_and_gathers_parameters(hardware, mesh):
     state = step.init(PARAMS)
     found = compiled(step.lower(state, *BATCH), hardware)
     kinds = moved(found)
-    assert kinds["all-reduce"] + kinds["reduce-scatter"] == 2
-    assert kinds["all-gather"] >= 1
-    assert {*kinds} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert kinds["reduce-scatter"] == 2
+    # The compiler may gather several parameters at once.
+    assert 1 <= kinds["all-gather"] <= 2
+    assert {*kinds} == {"reduce-scatter", "all-gather"}
     assert found.donated_in_vain == ()
     whole = bytes_of((PARAMS, BATCH)) + bytes_of(state.opt_state) / chips
     assert found.bytes_per_device.arguments <= whole + 16 * KIB

@@ -32,6 +32,11 @@ from jdist.data_parallel.gradient.buckets import (
     check_paths,
     plan_buckets,
 )
+from jdist.data_parallel.gradient.scattered import (
+    by_replica,
+    part_shape,
+    scattered_dimension,
+)
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, split
 from jdist.data_parallel.replicas.agreement import checksums
 from jdist.data_parallel.replicas.mapping import (
@@ -101,6 +106,8 @@ class Communication:
       divided: Whether gradients may be divided over further axes of the mesh. Each is
         then summed by itself, in its own shape, and nothing joins or gathers them.
       debug: Whether replicas compare the gradients that they end up with.
+      scattered: Whether each replica keeps only its part of a sum, where the replicas
+        divide the array; see `jdist.data_parallel.gradient.scattered`.
     """
 
     call: str
@@ -112,6 +119,7 @@ class Communication:
     replicated: bool = True
     divided: bool = False
     debug: bool = False
+    scattered: bool = False
 
     def __post_init__(self) -> None:
         """Refuses options that are not what they must be."""
@@ -176,7 +184,8 @@ class Communication:
           state: The hook's, from `start` or the step before.
 
         Returns:
-          The loss, the gradient, and the hook's new state.
+          The loss, the gradient, and the hook's new state. With `scattered` of each
+          array that the replicas divide this one's part.
         """
         part = self._as_parameters(part, like)
         # For an extreme: replicas that do not hold it contribute nothing.
@@ -235,9 +244,11 @@ class Communication:
         if self.divided:
             return None
         for number, indices in enumerate(leaves.buckets):
-            first = leaves.arrays[indices[0]]
-            is_copied = len(indices) > 1 or bytes_of(first) < ALONE
-            if is_copied and first.dtype == dtype:
+            arrays = [leaves.arrays[i] for i in indices]
+            is_copied = len(indices) > 1 or bytes_of(arrays[0]) < ALONE
+            # Each replica needs the whole of these two numbers.
+            is_whole = not self._scatters(arrays)
+            if is_copied and is_whole and arrays[0].dtype == dtype:
                 return number
         return None
 
@@ -249,15 +260,35 @@ class Communication:
         # to keep apart where gradients are divided, or collectives on one device.
         swaps = self.method == "all_reduce" and _swaps(self.axis)
         free = self.divided or swaps or share_a_device(self.axis)
+        replicas = jax.lax.axis_size(self.axis)
         for arrays in buffers:
-            # An array that travels alone keeps its shape, so that nothing is copied.
-            buffer = arrays[0] if len(arrays) == 1 else flatten(arrays)
+            scatters, dimension = self._scatters(arrays), 0
+            if scatters:
+                buffer, dimension = by_replica(arrays, replicas)
+            else:
+                # An array that travels alone keeps its shape: nothing is copied.
+                buffer = arrays[0] if len(arrays) == 1 else flatten(arrays)
             if previous is not None and not free:
                 buffer = after(buffer, previous)
-            previous = METHODS[self.method](buffer, self.axis)
-            shapes = [x.shape for x in arrays]
-            sums.append([previous] if len(arrays) == 1 else split(previous, shapes))
+            if scatters:
+                previous = jax.lax.psum_scatter(
+                    buffer, self.axis, scatter_dimension=dimension, tiled=True
+                )
+            else:
+                previous = METHODS[self.method](buffer, self.axis)
+            shapes = [
+                part_shape(x.shape, replicas) if scatters else x.shape for x in arrays
+            ]
+            alone = len(arrays) == 1
+            sums.append([previous] if alone else split(flatten([previous]), shapes))
         return sums
+
+    def _scatters(self, arrays: Sequence[jax.Array]) -> bool:
+        """Whether each replica gets its part of these sums, and not the whole."""
+        replicas = jax.lax.axis_size(self.axis)
+        return self.scattered and all(
+            scattered_dimension(x.shape, replicas) is not None for x in arrays
+        )
 
     def _with_hook(
         self, part: Partial, leaves: _Leaves, state: tuple[PyTree, ...]
@@ -300,7 +331,17 @@ class Communication:
         when = jax.tree.leaves(ready)
         # A limit of 0 closes each bucket after one leaf.
         cap = 0 if self.divided else self.bucket_cap_mb
-        return _Leaves(arrays, paths, plan_buckets(arrays, when, paths, cap))
+        buckets = plan_buckets(arrays, when, paths, cap)
+        if self.scattered:
+            # Parts and wholes cannot travel in one collective.
+            scatters = [self._scatters([x]) for x in arrays]
+            chosen = [
+                [i for i in bucket if scatters[i] is kind]
+                for bucket in buckets
+                for kind in (True, False)
+            ]
+            buckets = [bucket for bucket in chosen if bucket]
+        return _Leaves(arrays, paths, buckets)
 
     def _filled(self, leaves: _Leaves, weight: jax.Array) -> list[Bucket]:
         count = len(leaves.buckets)

@@ -20,7 +20,7 @@ def over_replicas(
     mesh: Mesh | int,
     axis: str,
     in_specs: Sequence[PartitionSpec],
-    out_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PyTree],
 ) -> Callable[..., PyTree]:
     """The function on all replicas at once, to be compiled by the caller.
 
@@ -33,8 +33,8 @@ def over_replicas(
       axis: Name of the mesh axis, or of the `vmap`.
       in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
         first dimension.
-      out_specs: The same for each result. What is the same on all replicas is not
-        checked to be so.
+      out_specs: The same for each result; on a mesh also a tree of specs. What is the
+        same on all replicas is not checked to be so.
     """
     if isinstance(mesh, Mesh):
         only = axis if further_axes(mesh, axis) else None

@@ -13,7 +13,7 @@ with fold = `jax.random.fold_in`. They depend on the number of replicas; where t
 not, put a key per example into the batch (`jax.random.split(key, examples)`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -30,6 +30,7 @@ from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
 from jdist.data_parallel.gradient.loss import Loss
+from jdist.data_parallel.gradient.scattered import can_scatter, scattered_spec
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.broadcast import replicate
@@ -45,6 +46,7 @@ from jdist.data_parallel.step.model_state import check_rule
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
 from jdist.data_parallel.step.train_state import TrainState
+from jdist.data_parallel.step.zero import is_divided_over
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
@@ -353,7 +355,14 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     rule = options.pop("states", "mean")
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
-    communication = Communication(call, axis, reduction, **options, divided=divided)
+    communication = Communication(
+        call,
+        axis,
+        reduction,
+        **options,
+        divided=divided,
+        scattered=_scatters(optimizer, mesh, axis, options),
+    )
     # Masters take gradients in float32, not rounded to their copies' 16 bits.
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, has_aux)
@@ -412,8 +421,32 @@ def _step(
 def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
     rows = PartitionSpec(axis)
     takes = (EACH, rows, EACH, rows, rows)
-    gives = (EACH, EACH, EACH, rows, rows, EACH)
-    return over_replicas(replica_step.step, mesh, axis, takes, gives)
+
+    def layout(param: PyTree) -> PartitionSpec:
+        replicas = replicas_of(mesh, axis, "train_step")
+        return scattered_spec(jnp.shape(param), replicas, axis)
+
+    def mapped(state: TrainState, *rest: PyTree) -> tuple[PyTree, ...]:
+        scattered = replica_step.communication.scattered
+        grads = jax.tree.map(layout, state.params) if scattered else EACH
+        gives = (EACH, grads, EACH, rows, rows, EACH)
+        return over_replicas(replica_step.step, mesh, axis, takes, gives)(state, *rest)
+
+    return mapped
+
+
+def _scatters(
+    optimizer: Optimizer, mesh: Mesh | int, axis: str, options: Mapping[str, Any]
+) -> bool:
+    """Whether sums of gradients stay divided, as the optimizer takes them.
+
+    Hooks and gathering make whole sums, and `debug` compares them.
+    """
+    plain = options.get("method", "all_reduce") == "all_reduce"
+    plain = plain and options.get("hook") is None and not options.get("debug")
+    if not plain or not isinstance(mesh, Mesh):
+        return False
+    return is_divided_over(optimizer, mesh, axis) and can_scatter(mesh)
 
 
 def _start(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:

@@ -3,7 +3,7 @@
 Without it every replica holds the whole state, twice the parameters for Adam, and all
 do the same update. With it K replicas hold 1/K each:
 
-    gradient, whole --> own part --+
+    gradients --- reduce-scatter --+
     parameters, whole -> own part -+-> optimizer --> own part of the state, kept
                                                `--> own part of the parameters
                                                     --> all-gather --> whole
@@ -30,6 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import laid_out
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves
+from jdist.data_parallel.gradient.scattered import scattered_dimension
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.shards import replicas_of
 from jdist.optim import Optimizer, check_optimizer
@@ -51,6 +52,24 @@ class Sharded:
     def whole(self) -> jax.Array:
         """The array without padding, as an optimizer that is not sharded has it."""
         return self.array[tuple(slice(size) for size in self.shape)]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ZeroOptimizer(Optimizer):
+    """An optimizer whose state is divided.
+
+    Attributes:
+      layout: How arrays are divided, and over what.
+    """
+
+    layout: "_StateLayout"
+
+
+def is_divided_over(opt: Optimizer, mesh: Mesh, axis: str) -> bool:
+    """Whether `opt` needs no more of a gradient than each replica's part of it."""
+    if not isinstance(opt, ZeroOptimizer):
+        return False
+    return (opt.layout.mesh, opt.layout.axis) == (mesh, axis)
 
 
 def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
@@ -132,13 +151,14 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         return structure.unflatten(new_params), new_state
 
     factor = opt.loss_factor
-    return Optimizer(
+    return ZeroOptimizer(
         opt.name,
         init_tree,
         step_tree,
         opt.hyperparameters,
         None if factor is None else lambda state: factor(_unwrapped(state)),
         opt.precision,
+        layout=layout,
     )
 
 
@@ -152,8 +172,8 @@ class _StateLayout:
 
     def dimension(self, shape: tuple[int, ...]) -> int:
         """The first that divides, or else the largest."""
-        even = (i for i, size in enumerate(shape) if size % self.replicas == 0)
-        return next(even, max(range(len(shape)), key=lambda i: shape[i]))
+        even = scattered_dimension(shape, self.replicas)
+        return max(range(len(shape)), key=lambda i: shape[i]) if even is None else even
 
     def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape with that dimension rounded up."""

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import data_parallel, optim, rpc
 from jdist.data_parallel import shard_batch, train_step, zero
+from jdist.data_parallel.gradient.scattered import can_scatter
 from jdist.optim import Optimizer
 from tests.data_parallel import zero_bits
 from tests.data_parallel.recording import copies_differ
@@ -97,7 +98,7 @@ def test_training(params, mesh, rng):
 
 
 def test_what_the_compiler_adds(params, mesh, rng):
-    """One all-gather for each array that moves; no reduce-scatter: in doubt on CPU."""
+    """One all-gather for each array that moves; sums that divide are scattered."""
     params = params | {"unused": jnp.ones((8, 5))}
     step = train_step(losses_of, zero(optim.adam(), mesh(4)), mesh(4))
     lowered = step.lower(step.init(params), rng.normal(size=(8, 8)))
@@ -107,8 +108,56 @@ def test_what_the_compiler_adds(params, mesh, rng):
         for name in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
     }
     assert count == {
-        "all-gather": 4, "all-reduce": 1, "reduce-scatter": 0, "all-to-all": 0,
+        "all-gather": 4, "all-reduce": 1, "reduce-scatter": 1, "all-to-all": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("reduction", "accumulate"), [("mean", 2), ("max", 1)])
+def test_scattered_sums_are_the_whole_ones(mesh, rng, reduction, accumulate):
+    """To the bit: alone and in rows, real and complex; wholes where nothing divides."""
+    where = mesh(4)
+    shapes = {"wide": (3, 43692), "rows": (8, 3), "columns": (5, 12), "odd": (6, 7)}
+    width = sum(int(np.prod(size)) for size in shapes.values()) + 4
+    x = rng.normal(size=(13, width))
+
+    def losses(params, batch):
+        leaves = [params[name] for name in sorted(params)]
+        bent = [jnp.sin(p.real) + 2.0 * jnp.sin(p.imag) for p in leaves]
+        return batch @ jnp.concatenate([p.ravel() for p in bent])
+
+    params = {name: jnp.zeros(size) for name, size in shapes.items()}
+    params["turned"] = jnp.zeros(4, complex)
+    given = shard_batch(
+        x, where, (4, 1, 6, 2), rows=6, weights=rng.uniform(0.5, 2, size=13)
+    )
+    found, kinds = [], []
+    # One step from 0 leaves the gradient, negated; `debug` compares whole ones.
+    for opt, debug in (
+        (optim.sgd(lr=1.0), False),
+        (zero(optim.sgd(lr=1.0), where), False),
+        (zero(optim.sgd(lr=1.0), where), True),
+    ):
+        step = train_step(
+            losses, opt, where, reduction=reduction, accumulate=accumulate, debug=debug
+        )
+        state = step.init(params)
+        kinds.append(step.lower(state, *given).as_text().count("reduce_scatter"))
+        found.append(step(state, *given)[0].params)
+    assert kinds == [0, 3, 0]  # The wide one alone, the real rows, the complex ones.
+    for name, leaf in found[0].items():
+        assert np.abs(leaf).min() > 0
+        for other in found[1:]:
+            np.testing.assert_array_equal(other[name], leaf)
+
+
+def test_a_distributed_runtime_of_cpus_scatters_nothing(mesh, monkeypatch):
+    """There gloo would: JAX issue 40830. Chips of another kind do."""
+    assert can_scatter(mesh(2))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert not can_scatter(mesh(2))
+    step = train_step(lambda w, x: x @ w, zero(optim.sgd(lr=1.0), mesh(2)), mesh(2))
+    state = step.init(jnp.zeros(2))
+    assert "reduce_scatter" not in step.lower(state, jnp.ones((2, 2))).as_text()
 
 
 @pytest.mark.parametrize("bad", [False, True])
