@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
+from jdist.data_parallel.replicas.mapping import gathered
 
 LEVELS = 255
 
@@ -78,7 +79,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
         # Zeros change the range of no channel: 0 is always within it.
         padded = jnp.pad(wide, (0, -size % width)).reshape(-1, width)
         packed = _quantize(padded)
-        rows = jax.lax.all_gather(_to_bytes(packed), bucket.axis_name)
+        rows = gathered(_to_bytes(packed), bucket.axis_name)
         total = jnp.zeros_like(padded)
         # In rank order, so that all replicas add the same numbers in the same order.
         for rank in range(bucket.replicas):

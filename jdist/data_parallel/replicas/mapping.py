@@ -13,6 +13,9 @@ from jdist.data_parallel.replicas.layout import further_axes
 
 EACH = PartitionSpec()
 """The same on all replicas, such as parameters."""
+LANES = 128
+"""Of a TPU's vectors. A flat array of another multiple XLA does not gather there: it
+sums rows that are zero elsewhere, which sends twice the bytes."""
 
 
 def over_replicas(
@@ -75,9 +78,18 @@ def summed(array: jax.Array, axis: Hashable) -> jax.Array:
     return jax.lax.psum(array, axis)
 
 
+def gathered(array: jax.Array, axis: Hashable) -> jax.Array:
+    """The arrays of all replicas as rows by rank, on each; where the axis is bound."""
+    spare = -array.size % LANES
+    if array.ndim != 1 or not spare or share_a_device(axis):
+        return jax.lax.all_gather(array, axis)
+    rows = jax.lax.all_gather(jnp.pad(array, (0, spare)), axis)
+    return rows[:, : array.size]
+
+
 def summed_in_order(array: jax.Array, axis: Hashable) -> jax.Array:
     """The same sum in rank order: K times the traffic, and equal bits everywhere."""
-    rows = jax.lax.all_gather(array, axis)
+    rows = gathered(array, axis)
     # A chain of additions: XLA may order the terms of a reduction as it likes.
     return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
