@@ -11,12 +11,15 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+messages = importlib.import_module("messages")
 
 
 class _AnnotationsAsWritten(SourceFileLoader):
@@ -134,12 +137,17 @@ def _signature(_app, what, _name, obj, _options, signature, returns):  # type: i
     return stringify_signature(inspect.signature(obj)), None
 
 
+def _faces() -> list[str]:
+    """The modules that the reference shows."""
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    return [face for page in pages for face in FACES.findall(page.read_text())]
+
+
 def _every_name_once(app: Sphinx, error: Exception | None) -> None:
     """The reference shows each public object under one name, and nothing private."""
     if error or app.builder.name != "html":
         return
-    pages = (Path(app.srcdir) / "reference").glob("*.md")
-    faces = [face for page in pages for face in FACES.findall(page.read_text())]
+    faces = _faces()
     names: dict[int, list[str]] = {}  # of each object: two parts may offer the same
     for face in faces:
         module = importlib.import_module(face)
@@ -155,16 +163,44 @@ def _every_name_once(app: Sphinx, error: Exception | None) -> None:
 
 
 def _list_of_pages(app: Sphinx, error: Exception | None) -> None:
-    """`llms.txt`: the pages with their titles, and where their sources lie."""
+    """`llms.txt`: the front page's lists of pages, each with its first sentence."""
     if error or app.builder.name != "html":
         return
     summary = importlib.import_module("jdist").__doc__.splitlines()[0]
-    lines = ["# jdist", "", f"> {summary}", "", "## Pages", ""]
-    for name, title in sorted(app.env.titles.items()):
-        if name != "index":
-            source = f"_sources/{name}{Path(app.env.doc2path(name)).suffix}"
-            lines.append(f"- [{title.astext()}]({source})")
+    lines = ["# jdist", "", f"> {summary}"]
+    for part in app.env.get_doctree("index").findall(addnodes.toctree):
+        lines += ["", f"## {part['caption']}", ""]
+        for _, name in part["entries"]:
+            pages = [name, *app.env.toctree_includes.get(name, [])]
+            lines += [_line_of_page(app, page) for page in pages]
     Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _line_of_page(app: Sphinx, name: str) -> str:
+    """Title, address and first sentence; a reference's source has no docstrings."""
+    for paragraph in app.env.get_doctree(name).findall(nodes.paragraph):
+        words = " ".join(paragraph.astext().split())
+        sentence = re.split(r"(?<=\w[.?])\s(?=[A-Z])", words)[0]
+        source = f"_sources/{name}{Path(app.env.doc2path(name)).suffix}"
+        address = f"{name}.html" if name.startswith("reference/") else source
+        return f"- [{app.env.titles[name].astext()}]({address}): {sentence}"
+    raise ExtensionError(f"{name} has no sentence that llms.txt could show")
+
+
+def _messages(_app: Sphinx, name: str, text: list[str]) -> None:
+    """Appends to its page what the sources say of errors."""
+    if name == "reference/messages":
+        public = (
+            getattr(module, name)
+            for module in map(importlib.import_module, _faces())
+            for name in module.__all__
+        )
+        errors = {
+            each.__name__
+            for each in public
+            if isinstance(each, type) and issubclass(each, Exception)
+        }
+        text[0] += messages.tables(ROOT / "jdist", errors)
 
 
 def _links(_app: Sphinx, _name: str, text: list[str]) -> None:
@@ -184,6 +220,7 @@ def setup(app: Sphinx) -> None:
     # Before napoleon, which reads the sections (500).
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("source-read", _messages)
     app.connect("source-read", _links)
     app.connect("include-read", _example_links)
     app.connect("build-finished", _every_name_once)

@@ -1,5 +1,6 @@
 """What the documents show works: their code runs, their links and names exist."""
 
+import importlib.util
 import re
 import sys
 import types
@@ -112,3 +113,29 @@ def test_make_targets_are_documented():
     shown = set(re.findall(r"`make ([a-z]+)`", (ROOT / "README.md").read_text()))
     assert shown <= targets
     assert targets - shown == {"help", "clean"}
+
+
+REFUSED = {
+    "optim": lambda: jdist.optim.clip_by_global_norm(jax.numpy.ones(2), -1.0),
+    "data_parallel": lambda: jdist.data_parallel.shard_batch(
+        jax.numpy.ones(4), 2, (5, 3)
+    ),
+    "pipeline": lambda: jdist.pipeline.gpipe(0, 4),
+    "rpc": lambda: jdist.rpc.rpc_sync("nobody", max, args=(1, 2)),
+}
+
+
+def test_the_index_of_messages_has_what_is_raised():
+    """The site's list, made from the sources, finds errors of several parts."""
+    spec = importlib.util.spec_from_file_location(
+        "messages", ROOT / "docs" / "messages.py"
+    )
+    index = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(index)
+    listed = list(index.messages(ROOT / "jdist", {"RpcError"}))
+    for part, call in REFUSED.items():
+        with pytest.raises((ValueError, jdist.JdistError), match=r"\w") as raised:
+            call()
+        name, words = raised.type.__name__, " ".join(str(raised.value).split())
+        own = [each for each in listed if (each.part, each.error) == (part, name)]
+        assert any(re.fullmatch(each.pattern(), words) for each in own), words
