@@ -38,6 +38,8 @@ Weights that are negative or NaN give NaN on every replica, and so do weights th
 all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 

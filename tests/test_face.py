@@ -1,5 +1,7 @@
 """What `import jdist` brings: little, and everything when asked for."""
 
+import inspect
+import re
 import subprocess
 import sys
 
@@ -47,3 +49,18 @@ def test_the_parts_are_those_of_the_docstring():
     named = {line.split("`")[1].removeprefix("jdist.") for line in told}
     exceptions = {"JdistError", "Unavailable", "VerificationError"}
     assert set(dir(jdist)) == named | exceptions | {"__version__"}
+
+
+def test_signatures_are_as_written():
+    """`help` shows the names that the source has, not what they stand for.
+
+    A function whose annotations are expanded to JAX's private names, or into a line
+    that nobody reads, belongs in a module with `from __future__ import annotations`.
+    """
+    for part in dir(jdist):
+        module = getattr(jdist, part)
+        for name in getattr(module, "__all__", ()):
+            if inspect.isfunction(found := getattr(module, name)):
+                shown = str(inspect.signature(found))
+                assert not re.search(r"jaxlib|jax\._src", shown), f"{part}.{name}"
+                assert len(shown) < 600, f"{part}.{name}"

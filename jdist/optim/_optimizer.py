@@ -19,6 +19,8 @@ are kept in the dtype of their parameter; scalars that are no counts in float32 
 wider. A complex parameter is two real ones, as in torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -7,6 +7,8 @@ The 1e-6 is torch's: a gradient of norm exactly max_norm shrinks by one milliont
 over max_norm.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 
 import jax

@@ -18,6 +18,8 @@ step is skipped, parameters and state stay, bit for bit, and the skip is counted
     params, state = opt.step(params, grads, state)
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 

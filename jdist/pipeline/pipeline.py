@@ -1,5 +1,7 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, final

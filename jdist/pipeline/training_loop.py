@@ -1,5 +1,7 @@
 """Training over many batches: a step for each, saved now and then, with a bar."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sized
 
 from numpy.typing import ArrayLike

@@ -1,5 +1,7 @@
 """Compiling a function, from shapes alone, for hardware that is not here."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The largest batch that fits, the smallest slice that does: by compiling a few."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -16,6 +16,8 @@ Draws of parameters' shapes, as in noise on weights, are the same in every split
 are those whose keys are leaves of the batch, or made of such leaves.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import dataclasses

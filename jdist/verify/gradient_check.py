@@ -1,5 +1,7 @@
 """The judge: is what a candidate returns the gradient of this loss?"""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache

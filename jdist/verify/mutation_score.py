@@ -1,5 +1,7 @@
 """Scores a test: which planted defects does it notice?"""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -71,7 +73,7 @@ class Score:
         wanting = self.having("missed", "cannot show", "crashed")
         return bool(self.having("noticed")) and not wanting
 
-    def raise_if_missed(self) -> "Score":
+    def raise_if_missed(self) -> Score:
         """Returns the score if it is ok.
 
         Raises:

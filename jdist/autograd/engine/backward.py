@@ -1,5 +1,7 @@
 """`backward`: the gradients of roots, on all workers of a context."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 
 import jax

@@ -8,6 +8,8 @@ derivative and comes out of it as a new value, for the next call.
 Flax is not imported here: a caller that has a module has.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -45,7 +47,7 @@ NnxGraph = Any
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
-def module(nnx_module: NnxModule, key: jax.Array | None = None) -> "TrainableModule":
+def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModule:
     """A Flax NNX module that is trained within contexts.
 
     Its floating `nnx.Param`s become variables. What it computes is recorded, within a
@@ -99,7 +101,7 @@ def create(
 
 def _made(
     factory: ModuleMethod, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> "TrainableModule":
+) -> TrainableModule:
     made = factory(*args, **kwargs)
     _check_module(made)
     # Arrays that arrive here are committed to the device. The module's own must be so,

@@ -1,5 +1,7 @@
 """`graph`: the autograd graph of a context over all workers."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -22,6 +22,8 @@ and they say who is missing. Seen on CPU with two processes:
 `jdist.launch` ends the others in any of these cases and says which was first.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -195,7 +197,7 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
     return True
 
 
-def _call_roll(place: "RunPlace", timeout: float) -> None:
+def _call_roll(place: RunPlace, timeout: float) -> None:
     """Waits for all processes; `jax.distributed` would end them all without a name."""
     from jdist.rpc.extension import AbsentRanks, roll_call
 
@@ -215,7 +217,7 @@ def _call_roll(place: "RunPlace", timeout: float) -> None:
         _await_listener(place, until, timeout)
 
 
-def _await_listener(place: "RunPlace", until: float, timeout: float) -> None:
+def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
     """Waits until JAX's coordinator listens; its client would wait a second more."""
     host, _, port = place.coordinator.rpartition(":")
     pause = threading.Event()
@@ -236,7 +238,7 @@ def _await_listener(place: "RunPlace", until: float, timeout: float) -> None:
         pause.wait(_BREATH)
 
 
-def _place(environment: Mapping[str, str]) -> "RunPlace | None":
+def _place(environment: Mapping[str, str]) -> RunPlace | None:
     """This process's place as the launcher says; None if nothing says so."""
     given = [name for name in VARIABLES if name in environment]
     if "JAX_COORDINATOR_ADDRESS" not in given:

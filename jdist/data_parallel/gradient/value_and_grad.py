@@ -6,6 +6,8 @@ the total comes last. The replicas are the devices of a mesh axis under `shard_m
 on a single device, the rows of a `vmap` with an axis name: the same code in both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

@@ -5,6 +5,8 @@ started with other code, other data types or another seed. So trees are compared
 by structure, shapes and dtypes, and then replaced by those of replica 0, bit for bit.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

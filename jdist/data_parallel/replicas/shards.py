@@ -9,6 +9,8 @@ mask that is applied to the loss afterwards.
                                      replica 1: d d d      weights 1 0 0
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,6 +7,8 @@ Not a way to train (the loss is outside, on one device, and so is its gradient's
 but to apply a model to more than one device holds; `jax.grad` goes through it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Training and evaluation over many batches."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sized
 
 import jax

@@ -14,6 +14,8 @@ after step t if t >= start and (t - start) is a multiple of the period; before `
 all replicas use the whole batch's gradient and cannot part ways.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

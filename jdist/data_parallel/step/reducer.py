@@ -16,6 +16,8 @@ whichever is more (`PJRT_NPROC` in the environment sets it), and on one core com
 and communicating share the time anyway.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,7 +151,7 @@ class _BucketPlan:
     buckets: list[list[int]]
 
     @staticmethod
-    def of(call: str, params: Sequence[PyTree], cap: Cap) -> "_BucketPlan":
+    def of(call: str, params: Sequence[PyTree], cap: Cap) -> _BucketPlan:
         named = {k: x for k, x in named_leaves(list(params)).items() if is_inexact(x)}
         paths = list(named)
         leaves = [

@@ -13,6 +13,8 @@ with fold = `jax.random.fold_in`. They depend on the number of replicas; where t
 not, put a key per example into the batch (`jax.random.split(key, examples)`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack

@@ -19,6 +19,8 @@ Each array is divided along its first dimension that K divides. Where there is n
 largest is padded with zeros, which no element of the array ever sees.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -8,6 +8,8 @@ a   <- rho * a + (1 - rho) * d^2                  of d before lr
 p   <- p - lr * d
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

@@ -6,6 +6,8 @@ s   <- s + g^2                  from initial_accumulator_value
 p   <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

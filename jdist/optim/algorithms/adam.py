@@ -13,6 +13,8 @@ The last line is computed as p - (lr * sqrt(c2) / c1) * m / (sqrt(u) + eps * sqr
 the same number with one division per element.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple

@@ -7,6 +7,8 @@ u   <- max(beta2 * u, |g| + eps)          eps here, none in the division
 p   <- p - lr / (1 - beta1^t) * m / u
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

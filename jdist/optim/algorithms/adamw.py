@@ -1,5 +1,7 @@
 """AdamW: Adam with decoupled weight decay; the formula stands in `adam`."""
 
+from __future__ import annotations
+
 from jdist.optim._hyperparameters import (
     AT_LEAST_0,
     BELOW_1,

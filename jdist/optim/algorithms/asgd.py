@@ -16,6 +16,8 @@ rate is rounded to float32 (`foreach=True` computes it so), and a parameter diff
 up to 6 * 2^-24 of the length of its path.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

@@ -18,6 +18,8 @@ M is kept in the parameter's precision, float32 at least. torch keeps it in its
 the rounding of M and of nothing else, up to 1e-7.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

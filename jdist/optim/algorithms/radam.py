@@ -20,6 +20,8 @@ x = -log(beta2) and L(y) = coth(y) - 1/y, which is small for small y, it is also
 because R = coth(x/2) and 2 beta2^t / (1 - beta2^t) = coth(x t/2) - 1; the poles cancel.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

@@ -14,6 +14,8 @@ variance, but its difference of rounded numbers can be negative, and the paramet
 becomes NaN, as in torch.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

@@ -10,6 +10,8 @@
 The first step moves by lr. (`optax.rprop` makes no move there.)
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

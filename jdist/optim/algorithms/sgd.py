@@ -10,6 +10,8 @@
 Without momentum, g is used as it is and no buffer is kept.
 """
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import NamedTuple
 

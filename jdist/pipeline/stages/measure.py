@@ -1,5 +1,7 @@
 """Profiles of a model's layers for a plan: measured, or estimated for a target."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Stages put together from a model's modules, by a map from modules to stages."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Modules and stages made from Flax NNX modules."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,7 +27,7 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 def modules_from_nnx(
-    layers: "Mapping[str, nnx.Module]",
+    layers: Mapping[str, nnx.Module],
     *,
     inputs: Names[str] = _NOTHING,
     outputs: Names[str] = _NOTHING,
@@ -84,7 +86,7 @@ def modules_from_nnx(
 
 
 def stages_from_nnx(
-    modules: "Sequence[nnx.Module | Sequence[nnx.Module]]",
+    modules: Sequence[nnx.Module | Sequence[nnx.Module]],
     names: Sequence[str] | None = None,
     recompute: Recompute = False,
     *,
@@ -203,7 +205,7 @@ def _check_keys(
 
 def _tied(
     call: str,
-    layers: "Mapping[Key, nnx.Module]",
+    layers: Mapping[Key, nnx.Module],
     given: Mapping[str, Mapping[Key, str]],
 ) -> dict[Key, dict[str, str]]:
     """For each layer, names of shared parameters by path: given and found ones."""
@@ -244,7 +246,7 @@ def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
 
 
 def _parameters(
-    call: str, layer: "nnx.Module", holders: Collection[int], key: object
+    call: str, layer: nnx.Module, holders: Collection[int], key: object
 ) -> list[tuple[str, int]]:
     """Path and identity of a layer's variables, without its random streams.
 
@@ -271,7 +273,7 @@ def _parameters(
 
 def _module(
     name: str,
-    layer: "nnx.Module",
+    layer: nnx.Module,
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     tied: Mapping[str, str],
@@ -301,7 +303,7 @@ def _module(
     )
 
 
-def _draws(layer: "nnx.Module") -> bool:
+def _draws(layer: nnx.Module) -> bool:
     """Whether it has random streams besides those of dropouts that drop nothing."""
     from flax import nnx
 
@@ -337,7 +339,7 @@ class NnxFunction:
         state.
     """
 
-    graph: "nnx.GraphDef[Any]"
+    graph: nnx.GraphDef[Any]
     empty: jax.tree_util.PyTreeDef | None
     streams: RandomStreams
     keyed: bool

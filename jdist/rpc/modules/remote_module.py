@@ -1,5 +1,7 @@
 """Modules that live on a worker and are used from others."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -97,7 +99,7 @@ class RemoteModule:
         """
         return list(self.parameters(recurse, timeout).values())
 
-    def train(self, mode: bool = True) -> "RemoteModule":
+    def train(self, mode: bool = True) -> RemoteModule:
         """Sets it to training, as its own method `train` does; returns this object.
 
         Args:
@@ -108,7 +110,7 @@ class RemoteModule:
         self.rpc_sync().train()
         return self
 
-    def eval(self) -> "RemoteModule":
+    def eval(self) -> RemoteModule:
         """Sets it to evaluation, as its own method `eval` does; returns this object."""
         self.rpc_sync().eval()
         return self

@@ -1,5 +1,7 @@
 """Groups whose workers are all in this process: of fixed size, and elastic."""
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import dataclasses

@@ -8,6 +8,8 @@ and arguments travel as pickles, the main module is imported under the name
 `__mp_main__`, so that what stands under `if __name__ == "__main__":` does not run.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import pickle
@@ -69,7 +71,7 @@ def spawn(
     timeout: float | None = ...,
     grace: float = ...,
     join: Literal[False],
-) -> "Processes": ...
+) -> Processes: ...
 
 
 def spawn(
@@ -82,7 +84,7 @@ def spawn(
     timeout: float | None = None,
     grace: float = GRACE,
     join: bool = True,
-) -> "list[Any] | Processes":
+) -> list[Any] | Processes:
     """Calls `fn(rank, *args)` in `nprocs` fresh processes and returns their results.
 
     Each process finds `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`

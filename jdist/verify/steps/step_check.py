@@ -8,6 +8,8 @@ taken out of the trainer, against a whole step that is known to be right
 (`reference_step`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -244,7 +246,7 @@ def _of_whole_steps(
 
 
 def _report(
-    steps: "_Steps", peers: Peers, candidates: Mapping[str, Callable[..., Any]]
+    steps: _Steps, peers: Peers, candidates: Mapping[str, Callable[..., Any]]
 ) -> Report:
     rows: tuple[LeafReport, ...] = ()
     notes: tuple[str, ...] = ()

@@ -1,5 +1,7 @@
 """The judge that says where: a candidate's gradient, and its first wrong value."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
