@@ -64,7 +64,7 @@ class ZeroOptimizer(Optimizer):
       layout: How arrays are divided, and over what.
     """
 
-    layout: "_StateLayout"
+    layout: _StateLayout
 
 
 def is_divided_over(opt: Optimizer, mesh: Mesh, axis: str) -> bool:
