@@ -63,7 +63,7 @@ class Chip:
         collective; in a switched network all do, and the number is 1.
       network_bandwidth: Bytes per second, one direction, that each chip has to other
         hosts; 0 where the links themselves reach every host, as in a TPU slice.
-      source: Where the figures are published.
+      source: Where each of the figures is published, or what it follows from.
       gpu: What the compiler must know of a GPU; None for other platforms.
     """
 
@@ -79,11 +79,24 @@ class Chip:
     gpu: Gpu | None = None
 
 
+XLA = (
+    "https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/"
+    "{}.txtpb (memory, its bandwidth, what the compiler must know)"
+)
+
+
 def _tpu(
-    name: str, gib: int, gbps: float, tflops: float, ici: float, links: int
+    name: str,
+    gib: int,
+    gbps: float,
+    tflops: float,
+    ici: float,
+    links: int,
+    int8: float | None = None,
 ) -> Chip:
     """A TPU; `ici` is published as both directions together, in GB/s."""
     peak = {"bfloat16": tflops, "float32": tflops, "float32_highest": tflops / 6}
+    peak |= {} if int8 is None else {"int8": int8}
     return Chip(
         name,
         "tpu",
@@ -93,15 +106,16 @@ def _tpu(
         MappingProxyType({dtype: value * TERA for dtype, value in peak.items()}),
         link_bandwidth=ici / 2 * GIGA,
         links=links,
-        source=f"https://cloud.google.com/tpu/docs/{name}",
+        source=f"https://docs.cloud.google.com/tpu/docs/{name} (all but products of "
+        "float32, which follow from those of bfloat16: one pass, six at the highest)",
     )
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": _tpu("v5e", 16, 819, 197, 400, 4),
+        "v5e": _tpu("v5e", 16, 819, 197, 400, 4, int8=393),
         "v5p": _tpu("v5p", 95, 2765, 459, 1200, 6),
-        "v6e": _tpu("v6e", 32, 1638, 918, 800, 4),
+        "v6e": _tpu("v6e", 32, 1600, 918, 800, 4, int8=1836),
         "a100": Chip(
             "a100",
             "cuda",
@@ -118,9 +132,10 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 }
             ),
             link_bandwidth=300 * GIGA,
-            # A DGX A100 has an adapter of 200 Gb/s for each GPU.
             network_bandwidth=25 * GIGA,
-            source="https://www.nvidia.com/en-us/data-center/a100/ (SXM, 80 GB)",
+            source=f"{XLA.format('a100_sxm_80')}; "
+            "https://www.nvidia.com/en-us/data-center/a100/ (peaks, NVLink); "
+            "data sheet of the DGX A100 (network: 200 Gb/s for each GPU)",
             gpu=Gpu(
                 "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 * 2**20, 164 * 2**10
             ),
@@ -142,9 +157,11 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 }
             ),
             link_bandwidth=450 * GIGA,
-            # A DGX H100 has an adapter of 400 Gb/s for each GPU.
             network_bandwidth=50 * GIGA,
-            source="https://www.nvidia.com/en-us/data-center/h100/ (SXM, 80 GB)",
+            source=f"{XLA.format('h100_sxm')}; NVIDIA H100 Tensor Core GPU "
+            "Architecture, white paper (peaks, dense); "
+            "https://www.nvidia.com/en-us/data-center/h100/ (NVLink); "
+            "data sheet of the DGX H100 (network: 400 Gb/s for each GPU)",
             gpu=Gpu(
                 "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10
             ),
@@ -167,7 +184,9 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
             ),
             link_bandwidth=900 * GIGA,
             network_bandwidth=50 * GIGA,
-            source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, dense)",
+            source=f"{XLA.format('b200')}; NVIDIA Blackwell data sheet, HGX B200 "
+            "(peaks, without sparsity; NVLink); "
+            "data sheet of the DGX B200 (network: 400 Gb/s for each GPU)",
             gpu=Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 132_644_864, 228 * 2**10),
         ),
     }
