@@ -209,6 +209,22 @@ def test_parameters_divided_over_the_model_axis_stay_so(hardware):
     assert found.bytes_per_device.arguments <= halves + 16 * KIB
 
 
+def test_local_sgd_sums_and_passes_gradients_around_a_group(hardware, mesh):
+    """Sums at first, and of parameters for an average; by turns, all in one program."""
+    local = data_parallel.local_sgd(
+        losses, optim.sgd(lr=0.1, momentum=0.9), mesh, period=4, start=2, group_size=2
+    )
+    state = local.init(PARAMS)
+    # What each replica has seen is one number of its own.
+    totals = {(hardware.chips,), (1,)}
+    found = compiled(local.lower(state, *BATCH), hardware, totals)
+    kinds = {each.kind for each in found.collectives if each.bytes >= KIB}
+    assert kinds == {"all-reduce", "collective-permute"}
+    assert found.donated_in_vain == ()
+    each = bytes_of((state.params, state.opt_state)) / hardware.chips
+    assert found.bytes_per_device.aliased >= each
+
+
 def test_an_evaluation_moves_no_array(hardware, mesh):
     step = data_parallel.train_step(losses, optim.adam(), mesh)
     bare = step.init(PARAMS)._replace(opt_state=None)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._errors import requirement
-from jdist._tree import PyTree, examples_in, merge, split_inexact
+from jdist._tree import PyTree, examples_in, is_shape, merge, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
@@ -78,19 +78,33 @@ class LocalSGD:
     compiled: tuple[PyTree, PyTree]
 
     def init(self, params: PyTree) -> LocalState:
-        """The state before the first step: the parameters once for each replica."""
+        """The state before the first step: the parameters once for each replica.
+
+        Of shapes (`jax.ShapeDtypeStruct`) it is the shapes of the state, for `lower`.
+        """
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         nothing = jnp.zeros((), jnp.result_type(float))
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
-        own = (params, self.optimizer.init(params), nothing)
-        stacked = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
-        )
+
+        def stacked(params: PyTree) -> PyTree:
+            own = (params, self.optimizer.init(params), nothing)
+            return jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
+            )
+
+        rows = None
         if isinstance(self.mesh, Mesh):
             rows = NamedSharding(self.mesh, PartitionSpec(self.axis))
-            stacked = jax.device_put(stacked, rows)
-        return LocalState(jnp.zeros((), jnp.int32), *stacked)
+        if any(map(is_shape, jax.tree.leaves(params))):
+            found = jax.eval_shape(stacked, params)
+            found = jax.tree.map(lambda x: x.update(sharding=rows), found)
+            first: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
+            return LocalState(first, *found)
+        found = stacked(params)
+        if rows is not None:
+            found = jax.device_put(found, rows)
+        return LocalState(jnp.zeros((), jnp.int32), *found)
 
     def step(
         self, state: LocalState, batch: PyTree, weights: Weights = None
@@ -110,16 +124,34 @@ class LocalSGD:
           ValueError: As `value_and_grad`'s function; the state was given to a step
             before, or lies on other devices.
         """
-        count = examples_in(batch, "step(state, batch)")
-        check_rows(count, replicas_of(self.mesh, self.axis, "step"))
-        weights = weights_given("step", weights, count, "mean")
-        check_alive("step(state=...)", state)
-        check_place("step(state=...)", state, self.mesh)
-        _, (batch, weights) = brought(
-            "step(batch=...)", self.mesh, self.axis, state, (batch, weights)
-        )
+        batch, weights = self._given("step", state, batch, weights)
         step, own, loss = self.compiled[0](*state, batch, weights)
         return LocalState(step, *own), loss
+
+    def lower(
+        self, state: LocalState, batch: PyTree, weights: Weights = None
+    ) -> jax.stages.Lowered:
+        """The program that a step runs, which is neither run nor compiled here.
+
+        Arguments and errors are those of a step. Each array may be a shape: of the
+        state those that `init` makes of the parameters' shapes.
+        """
+        batch, weights = self._given("lower", state, batch, weights)
+        return self.compiled[0].lower(*state, batch, weights)
+
+    def _given(
+        self, call: str, state: LocalState, batch: PyTree, weights: Weights
+    ) -> tuple[PyTree, PyTree]:
+        """Batch and weights, checked, as the program can take them."""
+        count = examples_in(batch, f"{call}(state, batch)")
+        check_rows(count, replicas_of(self.mesh, self.axis, call))
+        weights = weights_given(call, weights, count, "mean")
+        check_alive(f"{call}(state=...)", state)
+        check_place(f"{call}(state=...)", state, self.mesh)
+        _, given = brought(
+            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
+        return given
 
     def average(self, state: LocalState) -> PyTree:
         """The parameters averaged over replicas, for evaluation or for the end."""

@@ -142,6 +142,23 @@ def test_value_and_grad_is_lowered_under_jit(mesh, problem, hook):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_local_sgd_is_lowered_from_shapes(mesh, problem, on_devices):
+    """The same text as from arrays; what a step refuses is refused."""
+    params, batch, weights = problem
+    where = mesh(4) if on_devices else 4
+    local = data_parallel.local_sgd(losses, optim.adam(), where, period=2, start=3)
+    state, of_shapes = local.init(params), local.init(shapes(params))
+    assert jax.tree.structure(of_shapes) == jax.tree.structure(state)
+    for shape, array in zip(*map(jax.tree.leaves, (of_shapes, state)), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+    given = data_parallel.shard_batch(batch, where, weights=weights)
+    text = local.lower(of_shapes, *shapes((batch, weights))).as_text()
+    assert text == local.lower(state, *given).as_text()
+    with pytest.raises(ValueError, match="must divide evenly over 4 replicas"):
+        local.lower(of_shapes, shapes(jax.tree.map(lambda x: x[:7], batch)))
+
+
 def test_what_a_step_refuses_its_lowering_refuses(mesh, problem):
     params, batch, _ = problem
     step = data_parallel.train_step(losses, optim.sgd(), mesh(4), accumulate=3)
