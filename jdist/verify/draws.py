@@ -326,11 +326,14 @@ def _walk(
         results = [any(operands)] * len(equation.outvars)
         if equation.primitive.name in _DRAWING:
             found.append(_draw(equation, operands[0], loops))
-        for inner, own, length in _inside(equation, operands):
-            draws, results = _walk(inner, own, loops + length)
-            found += draws
-            if len(results) != len(equation.outvars):
-                results = [any(operands)] * len(equation.outvars)
+        inside = list(_inside(equation, operands))
+        walked = [_walk(inner, own, loops + length) for inner, own, length in inside]
+        found += [draw for draws, _ in walked for draw in draws]
+        # Of several programs one may be a branch that is taken: any of them counts.
+        if walked and all(len(own) == len(results) for _, own in walked):
+            results = [
+                any(each) for each in zip(*(own for _, own in walked), strict=True)
+            ]
         known.update(zip(equation.outvars, results, strict=True))
     return found, [depends(atom) for atom in jaxpr.outvars]
 

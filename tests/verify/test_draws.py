@@ -11,7 +11,12 @@ import pytest
 from flax import nnx
 
 from jdist import VerificationError, data_parallel, verify
-from jdist.verify.draws import draws_nothing, draws_of_its_own, split_dependent
+from jdist.verify.draws import (
+    draws_nothing,
+    draws_of_its_own,
+    made_of_batch,
+    split_dependent,
+)
 
 KEY = jax.random.key(3)
 EXAMPLES = 6
@@ -333,3 +338,16 @@ def test_a_loss_that_wants_a_key_is_refused_with_the_remedy():
     )
     with pytest.raises(TypeError, match=rule):
         verify.gradients(dropout, *given(), {"any": lambda w, b: (w, w)})
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_one_branch_makes_of_the_batch_is_made_of_it(turned):
+    """As an optimizer that collects in one and moves in the other."""
+
+    def step(w, x):
+        moved, kept = (lambda: w + x.sum(axis=0)), (lambda: w)
+        branches = (kept, moved) if turned else (moved, kept)
+        return jax.lax.cond(w[0] > 0, *branches), 2 * w
+
+    given = jnp.ones(3), jnp.ones((4, 3))
+    assert made_of_batch(step, *given) == [True, False]

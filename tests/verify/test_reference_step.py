@@ -322,3 +322,40 @@ def test_a_step_without_its_metrics_is_refused():
     beside = lambda s, b: (plain(s, b), 0.0)  # noqa: E731
     with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
         verify.step(plain, beside, STATE, [BATCH])
+
+
+def centered(state, batch, rate=0.1, late=False, factor=1.0):
+    """A bias that the batch's mean takes away again, and averages of parameters."""
+
+    def loss(p):
+        hidden = batch["x"] @ p["w"] + p["b"][None]
+        hidden = hidden - hidden.mean(0)[None]
+        return ((hidden - batch["y"]) ** 2).mean()
+
+    gradient = jax.grad(loss)(state["params"])
+    gradient = {**gradient, "b": gradient["b"] * factor}
+    new = jax.tree.map(lambda p, g: p - rate * g, state["params"], gradient)
+    seen = state["params"] if late else new
+    average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], seen)
+    return {"params": new, "average": average}
+
+
+def test_terms_that_cancel_make_a_step_that_is_judged():
+    """A bias before batch statistics, which begins with zeros; and not one that is lost
+    in the rounding of its parameters, be it as small."""
+    batches = problem()[1]
+    shapes = {"w": (5, 3), "b": (3,)}
+    params = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+    state = {"params": params, "average": params}
+    moved = jax.jit(centered)(state, batches[0])
+    assert 0 < np.abs(moved["params"]["b"]).max() < 1e-6
+    candidates = {"right": jax.jit(centered), "late": partial(centered, late=True)}
+    report = verify.step(candidates, centered, state, batches)
+    assert report.of("right").ok, str(report)
+    assert [a.part for a in report.of("late").attributions] == ["average"]
+    ones = jax.tree.map(jnp.ones_like, state)
+    slow = partial(centered, rate=1e-12)
+    hidden = verify.step(jax.jit(slow), slow, ones, batches)
+    assert {row.path for row in hidden.leaves if row.bit_equal or row.unjudged} == {
+        "params/w", "params/b", "average/w", "average/b"
+    }  # fmt: skip

@@ -33,7 +33,10 @@ from jdist.verify.steps.trajectory import (
     limits_of,
     named,
     on_host,
+    size_of,
+    sized,
     starts,
+    unsized,
 )
 
 Step = Callable[[PyTree, PyTree], Any]
@@ -115,13 +118,14 @@ class ReferenceStep:
             with double_precision(), jax.numpy_dtype_promotion("standard"):
                 seed = jnp.uint32(t * (FOLLOWED + 1))
                 found = moved(program, factor, accumulation, leaves, others, seed)
-                others = list(map(np.asarray, found))
+                others, sizes = jax.tree.map(np.asarray, found)
             after = advance(state, batch)
             wanted = on_host(named_state(after))
             # In a program that is all float64 they are moved by more than they may be.
             near = [x[:1] + (x - x[:1]) / factor for x in others]
-            limits, moves = limits_of(wanted, near, (origin, before), t + 1)
-            yield Moment(on_host(named_state(state)), wanted, limits, moves)
+            limits, moves = limits_of(wanted, near, (origin, before), sizes, t + 1)
+            earlier = on_host(named_state(state))
+            yield Moment(earlier, wanted, limits, moves, sized(moves, sizes))
             state = after
 
     def _moved(
@@ -132,11 +136,11 @@ class ReferenceStep:
         leaves: list[jax.Array],
         others: list[jax.Array],
         seed: jax.Array,
-    ) -> list[jax.Array]:
-        """One step of each of them; 0 is exact."""
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """One step of each of them, of which 0 is exact, and its size."""
         entries = sum(x[0].size for x in others)
 
-        def one(each: Any) -> list[jax.Array]:
+        def one(each: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             number, wide = each
             amplitude = jnp.where(number == 0, 0.0, factor * confidence(entries))
             noise = Perturbation(
@@ -149,11 +153,14 @@ class ReferenceStep:
             values = iter(wide)
             count = len(program.out_avals)
             given: list[Any] = [
-                PrecisionPair(x, next(values)) if i < count and is_inexact(x) else x
+                unsized(PrecisionPair(x, next(values)))
+                if i < count and is_inexact(x)
+                else x
                 for i, x in enumerate(leaves)
             ]
             found = run(program, given, noise)
-            return [x.wide for x in found if is_inexact(x.rounded)]
+            floating = [x for x in found if is_inexact(x.rounded)]
+            return [x.wide for x in floating], list(map(size_of, floating))
 
         return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
 

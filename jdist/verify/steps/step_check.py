@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
+from jdist.verify.bound import BLIND
 from jdist.verify.comparison import compare_leaves
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.draws import check_loss, draws_nothing, split_dependent
@@ -483,6 +484,11 @@ def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
     if limit is None or own is None or not row.ok or row.bit_equal:
         return row
     if not own.any() or (np.abs(own) > limit.bound).any():
+        return row
+    # Terms that cancel, as of a bias before batch statistics, make no step: their
+    # rounding is small beside them, and another step would be seen.
+    size = moment.sizes[row.path]
+    if size.any() and (limit.bound <= BLIND * size)[size > 0].all():
         return row
     text = (
         f"its largest step is {np.max(np.abs(own)):.1e} and rounding explains "

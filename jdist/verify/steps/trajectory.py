@@ -17,6 +17,7 @@ whole loss, since it is no sum over examples.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -104,6 +105,8 @@ class Moment(NamedTuple):
       wanted: The same after it, and the gradient.
       limits: Of each leaf in `wanted`.
       moves: The exact step of each floating leaf but the gradient, float64.
+      sizes: How large that step is where the gradient's terms do not cancel; 0 where
+        that is not known.
       composed: Of what it was made; None for a step that is one function.
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
@@ -113,6 +116,7 @@ class Moment(NamedTuple):
     wanted: Mapping[str, Any]
     limits: Mapping[str, Limit | None]
     moves: Mapping[str, np.ndarray]
+    sizes: Mapping[str, np.ndarray]
     composed: Composed | None = None
     stale: Mapping[str, np.ndarray] = MappingProxyType({})
 
@@ -123,7 +127,7 @@ class _Taken(NamedTuple):
     state: tuple[PyTree, PyTree, PyTree]
     gradient: PyTree
     batch: tuple[PyTree, Any]
-    bounds: list[Any]
+    limits: list[Limit]
     """Of each floating leaf of the gradient."""
 
 
@@ -156,17 +160,17 @@ def trajectory(
         # At the reference's parameters: the others are moved in lockstep with it.
         _, gradient, new = gradient_of(params, batch, own, states)
         measured = measure(state, batch, own)
-        bounds = [x.bound for x in measured.limits.values() if x is not None]
-        taken = _Taken(state, gradient, (batch, own), bounds)
+        known = [x for x in measured.limits.values() if x is not None]
+        taken = _Taken(state, gradient, (batch, own), known)
         traced = (
             gradient_of.trace(params, batch, own, states).jaxpr,
             updated.trace(params, gradient, opt_state).jaxpr,
         )
         before = [wide[0] for wide in others]
-        others, slopes = _move(traced, training.stateful, taken, others, t)
+        others, slopes, sizes = _move(traced, training.stateful, taken, others, t)
         after = (*updated(params, gradient, opt_state), new)
         wanted = on_host(named(*after))
-        limits, moves = limits_of(wanted, others, (origin, before), t + 1)
+        limits, moves = limits_of(wanted, others, (origin, before), sizes, t + 1)
         gradients = named_leaves({"gradient": gradient})
         stale: dict[str, np.ndarray] = {}
         if earlier is not None:
@@ -177,6 +181,7 @@ def trajectory(
             {**on_host(gradients), **wanted},
             {**_gradient_limits(gradients, measured, slopes), **limits},
             moves,
+            sized(moves, sizes),
             Composed((params, gradient, opt_state), traced[1]),
             stale,
         )
@@ -244,12 +249,12 @@ def _move(
     taken: _Taken,
     others: list[np.ndarray],
     seed: int,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """One step of each of them; their states after it, and their gradients."""
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """One step of each of them; their states after it, their gradients, and sizes."""
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         found = _moved(programs, stateful, taken, others, jnp.uint32(seed))
-        after, slopes = jax.tree.map(np.asarray, found)
-        return after, slopes
+        after, slopes, sizes = jax.tree.map(np.asarray, found)
+        return after, slopes, sizes
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -259,14 +264,14 @@ def _moved(
     taken: _Taken,
     others: PyTree,
     seed: Any,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     differentiate, update = programs
     leaves = jax.tree.leaves(taken.state)
     params, opt_state, _ = (len(jax.tree.leaves(x)) for x in taken.state)
     count = len(jax.tree.leaves(taken.gradient))
     entries = sum(x.size for x in jax.tree.leaves(taken.gradient))
 
-    def one(each: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def one(each: Any) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         number, wide = each
         moving = jnp.where(number == 0, 0.0, confidence(entries))
         own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
@@ -282,12 +287,13 @@ def _moved(
         # The reference's own order of leaves: the loss, the gradient, the new state.
         _, *slopes = run(differentiate, given, exact)[: count + 1]
         gradient = _shifted(taken, slopes, own, number != 0)
-        inner = state[params : params + opt_state]
-        found = run(update, [*state[:params], *gradient, *inner], rounding)
+        kept = list(map(unsized, state[: params + opt_state]))
+        found = run(update, [*kept[:params], *gradient, *kept[params:]], rounding)
         if stateful:
             found += run(differentiate, given, rounding)[count + 1 :]
-        after = [x.wide for x in found if is_inexact(x.rounded)]
-        return after, [slope.wide for slope in slopes]
+        floating = [x for x in found if is_inexact(x.rounded)]
+        after = [x.wide for x in floating]
+        return after, [slope.wide for slope in slopes], list(map(size_of, floating))
 
     return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
 
@@ -299,12 +305,32 @@ def _shifted(
     leaves = jax.tree.leaves(taken.gradient)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), max(len(leaves), 1))
     shifted = []
-    for key, own, slope, width in zip(keys, leaves, slopes, taken.bounds, strict=False):
+    for key, own, slope, limit in zip(keys, leaves, slopes, taken.limits, strict=False):
         sign = jax.random.rademacher(key, own.shape, jnp.float64)
-        shifted.append(
-            PrecisionPair(own, slope.wide + jnp.where(moving, sign * width, 0))
-        )
+        wide = slope.wide + jnp.where(moving, sign * limit.bound, 0)
+        size = jnp.broadcast_to(jnp.asarray(limit.size, jnp.float64), own.shape)
+        shifted.append(PrecisionPair(own, wide, size))
     return shifted
+
+
+def unsized(value: Any) -> Any:
+    """A leaf of the state, of which no size is counted: only of what it is moved by."""
+    if not isinstance(value, PrecisionPair):
+        return value
+    return replace(value, size=jnp.zeros(value.wide.shape, jnp.float64))
+
+
+def size_of(value: PrecisionPair) -> jax.Array:
+    """How large what was added to a leaf is; 0 where it is not known."""
+    none = jnp.zeros(value.wide.shape, jnp.float64)
+    return none if value.size is None else value.size
+
+
+def sized(
+    moves: Mapping[str, np.ndarray], sizes: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The sizes of the exact run by path."""
+    return {path: size[0] for path, size in zip(moves, sizes, strict=True)}
 
 
 # --- their limits ---
@@ -314,20 +340,22 @@ def limits_of(
     wanted: Mapping[str, Any],
     others: list[np.ndarray],
     earlier: tuple[list[np.ndarray], list[np.ndarray]],
+    sizes: list[np.ndarray],
     steps: int,
 ) -> tuple[dict[str, Limit | None], dict[str, np.ndarray]]:
     """The limit of each leaf, and its exact step.
 
-    `earlier` has the exact leaves at the start and before the step.
+    `earlier` has the exact leaves at the start and before the step; `sizes` how large
+    each step is where terms do not cancel.
     """
-    values = iter(zip(others, *earlier, strict=True))
+    values = iter(zip(others, *earlier, sizes, strict=True))
     limits: dict[str, Limit | None] = {}
     moves: dict[str, np.ndarray] = {}
     for path, leaf in wanted.items():
         if leaf is None or not is_inexact(leaf):
             limits[path] = None
             continue
-        wide, origin, before = next(values)
+        wide, origin, before, size = next(values)
         exact, own = wide[0], np.asarray(leaf).astype(wide.dtype)
         apart = np.max(np.abs(wide[1:] - exact), axis=0, initial=0)
         moves[path] = exact - before
@@ -336,7 +364,7 @@ def limits_of(
         width = confidence(leaf.size) * math.sqrt(steps) * unit_roundoff(leaf.dtype)
         allowed = math.sqrt(2) * apart + 2 * np.abs(own - exact) + width * roundings
         tiny = float(jnp.finfo(leaf.dtype).smallest_normal)
-        limits[path] = Limit(allowed + EXTRA * tiny, np.abs(own))
+        limits[path] = Limit(allowed + EXTRA * tiny, np.maximum(np.abs(own), size[0]))
     return limits, moves
 
 
