@@ -8,9 +8,10 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # compile, which uses one core; more than two processes need 5 GiB of memory each.
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+LIBRARY = not parity and not compilers
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-thorough test-all lint targets parity docs docs-links bench clean help
+.PHONY: run test test-slow test-thorough test-all slow-tests lint targets parity docs docs-links bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -19,14 +20,19 @@ help:  ## list the targets
 run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal on real data (quick form)
 	$(BIN)/python -m experiments data_parallel_equivalence --quick
 
-test: $(VENV)/.test  ## set up, then run the tests, but for those that take long
-	$(PYTEST) -m "not parity and not thorough and not compilers"
+test: $(VENV)/.test  ## set up, then run the tests: of each as many cases as take a second
+	$(PYTEST) -m "not slow and $(LIBRARY)"
 
-test-thorough: $(VENV)/.test  ## those, and what rests on XLA, compiled as users have it
-	JDIST_THOROUGH=1 $(PYTEST) -m "(thorough or optimized or compiled) and not parity and not compilers"
+test-slow: $(VENV)/.test  ## the others, but for what test-thorough runs
+	$(PYTEST) -m "slow and not compiled and $(LIBRARY)"
 
-test-all: $(VENV)/.test  ## all tests, with all programs compiled as users have them
-	JDIST_THOROUGH=1 $(PYTEST) -m "not parity and not compilers"
+test-thorough: $(VENV)/.test  ## what rests on XLA, compiled as users have it
+	JDIST_THOROUGH=1 $(PYTEST) -m "(optimized or compiled) and $(LIBRARY)"
+
+test-all: test test-slow test-thorough  ## all three
+
+slow-tests: $(VENV)/.test  ## measure again which tests are slow: tests/slow.txt
+	JDIST_RECORD_SLOW=1 $(PYTEST) -m "$(LIBRARY)"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test
 	$(BIN)/ruff format --check .

@@ -49,30 +49,20 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Seconds that each part of the suite may grow to, of both processes that run it on 2
-# cores. Half of their sum keeps `.ci/run` under 30 minutes, set-up included; the
-# summary shows what was used.
-BUDGET = {
-    "reduction and data_parallel": 300,
-    "verify": 130,
-    "optim": 110,
-    "segment": 120,
-    "rpc": 340,
-    "autograd": 340,
-    "pipeline": 360,
-    "experiments": 320,
-    "examples": 60,
-    "targets": 120,
-    "ground": 90,
-}
+# The tests that take longer than `QUICK` seconds, all cases together. `make test` runs
+# as many cases of each as fit into these, `make test-slow` the others.
+SLOW = ROOT / "tests" / "slow.txt"
+QUICK = 1.0
+RECORD = os.environ.get("JDIST_RECORD_SLOW", "") not in ("", "0")
 # Tracing makes objects by the hundred thousand, none of them garbage: to look for some
 # after every 700, which is Python's default, took a quarter of it.
 gc.set_threshold(50_000, 20, 20)
 
 _modules = itertools.count()
-PARTS = {"data_parallel": "reduction and data_parallel", "matrix": "verify"} | {
-    part: part for part in BUDGET
-}
+PARTS = (
+    "reduction", "data_parallel", "verify", "matrix", "optim", "segment", "rpc",
+    "autograd", "pipeline", "experiments", "examples", "targets",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -116,19 +106,9 @@ def mesh():
     return make
 
 
-def _part(nodeid):
-    folders = Path(nodeid.split("::")[0]).parts[1:]
-    known = (
-        part
-        for name in folders
-        for key, part in PARTS.items()
-        if name.removeprefix("test_").startswith(key.split()[0])
-    )
-    return next(known, "ground")
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Skips what `make test` cannot tell; refuses names that vary between processes.
+    """Marks what is slow; skips what `make test` cannot tell; refuses names that vary.
 
     Processes could not share tests with such names.
 
@@ -144,15 +124,60 @@ def pytest_collection_modifyitems(items):
             raise pytest.UsageError(
                 f"{item.nodeid} needs `ids` that are always the same"
             )
+    if not RECORD:
+        for item in _slow(items):
+            item.add_marker("slow")
+
+
+def _slow(items):
+    """The cases of a test for which `make test` has no time."""
+    lines = SLOW.read_text().splitlines()
+    seconds = {name: float(used) for used, name in map(str.split, lines)}
+    cases = defaultdict(list)
+    for item in items:
+        cases[_function(item.nodeid)].append(item)
+    for name in cases.keys() & seconds.keys():
+        every = cases[name]
+        kept = int(len(every) * QUICK / seconds[name])
+        # So many are kept, evenly spread, the first among them.
+        yield from (
+            item
+            for number, item in enumerate(every)
+            if number * kept % len(every) >= kept
+        )
+
+
+def _function(nodeid):
+    return nodeid.split("[")[0]
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Shows where the time went, beside the budget of each part."""
-    seconds = defaultdict(float)
+    """Shows where the time went; writes down the slow tests if it was asked to."""
+    parts, functions = defaultdict(float), defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
-                seconds[_part(report.nodeid)] += report.duration
+                parts[_part(report.nodeid)] += report.duration
+                functions[_function(report.nodeid)] += report.duration
     terminalreporter.section("time by part")
-    for part, used in sorted(seconds.items(), key=lambda item: -item[1]):
-        terminalreporter.write_line(f"{used:7.1f} s of {BUDGET[part]:4d}  {part}")
+    for part, used in sorted(parts.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{used:7.1f} s  {part}")
+    if RECORD:
+        SLOW.write_text(
+            "".join(
+                f"{used:.1f} {name}\n"
+                for name, used in sorted(functions.items())
+                if used > QUICK
+            )
+        )
+
+
+def _part(nodeid):
+    folders = Path(nodeid.split("::")[0]).parts[1:]
+    known = (
+        part
+        for name in folders
+        for part in PARTS
+        if name.removeprefix("test_").startswith(part)
+    )
+    return next(known, "ground")

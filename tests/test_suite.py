@@ -1,7 +1,11 @@
-"""`make test` leaves out what is marked thorough; CI does not."""
+"""`make test` leaves out what is slow, and what it cannot tell; CI does not."""
 
+import ast
+import functools
 import re
 from pathlib import Path
+
+import conftest
 
 ROOT = Path(__file__).parents[1]
 
@@ -9,19 +13,54 @@ ROOT = Path(__file__).parents[1]
 def commands(target):
     text = (ROOT / "Makefile").read_text()
     recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
-    return recipe.group(1)
+    return recipe.group(1).replace(
+        "$(LIBRARY)", re.search(r"^LIBRARY = (.*)", text, re.MULTILINE).group(1)
+    )
 
 
 def test_ci_runs_everything():
     """All that `make test` runs, what it leaves out, and what rests on XLA again."""
-    others = "not parity and not compilers"
-    assert f'$(PYTEST) -m "{others.replace(" and", " and not thorough and")}"' in (
-        commands("test")
+    library = "not parity and not compilers"
+    assert f'$(PYTEST) -m "not slow and {library}"' in commands("test")
+    assert f'$(PYTEST) -m "slow and not compiled and {library}"' in (
+        commands("test-slow")
     )
-    marks = f"(thorough or optimized or compiled) and {others}"
+    marks = f"(optimized or compiled) and {library}"
     assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{marks}"' in commands("test-thorough")
-    assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{others}"' in commands("test-all")
     assert "-m parity tests" in commands("parity")
     ci = (ROOT / ".ci" / "run").read_text()
-    for target in ("test", "test-thorough", "lint", "targets", "parity"):
+    for target in ("test", "test-slow", "test-thorough", "lint", "targets", "parity"):
         assert f"\nmake {target}\n" in ci
+
+
+class Item:
+    def __init__(self, name):
+        self.nodeid = name
+
+
+def test_slow_tests_keep_the_cases_that_there_is_time_for(monkeypatch, tmp_path):
+    """Evenly spread, the first among them; a slow test of one case is left out."""
+    monkeypatch.setattr(conftest, "SLOW", tmp_path / "slow.txt")
+    conftest.SLOW.write_text("2.5 a.py::many\n1.1 a.py::one\n")
+    many = [Item(f"a.py::many[{k}]") for k in range(8)]
+    others = [Item("a.py::one"), Item("a.py::quick[0]")]
+    slow = set(conftest._slow([*many, *others]))
+    assert slow == {*many, others[0]} - {many[0], many[3], many[6]}
+
+
+def test_slow_tests_exist():
+    """A test that is gone, or was renamed, goes from the list too."""
+    lines = conftest.SLOW.read_text().splitlines()
+    assert lines == sorted(set(lines), key=lambda line: line.split()[1])
+    for line in lines:
+        seconds, name = line.split()
+        assert float(seconds) >= conftest.QUICK
+        path, *_, function = name.split("::")
+        # The names of doctests are modules.
+        assert function in functions(path) or path.startswith("jdist/"), name
+
+
+@functools.cache
+def functions(path):
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}

@@ -93,7 +93,6 @@ def narrow():
         sys.setswitchinterval(usual)
 
 
-@pytest.mark.thorough
 def test_a_pass_takes_no_thread_of_the_callees(narrow):
     """Not even one: all that they may have are busy, and the pass goes on."""
     for _ in range(200):

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import __main__ as command
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.optimized
 
 
 def test_it_runs_on_the_devices_of_this_machine(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from experiments import _runner
 from tests.experiments.quick import check_held, run_quick
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.optimized
 
 # Run and looked at more closely by test_main_job.py.
 OTHERS = [name for name in _runner.names() if name != "data_parallel_equivalence"]

@@ -13,8 +13,6 @@ from jdist import optim
 from tests.optim.cases import ALGORITHMS, problem
 from tests.optim.runs import run
 
-pytestmark = pytest.mark.compiled
-
 # The last golden options of each algorithm turn most of its features on.
 LAST = [(a, list(a.golden.values())[-1]) for a in ALGORITHMS]
 EACH = pytest.mark.parametrize(
@@ -235,6 +233,7 @@ def test_bias_corrections_keep_float32s_precision(beta2):
 # --- transformations ---
 
 
+@pytest.mark.compiled
 @EACH
 def test_jit_changes_rounding_only(algorithm, options):
     opt = algorithm(**options)
@@ -313,6 +312,7 @@ TEMPORARY = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("algorithm", "case"),
     [(a, case) for a in ALGORITHMS for case in a.golden],

@@ -52,7 +52,6 @@ def placed(places):
     return places and [jax.devices()[number] for number in places]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("places", "put"), DEVICES.values(), ids=DEVICES)
 def test_nothing_compiles_after_the_first_step(programs, places, put):
     """A stage with keys, one with a state; micro-batches of two sizes, clipping."""
@@ -259,7 +258,6 @@ def compiled_in(record):
 EPOCHS = ["epoch", "epoch of macro-batches", "epoch with a loss scale"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", [*AHEAD, *EPOCHS])
 def test_workers_compile_their_stages_before_the_first_micro_batch(
     caplog, monkeypatch, case

@@ -212,7 +212,6 @@ def test_every_exit_status_is_documented(capsys):
         assert f"\n| {status:d} |" in docs
 
 
-@pytest.mark.thorough
 def test_the_matrix_from_a_fresh_process(tmp_path):
     """The command as a user runs it: all rows of one column, exit status 0."""
     out = tmp_path / "matrix.json"

@@ -202,7 +202,6 @@ def one_of_two(rank):
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
     reason="pins two processes to a core each",

@@ -58,7 +58,6 @@ def stepped(name, given):
 MISSING = {(step, i) for step in (1, 3) for i in (1, 2)}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", world.CONFIGURATIONS)
 def test_every_optimizer_is_its_local_one(cluster, name):
     """Variables on two workers, several on one, of two dtypes.

@@ -79,7 +79,6 @@ def test_a_resumed_run_is_the_same_run(start, mesh, rng, tmp_path):
     assert step.compiled._cache_size() == 1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_on_another_number_of_devices(start, mesh, rng, tmp_path, replicas):
     """Every leaf the same, divided anew; padding neither lost nor gained."""

@@ -114,7 +114,6 @@ def test_all_copies_stay_the_same_bits(pair, each):
     np.testing.assert_allclose(*numbers, rtol=1e-9)
 
 
-@pytest.mark.thorough
 def test_a_killed_run_goes_on_where_it_was(pair, tmp_path, rng, monkeypatch):
     """kill -9 at whatever moment it hits; the losses are the same to the bit."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
@@ -154,7 +153,6 @@ def failing(mode, rank, grace=60):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.thorough
 def test_an_error_ends_the_run_and_everybody_knows_whose():
     """Not after the five minutes that JAX would wait at its exit."""
     status, said = failing("raise", 1)
@@ -166,7 +164,6 @@ def test_an_error_ends_the_run_and_everybody_knows_whose():
     assert ": ValueError: planted" in said
 
 
-@pytest.mark.thorough
 def test_an_error_on_rank_0_takes_jaxs_coordinator_with_it():
     """Then JAX itself ends the others; `launch` says who was first."""
     status, said = failing("raise", 0)
@@ -176,7 +173,6 @@ def test_an_error_on_rank_0_takes_jaxs_coordinator_with_it():
     assert said.rstrip().endswith("ValueError: planted")
 
 
-@pytest.mark.thorough
 def test_a_killed_process_is_named_by_launch_and_by_the_others():
     status, said = failing("kill", 1)
     assert status == 128 + signal.SIGKILL
@@ -185,7 +181,6 @@ def test_a_killed_process_is_named_by_launch_and_by_the_others():
     assert expected in said
 
 
-@pytest.mark.thorough
 def test_a_frozen_process_is_lost_after_its_heartbeat():
     """Its connections are still open, so that no collective fails."""
     status, said = failing("freeze", 1, grace=1)
@@ -195,7 +190,6 @@ def test_a_frozen_process_is_lost_after_its_heartbeat():
     assert "The following tasks are unhealthy (stopped sending heartbeats)" in said
 
 
-@pytest.mark.thorough
 def test_who_comes_to_the_end_too_early_is_named_by_all():
     """By JAX those would be that still work, and all processes would be aborted."""
     _, said = failing("return", 1)

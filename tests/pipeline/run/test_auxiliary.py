@@ -28,7 +28,6 @@ def same(found, wanted, **options):
         np.testing.assert_allclose(found[name], entries, err_msg=name, **options)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_entry_for_each_micro_batch(schedule):
     """Of the parameters before the step; gradients are those without it."""
@@ -88,7 +87,6 @@ def test_inside_jit():
     assert aux["above"].tolist() == eager["above"].tolist()
 
 
-@pytest.mark.thorough
 def test_every_worker_has_them(cluster):
     """To the bit as one process has; two workers run the loss."""
     given = SCHEDULES["replicas"]

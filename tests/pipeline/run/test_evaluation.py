@@ -35,7 +35,6 @@ def test_loss_and_outputs_are_those_of_the_whole(schedule, examples):
     assert not any(transfer.cotangent for transfer in pipe.transfer_log)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 def test_other_reductions(reduction):
     params, batch, weights = problem(7, dtype=np.float64)

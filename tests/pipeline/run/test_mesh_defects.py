@@ -89,7 +89,6 @@ def test_a_psum_too_many_over_the_model_axis():
     assert "it is 2 times the reference" in found["attend/qkv"]
 
 
-@pytest.mark.thorough
 def test_the_trace_names_the_place():
     """The first wrong value is the cotangent that the extra psum has doubled."""
     own, batch, weights = models.problem()

@@ -26,11 +26,6 @@ from tests.pipeline.mesh_models import (
 WIDE = "PP x DP x TP"
 
 
-def slow(value):
-    """A case that compiles programs of its own."""
-    return pytest.param(value, marks=pytest.mark.thorough)
-
-
 def close(found, expected, rtol=1e-11):
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     for a, b in pairs:
@@ -54,7 +49,7 @@ def on_one_device(schedule="1F1B", **options):
 # --- gradients ---
 
 
-@pytest.mark.parametrize("reduction", [slow("sum"), "max"])
+@pytest.mark.parametrize("reduction", ["sum", "max"])
 def test_other_reductions(reduction):
     own, batch, weights = problem(dtype=np.float64)
     pipe, place = made(WIDE, reduction=reduction)
@@ -67,7 +62,7 @@ def test_other_reductions(reduction):
     "options",
     [
         {"recompute": True},
-        slow({"recompute": "dots"}),
+        {"recompute": "dots"},
         {"join_weight_gradients": True},
     ],
     ids=["recomputed", "dots recomputed", "joined"],
@@ -94,7 +89,6 @@ def test_bits_repeat_and_do_not_depend_on_the_schedule():
         same_bits(result, results[0])
 
 
-@pytest.mark.thorough
 def test_replicas_on_meshes():
     """DualPipeV: both workers run both stages, each with half of the micro-batches."""
     own, batch, weights = problem(dtype=np.float64)
@@ -178,7 +172,7 @@ def test_masters_are_laid_out_like_their_parameters():
     report.raise_if_failed()
 
 
-@pytest.mark.parametrize("layout", [slow("PP"), "PP x TP"])
+@pytest.mark.parametrize("layout", ["PP", "PP x TP"])
 def test_a_checkpoint_is_restored_on_other_meshes(layout, tmp_path):
     """Bit for bit; and the run goes on with the same losses."""
     own, *_ = problem(dtype=np.float64)
@@ -278,7 +272,7 @@ def test_a_state_keeps_its_layout_and_compiles_nothing(compilations):
 # --- measures ---
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", slow("ZB-H1")])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZB-H1"])
 def test_activations_in_flight(schedule):
     """As many as the schedule says; on each device the share of its mesh."""
     own, batch, weights = problem(12)
@@ -311,7 +305,7 @@ def test_programs_are_lowered_for_the_meshes():
 # --- asynchronous schedules ---
 
 
-@pytest.mark.parametrize("policy", ["stashing", slow("2bw")])
+@pytest.mark.parametrize("policy", ["stashing", "2bw"])
 def test_epochs_with_weight_stashing(policy):
     """Updates while micro-batches are under way; of odd sizes, too."""
     options = {"policy": policy, "optimizer": optim.adam(lr=0.05)}

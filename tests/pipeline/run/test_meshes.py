@@ -49,7 +49,6 @@ def test_gradient_of_the_whole_batch_in_other_precisions(dtype):
     judged([WIDE], ["1F1B"], dtype)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float64])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_over_every_layout(schedule, dtype):

@@ -62,7 +62,6 @@ def together(state):
     return optim.MasterState(masters, inner, scale)
 
 
-@pytest.mark.thorough
 def test_every_step_is_that_of_one_device():
     """The same steps are skipped and the scale moves alike, in all stages; each step
     that is made follows a gradient that the judge accepts."""
@@ -152,7 +151,6 @@ def test_bits_are_those_of_the_same_steps_by_hand():
         same_bits((state.params, state.opt_states), (params, opt_states))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["mean", "sum", "max"])
 def test_reductions_and_replicas(kind):
     """Two workers for the last stage, on devices of their own, halves of a backward

@@ -66,7 +66,6 @@ def executor(where):
     return STAGES, None
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("where", ["devices", "one program"])
 @pytest.mark.parametrize("kind", ["mean", "max"])

@@ -41,7 +41,6 @@ def of(policy, n, replicas, every):
     return lambda m: schedule_of_epoch(policy, n, m, replicas, every)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("m", [1, 2, 5, 12, 131])
 def test_programs_and_versions_are_those_of_the_length(case, m):

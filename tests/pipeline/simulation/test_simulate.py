@@ -321,7 +321,6 @@ SIZE = """
 """
 
 
-@pytest.mark.thorough
 def test_a_thousand_stages_fit_in_two_gib():
     """8.4 million actions with messages, in a process of its own."""
     done = subprocess.run(

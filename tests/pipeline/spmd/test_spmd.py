@@ -44,7 +44,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.thorough
 def test_gradient_of_the_whole_batch():
     """Eleven examples, so that micro-batches are padded; weights, one of them 0."""
     params, batch, weights = problem(4, 11)

@@ -129,7 +129,6 @@ def token_batch(rng):
     return {k: rng.integers(0, 7, (6, 5)) for k in ("tokens", "next")}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("cut", [[0, 1, 2], [0, 0, 0]])
 def test_what_layers_share_stays_one_parameter(cut, rng):
     """Within a stage and over stages, three steps long."""
@@ -389,7 +388,6 @@ class Residual(nnx.Module):
         return x + self.drop(nnx.relu(self.conv(self.norm(x))))
 
 
-@pytest.mark.thorough
 def test_a_profiled_net_with_statistics_runs_as_planned(rng, tmp_path):
     """Measured, planned, written, read, trained; against the layers one by one."""
     rngs = nnx.Rngs(7)

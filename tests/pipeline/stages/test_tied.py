@@ -33,7 +33,6 @@ def test_the_gradient_is_that_of_one_shared_parameter(reduction):
     assert where == [{device} for device in jax.devices()[:3]]
 
 
-@pytest.mark.thorough
 def test_training_keeps_the_copies_equal_and_is_that_of_the_whole():
     """The norm counts a shared gradient once."""
     params, optimizer = params_of(), optim.adam(lr=0.05)
@@ -55,7 +54,6 @@ def test_training_keeps_the_copies_equal_and_is_that_of_the_whole():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [False, True])
 def test_workers_keep_them_equal_too(cluster, replicas):
     """To the bit as one process does, where a stage has two workers as well."""

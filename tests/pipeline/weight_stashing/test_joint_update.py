@@ -71,7 +71,6 @@ def serial(policy, params, batches, weights, k, max_norm=None, tied=()):
     return history[-1], norms
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "k"), SAME)
 def test_the_norm_is_that_of_all_stages(policy, k):
     """Some updates are clipped and some are not; one stage's norm would clip others."""
@@ -85,7 +84,6 @@ def test_the_norm_is_that_of_all_stages(policy, k):
     close(state.params, expected)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "k"), SAME)
 def test_tied_parameters_have_one_gradient(policy, k):
     params, batches, weights = problem(11, tied=True)
@@ -111,7 +109,6 @@ def test_a_clipped_stage_with_replicas_alone():
     close(state.params, expected)
 
 
-@pytest.mark.thorough
 def test_workers_have_the_bits_of_one_process(cluster):
     """Clipped, tied, or summed, from a generator each."""
     tasks = [cluster.start(rank, worlds.epochs, names(3)) for rank in range(3)]

@@ -125,7 +125,6 @@ def judge():
     return verify.judge(whole_losses)
 
 
-@pytest.mark.thorough
 def test_the_judge_of_stashing(judge):
     """The last gradient in float32, at the very weights that its forward pass met."""
     n, m = 3, 5
@@ -367,7 +366,6 @@ def test_losses_are_not_fetched_all_at_the_end(monkeypatch):
 # --- checkpoints within an epoch ---
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("m", "parts"), [(8, 3), (9, 3), (2, 1)])
 def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
     params, batches, weights = problem(3, m)

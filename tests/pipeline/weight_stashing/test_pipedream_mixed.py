@@ -49,7 +49,6 @@ def masters_of(state):
     return [opt_state.masters for opt_state in state.opt_states]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "k", "change", "replicas"),
     [
@@ -99,7 +98,6 @@ def test_a_batch_without_weight_is_no_overflow(kind):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.thorough
 def test_updates_in_16_bits(monkeypatch):
     """Each follows a gradient at the very versions that the judge accepts, but those
     that are skipped; and a skipped one leaves all bits as they are."""

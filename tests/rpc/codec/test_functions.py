@@ -189,7 +189,6 @@ def test_a_main_program_of_the_standard_library(package):
         FunctionTable(main=_main(package)).resolve(f"{package}:system")
 
 
-@pytest.mark.thorough
 def test_real_main_programs(tmp_path):
     """A script, and a module run with -m, name their own functions and package."""
     script = textwrap.dedent("""

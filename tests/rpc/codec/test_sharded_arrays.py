@@ -183,7 +183,6 @@ def refused(value, to="worker1"):
             verb(to, told, args=(value,))
 
 
-@pytest.mark.thorough
 def test_what_is_partly_elsewhere_is_refused():
     """A real array over two processes; one that is whole in each of them is sent."""
     assert rpc.spawn(over_processes, nprocs=2) == [0, 1]

@@ -97,6 +97,5 @@ def rpc_and_jax(rank):
     return rank
 
 
-@pytest.mark.thorough
 def test_rpc_before_and_after_jax_distributed():
     assert rpc.spawn(rpc_and_jax, nprocs=2, timeout=120) == [0, 1]

@@ -107,7 +107,6 @@ def test_a_home_that_cannot_be_written_keeps_nothing(users_folder):
     assert str(users_folder) in made.notes["compilation cache"]
 
 
-@pytest.mark.thorough
 def test_without_settings_a_process_is_as_its_parent():
     (seen,) = spawn(cases.settings, nprocs=1, settings=None)
     assert seen["class"] == os.sched_getscheduler(0)
@@ -117,7 +116,6 @@ def test_without_settings_a_process_is_as_its_parent():
     assert seen["applied"] == {"cores": "not pinned"}
 
 
-@pytest.mark.thorough
 def test_each_setting_has_a_switch():
     switched = ProcessSettings(batch_scheduling=False, callback_threads=300)
     (seen,) = spawn(cases.settings, nprocs=1, settings=switched)
