@@ -50,7 +50,19 @@ class Hardware:
         if not fits or any(size < 1 for size in self.shape):
             counts = " or ".join(map(str, lengths[self.chip.platform]))
             rule = f"must have {counts} positive numbers for {self.chip.platform}"
-            raise ValueError(requirement("Hardware(shape=...)", rule, self.shape))
+            meanings = {
+                "tpu": "They are chips along the axes of the slice.",
+                "cuda": "They are hosts and the GPUs of each: h100:1x8 is one host.",
+                "cpu": "It is the number of CPU devices.",
+            }
+            raise ValueError(
+                requirement(
+                    "Hardware(shape=...)",
+                    rule,
+                    self.shape,
+                    meanings[self.chip.platform],
+                )
+            )
 
     @property
     def name(self) -> str:

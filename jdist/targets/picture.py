@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jdist._errors import Unavailable, extra
-from jdist.targets.report import CompiledProgram
+from jdist.targets.report import CompiledProgram, seconds_text, size_text
 
 COLORS = {
     "arguments": "#4c78a8",
@@ -39,13 +39,28 @@ def write_picture(programs: Sequence[tuple[str, CompiledProgram]], path: Path) -
     figure = Figure(figsize=(12, height), layout="constrained")
     memory, seconds = figure.subplots(1, 2, sharey=True)
     for row, (_, program) in enumerate(programs):
-        for axes, parts in ((memory, _memory(program)), (seconds, _seconds(program))):
+        wanted, time = program.wanted_bytes, program.seconds
+        for axes, parts, told in (
+            (memory, _memory(program), "" if wanted is None else size_text(wanted)),
+            (seconds, _seconds(program), "" if time is None else seconds_text(time)),
+        ):
             start = 0.0
             for name, length in parts.items():
                 axes.barh(row, length, left=start, color=COLORS[name])
                 start += length
+            # A program may be so small that its bar cannot be seen.
+            axes.annotate(
+                told,
+                (start, row),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                size="small",
+            )
         limit = program.memory / 2**30
         memory.plot([limit, limit], [row - 0.45, row + 0.45], color="black")
+    for axes in (memory, seconds):
+        axes.margins(x=0.15)  # For the text behind the longest bar.
     memory.set_yticks(range(len(programs)), [label for label, _ in programs])
     memory.set_ylim(len(programs) - 0.5, -0.5)
     memory.set_xlabel("GiB of each device; the line is its memory")

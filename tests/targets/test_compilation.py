@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdist import targets
+from jdist import data_parallel, optim, targets
 from jdist.targets.compilation import _refused
 from jdist.targets.report import size_text
 
@@ -96,6 +96,53 @@ def test_donation_is_told():
     assert found.donated == ("f32[5,3]",)
     assert found.donated_in_vain in ((), ("f32[7]",))
     assert found.bytes_per_device.aliased == 60
+
+
+def training_step(plant=""):
+    """A step over replicas, lowered for the mesh of `FOUR`; with a fault planted."""
+
+    def losses(params, x):
+        h = jnp.tanh(x @ params["w"])
+        if plant == "collective":
+            # All rows of all replicas: one gather more, and a scatter for its gradient.
+            h = h + jax.lax.all_gather(h, "data").mean(0)
+        return (h @ params["v"]) ** 2
+
+    params = {"w": shape((6, 5)), "v": shape((5,))}
+    optimizer = optim.sgd(lr=0.1, momentum=0.9)
+    step = data_parallel.train_step(losses, optimizer, FOUR.mesh({"data": 4}))
+    return step.lower(step.init(params), shape((8, 6)))
+
+
+def test_a_planted_collective_is_found():
+    kinds = [
+        [each.kind for each in targets.compile(lowered, target=FOUR).collectives]
+        for lowered in (training_step(), training_step("collective"))
+    ]
+    assert kinds[0] == ["all-reduce"]
+    assert len(kinds[1]) > 1
+    assert "all-gather" in kinds[1]
+
+
+def test_a_lost_donation_is_found():
+    """Of a step that never donated, and of state that comes back in another type."""
+    kept = targets.compile(training_step(), target=FOUR)
+    state = 2 * 4 * (6 * 5 + 5)
+    assert kept.bytes_per_device.aliased >= state
+    assert kept.donated_in_vain == ()
+
+    def step(w, momentum, x):
+        momentum = 0.9 * momentum + x.T @ (x @ w)
+        return w - 0.1 * momentum, momentum.astype(jnp.bfloat16)
+
+    arguments = (shape((6, 5)), shape((6, 5)), shape((8, 6)))
+    found = targets.compile(jax.jit(step), *arguments, target=ONE)
+    assert found.donated == ()
+    assert found.bytes_per_device.aliased == 0
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    found = targets.compile(donating, *arguments, target=ONE)
+    assert found.donated == found.donated_in_vain == ("f32[6,5]",)
+    assert found.bytes_per_device.aliased == 4 * 6 * 5
 
 
 def test_what_is_too_large_is_an_answer():
