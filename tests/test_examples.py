@@ -19,6 +19,7 @@ from examples import (
     batch_reinforcement,
     communication_hooks,
     divided_optimizer,
+    language_model,
     model_parallel,
     parameter_server,
     recurrent_network,
@@ -30,7 +31,7 @@ from examples import (
     transformer_pipeline,
     uneven_inputs,
 )
-from jdist import data_parallel, optim, rpc
+from jdist import data_parallel, optim, pipeline, rpc
 from jdist.data_parallel import hooks
 from tests.newcomer import own_promotions
 from tests.rpc.witnesses import leftovers
@@ -55,6 +56,10 @@ TORCHS_LINES = {
     "uneven_inputs": (30, "generic_join, with DDP and ZeRO (the counter)"),
     "divided_optimizer": (51, "zero_redundancy_optimizer"),
     "communication_hooks": (61, "ddp_comm_hooks, checkpointing"),
+    "language_model": (
+        319,
+        "distributed/tensor_parallelism: fsdp_tp_example.py, llama2_model.py",
+    ),
     "transformer_pipeline": (80, "pipelining_tutorial (the tracer)"),
     "model_parallel": (79, "model_parallel_tutorial (timing and plots)"),
 }
@@ -415,6 +420,41 @@ def test_transformer_pipeline():
     opt = optim.sgd(lr=example.LR)
     expected, _ = descended(loss_of, params, [example.batch()] * 3, opt)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_language_model():
+    """On meshes of 2 x 2 for two stages: one device's losses and layers, in float32."""
+    example, steps = language_model, 3
+    places = example.meshes(jax.devices(), (2, 2, 2))
+    losses, layers = example.train(places, pipeline.zero_bubble(2, 4), steps)
+    model = nnx.List(example.layers(example.Sizes()))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_with(layers, batch):
+        h = batch["tokens"]
+        for layer in layers:
+            h = layer(h)
+        weights = batch["mask"].sum(1)
+        return (example.losses_of(h, batch) * weights).sum() / weights.sum()
+
+    def loss_of(params, batch):
+        return loss_with(nnx.merge(graph, params, rest), batch)
+
+    data = example.batches(steps + 1)
+    assert all(0 < batch["mask"].mean() < 1 for batch in data)
+    expected, _ = descended(loss_of, params, data, optim.adam(lr=example.LR))
+    np.testing.assert_allclose(losses, expected[:steps], rtol=1e-5)
+    # The layers that came back have the loss of the step that would follow.
+    for layer in layers:
+        nnx.update(layer, jax.tree.map(np.asarray, nnx.state(layer, nnx.Param)))
+    np.testing.assert_allclose(loss_with(layers, data[-1]), expected[-1], rtol=1e-5)
+
+
+def test_the_language_models_parallelism_is_thirty_lines():
+    """What a user writes for it, beside the model, its data and the training loop."""
+    text = (ROOT / "examples/language_model.py").read_text()
+    part = text.partition("# --- parallelism ---")[2].partition("# --- training ---")[0]
+    assert 10 < lines_of_code(part) <= 30
 
 
 # --- programs ---

@@ -114,6 +114,11 @@ def stages_from_nnx(
       tied: As for `modules_from_nnx`, by number.
       loss_inputs: Names of the loss's inputs, if not the outputs of the last module.
 
+    Returns:
+      Stages with their parameters and states. Its `modules(params, states)` is the way
+      back: new modules, in the order given, with what was trained. Each has its own
+      copy of a parameter that they shared.
+
     Raises:
       TypeError: Something is not an NNX module.
       ValueError: There is not one name more than stages; a stage has no module; or an
