@@ -259,5 +259,5 @@ def plot(paces: dict[str, dict[str, float]]) -> Figure:
         for count, taken in found.items()
     }
     axes.barh(list(bars), list(bars.values()))
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms of a step, by the number of devices")
     return figure

@@ -37,6 +37,7 @@ def write(folder: Path) -> Path:
     claims = [claim for record in records for claim in record["claims"]]
     left = sum(claim["holds"] is None for claim in claims)
     sections = "\n".join(_section(folder, record) for record in records)
+    contents = "\n".join(map(_entry, records))
     page = folder / "report.html"
     page.write_text(
         f"""<!doctype html>
@@ -46,6 +47,9 @@ def write(folder: Path) -> Path:
 <h1>jdist: experiments</h1>
 <p>{held} of {len(records)} experiments hold. Of {len(claims)} claims {left} were not
 judged.</p>
+<nav><ul>
+{contents}
+</ul></nav>
 {sections}
 </body></html>
 """
@@ -53,8 +57,22 @@ judged.</p>
     return page
 
 
+def _entry(record: dict[str, Any]) -> str:
+    """A line of the table of contents."""
+    name, kind = escape(record["name"]), "good" if record["holds"] else "bad"
+    verdict = "holds" if record["holds"] else "does not hold"
+    told = f'<span class="{kind}">{verdict}</span>{_form(record)}'
+    return f'<li><a href="#{name}">{name}</a>: {told}</li>'
+
+
+def _form(record: dict[str, Any]) -> str:
+    """A shorter form proves less, so that it is named wherever an outcome is."""
+    return ", quick form" if record["settings"]["quick"] else ""
+
+
 def _section(folder: Path, record: dict[str, Any]) -> str:
     kind = "good" if record["holds"] else "bad"
+    name = escape(record["name"])
     outcome = record.get("outcome", "Written in an older form.")
     form = "quick form" if record["settings"]["quick"] else "full form"
     claims = [("", "claim", "measured")] + [
@@ -62,7 +80,7 @@ def _section(folder: Path, record: dict[str, Any]) -> str:
         for claim in record["claims"]
     ]
     parts = [
-        f"<h2>{escape(record['name'])}</h2><p>{escape(record['summary'])}</p>",
+        f'<h2 id="{name}">{name}{_form(record)}</h2><p>{escape(record["summary"])}</p>',
         f'<p class="proved {kind}">{escape(outcome)}</p>',
         _table("Claims", claims),
         *(_table(title, rows) for title, rows in record["tables"].items()),

@@ -87,7 +87,7 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
         sizes,
         [statistics.mean(taken) / one for taken in runs],
         [statistics.stdev(taken) / one for taken in runs],
-        fmt="o-",
+        fmt="o-" if len(sizes) > 1 else "o",
         capsize=3,
         color=PIPED,
         label=setup.partition("\n")[0],
@@ -98,9 +98,10 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
         label = f"the source: {GPUS}"
         axes.plot(theirs, heights, "D", color="tab:red", label=label)
     bubble = [(1 + size / batch) / 2 for size in sizes]
-    axes.plot(
-        sizes, bubble, "--", color="tab:green", label="bubble alone, equal halves"
-    )
+    # Of one size a mark is seen, not a line.
+    style = "--" if len(sizes) > 1 else "_"
+    label = "bubble alone, equal halves"
+    axes.plot(sizes, bubble, style, color="tab:green", label=label)
     for name in (ONE, PARALLEL):
         height = statistics.mean(seconds[name]) / one
         axes.axhline(height, color=COLORS[name], label=name, zorder=0)

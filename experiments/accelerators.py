@@ -325,9 +325,13 @@ def plot(found: Sequence[Planned]) -> Figure:
     ]
     places = np.arange(len(found))
     axes.barh(places, busy, label="busiest stage")
-    axes.barh(places, rest, left=busy, label="fill, drain, messages")
+    bars = axes.barh(places, rest, left=busy, label="fill, drain, messages")
+    totals = [f"{each.timeline.makespan * 1e3:.3g}" for each in found]
+    axes.bar_label(bars, totals, padding=3, fontsize=7)
+    axes.margins(x=0.08)
     axes.set_yticks(places, names, fontsize=7)
+    # Lengths that stand behind each other can be compared on a linear axis only.
     axes.set_xlabel("estimated ms of a step")
-    axes.set_xscale("log")
-    axes.legend()
+    axes.set_title("A step of each plan", fontsize=9)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -237,7 +237,8 @@ def plot(measured: Run) -> Figure:
     for rule, text in RULES.items():
         ratios = np.array(measured.ratios[rule], float)  # None becomes NaN.
         at = np.flatnonzero(~np.isnan(ratios))
-        above.semilogy(at, np.maximum(ratios[at], 1e-3), linewidth=1, label=text)
+        shown = np.maximum(ratios[at], 1e-3)
+        above.semilogy(at, shown, ".-", linewidth=1, markersize=3, label=text)
         below.plot(measured.lengths[rule], linewidth=1, label=text)
     above.axhline(1, color="black", linestyle="--", linewidth=1, label="derived bound")
     leaving = np.flatnonzero(np.diff(measured.active)) + 0.5
@@ -245,8 +246,10 @@ def plot(measured: Run) -> Figure:
         for at in leaving:
             axes.axvline(at, color="0.8", linewidth=1, zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
-    above.set(ylabel="error / bound", title="What a gradient is divided by")
+    above.set(ylabel="error / bound")
+    above.set_title("What a gradient is divided by; dots: the steps judged", pad=24)
     below.set(xlabel="step (grey: a replica's data ends)", ylabel="relative length")
     below.set_ylim(0, 1.6)
-    above.legend(frameon=False, fontsize=8)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    above.legend(frameon=False, fontsize=8, ncols=4, **place)
     return figure

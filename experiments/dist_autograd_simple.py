@@ -269,10 +269,12 @@ def plot(found: Sequence[Trained], alone: Sequence[Trained]) -> Figure:
     figure, axes = plt.subplots(figsize=(7, 4))
     for rank, (one, other) in enumerate(zip(found, alone, strict=True)):
         axes.semilogy(one.losses, label=f"worker{rank}", color=f"C{rank}")
-        axes.semilogy(other.losses, ".", color=f"C{rank}")
+        dots = f"worker{rank}'s, on one device"
+        axes.semilogy(other.losses, ".", color=f"C{rank}", label=dots)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.legend()
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

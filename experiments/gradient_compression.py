@@ -303,11 +303,13 @@ def plot_bytes(runs: Sequence[Run]) -> Figure:
 def plot_losses(runs: Sequence[Run]) -> Figure:
     """A curve for each run."""
     figure, axes = plt.subplots(figsize=(8, 4))
-    for run in runs:
+    for number, run in enumerate(runs):
         smooth = np.convolve(run.losses, np.ones(10) / 10, mode="valid")
-        color = "black" if run.name == EXACT else None
-        axes.semilogy(smooth, label=run.name, color=color, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+        color = "black" if run.name == EXACT else f"C{number - 1}"
+        # Equal curves lie on each other: the later ones are narrower.
+        width = 4 * 0.7**number
+        axes.semilogy(smooth, label=run.name, color=color, linewidth=width)
+    axes.set(xlabel="step", ylabel="loss, mean of 10 steps")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -321,5 +321,8 @@ def plot(faults: Sequence[Judged], right: Sequence[Judged]) -> Figure:
         axes.set_xlabel("relative size of the fault")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("error / bound")
-    panels[0].legend(frameon=False, loc="upper left", fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="upper center", ncols=4, frameon=False, bbox_to_anchor=(0.5, 0.02),
+    )  # fmt: skip
     return figure

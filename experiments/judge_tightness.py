@@ -220,9 +220,9 @@ def plot(seen: Cells) -> Figure:
             )
             if line:
                 label = f"{dtype}, {model}"
-                axes.plot(
-                    *zip(*line, strict=True), f"C{color}{style}o", label=label, ms=3
-                )
+                # One size of batch is a dot, not a line.
+                form = f"C{color}o" + (style if len(line) > 1 else "")
+                axes.plot(*zip(*line, strict=True), form, label=label, ms=3)
     axes.set(xscale="log", yscale="log", xlabel="examples", ylabel="smallest e seen")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=6, bbox_to_anchor=(1, 1))

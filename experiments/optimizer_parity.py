@@ -216,12 +216,12 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
     figure, axes = plt.subplots(figsize=(9, 0.24 * len(recorded) + 1.5))
     rows = np.arange(len(recorded))[::-1]
     # Exactly equal runs are drawn at the left edge, where a logarithm has no place.
-    for kind, limit, color in (
-        ("float64", FLOAT64, "tab:blue"),
-        ("float32", FLOAT32, "tab:orange"),
+    for kind, limit, color, size in (
+        ("float64", FLOAT64, "tab:blue", 36),
+        ("float32", FLOAT32, "tab:orange", 9),
     ):
         errors = [max(getattr(r, kind), 1e-18) for r in recorded]
-        axes.scatter(errors, rows, color=color, s=18, label=kind)
+        axes.scatter(errors, rows, color=color, s=size, label=kind)
         axes.axvline(limit, color=color, linestyle="--", linewidth=1)
     axes.set_yticks(rows, [f"{r.name}: {r.case}" for r in recorded], fontsize=7)
     axes.set(xscale="log", xlabel="largest difference from torch / size of the leaf")
@@ -238,9 +238,9 @@ def plot_optax(curves: Mapping[str, np.ndarray]) -> Figure:
         same = COUNTERPARTS[name][2]
         shown = np.maximum(curve, 1e-18)
         color, style = ("0.4", next(greys)) if same else ("firebrick", next(reds))
-        axes.semilogy(shown, style, color=color, linewidth=1, label=name)
+        axes.semilogy(shown, style, color=color, linewidth=1, markersize=4, label=name)
     axes.axhline(FLOAT64, color="black", linestyle="--", linewidth=1)
     axes.set(xlabel="step", ylabel="difference between optax and torch's formula")
-    axes.legend(frameon=False, ncols=2, loc="center", fontsize=8)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

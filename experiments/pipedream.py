@@ -317,17 +317,19 @@ def pictures(found: Found) -> Iterator[Picture]:
 def plot(found: Found) -> Figure:
     """Accuracy per epoch and per second."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for name in found.runs:
+    for number, name in enumerate(found.runs):
         style = "o-" if isinstance(METHODS[name], Flushing) else "s--"
+        # Equal curves lie on each other: the later ones are narrower.
+        width = {"linewidth": 4 - 0.45 * number, "markersize": 10 - number}
         curve = found.accuracy(name)
         epochs = np.arange(len(curve))
-        left.plot(epochs, curve, style, label=name, alpha=0.8)
-        right.plot(epochs * found.seconds[name], curve, style, label=name, alpha=0.8)
+        left.plot(epochs, curve, style, label=name, **width)
+        right.plot(epochs * found.seconds[name], curve, style, label=name, **width)
     left.set_xlabel("epoch")
     left.set_ylabel("test accuracy")
     where = ", a process and a core for each stage" if found.measured else ""
     right.set_xlabel(f"seconds, {found.how}{where}")
-    right.legend()
+    right.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"{found.network.name}, {found.network.stages} stages")
     figure.tight_layout()
     return figure

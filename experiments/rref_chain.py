@@ -354,7 +354,7 @@ def plot(plan: Plan, found: dict[str, Any]) -> Figure:
     left.step(range(1, len(relay) + 1), relay, color="C1", label="relay")
     left.set_xlabel("step")
     left.set_ylabel("references that the owner counts")
-    left.legend()
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     names = ["the value", "forwarded\nby all", "fetched\nonce"]
     sizes = [
         4 * plan.numbers,

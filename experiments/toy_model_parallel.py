@@ -208,5 +208,5 @@ def plot(measured: Run) -> Figure:
     axes.plot(measured.losses)
     axes.set_xlabel("step")
     axes.set_ylabel("mean squared error")
-    axes.set_title("Two stages")
+    axes.set_title("Training loss of a model in two stages")
     return figure

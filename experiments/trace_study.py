@@ -551,5 +551,5 @@ def plot(faults: Sequence[Finding]) -> Figure:
     axes.set(xscale="log", xlabel="effect on the gradient")
     axes.set_yticks(range(len(kinds)), kinds)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -283,14 +283,16 @@ def plot(runs: Sequence[Run]) -> Figure:
     )
     axes.bar(at, kept, color="0.75", label="parameters")
     axes.bar(at, state, bottom=kept, color="tab:blue", label="Adam's state")
-    whole = state[0]
+    whole, named = state[0], False
     for i, r in enumerate(runs):
         if r.divided:
             level = kept[i] + whole / r.replicas
-            axes.plot([i - 0.45, i + 0.45], [level] * 2, "k--", linewidth=1)
+            (line,) = axes.plot([i - 0.45, i + 0.45], [level] * 2, "k--", linewidth=1)
+            line.set_label("" if named else "state divided by replicas")
+            named = True
     names = [f"{r.replicas}\n{'ZeRO' if r.divided else 'whole'}" for r in runs]
     axes.set_xticks(at, names)
     axes.set(xlabel="replicas", ylabel="MiB on each device")
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

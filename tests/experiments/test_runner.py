@@ -95,6 +95,9 @@ def test_a_run_leaves_json_pictures_and_a_page(here, capsys):
     assert "&lt;b&gt;" in page
     assert "A line &amp; more" in page
     assert 'src="http' not in page
+    contents = '<li><a href="#toy">toy</a>: <span class="good">holds</span>, quick form'
+    assert contents in page
+    assert '<h2 id="toy">toy, quick form</h2>' in page
     assert not list(folder.glob("*.unfinished"))
 
 
@@ -108,6 +111,8 @@ def test_a_failing_claim_fails_the_run(here, capsys):
     assert "Proved in 0 s: 2 of 2 claims hold: 1 = 1 (1)." in shown
     page = (folder / "report.html").read_text()
     assert "1 of 2 experiments hold." in page
+    assert '<a href="#bad">bad</a>: <span class="bad">does not hold</span></li>' in page
+    assert "quick form" not in page
     assert "Does not hold: a &lt; b (&lt;b&gt;)." in page
 
 

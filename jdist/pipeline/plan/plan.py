@@ -243,6 +243,7 @@ class Plan:
         axes.axvline(bottleneck, color="#f58518", label="bottleneck")
         beside = 1e3 * self.data_parallel_time
         axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
+        axes.set_xlim(0, 1.05 * max(beside, bottleneck))
         # The first stage on top.
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
