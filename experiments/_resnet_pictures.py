@@ -101,7 +101,7 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
     # Of one size a mark is seen, not a line.
     style = "--" if len(sizes) > 1 else "_"
     label = "bubble alone, equal halves"
-    axes.plot(sizes, bubble, style, color="tab:green", label=label)
+    axes.plot(sizes, bubble, style, color="tab:green", markersize=20, label=label)
     for name in (ONE, PARALLEL):
         height = statistics.mean(seconds[name]) / one
         axes.axhline(height, color=COLORS[name], label=name, zorder=0)

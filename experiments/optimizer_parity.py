@@ -224,7 +224,9 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
         axes.scatter(errors, rows, color=color, s=size, label=kind)
         axes.axvline(limit, color=color, linestyle="--", linewidth=1)
     axes.set_yticks(rows, [f"{r.name}: {r.case}" for r in recorded], fontsize=7)
-    axes.set(xscale="log", xlabel="largest difference from torch / size of the leaf")
+    axes.set(
+        xscale="log", xlabel="largest difference from torch / size of the leaf; left: 0"
+    )
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -240,7 +242,8 @@ def plot_optax(curves: Mapping[str, np.ndarray]) -> Figure:
         color, style = ("0.4", next(greys)) if same else ("firebrick", next(reds))
         axes.semilogy(shown, style, color=color, linewidth=1, markersize=4, label=name)
     axes.axhline(FLOAT64, color="black", linestyle="--", linewidth=1)
-    axes.set(xlabel="step", ylabel="difference between optax and torch's formula")
+    axes.set(xlabel="step; a curve at the bottom is 0")
+    axes.set_ylabel("difference between optax and torch's formula")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
