@@ -234,12 +234,13 @@ def claims(measured: Run, steps: int, examples: int, *, devices: bool) -> list[C
 def plot(measured: Run) -> Figure:
     """error/bound above, relative lengths below; a line where a replica leaves."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
-    for rule, text in RULES.items():
+    for number, (rule, text) in enumerate(RULES.items()):
         ratios = np.array(measured.ratios[rule], float)  # None becomes NaN.
         at = np.flatnonzero(~np.isnan(ratios))
         shown = np.maximum(ratios[at], 1e-3)
         above.semilogy(at, shown, ".-", linewidth=1, markersize=3, label=text)
-        below.plot(measured.lengths[rule], linewidth=1, label=text)
+        # Equal curves lie on each other: the later ones are narrower.
+        below.plot(measured.lengths[rule], linewidth=3 - number, label=text)
     above.axhline(1, color="black", linestyle="--", linewidth=1, label="derived bound")
     leaving = np.flatnonzero(np.diff(measured.active)) + 0.5
     for axes in (above, below):
