@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import Progress
 
@@ -273,7 +274,7 @@ def plot(found: Sequence[Trained], alone: Sequence[Trained]) -> Figure:
         axes.semilogy(other.losses, ".", color=f"C{rank}", label=dots)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
