@@ -39,10 +39,14 @@ def piped(schedule, places=None, second=stage):
     return lambda params, batch: pipe.value_and_grad(params, batch, WEIGHTS)
 
 
-def worker_step():
+def worker_step(second=stage):
     """One worker's part of a step, and what its taps saw, as plain data."""
-    run = piped(pipeline.one_f_one_b(2, 2), ["worker0", "worker1"])
+    run = piped(pipeline.one_f_one_b(2, 2), ["worker0", "worker1"], second)
     with verify.TapRecording() as recording:
         loss, gradient = jax.block_until_ready(run(PARAMS, BATCH))
     found = jax.tree.map(np.asarray, (loss, list(gradient)))
     return found, [tuple(record) for record in recording.records]
+
+
+def wrong_worker_step():
+    return worker_step(louder)

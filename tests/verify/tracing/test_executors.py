@@ -17,6 +17,7 @@ from tests.verify.tracing.staged import (
     louder,
     piped,
     worker_step,
+    wrong_worker_step,
 )
 
 
@@ -113,16 +114,26 @@ def test_a_lost_sum_over_shards_is_no_tap_s_fault(judged):
     assert len(trace.right) == 4
 
 
-def test_workers_records_are_brought_home(judged, cluster):
+def on_workers(cluster, step):
     def candidate(params, batch):
         del params, batch  # The workers have the same.
-        tasks = [cluster.start(rank, worker_step) for rank in range(2)]
+        tasks = [cluster.start(rank, step) for rank in range(2)]
         found = [task.result() for task in tasks]
         for _, records in found:
             verify.replay(records)
         (loss, first), (_, second) = (result for result, _ in found)
         return loss, [first[0], second[1]]
 
-    trace = judged(candidate)
+    return candidate
+
+
+def test_workers_records_are_brought_home(judged, cluster):
+    trace = judged(on_workers(cluster, worker_step))
     assert trace.raise_if_failed().difference is None
     assert len(trace.right) == 4
+
+
+def test_a_wrong_stage_on_a_worker_is_named(judged, threads):
+    trace = judged(on_workers(threads, wrong_worker_step))
+    assert (trace.difference.direction, trace.difference.tap) == ("forward", "stage[1]")
+    assert trace.right == ("forward stage[0]",)

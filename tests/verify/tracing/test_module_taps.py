@@ -95,3 +95,37 @@ def test_layers_in_a_scan_are_passages_of_one_tap():
         "forward layers/inner[1]",
     )  # fmt: skip
     assert len(trace.right) == 18
+
+
+def test_a_wrong_submodule_is_named_by_its_path():
+    """In one micro-batch; the batch is a list of NumPy's arrays."""
+    graph, params = nnx.split(verify.tapped(Block(nnx.Rngs(0))), nnx.Param)
+
+    def losses(params, batch):
+        (x,) = batch
+        return jnp.sum(nnx.merge(graph, params)(x) ** 2, axis=1)
+
+    @jax.jit
+    def part(params, batch):
+        return jax.value_and_grad(lambda p, b: losses(p, b).sum() / 5)(params, batch)
+
+    def turned(params):
+        model = nnx.merge(graph, params)
+        model.outer.kernel[...] *= -1
+        return nnx.state(model, nnx.Param)
+
+    def in_two(change):
+        def candidate(params, batch):
+            (x,) = batch
+            first, second = part(params, [x[:3]]), part(change(params), [x[3:]])
+            return jax.tree.map(jnp.add, first, second)
+
+        return candidate
+
+    judged = verify.tracer(losses, params, [np.asarray(X)], seed=None)
+    right = judged(in_two(lambda p: p))
+    assert right.raise_if_failed().difference is None
+    assert len(right.right) == 4
+    found = judged(in_two(turned)).difference
+    assert (found.direction, found.tap) == ("forward", "outer")
+    assert found.examples == (3, 4)
