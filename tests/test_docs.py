@@ -46,10 +46,13 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
     ):
         for block in blocks:
             exec(compile(block, page.name, "exec"), vars(main))
+    shown = capsys.readouterr().out
     if page.name == "README.md":
-        shown = capsys.readouterr().out
         assert "oracle pinned" in shown
         assert "FAILS" not in shown
+    if page.name == "verify_trace.md":
+        assert "inward/kernel/value, examples 0-9: " in shown
+        assert "examples 0-5 count 0.8333 times; examples 6-9 count 1.25 times" in shown
 
 
 def test_the_readme_needs_twelve_lines():
@@ -57,6 +60,15 @@ def test_the_readme_needs_twelve_lines():
     block, *_ = CODE.findall((ROOT / "README.md").read_text())
     lines = [line for line in block.splitlines() if line.strip()]
     assert len([line for line in lines if "import" not in line]) <= 12
+
+
+def test_a_loop_is_traced_with_fewer_than_ten_lines():
+    """Those that the page numbers from 1; all others are the loop's own."""
+    block, *_ = CODE.findall((ROOT / "docs" / "verify_trace.md").read_text())
+    lines = block.splitlines()
+    added = [line for line in lines if re.search(r"# \d$", line)]
+    assert [int(line[-1]) for line in added] == list(range(1, len(added) + 1))
+    assert not any(re.search("verify|trace", x) for x in lines if x not in added)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 from jdist.verify.tracing.report import Difference
 
+STALE = (
+    "the backward pass has other values than the forward pass, as of stale parameters"
+)
+
 
 @dataclass(slots=True)
 class Findings:
@@ -264,7 +268,12 @@ class _Backward:
                 continue
             if place in self.findings.of_parts:
                 continue
-            difference = self._at(place, passage, passage.backward.values, own)
+            wanted = passage.backward.values
+            strange = self._strange(place, passage, wanted, own)
+            if strange:
+                label, far = passage.label, float("inf")
+                return Difference("backward", label, strange, far, STALE)
+            difference = self._at(place, passage, wanted, own)
             if difference is not None:
                 return difference
             self.findings.right.append(f"backward {passage.label}")
@@ -301,6 +310,26 @@ class _Backward:
         if not wrong:
             return None
         return self._difference(passage, own, wrong)
+
+    def _strange(
+        self, place: int, passage: Passage, wanted: np.ndarray, own: Aligned
+    ) -> tuple[int, ...]:
+        """The examples that no cotangent reaches, where other values have some.
+
+        At the last tap alone: without such values they are lost, which the gradient
+        shows, and before it their cotangents are compared.
+        """
+        assert own.backward.cotangents is not None
+        if passage.layout.axis is None or self.findings.factors:
+            return ()
+        if not own.backward.cotangents[own.backward.found == NONE].any():
+            return ()
+        classes = own.classes_at(place)
+        return tuple(
+            e
+            for e in np.flatnonzero(self.counted).tolist()
+            if wanted[e].any() and classes[e] not in own.backward.found
+        )
 
     def _sums(
         self, own: Aligned, label: int, members: list[tuple[int, int]]
@@ -363,7 +392,7 @@ class _Backward:
         if not found.any():
             words = "no cotangent arrives"
             if (own.backward.found == NONE).any():
-                words = "the backward pass has other values than the forward pass"
+                words = STALE
             return Difference("backward", passage.label, examples, float("inf"), words)
         others = {
             p.label: p.backward.values[known]

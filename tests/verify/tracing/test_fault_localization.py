@@ -110,7 +110,18 @@ def only(part, loss):
     return lambda number: loss if number == part else losses
 
 
+def stale(params, rows):
+    """The loss of these parameters, and the gradient of older ones."""
+    share = weights() / weights().sum()
+    loss = jax.jit(lambda p: jnp.sum(share * losses(p, rows)))(params)
+    return loss, accumulated()(jax.tree.map(lambda x: 0.99 * x, params), rows)[1]
+
+
 DEFECTS = {
+    "stale parameters": (
+        stale,
+        ("backward", "scores", COUNTED, "as of stale parameters"),
+    ),
     "value": (
         accumulated(lambda _: in_layer(lambda h: 1.001 * h, 1)),
         ("forward", "layer[1]", COUNTED, "cosine"),
