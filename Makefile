@@ -52,8 +52,8 @@ docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an e
 docs-links: $(VENV)/.docs  ## try the site's links to other sites; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
 
-bench: $(VENV)/.parity  ## measure speed; prints tables and writes results/bench.json
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the goals in docs/benchmarks.md
+	$(BIN)/python -m benchmarks --record
 
 clean:  ## remove the set-up and all results
 	rm -rf $(VENV) results build *.egg-info

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 import benchmarks
-from benchmarks import _harness
+from benchmarks import _goals, _harness
 
 
 def main() -> None:
@@ -20,6 +20,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("results/bench"))
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the figures beside their goals: benchmarks/recorded.json, and the "
+        "table in docs/benchmarks.md",
+    )
     options = parser.parse_args()
     unknown = set(options.names) - set(names)
     if unknown:
@@ -34,6 +40,14 @@ def main() -> None:
         cases = module.measure()
         console.print(_harness.table(name, cases))
         console.print(f"written to {_harness.write(options.out, name, cases)}\n")
+        goals = {case.name: case.goals for case in cases if case.goals}
+        if not goals:
+            continue
+        found, earlier = _goals.run(goals), _goals.recorded().get(name)
+        for line in _goals.worse(earlier, found) if earlier else ():
+            console.print(f"[red]worse than recorded[/red]: {line}")
+        if options.record:
+            _goals.record({name: found})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,14 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from benchmarks._goals import Figure, Goal
 from experiments._environment import Environment
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Figure):
     """Seconds per call over all rounds: median and quartiles."""
 
-    median: float
-    low: float
-    high: float
     rounds: int
 
 
@@ -33,13 +31,15 @@ class Case:
       timings: Contender to seconds per call.
       limit: Seconds that physics allows (bytes over bandwidth, FLOPs over peak), or
         None where no such limit is meant.
-      note: What the reader must know: the limit's derivation, threads, a goal.
+      note: What the reader must know: the limit's derivation, threads.
+      goals: What figures of it should be.
     """
 
     name: str
     timings: Mapping[str, Timing]
     limit: float | None = None
     note: str = ""
+    goals: Sequence[Goal] = ()
 
 
 def race(
@@ -91,7 +91,12 @@ def table(name: str, cases: list[Case]) -> Table:
             share = f"{case.limit / first:.0%} of first"
             shown.add_row("", "physical limit", _duration(case.limit), "", share)
         shown.add_section()
-    notes = [f"{case.name}: {case.note}" for case in cases if case.note]
+    notes = [
+        f"{case.name}: {said}"
+        for case in cases
+        for said in (case.note, *case.goals)
+        if said
+    ]
     shown.caption = "\n".join(notes) or None
     shown.caption_justify = "left"
     return shown

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from benchmarks import _autograd_jdist, _autograd_torch
 from benchmarks import _autograd_models as models
+from benchmarks._goals import Goal, ratio
 from benchmarks._harness import Case, timing
 from benchmarks._pair import Pair
 from jdist.rpc import ProcessSettings
@@ -53,8 +54,8 @@ def _race(pairs: Mapping[str, Pair]) -> dict[str, dict[str, list[float]]]:
 
 def _beside_torch(job: str, seconds: Mapping[str, list[float]]) -> Case:
     timings = {name: timing(values) for name, values in seconds.items()}
-    ratio = timings[OURS].median / timings[TORCH].median
-    return Case(job, timings, note=f"{ratio:.2f} of torch's (goal {GOALS[job]:.1f})")
+    found = ratio(timings[OURS], timings[TORCH])
+    return Case(job, timings, goals=[Goal("of torch's time", found, GOALS[job])])
 
 
 def _modes(cases: Mapping[str, Mapping[str, list[float]]]) -> Case:
@@ -66,6 +67,6 @@ def _modes(cases: Mapping[str, Mapping[str, list[float]]]) -> Case:
             ("SMART, mul and sum as one segment", models.COMPILED),
         )
     }
-    ratio = timings["SMART"].median / timings["FAST"].median
-    note = f"SMART takes {ratio:.2f} of FAST (goal {SMART_GOAL:.1f})"
-    return Case(f"{models.EXAMPLE}, modes of jdist", timings, note=note)
+    found = ratio(timings["SMART"], timings["FAST"])
+    goals = [Goal("of FAST for SMART", found, SMART_GOAL)]
+    return Case(f"{models.EXAMPLE}, modes of jdist", timings, goals=goals)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from benchmarks import _ddp_jdist, _ddp_torch
 from benchmarks._ddp_models import MODELS, Model
+from benchmarks._goals import Figure, Goal, ratio
 from benchmarks._harness import Case, Timing, timing
 from benchmarks._pair import Pair, Spent
 from jdist.rpc import ProcessSettings
@@ -69,15 +70,19 @@ def _order(job: tuple[str, Pair, str]) -> int:
 
 
 def _case(model: Model, kind: str, timings: Mapping[str, Timing]) -> Case:
-    least = sum(
-        timings[f"{part}, {OURS}"].median for part in ("computation", "communication")
+    parts = [timings[f"{part}, {OURS}"] for part in ("computation", "communication")]
+    least = Figure(
+        *(
+            sum(getattr(part, end) for part in parts)
+            for end in ("median", "low", "high")
+        )
     )
-    step = timings[f"step, {OURS}"].median
-    note = (
-        f"{step / timings[f'step, {SHIPPED}'].median:.2f} of torch as shipped "
-        f"(goal {model.goal:.2f}), "
-        f"{step / timings[f'step, {SAME}'].median:.2f} of torch with the same settings "
-        f"(goal 1.00), {step / least:.2f} of its own parts (goal 1.08); "
-        f"tuned: gradient_as_bucket_view and fused SGD"
-    )
-    return Case(f"{model.name}{kind}", timings, note=note)
+    step = timings[f"step, {OURS}"]
+    shipped, same = (timings[f"step, {torch}"] for torch in (SHIPPED, SAME))
+    goals = [
+        Goal("of torch as shipped", ratio(step, shipped), model.goal),
+        Goal("of torch, same settings", ratio(step, same), 1.0),
+        Goal("of its own parts", ratio(step, least), 1.08),
+    ]
+    note = "tuned: gradient_as_bucket_view and fused SGD"
+    return Case(f"{model.name}{kind}", timings, note=note, goals=goals)

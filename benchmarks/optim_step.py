@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks._goals import Goal, ratio
 from benchmarks._harness import Case, Timing, race
 from jdist import optim
 
@@ -29,6 +30,8 @@ PARAMETERS = 25_000_000
 TENSORS = (16, 1000)
 BYTES = 4 * PARAMETERS
 LR = 1e-3
+OF_OPTAX = 1.05
+OF_TORCH = {"SGD momentum": ("torch foreach", 0.6), "AdamW": ("torch fused", 1.3)}
 # Passes over arrays of the parameters' size: reads and writes of a fused kernel.
 CONTENDERS: dict[str, tuple[optim.Optimizer, Any, tuple[str, dict[str, Any]], int]] = {
     "SGD momentum": (
@@ -84,7 +87,13 @@ def one(name: str, tensors: int, bandwidth: float) -> Case:
         f" of copying, jdist reaches {share:.0%}; extra memory {extra:.2%}; "
         f"{_ratios(timings)}"
     )
-    return Case(f"{name}, {tensors} tensors of 25 M", timings, limit, note)
+    against = [("optax", OF_OPTAX), *([OF_TORCH[name]] if name in OF_TORCH else [])]
+    goals = [
+        Goal(f"of {other}", ratio(timings["jdist"], timings[other]), most)
+        for other, most in against
+        if other in timings
+    ]
+    return Case(f"{name}, {tensors} tensors of 25 M", timings, limit, note, goals)
 
 
 class Donated:

@@ -7,6 +7,7 @@ what a micro-batch adds to an epoch; a flush is part of every step of 1F1B.
 """
 
 from benchmarks import _pipedream_jdist as jobs
+from benchmarks._goals import Goal, ratio
 from benchmarks._harness import Case, timing
 from benchmarks._pair import Pair
 from jdist.rpc import ProcessSettings
@@ -30,10 +31,14 @@ def _case(pair: Pair, rows: int) -> Case:
             if turn:
                 seconds[name].append(spent)
     timings = {name: timing(found) for name, found in seconds.items()}
-    ours, macro = (timings[n].median for n in (jobs.STASHING, jobs.MACRO))
-    notes = [
-        f"{timings[other].median / ours:.3f} of the throughput of {other} (goal "
-        f"{goal}), with macro-batches {timings[other].median / macro:.3f}"
-        for other, goal in GOALS.items()
+    goals = [
+        Goal(
+            f"of the throughput of {other}{how}",
+            ratio(timings[other], timings[kind]),
+            least,
+            at_least=True,
+        )
+        for other, least in GOALS.items()
+        for kind, how in ((jobs.STASHING, ""), (jobs.MACRO, ", with macro-batches"))
     ]
-    return Case(f"{rows} rows", timings, note="; ".join(notes))
+    return Case(f"{rows} rows", timings, goals=goals)

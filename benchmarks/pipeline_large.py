@@ -6,6 +6,7 @@ get, so that the whole batch on one core is what to compare with.
 
 from benchmarks import _pipeline_jdist
 from benchmarks import _pipeline_models as models
+from benchmarks._goals import Goal, ratio, scaled
 from benchmarks._harness import Case
 from benchmarks._pair import Pair
 from benchmarks.pipeline import OURS, SETTINGS, race
@@ -18,15 +19,11 @@ def measure() -> list[Case]:
     """1F1B with each number of micro-batches, and the whole batch."""
     with Pair(_pipeline_jdist.prepare_large, SETTINGS) as ours:
         found = race({OURS: ours})
-    whole, notes = found[OURS, models.WHOLE].median, []
+    whole, goals = found[OURS, models.WHOLE], []
     for m in models.MICRO_BATCHES:
         for kind in (models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED):
             job = models.piped(kind, m)
-            share = whole / found[OURS, job].median * (m + 1) / (2 * m)
-            notes.append(f"{job}: {share:.2f}")
+            share = scaled(ratio(whole, found[OURS, job]), (m + 1) / (2 * m))
+            goals.append(Goal(f"of 2m/(m+1), {job}", share, GOAL, at_least=True))
     timings = {job: found[OURS, job] for _, job in found}
-    return [
-        Case(
-            "batch 2048", timings, note=f"of 2m/(m+1) (goal {GOAL}): {'; '.join(notes)}"
-        )
-    ]
+    return [Case("batch 2048", timings, goals=goals)]

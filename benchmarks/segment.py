@@ -14,6 +14,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._goals import Figure, Goal, ratio, scaled
 from benchmarks._harness import Case, race
 from jdist.segment import Segment, segment
 
@@ -61,11 +62,15 @@ def empty() -> Case:
         "segment": halves,
         "segment, split": split,
     }
-    note = (
-        "forward + backward of an empty function; goal: at most 15 us above the first"
-    )
+    note = "forward + backward of an empty function"
     timings = race(contenders, rounds=30, calls=1000)
-    return Case("empty segment, one call of each half", timings, note=note)
+    first, found = timings["bare jitted halves"], timings["segment"]
+    above = Figure(
+        found.median - first.median, found.low - first.high, found.high - first.low
+    )
+    goals = [Goal("above bare jitted halves", scaled(above, 1e6), 15.0, unit=" us")]
+    name = "empty segment, one call of each half"
+    return Case(name, timings, note=note, goals=goals)
 
 
 def bare_halves(fn: Function) -> tuple[Function, Function]:
@@ -121,10 +126,12 @@ def block(name: str, fn: Function, params: Any, inputs: tuple[Any, ...]) -> Case
     note = (
         f"beside inputs and outputs one forward pass keeps {kept[0] / 2**20:.1f} MiB "
         f"as a segment, {kept[1] / 2**20:.1f} MiB as bare halves; parameters are "
-        f"{nbytes(params) / 2**20:.1f} MiB; goal: segment within 5 % of the whole"
+        f"{nbytes(params) / 2**20:.1f} MiB"
     )
+    whole_took = timings["value_and_grad of the whole"]
+    goals = [Goal("of the whole", ratio(timings["segment"], whole_took), 1.05)]
     shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(inputs) if x.ndim > 1)
-    return Case(f"{name}, {shapes}", timings, note=note)
+    return Case(f"{name}, {shapes}", timings, note=note, goals=goals)
 
 
 def _large() -> bool:
