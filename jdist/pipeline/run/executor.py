@@ -339,8 +339,10 @@ class ScheduleExecutor(Executor):
             for _ in places.replicas(worker, j):
                 whole = run.joined({0: whole, 1: run.partial()})
             grads[j] = run.finished(whole, unrounded)
+        params = {j: run.params for (_, j), run in runs.items()}
+        if self._tied is not None:
+            self._tied.lower(params, grads, found)
         if update is not None:
-            params = {j: run.params for (_, j), run in runs.items()}
             lower_updates(update, params, grads, self._tied, places, found)
         return found.lowered()
 

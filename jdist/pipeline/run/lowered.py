@@ -20,6 +20,7 @@ _OTHERS = {
     "_divided": "gradient",
     "_finished": "gradient",
     "_plus": "cotangent",
+    "_sum": "tied gradients",
     "_unrounded": "gradient",
     "_update": "update",
     "_updated": "update",

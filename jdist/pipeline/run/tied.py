@@ -7,6 +7,7 @@ same step of them: the copies stay equal, bit for bit.
 
 import functools
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -16,6 +17,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import PyTree, path_of, wide_dtype
 from jdist.optim import Optimizer
+from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
@@ -26,6 +28,7 @@ from jdist.pipeline.run.stage_channels import (
 from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.place import laid_like
 from jdist.pipeline.stages.stage import Stage
+from jdist.segment.internal import Invoke
 
 _CALL = "Stage(tied=...)"
 
@@ -148,6 +151,7 @@ class Tied:
         params: PyTree,
         gradient: PyTree,
         parts: Mapping[str, Sequence[PyTree]],
+        invoke: Invoke = operator.call,
     ) -> PyTree:
         """A stage's gradient, with the sum over all copies in the place of its own.
 
@@ -156,6 +160,7 @@ class Tied:
           params: Its parameters.
           gradient: Its gradient.
           parts: By name, those of all stages that share it, in order.
+          invoke: Calls what is compiled; see `LoweredPrograms.named`.
         """
         if not parts:
             return gradient
@@ -164,10 +169,32 @@ class Tied:
         for name, copies in parts.items():
             indices = _indices(structure, stage, self._groups[name][stage])
             own = {below: leaves[i] for below, i in indices.items()}
-            total = laid_like(_sum([laid_like(copy, own) for copy in copies]), own)
+            here = [laid_like(copy, own) for copy in copies]
+            total = laid_like(invoke(_sum, here), own)
             for below, i in indices.items():
                 leaves[i] = total[below]
         return structure.unflatten(leaves)
+
+    def lower(
+        self,
+        params: Mapping[int, PyTree],
+        grads: Mapping[int, PyTree],
+        found: LoweredPrograms,
+    ) -> None:
+        """Collects the programs that add up the copies' gradients.
+
+        Args:
+          params: Of each stage, of shapes.
+          grads: Of each stage.
+          found: Grows.
+        """
+        parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
+        for j, tree in params.items():
+            sums = {
+                name: [parts[s][name] for s in self._groups[name]]
+                for name in self.names(j)
+            }
+            self.with_sums(j, tree, grads[j], sums, found.named(f"stage {j}"))
 
     def counted(self, stage: int, params: PyTree, gradient: PyTree) -> PyTree:
         """The leaves of a gradient that the norm counts: shared ones at one stage.

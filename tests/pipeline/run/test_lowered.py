@@ -97,6 +97,38 @@ def test_a_gradient_has_no_updates():
     assert "stage 2: gradient" in found
 
 
+def test_tied_gradients_are_added_up_at_each_stage(caplog):
+    """On the stage's own device, by the programs that a step then runs."""
+
+    def ends(params, x):
+        return jnp.tanh(x @ params["w"])
+
+    made = [
+        pipeline.Stage(ends, ("x",), ("h",), tied={"w": "shared"}),
+        pipeline.Stage(lambda w, h: h * w[None], ("h",), ("k",)),
+        pipeline.Stage(ends, ("k",), ("y",), tied={"w": "shared"}),
+    ]
+    w = {"w": np.full((3, 3), 0.3, np.float32)}
+    params = [w, np.full(3, 0.7, np.float32), w]
+    batch = {"x": np.ones((4, 3), np.float32)}
+    own, schedule = devices("devices"), pipeline.gpipe(3, 2)
+    options = {"optimizer": optim.sgd(lr=0.1)}
+    pipe = pipeline.Pipeline(made, lambda y, _: y.sum(-1), schedule, own, **options)
+    jax.clear_caches()
+    found = pipe.lower(pipe.init(shapes(params)), shapes(batch))
+    added = [name for name in found if "tied" in name]
+    assert added == ["stage 0: tied gradients", "stage 2: tied gradients"]
+    for name, device in zip(added, (own[0], own[2]), strict=True):
+        places = jax.tree.leaves(found[name].compile().input_shardings)
+        assert {d for place in places for d in place.device_set} == {device}
+    assert "stablehlo.add" in found[added[0]].as_text()
+    state = pipe.init(params)
+    caplog.clear()
+    with jax.log_compiles():
+        pipe.train_step(state, batch)
+    assert not any("Compiling jit(_sum)" in r.message for r in caplog.records)
+
+
 def test_stages_stay_on_their_devices():
     params, batch, _ = problem(4)
     own = devices("devices")
