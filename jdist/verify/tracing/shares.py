@@ -5,6 +5,7 @@ are then fitted by the gradients of the calls that the backward pass was made in
 least squares.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ ENTRIES = 1 << 16
 EXPLAINED = 0.05
 
 # A share that is nearer to a whole number than this is that number; or nearer than the
-# roundings of a part's gradient and of its sum, where these are larger.
+# roundings of a part's gradient and of its sum, or than so many standard errors of the
+# fit, where these are larger.
 EXACT = 1e-3
+DEVIATIONS = 4
 
 
 def example_gradients(
@@ -76,13 +79,20 @@ def shares(
     if 2 * len(groups) > len(difference) or not np.isfinite(difference).all():
         return None
     excess, *_ = np.linalg.lstsq(columns, difference, rcond=None)
-    rest = np.linalg.norm(difference - columns @ excess)
+    rest = float(np.linalg.norm(difference - columns @ excess))
     if rest > EXPLAINED * np.linalg.norm(difference):
         return None
     rounding = EXTRA * max(unit_roundoff(leaves[p].dtype) for p in paths)
-    near = max(EXACT, rounding)
+    # The fit's own standard errors: a group of small gradients is told less finely.
+    spread = rest / math.sqrt(len(difference) - len(groups))
+    inverse = np.linalg.pinv(columns.conj().T @ columns)
+    errors = spread * np.sqrt(np.abs(np.diagonal(inverse)))
+    near = np.maximum(max(EXACT, rounding), DEVIATIONS * errors)
     counts = [float(1 + x) for x in excess.real]
-    return [float(round(x)) if abs(x - round(x)) <= near else x for x in counts]
+    return [
+        float(round(x)) if abs(x - round(x)) <= limit else x
+        for x, limit in zip(counts, near.tolist(), strict=True)
+    ]
 
 
 def _picks(tree: PyTree) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
+from jdist.verify.tracing.shares import shares
 from tests.verify.tracing.model import (
     EXAMPLES,
     UNCOUNTED,
@@ -450,3 +451,19 @@ def test_a_transposed_value_is_recognised(rng):
     found = verify.trace(loss, w, x, wrong, seed=None).difference
     assert (found.tap, found.examples) == ("scores", (3, 4, 5, 6, 7))
     assert found.words.endswith("it is the reference's scores transposed")
+
+
+def test_shares_are_told_as_finely_as_the_fit_can(rng):
+    """Examples of small gradients count once, though others' rounding hides it."""
+    each = rng.normal(size=(5, 400)) * np.array(
+        [[1.0], [0.004], [0.004], [1.0], [0.004]]
+    )
+    counts = np.array([2.0, 1.0, 1.0, 1.5, 1.0])
+    found = counts @ each
+    rounded = {"w": jnp.asarray(found, jnp.bfloat16)}
+    groups = [(e,) for e in range(5)]
+    fitted, *_ = np.linalg.lstsq(each.T, np.asarray(rounded["w"], float), rcond=None)
+    assert np.abs(fitted[[1, 2, 4]] - 1).max() > 4 * 2.0**-8
+    told = shares(rounded, ["w"], {"w": each}, groups)
+    assert [told[e] for e in (0, 1, 2, 4)] == [2, 1, 1, 1]
+    assert 1.45 < told[3] < 1.55
