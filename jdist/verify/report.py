@@ -129,7 +129,8 @@ class Attribution:
       candidate: Name of the trainer.
       step: The first wrong step, from 1.
       part: "gradient", "optimizer update", "model state", or "gradient or optimizer
-        update" where what the trainer shows cannot tell.
+        update" where what the trainer shows cannot tell. Of a step that is one
+        function also another part of its state, by its name.
       why: The reason, in words.
     """
 
