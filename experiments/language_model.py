@@ -1,0 +1,395 @@
+"""Does a Llama in stages that are divided over data and model axes train as on one
+device, under any schedule, and go on elsewhere after it was saved?
+
+The model and the code that divides it are `examples/language_model.py`: rotary
+positions, grouped-query attention, SwiGLU, one table for embedding and head. It learns
+the bytes of Python's own sources, in sequences that padding fills up and that count by
+their tokens. Gradients are judged against `jax.value_and_grad` of the whole batch on
+one device at several steps of the run, and so is a mistake: the gradient of the table
+from one of its two ends alone.
+
+Rounding makes two runs drift apart, in the same way in which one device drifts from
+itself when it adds up the sequences in another order, which is measured too.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from examples import language_model as llama
+from experiments._result import Claim, Picture, Result, Settings
+from jdist import optim, pipeline, verify
+
+SHAPES = ((2, 2, 2), (2, 1, 2), (2, 1, 1), (1, 1, 1))
+"""Stages, data and model axes, the largest that there are devices for."""
+SCHEDULES = {
+    "1F1B": pipeline.one_f_one_b(2, llama.MICRO_BATCHES),
+    "ZB-H1": pipeline.zero_bubble(2, llama.MICRO_BATCHES),
+}
+OPTIMIZER = optim.adam(lr=llama.LR)
+# Drift grows from random rounding: two runs of one kind differ by a few times.
+SAME_DRIFT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run.
+
+    Attributes:
+      name: For tables and pictures.
+      losses: Of each step.
+      first: Number of the first step.
+      reports: Of the judge, by step.
+    """
+
+    name: str
+    losses: list[float]
+    first: int = 0
+    reports: Mapping[int, verify.Report] = field(default_factory=dict)
+
+    def followed_by(self, other: "Run") -> "Run":
+        """Both halves of one run."""
+        reports = {**self.reports, **other.reports}
+        return Run(self.name, self.losses + other.losses, self.first, reports)
+
+    def drift(self, other: "Run") -> np.ndarray:
+        """How far its losses are from those of a run of all steps, relative to them."""
+        theirs = np.asarray(other.losses)[self.first :][: len(self.losses)]
+        return np.abs(np.asarray(self.losses) - theirs) / theirs
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Trains on one device, under each schedule, and after a restart elsewhere."""
+    steps, every, blocks = (4, 0, 1) if settings.quick else (120, 40, 2)
+    model = model_of(llama.Sizes(blocks=blocks), settings.seed)
+    batches = llama.batches(steps, settings.seed)
+    rng = np.random.default_rng(settings.seed)
+    orders = [rng.permutation(llama.SEQUENCES) for _ in batches]
+    step = plain_step(model)
+    alone = [
+        train_alone(model, step, batches, "one device"),
+        train_alone(
+            model, step, list(map(reordered, batches, orders)), "another order"
+        ),
+    ]
+    devices = jax.devices()[: settings.devices]
+    shape = next(s for s in SHAPES if math.prod(s) <= len(devices))
+    places = (llama.meshes(devices, shape) * 2)[:2]
+    fewer = (llama.meshes(devices, (shape[0], 1, 1)) * 2)[:2]
+    pipes = {name: model.pipe(each, places) for name, each in SCHEDULES.items()}
+    elsewhere = model.pipe(SCHEDULES["1F1B"], fewer)
+    halves = (batches[: steps // 2], batches[steps // 2 :])
+    runs = []
+    for name, pipe in progress.track(pipes.items(), description="training"):
+        start, first = train(model, pipe, model.start(pipe), halves[0], name, every)
+        if name == "1F1B":
+            again, same = carried_over(pipe, start, elsewhere, model.start(elsewhere))
+            named = "1F1B, restored on one device a stage"
+            _, resumed = train(model, elsewhere, again, halves[1], named, every)
+        _, second = train(model, pipe, start, halves[1], name, every)
+        runs.append(first.followed_by(second))
+    mistaken = None if settings.quick else one_end(model, places, batches[0])
+    across = " x ".join(map(str, shape))
+    found = [*alone, *runs, resumed]
+    return Result(
+        claims=list(claims(alone, runs, resumed, same, mistaken, across)),
+        pictures=[
+            Picture(
+                "loss",
+                "The loss of every step. Below: how far each run is from one device's, "
+                "relative to it.",
+                plot(found),
+            )
+        ],
+        tables={"Runs": rows(found)},
+        data={
+            "stages, data, model": shape,
+            "losses": {each.name: each.losses for each in found},
+            "error_over_bound": {
+                each.name: {str(t): r.worst for t, r in each.reports.items()}
+                for each in [*runs, resumed]
+            },
+        },
+        notes=["One process. Stages on meshes of several processes are not built yet."],
+    )
+
+
+def reordered(
+    batch: Mapping[str, np.ndarray], order: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The same sequences, added up in another order."""
+    return {name: x[order] for name, x in batch.items()}
+
+
+# --- the model in one piece ---
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The stages, and the same as one function of parameters by path, with one table.
+
+    Attributes:
+      made: The stages.
+      losses: Of the function, one for each sequence.
+      copy: Path of the head's copy of the table, which the function has not.
+      judge: Of the function's gradient.
+    """
+
+    made: pipeline.FromModules
+    losses: Callable[[Any, Any], jax.Array]
+    copy: str
+    judge: Callable[..., verify.Report]
+
+    def pipe(
+        self,
+        schedule: pipeline.Schedule,
+        places: Sequence[Mesh],
+        tied: bool = True,
+    ) -> pipeline.Pipeline:
+        """A pipeline; the mistake is that it does not know of the shared table."""
+        stages = self.made.stages
+        if not tied:
+            stages = [replace(stage, tied={}) for stage in stages]
+        return pipeline.Pipeline(
+            stages, llama.losses_of, schedule, places, optimizer=OPTIMIZER
+        )
+
+    def start(self, pipe: pipeline.Pipeline) -> pipeline.PipelineState:
+        """The initial state."""
+        return pipe.init(self.placed(pipe), self.made.states, jax.random.key(0))
+
+    def placed(self, pipe: pipeline.Pipeline) -> list[Any]:
+        """The initial parameters at the places of a pipeline."""
+        given = self.made.params
+        return pipe.place(given, jax.tree_util.tree_map_with_path(llama.spec, given))
+
+    def own(self, stages: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Parameters or gradients of the stages, without the copy."""
+        found = {name: np.asarray(leaf) for name, leaf in by_path(stages).items()}
+        del found[self.copy]
+        return found
+
+    def judged(
+        self,
+        pipe: pipeline.Pipeline,
+        params: Sequence[Any],
+        batch: Mapping[str, np.ndarray],
+        name: str,
+    ) -> verify.Report:
+        """The verdict about a pipeline's gradient at these parameters."""
+        weights = batch["mask"].sum(1)
+
+        def gradient(_: Any, batch: Any) -> tuple[jax.Array, Any]:
+            loss, grads = pipe.value_and_grad(params, batch, weights)
+            return loss, self.own(grads)
+
+        own, programs = self.own(params), {name: gradient}
+        return self.judge(own, batch, programs, weights=weights, seed=None)
+
+
+def model_of(sizes: llama.Sizes, seed: int) -> Model:
+    """With random weights."""
+    device = jax.devices()[0]
+    _, made = llama.pipelined(
+        llama.layers(sizes, seed), SCHEDULES["1F1B"], [device, device]
+    )
+    names, shape = list(by_path(made.params)), jax.tree.structure(made.params)
+    table, copy = (name for name in names if name.endswith("embedding"))
+
+    def losses(params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+        leaves = [params[table if name == copy else name] for name in names]
+        value = batch["tokens"]
+        for stage, own in zip(
+            made.stages, jax.tree.unflatten(shape, leaves), strict=True
+        ):
+            value = stage.fn(own, value)
+        return llama.losses_of(value, batch)
+
+    return Model(made, losses, copy, verify.judge(losses))
+
+
+def by_path(stages: Sequence[Any]) -> dict[str, Any]:
+    """The arrays of all stages by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(stages)
+    return {
+        # A parameter of NNX is a node with its array in it.
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): (
+            leaf
+        )
+        for path, leaf in leaves
+    }
+
+
+# --- runs ---
+
+
+def plain_step(model: Model) -> Callable[..., Any]:
+    """A step of training on one device, of the function in one piece."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        weights = batch["mask"].sum(1)
+        return (model.losses(params, batch) * weights).sum() / weights.sum()
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        found, grads = jax.value_and_grad(loss)(params, batch)
+        return *OPTIMIZER.step(params, grads, state), found
+
+    return step
+
+
+def train_alone(
+    model: Model,
+    step: Callable[..., Any],
+    batches: Sequence[Mapping[str, np.ndarray]],
+    name: str,
+) -> Run:
+    """Training on one device."""
+    params: Any = jax.tree.map(jnp.asarray, model.own(model.made.params))
+    state = OPTIMIZER.init(params)
+    losses = []
+    for batch in batches:
+        params, state, found = step(params, state, batch)
+        losses.append(float(found))
+    return Run(name, losses)
+
+
+def train(
+    model: Model,
+    pipe: pipeline.Pipeline,
+    state: pipeline.PipelineState,
+    batches: Sequence[Mapping[str, np.ndarray]],
+    name: str,
+    every: int,
+) -> tuple[pipeline.PipelineState, Run]:
+    """Training of a pipeline from a state, judged every so many steps; 0: never."""
+    losses, reports, first = [], {}, state.step
+    for batch in batches:
+        if every and state.step % every == 0:
+            reports[state.step] = model.judged(pipe, state.params, batch, name)
+        state, metrics = pipe.train_step(state, batch, batch["mask"].sum(1))
+        losses.append(float(metrics.loss))
+    return state, Run(name, losses, first, reports)
+
+
+def carried_over(
+    pipe: pipeline.Pipeline,
+    state: pipeline.PipelineState,
+    other: pipeline.Pipeline,
+    like: pipeline.PipelineState,
+) -> tuple[pipeline.PipelineState, bool]:
+    """A state saved and restored at other places; whether all bits are the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        with pipeline.PipelineCheckpoints(folder, pipe) as saved:
+            saved.save(state)
+        with pipeline.PipelineCheckpoints(folder, other) as saved:
+            again = saved.restore(like)
+    pairs = zip(
+        jax.tree.leaves((state.params, state.opt_states)),
+        jax.tree.leaves((again.params, again.opt_states)),
+        strict=True,
+    )
+    return again, all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs
+    )
+
+
+def one_end(
+    model: Model, places: Sequence[Mesh], batch: Mapping[str, np.ndarray]
+) -> verify.Report:
+    """The verdict about stages that do not know of the table that they share."""
+    pipe = model.pipe(SCHEDULES["1F1B"], places, tied=False)
+    return model.judged(pipe, model.placed(pipe), batch, "one end")
+
+
+# --- what came out ---
+
+UNJUDGED = "the judge's programs take a minute to compile: the full form has them"
+
+
+def claims(
+    alone: Sequence[Run],
+    runs: Sequence[Run],
+    resumed: Run,
+    same_bits: bool,
+    mistaken: verify.Report | None,
+    across: str,
+) -> Iterator[Claim]:
+    """About gradients, losses, the restart and the mistake."""
+    one, other = alone
+    # Losses that are equal in another order are so by chance.
+    yardstick = max(float(other.drift(one).max()), float(jnp.finfo(jnp.float32).eps))
+    for each in [*runs, resumed]:
+        reports = each.reports.values()
+        text = f"{each.name}: gradients are those of the whole batch on one device"
+        if each is not resumed:
+            text = f"{each.name} over {across} devices: " + text.partition(": ")[2]
+        if reports:
+            worst = max(report.worst for report in reports)
+            holds = all(report.ok for report in reports)
+            shown = f"error at most {worst:.2g} of the bound, at {len(reports)} steps"
+            yield Claim(text, holds, shown, leads=True)
+        else:
+            yield Claim(text, None, "", why_not=UNJUDGED)
+        text = f"{each.name}: losses drift from one device's as its own do in another "
+        text += "order"
+        drift = float(each.drift(one).max())
+        shown = f"relative to them {drift:.1e}, in another order {yardstick:.1e}"
+        yield Claim(text, drift <= SAME_DRIFT * yardstick, shown, leads=not reports)
+    text = "what was saved comes back bit for bit on other devices"
+    yield Claim(text, same_bits, "parameters and optimizer")
+    text = "the model learns"
+    first, last = one.losses[0], one.losses[-1]
+    yield Claim(text, last < first, f"loss {first:.2f} to {last:.2f} per byte")
+    text = "the table's gradient from one of its ends alone is caught, and it alone"
+    if mistaken is None:
+        yield Claim(text, None, "", why_not=UNJUDGED)
+    else:
+        failed = [leaf.path for leaf in mistaken.failures]
+        named = len(failed) == 1 and failed[0].endswith("embedding")
+        yield Claim(text, named, ", ".join(failed) or "nothing")
+
+
+def rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A line for each run."""
+    one = runs[0]
+    table = [["run", "steps", "last loss", "drift", "error/bound"]]
+    for each in runs:
+        worst = max((report.worst for report in each.reports.values()), default=None)
+        table.append(
+            [
+                each.name,
+                f"{each.first} to {each.first + len(each.losses) - 1}",
+                f"{each.losses[-1]:.4f}",
+                f"{each.drift(one).max():.1e}",
+                "" if worst is None else f"{worst:.2g}",
+            ]
+        )
+    return table
+
+
+def plot(runs: Sequence[Run]) -> Figure:
+    """Losses, and drifts below."""
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 6))
+    for each in runs:
+        steps = np.arange(each.first, each.first + len(each.losses))
+        (line,) = above.plot(steps, each.losses, label=each.name, linewidth=1)
+        if each is not runs[0]:
+            # A logarithm shows no 0.
+            drift = np.maximum(each.drift(runs[0]), 1e-9)
+            below.semilogy(steps, drift, color=line.get_color(), linewidth=1)
+    above.set_ylabel("loss per byte")
+    below.set_ylabel("relative drift")
+    below.set_xlabel("step")
+    above.legend()
+    return figure
