@@ -20,7 +20,7 @@ help:  ## list the targets
 run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal on real data (quick form)
 	$(BIN)/python -m experiments data_parallel_equivalence --quick
 
-test: $(VENV)/.test  ## set up, then run the tests: of each as many cases as take a second
+test: $(VENV)/.test  ## set up, then run the tests: of each as many cases as there is time for
 	$(PYTEST) -m "not slow and $(LIBRARY)"
 
 test-slow: $(VENV)/.test  ## the others, but for what test-thorough runs

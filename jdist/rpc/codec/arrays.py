@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import Table, device_of, number_of
@@ -67,7 +68,9 @@ def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any
     if not leaf.is_fully_addressable:  # but each process has the whole of it
         # `device_put` refuses arrays with shards in other processes.
         leaf = leaf.addressable_data(0)
-    return jax.device_put(leaf, device)
+    # A sharding and not the device: with that, the type of an array from a mesh with
+    # explicit axes would go on naming the mesh (JAX 0.10.2), and no `jit` take it.
+    return jax.device_put(leaf, SingleDeviceSharding(device))
 
 
 # --- dtypes ---

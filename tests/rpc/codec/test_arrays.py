@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jdist import _compat
 from jdist.rpc.codec.arrays import adopt, aligned, host
@@ -107,3 +108,15 @@ def test_adopting(rng):
     (moved,) = adopt([placed], elsewhere)
     assert moved.devices() == {elsewhere}
     np.testing.assert_array_equal(np.asarray(moved), array)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("all")])
+def test_an_array_that_leaves_a_mesh_forgets_its_explicit_axes(spec):
+    """Functions that were compiled for one device, or never, take it."""
+    devices = jax.devices("cpu")
+    mesh = jax.make_mesh((2,), ("all",), (AxisType.Explicit,), devices=devices[:2])
+    sent = jax.device_put(np.arange(6.0).reshape(2, 3), NamedSharding(mesh, spec))
+    for device in (devices[1], devices[3]):
+        (found,) = adopt([sent], device)
+        assert found.devices() == {device}
+        assert jax.jit(lambda x: (x * x).sum())(found) == 55.0
