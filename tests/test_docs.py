@@ -24,6 +24,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MIGRATION = sorted((ROOT / "docs" / "migration").glob("*.md"))
+# Their cells run when the site is built.
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -72,7 +74,9 @@ def test_a_loop_is_traced_with_fewer_than_ten_lines():
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *MIGRATION], ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page",
+    [*PAGES, *MIGRATION, *TUTORIALS],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_links_lead_somewhere(page):
     """Relative links, to files that exist."""

@@ -29,8 +29,9 @@ def test_ci_runs_everything():
     assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{marks}"' in commands("test-thorough")
     assert "-m parity tests" in commands("parity")
     ci = (ROOT / ".ci" / "run").read_text()
-    for target in ("test", "test-slow", "test-thorough", "lint", "targets", "parity"):
+    for target in ("test", "test-slow", "test-thorough", "lint", "parity"):
         assert f"\nmake {target}\n" in ci
+    assert "\nmake --jobs=2 --output-sync=target targets docs\n" in ci
 
 
 class Item:
