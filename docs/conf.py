@@ -2,6 +2,7 @@
 
 import __future__
 
+import hashlib
 import importlib
 import inspect
 import re
@@ -48,6 +49,17 @@ class _Finder(PathFinder):
 
 sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 
+
+def _sources() -> str:
+    """A hash of what the cells import."""
+    files = [
+        path for part in ("jdist", "examples") for path in (ROOT / part).rglob("*.py")
+    ]
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(files))
+    ).hexdigest()[:16]
+
+
 project = "jdist"
 author = "the authors of jdist"
 extensions = [
@@ -68,9 +80,9 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
-# Cells run when the site is built; what has not changed is taken from the cache.
+# Cells run when the site is built, unless neither they nor the library have changed.
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "build" / "docs-cells")
+nb_execution_cache_path = str(ROOT / "build" / "docs-cells" / _sources())
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 # The prompts of examples and what they print are not copied.
