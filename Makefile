@@ -44,7 +44,7 @@ targets: $(VENV)/.targets  ## compile every family of programs for TPUs and H100
 	JDIST_THOROUGH=1 $(BIN)/python -m pytest -q -m compilers tests/targets
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
-	JDIST_THOROUGH=1 $(BIN)/python -m pytest -m parity tests --ignore tests/parity/test_migration.py
+	JDIST_THOROUGH=1 $(PYTEST) -m parity tests --ignore tests/parity/test_migration.py
 	$(BIN)/python -m pytest -m parity tests/parity/test_migration.py
 
 docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an error
