@@ -20,21 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import reduction as reductions
-from jdist._compat import map_shards
+from jdist._compat import Ahead, map_shards
 from jdist._errors import check_choice, requirement
 from jdist._tree import (
     PyTree,
     examples_in,
     is_inexact,
     named_leaves,
+    shapes_of,
     split_inexact,
     wide_dtype,
 )
@@ -53,7 +55,8 @@ from jdist.data_parallel.replicas.shards import (
     weights_given,
 )
 from jdist.reduction import Partial
-from jdist.segment import segment
+from jdist.segment import Segment, segment
+from jdist.segment.internal import Invoke
 
 REDUCTIONS = ("mean", "sum")
 Layer = Callable[[Any, Any], Any]
@@ -68,7 +71,7 @@ def reducer(
     reduction: str = "mean",
     bucket_cap_mb: Cap = None,
     on_reduce: Callable[[int, jax.Array], None] | None = None,
-) -> Callable[..., tuple[jax.Array, PyTree]]:
+) -> Reducer:
     """The whole batch's loss and gradient, driven by the host layer by layer.
 
     Args:
@@ -89,7 +92,7 @@ def reducer(
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
       is a sequence with the parameters of each layer; no array may be in two layers.
-      Batch and weights come from `shard_batch`.
+      Batch and weights come from `shard_batch`. `fn.lower` has its programs.
 
     Raises:
       ValueError: There are no layers, the mesh has other axes, the reduction is neither
@@ -116,26 +119,70 @@ def reducer(
     _check_options(call, layers, mesh, reduction)
     check_cap(f"{call}(bucket_cap_mb=...)", bucket_cap_mb)
     driver = _Driver(layers, loss_fn, mesh, axis, reduction)
+    return Reducer(driver, replicas, bucket_cap_mb, on_reduce)
 
-    def fn(
-        params: PyTree, batch: PyTree, weights: Weights = None
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """What `data_parallel.reducer` returns: a function of parameters and batch."""
+
+    _driver: _Driver
+    _replicas: int
+    _cap: Cap
+    _on_reduce: Callable[[int, jax.Array], None] | None
+
+    def __call__(
+        self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
     ) -> tuple[jax.Array, PyTree]:
         """The whole batch's loss and gradient; see `data_parallel.reducer`."""
-        count = examples_in(batch, "fn(params, batch)")
-        check_rows(count, replicas)
-        weights = weights_given("fn", weights, count, reduction)
-        if len(params) != len(layers):
-            rule = f"must have the parameters of each of the {len(layers)} layers"
-            raise ValueError(
-                requirement("fn(params=...)", rule, f"{len(params)} trees")
-            )
+        plan, given = self._given("fn", params, batch, weights)
+        return self._driver.run(plan, params, given, self._on_reduce)
+
+    def lower(
+        self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs of a call by name, which are neither run nor compiled here.
+
+        Arguments and errors are those of a call. Each array may be a shape
+        (`jax.ShapeDtypeStruct`), and the mesh's devices need not be here.
+
+        Returns:
+          In the order of a call: `"weights"`, the layers' forward halves, `"loss"`, the
+          layers' backward halves, what fills and what reduces each bucket, and
+          `"gradient"`. Halves, the loss and what fills a bucket run on each device by
+          itself, and are those of the first; equal programs occur more than once.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, numpy as np
+          >>> from jdist import data_parallel
+          >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+          >>> fn = data_parallel.reducer([lambda w, x: x @ w], lambda y, x: y**2, mesh)
+          >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+          >>> list(fn.lower([shape(3)], shape(8, 3)))  # doctest: +NORMALIZE_WHITESPACE
+          ['weights', 'layer 0: forward', 'loss', 'sum of losses', 'layer 0: backward',
+           'bucket 0: fill', 'bucket 0: reduce', 'gradient']
+        """
+        plan, given = self._given("lower", params, batch, weights)
+        return self._driver.lower(plan, params, given)
+
+    def _given(
+        self, call: str, params: Sequence[PyTree], batch: PyTree, weights: Weights
+    ) -> tuple[_BucketPlan, tuple[PyTree, PyTree]]:
+        """The plan of the buckets; batch and weights, checked."""
+        driver = self._driver
+        count = examples_in(batch, f"{call}(params, batch)")
+        check_rows(count, self._replicas)
+        weights = weights_given(call, weights, count, driver.reduction)
+        if len(params) != len(driver.segments):
+            rule = "must have the parameters of each of the "
+            rule += f"{len(driver.segments)} layers"
+            got = f"{len(params)} trees"
+            raise ValueError(requirement(f"{call}(params=...)", rule, got))
         if weights is None:
             weights = np.ones(count, np.float32)
-        check_params("fn(params=...)", params, mesh, axis)
-        plan = _BucketPlan.of(call, params, bucket_cap_mb)
-        return driver.run(plan, params, (batch, weights), on_reduce)
-
-    return fn
+        check_params(f"{call}(params=...)", params, driver.mesh, driver.axis)
+        return _BucketPlan.of("reducer", params, self._cap), (batch, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +210,11 @@ class _BucketPlan:
         ready = [-owner for owner in owners]
         return _BucketPlan(owners, plan_buckets(leaves, ready, paths, cap))
 
+    @property
+    def static(self) -> tuple[tuple[int, ...], ...]:
+        """The buckets as a static argument."""
+        return tuple(map(tuple, self.buckets))
+
     def first_layer(self, bucket: list[int]) -> int:
         """The layer whose backward half completes a bucket."""
         return min(self.owners[leaf] for leaf in bucket)
@@ -182,7 +234,7 @@ class _Driver:
         # Each process drives its own devices; collectives meet the others'.
         here = jax.process_index()
         self.devices = [d for d in mesh.devices.flat if d.process_index == here]
-        self.mesh, self.reduction = mesh, reduction
+        self.mesh, self.axis, self.reduction = mesh, axis, reduction
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
         # First layers share the wrapper's code: the label tells them apart.
@@ -225,7 +277,7 @@ class _Driver:
         batch, weights = jax.device_put(given, self.rows)
         own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
-            _ReplicaPass(self, p, *g)
+            _ReplicaPass(self.segments, self.head, p, *g)
             for p, g in zip(own_params, own_given, strict=True)
         ]
         scalars = self._reduced([one.forward() for one in passes])
@@ -246,8 +298,55 @@ class _Driver:
                     sums.append(self._reduced(filled))
                 if on_reduce is not None:
                     on_reduce(len(sums) - 1, sums[-1])
-        buckets = tuple(tuple(bucket) for bucket in plan.buckets)
-        return self.finish(buckets, sums, scalars, params)
+        return self.finish(plan.static, sums, scalars, params)
+
+    def lower(
+        self, plan: _BucketPlan, params: Sequence[PyTree], given: tuple[PyTree, PyTree]
+    ) -> dict[str, jax.stages.Lowered]:
+        """Rehearses a pass on shapes; see `Reducer.lower`."""
+        ahead, found = Ahead(), {}
+
+        def call(name: str, function: Any, *arguments: PyTree) -> PyTree:
+            shapes = ahead(function, *arguments)
+            found[name] = ahead.traced[-1]
+            return shapes
+
+        one = SingleDeviceSharding(self.mesh.devices.flat[0])
+        batch, weights = _placed(given, self.rows)
+        weights = call("weights", self.normalized, weights)
+        # Rows of the batch lie evenly over the replicas.
+        own = jax.tree.map(
+            lambda x: x.update(shape=(x.shape[0] // self.mesh.size, *x.shape[1:])),
+            (batch, weights),
+        )
+        half = "forward"  # Until all layers' first halves have been called.
+        segments = [
+            seg.through(lambda *called, n=n: call(f"layer {n}: {half}", *called))
+            for n, seg in enumerate(self.segments)
+        ]
+        replica = _ReplicaPass(
+            segments,
+            partial(call, "loss", self.head),
+            _placed(list(params), one),
+            *_placed(own, one),
+        )
+
+        def reduced(name: str, row: PyTree) -> PyTree:
+            shape = (self.mesh.size, *row.shape[1:])
+            return call(name, self.reduce, row.update(shape=shape, sharding=self.rows))
+
+        scalars = reduced("sum of losses", replica.forward())
+        half = "backward"
+        for layer in reversed(range(len(segments))):
+            replica.backward(layer)
+        sums = []
+        for number, bucket in enumerate(plan.buckets):
+            gradients = replica.gradients(plan, bucket)
+            filled = call(f"bucket {number}: fill", _fill_bucket, gradients)
+            sums.append(reduced(f"bucket {number}: reduce", filled))
+        whole = _placed((sums, scalars, list(params)), self.whole)
+        call("gradient", self.finish, plan.static, *whole)
+        return {name: traced.lower() for name, traced in found.items()}
 
     def _reduced(self, rows: list[jax.Array]) -> jax.Array:
         """The sum over all replicas of one row from each."""
@@ -287,12 +386,13 @@ class _ReplicaPass:
 
     def __init__(
         self,
-        driver: _Driver,
+        segments: Sequence[Segment],
+        head: Invoke,
         params: Sequence[PyTree],
         batch: PyTree,
         weights: jax.Array,
     ) -> None:
-        self.driver, self.params = driver, params
+        self.segments, self.head, self.params = segments, head, params
         self.batch, self.weights = batch, weights
         self.residuals: list[PyTree] = []
         self.cotangent: PyTree = None
@@ -301,18 +401,17 @@ class _ReplicaPass:
     def forward(self) -> jax.Array:
         """All layers and the loss; returns this replica's value and weight."""
         value = self.batch
-        driver = self.driver
-        for seg, params in zip(driver.segments, self.params, strict=True):
+        for seg, params in zip(self.segments, self.params, strict=True):
             value, residuals = seg.forward(params, value)
             self.residuals.append(residuals)
-        scalars, self.cotangent = driver.head(value, self.batch, self.weights)
+        scalars, self.cotangent = self.head(value, self.batch, self.weights)
         return scalars
 
     def backward(self, layer: int) -> None:
         """One layer's backward half; its residuals are given up."""
         # The only reference: activations are freed as the backward pass proceeds.
         params, residuals = self.params[layer], self.residuals.pop()
-        d_params, (self.cotangent, *_) = self.driver.segments[layer].backward(
+        d_params, (self.cotangent, *_) = self.segments[layer].backward(
             params, residuals, self.cotangent
         )
         self.done[layer] = jax.tree.leaves(d_params)
@@ -327,6 +426,11 @@ class _ReplicaPass:
             self.done[owner][leaf - first[owner]]
             for leaf, owner in zip(bucket, owners, strict=True)
         ]
+
+
+def _placed(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
+    """Shapes of arrays that will be there."""
+    return jax.tree.map(lambda x: x.update(sharding=place), shapes_of(tree))
 
 
 @jax.jit

@@ -169,6 +169,55 @@ def test_a_bucket_is_reduced_before_the_backward_pass_has_ended(rng, mesh):
     np.testing.assert_array_equal(sums[0].reshape(4, 4), gradient[1])
 
 
+def test_lowered_from_shapes_it_is_what_a_call_runs(problem, mesh, rng, compilations):
+    """By name; when all are compiled, a call compiles the second device's own alone."""
+    _, _, weights = problem
+    # A size of its own, or programs of other tests would be found.
+    sizes = (6, 8, 3, 6)
+    params = [layer(rng, *sizes[:2]), layer(rng, *sizes[1:3])]
+    params.append(jnp.asarray(rng.normal(size=sizes[2:])))
+    batch = rng.normal(size=(7, 6))
+    fn = reducer(LAYERS, loss_of, mesh(2), bucket_cap_mb=250 / 2**20)
+    given = params, *shard_batch(batch, mesh(2), weights=weights)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    lowered = fn.lower(*shapes)
+    halves = [f"layer {n}: forward" for n in (0, 1, 2)]
+    halves += ["loss", "sum of losses"]
+    halves += [f"layer {n}: backward" for n in (2, 1, 0)]
+    buckets = [f"bucket {n}: {part}" for n in (0, 1) for part in ("fill", "reduce")]
+    assert list(lowered) == ["weights", *halves, *buckets, "gradient"]
+    own = {*halves, "bucket 0: fill", "bucket 1: fill"} - {"sum of losses"}
+    from_arrays = fn.lower(*given)
+    for name, each in lowered.items():
+        assert each.as_text() == from_arrays[name].as_text()
+        each.compile()
+    compilations.clear()
+    _, gradient = fn(*given)
+    assert len(compilations) == len(own)
+    expected = jax.grad(
+        lambda p: (losses_of(p, batch) * weights).sum() / weights.sum(),
+        allow_int=True,
+    )(params)
+    np.testing.assert_allclose(gradient[2], expected[2], rtol=1e-12)
+
+
+def test_a_program_of_several_devices_has_a_row_of_each(problem, mesh):
+    """Sums are over all devices; halves have one device's rows."""
+    params, batch, _ = problem
+    fn = reducer(LAYERS, loss_of, mesh(3))
+    shapes = jax.ShapeDtypeStruct((9, batch.shape[1]), batch.dtype)
+    lowered = fn.lower(params, shapes)
+    sizes = {
+        name: {x.shape for x in jax.tree.leaves(lowered[name].in_avals)}
+        for name in ("layer 0: forward", "bucket 0: reduce")
+    }
+    numbers = 9 * 5 + 9 + 9 * 4 + 4 + 4 * 5
+    assert (3, 5) in sizes["layer 0: forward"]
+    assert sizes["bucket 0: reduce"] == {(3, numbers)}
+    with pytest.raises(ValueError, match=r"`lower\(params=...\)` must have the param"):
+        fn.lower(params[:1], shapes)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
