@@ -1,10 +1,13 @@
 """What the documents show works: their code runs, their links and names exist."""
 
+import builtins
 import importlib.util
 import re
+import symtable
 import sys
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -29,25 +32,109 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
+CONTINUES = re.compile(
+    r'# continues the (block above|first block(?: of "(?P<heading>.+)")?)\n'
+)
+
+
+class Block(NamedTuple):
+    """A block of code on a page."""
+
+    code: str
+    continued: tuple[int, ...]
+    """The blocks of the page that it continues, in the page's order."""
+
+
+def blocks_of(page):
+    """The blocks of a page, each with those that its first line says it continues."""
+    text = page.read_text()
+    blocks, headings = [], []
+    for place, match in enumerate(CODE.finditer(text)):
+        above = re.findall(r"^#+ (.*)$", CODE.sub("", text[: match.start()]), re.M)
+        headings.append(above[-1] if above else None)
+        before = []
+        if said := CONTINUES.match(match[1]):
+            name = said["heading"]
+            last = place - 1 if said[1] == "block above" else 0
+            last = headings.index(name) if name else last
+            assert last < place, f"{page.name}: nothing is above {match[1]!r}"
+            before = [*blocks[last].continued, last]
+        blocks.append(Block(match[1], tuple(before)))
+    return blocks
+
+
+def in_columns(page):
+    """The blocks of a page that has torch's code beside ours."""
+    codes = CODE.findall(page.read_text())
+    columns = [re.match("# (both|torch|jdist)", code)[1] for code in codes]
+    return [
+        Block(code, tuple(i for i in range(place) if columns[i] in {"both", column}))
+        for place, (code, column) in enumerate(zip(codes, columns, strict=True))
+    ]
+
+
+def undefined(code):
+    """The names that a program reads and neither it nor Python defines."""
+    program = symtable.symtable(code, "block", "exec")
+    defined, read = set(dir(builtins)) | {"__name__", "__file__"}, set()
+    for name in program.get_symbols():
+        if name.is_assigned() or name.is_imported():
+            defined.add(name.get_name())
+    scopes = [program]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        read |= {
+            name.get_name()
+            for name in scope.get_symbols()
+            if name.is_referenced() and (scope is program or name.is_global())
+        }
+    return read - defined
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *MIGRATION, *TUTORIALS],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_a_block_runs_alone_or_says_which_it_continues(page):
+    """Every name is its own, or of a block that it names."""
+    if page in TUTORIALS:
+        assert "Each cell continues those above it." in page.read_text()
+    columns = page in MIGRATION and page.stem != "index"
+    if columns:
+        rule = "Each block continues the first one and those above it in its column."
+        assert rule in page.read_text()
+    blocks = in_columns(page) if columns else blocks_of(page)
+    for place, (code, continued) in enumerate(blocks):
+        program = [blocks[i].code for i in continued]
+        missing = undefined("\n".join([*program, code]))
+        assert not missing, f"block {place + 1} lacks {sorted(missing)}:\n{code}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_runs(page, capsys, monkeypatch, tmp_path):
-    """Every Python block, as a user has it: JAX's defaults, one block after another.
+    """Every Python block, as a user has it: JAX's defaults, what it continues before.
 
     They are the main program, so that workers can call what it defines, and other
     processes can import it.
     """
-    blocks = CODE.findall(page.read_text())
-    main = types.ModuleType("__main__")
-    main.__file__ = str(tmp_path / "main.py")
-    Path(main.__file__).write_text("\n".join(blocks))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        for block in blocks:
-            exec(compile(block, page.name, "exec"), vars(main))
+    blocks = blocks_of(page)
+    programs = {}  # a block that continues none, and all that continue it
+    for place, (code, continued) in enumerate(blocks):
+        programs.setdefault(next(iter(continued), place), []).append(code)
+    for codes in programs.values():
+        main = types.ModuleType("__main__")
+        main.__file__ = str(tmp_path / "main.py")
+        Path(main.__file__).write_text("\n".join(codes))
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
+            for code in codes:
+                exec(compile(code, page.name, "exec"), vars(main))
     shown = capsys.readouterr().out
     if page.name == "README.md":
         assert "oracle pinned" in shown
