@@ -161,9 +161,10 @@ class EpochExecutor(Executor):
         channels, found = InProcessChannels(places.devices), LoweredPrograms()
         inputs = programs.inputs(channels, runs, every, loss)
         together = self._max_norm is not None or self._tied is not None
+        grads = {}
         for (_, j), run in rehearse(inputs, found.named).items():
             replicas = len(places.schedule.placement[j])
-            lower_update(
+            grads[j] = lower_update(
                 self._optimizers[j],
                 run,
                 update.opt_states[j],
@@ -172,6 +173,9 @@ class EpochExecutor(Executor):
                 together,
                 found.named(f"stage {j}"),
             )
+        if self._tied is not None:
+            params = {j: run.params for (_, j), run in runs.items()}
+            self._tied.lower(params, grads, found)
         return found.lowered()
 
     def train(

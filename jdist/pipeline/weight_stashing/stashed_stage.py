@@ -179,7 +179,7 @@ def lower_update(
     max_norm: float | None,
     together: bool,
     invoke: Invoke,
-) -> None:
+) -> PyTree:
     """Has another function called in place of those of a stage's update.
 
     Args:
@@ -190,16 +190,20 @@ def lower_update(
       max_norm: To which the gradient of all stages is clipped; None: it is not.
       together: Whether the stages update together.
       invoke: See `Segment.through`.
+
+    Returns:
+      The stage's gradient, where the stages update together.
     """
     joined = run.partial()
     for _ in range(1, replicas):
         joined = run.joined({0: joined, 1: run.partial()})
     if not together:
         invoke(_updated, optimizer, run.params, joined, opt_state, run.kind)
-        return
+        return None
     grads = invoke(_divided, optimizer, run.params, joined, run.kind)
     square = None if max_norm is None else invoke(square_of, grads)
     invoke(_clipped, optimizer, run.params, grads, opt_state, square, max_norm)
+    return grads
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)

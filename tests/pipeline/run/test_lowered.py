@@ -97,7 +97,12 @@ def test_a_gradient_has_no_updates():
     assert "stage 2: gradient" in found
 
 
-def test_tied_gradients_are_added_up_at_each_stage(caplog):
+@pytest.mark.parametrize(
+    "schedule",
+    [pipeline.gpipe(3, 2), pipeline.pipedream_flush(3, 3)],
+    ids=["GPipe", "PipeDream"],
+)
+def test_tied_gradients_are_added_up_at_each_stage(caplog, schedule):
     """On the stage's own device, by the programs that a step then runs."""
 
     def ends(params, x):
@@ -111,7 +116,7 @@ def test_tied_gradients_are_added_up_at_each_stage(caplog):
     w = {"w": np.full((3, 3), 0.3, np.float32)}
     params = [w, np.full(3, 0.7, np.float32), w]
     batch = {"x": np.ones((4, 3), np.float32)}
-    own, schedule = devices("devices"), pipeline.gpipe(3, 2)
+    own = devices("devices")
     options = {"optimizer": optim.sgd(lr=0.1)}
     pipe = pipeline.Pipeline(made, lambda y, _: y.sum(-1), schedule, own, **options)
     jax.clear_caches()
@@ -125,7 +130,10 @@ def test_tied_gradients_are_added_up_at_each_stage(caplog):
     state = pipe.init(params)
     caplog.clear()
     with jax.log_compiles():
-        pipe.train_step(state, batch)
+        if schedule.update_policy is None:
+            pipe.train_step(state, batch)
+        else:
+            pipe.train_epoch(state, [batch] * 3)
     assert not any("Compiling jit(_sum)" in r.message for r in caplog.records)
 
 
