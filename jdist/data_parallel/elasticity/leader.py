@@ -1,0 +1,485 @@
+"""The leader of an elastic run: a state machine of events in and effects out.
+
+It knows neither processes nor arrays nor clocks. A step's batch is a number of *units*
+(slots, or examples), which are assigned in contiguous parts to the replicas that are
+there. A step is committed once its parts, computed by whichever replicas, are all of
+the batch and each unit once:
+
+    replica                          leader
+    Replicareport: I hold step 7       -->
+                                <--  Directive: compute units 0..5 of step 7
+    report: units 0..5          -->  (with 6..10, 11..15 of the others: commit)
+                                <--  Directive: apply step 7, compute .. of step 8
+
+A replica that dies or misses the deadline leaves its units without a result, and they
+are assigned anew; what the others have computed stays. A newcomer fetches a state from
+a living replica while the others go on, and then applies the gradients that were
+committed meanwhile, which the leader keeps so long.
+
+The order of events alone decides what happens: one seed replays a simulated run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = [
+    "Commit",
+    "Directive",
+    "Leader",
+    "Order",
+    "Part",
+    "ReplicaReport",
+    "RunTerms",
+]
+
+
+class Part(NamedTuple):
+    """A contiguous range of a step's units."""
+
+    start: int
+    """The first unit."""
+
+    stop: int
+    """The one after the last."""
+
+
+class ReplicaReport(NamedTuple):
+    """What a replica tells the leader; the answer is a `Directive`."""
+
+    generation: int = 0
+    """The last one that the replica was told of; see `Directive`."""
+
+    held: int | None = None
+    """The number of steps in the state that it holds; None if it holds none."""
+
+    step: int | None = None
+    """The step that `parts` are of."""
+
+    parts: tuple[Part, ...] = ()
+    """Units that it has computed."""
+
+    saved: int | None = None
+    """A step whose checkpoint it has written since its last report."""
+
+    unreachable: int | None = None
+    """A replica from which it could not fetch a state."""
+
+
+class Directive(NamedTuple):
+    """What a replica does next, in the order of the fields; then it reports."""
+
+    generation: int
+    """How often the run has begun from a checkpoint or from the first parameters.
+    States of an earlier generation count no more."""
+
+    restore: bool = False
+    """Begin with the last checkpoint, or with the first parameters."""
+
+    fetch: int | None = None
+    """Take the state of this replica."""
+
+    apply: tuple[int, ...] = ()
+    """Steps whose gradients are to be applied to the state."""
+
+    save: bool = False
+    """Write the state as a checkpoint."""
+
+    heir: bool = False
+    """Whether this replica writes a checkpoint if the leader is lost."""
+
+    end: bool = False
+    """The run is over."""
+
+    late: bool = False
+    """With `end`: no replica is left that could hand out the last state, and what this
+    one holds, if anything, is an earlier one."""
+
+    step: int | None = None
+    """The step that `parts` are of."""
+
+    parts: tuple[Part, ...] = ()
+    """Units to compute."""
+
+
+class Order(NamedTuple):
+    """Effect: tell a replica."""
+
+    replica: int
+    instruction: Directive
+
+
+class Commit(NamedTuple):
+    """Effect: add up the results of these parts; they are the whole step.
+
+    It comes before each order to apply that step. Results of steps before `oldest` are
+    not needed any more.
+    """
+
+    step: int
+    parts: tuple[Part, ...]
+    oldest: int
+
+
+Effects = Iterator[Order | Commit]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """What an elastic run is about.
+
+    Attributes:
+      steps: How many the run has.
+      units: Number of units of a step.
+      deadline: Seconds for an instruction to compute, after which a replica is expelled
+        while there is another one.
+      least: Replicas that a step waits for before it begins.
+      save_every: Steps between checkpoints; None for none.
+      log: Committed gradients that are kept at most.
+    """
+
+    steps: int
+    units: Callable[[int], int]
+    deadline: float
+    least: int = 1
+    save_every: int | None = None
+    log: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """The leader's view of one replica.
+
+    Attributes:
+      held: The steps in its state when it last reported; None without one.
+      waiting: Whether its report awaits an answer.
+      parts: Units that it computes.
+      due: When its deadline passes.
+      source: From which replica it fetches a state.
+      base: Steps in that replica's state when it was told to.
+      avoid: Replicas from which it could not.
+      restoring: Whether it reads a checkpoint.
+      expelled: Whether it missed a deadline and has not reported since.
+      ended: Whether it was told that the run is over.
+    """
+
+    held: int | None = None
+    waiting: bool = False
+    parts: list[Part] = field(default_factory=list)
+    due: float = 0.0
+    base: int | None = None
+    avoid: frozenset[int] = frozenset()
+    source: int | None = None
+    restoring: bool = False
+    expelled: bool = False
+    ended: bool = False
+
+
+class Leader:
+    """The state machine; see the module.
+
+    Replicas are numbers, none of which is used again for another process.
+
+    Args:
+      terms: What the run is about.
+
+    Attributes:
+      step: Steps that are committed; None before the first state is there.
+      generation: See `Directive`.
+    """
+
+    def __init__(self, terms: RunTerms) -> None:
+        self.step: int | None = None
+        self.generation = 0
+        self._terms = terms
+        self._seats: dict[int, _Seat] = {}
+        self._oldest = 0  # The first step whose gradient is kept.
+        self._done: set[Part] = set()
+        self._open: list[Part] = []  # Units that no replica computes.
+        self._begun = False
+        self._save_due = False
+        self._saver: int | None = None
+        self._over = False
+
+    # --- events ---
+
+    def report(
+        self, replica: int, report: ReplicaReport, now: float
+    ) -> list[Order | Commit]:
+        """A replica has reported."""
+        seat = self._seats.setdefault(replica, _Seat())
+        current = report.generation == self.generation
+        if seat.restoring and current and report.held is not None:
+            self._start_at(report.held)
+        if report.saved is not None and self._saver == replica:
+            self._saver = None
+        if report.unreachable is not None:
+            self._suspect(report.unreachable)
+        if current and report.step == self.step and self._begun:
+            self._take(seat, report.parts)
+        # What it was told to compute and did not.
+        self._open += seat.parts
+        reachable = current and report.held is not None and self._reaches(report.held)
+        failed = () if report.unreachable is None else (report.unreachable,)
+        self._seats[replica] = _Seat(
+            held=report.held if reachable else None,
+            waiting=True,
+            avoid=seat.avoid.union(failed) if failed else frozenset(),
+        )
+        return list(self._advance(now))
+
+    def gone(self, replica: int, now: float) -> list[Order | Commit]:
+        """A replica has died, was lost or has left."""
+        seat = self._seats.pop(replica, None)
+        if seat is None:
+            return []
+        self._open += seat.parts
+        if self._saver == replica:
+            self._saver, self._save_due = None, True
+        return list(self._advance(now))
+
+    def tick(self, now: float) -> list[Order | Commit]:
+        """Time has passed: replicas beyond their deadline are expelled."""
+        for replica, seat in sorted(self._seats.items()):
+            # A sole holder of the state keeps its units: no other could compute them.
+            if seat.parts and seat.due <= now and self._holders(without=replica):
+                self._suspect(replica)
+        return list(self._advance(now))
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        return min((s.due for s in self._seats.values() if s.parts), default=None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all replicas that are there were told that the run is over."""
+        if self.step != self._terms.steps:
+            return False
+        return all(seat.ended or seat.expelled for seat in self._seats.values())
+
+    # --- inside ---
+
+    def _start_at(self, step: int) -> None:
+        """A checkpoint, or the first parameters, are where the run goes on from."""
+        self.step = self._oldest = step
+
+    def _take(self, seat: _Seat, parts: Iterable[Part]) -> None:
+        """Notes results, unless another replica was told to compute them meanwhile."""
+        for part in parts:
+            within = [
+                (owner, whole)
+                for owner in (seat.parts, self._open)
+                for whole in owner
+                if whole.start <= part.start and part.stop <= whole.stop
+            ]
+            if not within:
+                continue
+            owner, whole = within[0]
+            owner.remove(whole)
+            owner += [
+                each
+                for each in (
+                    Part(whole.start, part.start),
+                    Part(part.stop, whole.stop),
+                )
+                if each.start < each.stop
+            ]
+            self._done.add(part)
+
+    def _suspect(self, replica: int) -> None:
+        seat = self._seats.get(replica)
+        if seat is None or seat.waiting:
+            return  # It has reported since.
+        self._open += seat.parts
+        seat.parts, seat.expelled = [], True
+        if self._saver == replica:
+            self._saver, self._save_due = None, True
+
+    def _reaches(self, held: int) -> bool:
+        """Whether the gradients that are kept lead from there to the present."""
+        return self.step is not None and self._oldest <= held <= self.step
+
+    def _holders(self, without: int | None = None) -> list[int]:
+        """Replicas with a state that leads to the present, the best source first."""
+        fetching = [seat.source for seat in self._seats.values()]
+        found = [
+            (fetching.count(replica), -(seat.held or 0), -replica, replica)
+            for replica, seat in self._seats.items()
+            if replica != without
+            and not (seat.expelled or seat.restoring)
+            and seat.held is not None
+            and self._reaches(seat.held)
+        ]
+        return [replica for *_, replica in sorted(found)]
+
+    def _advance(self, now: float) -> Effects:
+        if self.step is not None:
+            while self._begun and self._is_whole():
+                yield self._commit()
+                yield from self._begin(now)
+            if not self._begun:
+                yield from self._begin(now)
+            yield from self._assign_open(now)
+            yield from self._catch_up()
+        yield from self._provide_states()
+
+    def _is_whole(self) -> bool:
+        assert self.step is not None
+        units = self._terms.units(self.step)
+        return sum(part.stop - part.start for part in self._done) == units
+
+    def _commit(self) -> Commit:
+        assert self.step is not None
+        parts = tuple(sorted(self._done))
+        self._done.clear()
+        self._open.clear()
+        self._begun = False
+        for seat in self._seats.values():
+            seat.parts = []  # Nothing is left of them but what was computed twice.
+        self.step += 1
+        every = self._terms.save_every
+        if every and (self.step % every == 0 or self.step == self._terms.steps):
+            self._save_due = True
+        self._forget()
+        return Commit(self.step - 1, parts, self._oldest)
+
+    def _forget(self) -> None:
+        """Drops gradients that no replica needs, and those beyond the limit."""
+        assert self.step is not None
+        held = [each for s in self._seats.values() for each in (s.held, s.base)]
+        needed = min((each for each in held if each is not None), default=self.step)
+        floor = self.step - self._terms.log
+        self._oldest = max(self._oldest, min(needed, self.step - 1), floor)
+
+    def _ready(self) -> list[int]:
+        """Replicas that can compute the present step, at most one gradient behind."""
+        assert self.step is not None
+        return [
+            replica
+            for replica, seat in sorted(self._seats.items())
+            if seat.waiting
+            and seat.held is not None
+            and seat.held >= max(self.step - 1, self._oldest)
+        ]
+
+    def _begin(self, now: float) -> Effects:
+        assert self.step is not None
+        ready = self._ready()
+        if self.step >= self._terms.steps:
+            yield from self._end(ready)
+            return
+        if len(ready) < self._terms.least:
+            return
+        self._begun = True
+        self._open = [Part(0, self._terms.units(self.step))]
+        yield from self._assign_open(now)
+
+    def _assign_open(self, now: float) -> Effects:
+        """Divides units without a replica over those that are ready."""
+        if not self._begun or not self._open:
+            return
+        ready = self._ready()
+        if not ready:
+            return
+        heir = next((each for each in ready if each != min(self._seats)), None)
+        shares = _divided(sorted(self._open), len(ready))
+        self._open = []
+        for replica, parts in zip(ready, shares, strict=True):
+            if not parts:
+                continue
+            seat = self._seats[replica]
+            seat.parts, seat.due = list(parts), now + self._terms.deadline
+            yield self._order(replica, heir=replica == heir, parts=tuple(parts))
+
+    def _catch_up(self) -> Effects:
+        assert self.step is not None
+        for replica, seat in sorted(self._seats.items()):
+            if seat.waiting and seat.held is not None and seat.held < self.step:
+                if self._reaches(seat.held):
+                    yield self._order(replica)
+                else:
+                    seat.held = None  # It has to fetch a state again.
+
+    def _end(self, ready: Sequence[int]) -> Effects:
+        for replica in ready:
+            self._over = self._seats[replica].ended = True
+            yield self._order(replica, end=True)
+
+    def _order(
+        self,
+        replica: int,
+        heir: bool = False,
+        end: bool = False,
+        parts: tuple[Part, ...] = (),
+    ) -> Order:
+        assert self.step is not None
+        seat = self._seats[replica]
+        assert seat.held is not None
+        seat.waiting = False
+        # At the end there is no later order that could save.
+        save = self._save_due and (end or (self._saver is None and bool(parts)))
+        if save:
+            self._saver, self._save_due = replica, False
+        instruction = Directive(
+            self.generation,
+            apply=tuple(range(seat.held, self.step)),
+            save=save,
+            heir=heir,
+            end=end,
+            step=self.step if parts else None,
+            parts=parts,
+        )
+        return Order(replica, instruction)
+
+    def _provide_states(self) -> Effects:
+        """Sends replicas without a state to one that has it, or to the checkpoint."""
+        for replica, seat in sorted(self._seats.items()):
+            if not seat.waiting or seat.held is not None:
+                continue
+            holders = self._holders(without=replica)
+            if holders:
+                # Those that could not be reached once more, if there are no others.
+                source = min(holders, key=lambda each: each in seat.avoid)
+                seat.waiting, seat.source = False, source
+                seat.base = self._seats[source].held
+                yield Order(replica, Directive(self.generation, fetch=source))
+            elif self._over:
+                seat.waiting, seat.ended = False, True
+                yield Order(replica, Directive(self.generation, end=True, late=True))
+            elif not any(each.restoring for each in self._seats.values()):
+                # A state that only expelled replicas hold is given up with them.
+                self._restart()
+                seat.waiting, seat.restoring = False, True
+                yield Order(replica, Directive(self.generation, restore=True))
+
+    def _restart(self) -> None:
+        self.generation += 1
+        self.step = None
+        self._done.clear()
+        self._open.clear()
+        self._begun = self._save_due = False
+        self._saver = None
+        for seat in self._seats.values():
+            seat.held, seat.parts = None, []
+
+
+def _divided(parts: Sequence[Part], count: int) -> list[list[Part]]:
+    """Contiguous shares of the parts' units; sizes differ by one at most."""
+    units = sum(part.stop - part.start for part in parts)
+    share, extra = divmod(units, count)
+    shares: list[list[Part]] = []
+    left = list(parts)
+    for number in range(count):
+        wanted = share + (number < extra)
+        own: list[Part] = []
+        while wanted:
+            part = left.pop(0)
+            size = min(wanted, part.stop - part.start)
+            own.append(Part(part.start, part.start + size))
+            if part.start + size < part.stop:
+                left.insert(0, Part(part.start + size, part.stop))
+            wanted -= size
+        shares.append(own)
+    return shares
