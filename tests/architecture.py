@@ -79,7 +79,14 @@ ROOMS = {
         "optimizer picture",
         "install",
     ),
-    "data_parallel": ("replicas", "hooks", "gradient", "step", "data"),
+    "data_parallel": (
+        "replicas",
+        "hooks",
+        "gradient",
+        "step",
+        "data",
+        "elasticity",
+    ),
     "pipeline": (
         "schedule",
         "schedules",

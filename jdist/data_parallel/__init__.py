@@ -14,6 +14,7 @@ from jdist.data_parallel import hooks
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.data.process_group import ProcessLost, process_group
 from jdist.data_parallel.data.sampler import Sampler, Shards
+from jdist.data_parallel.elasticity.elastic_run import Elastic, ElasticResult, elastic
 from jdist.data_parallel.gradient.buckets import assign_buckets
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
 from jdist.data_parallel.replicas.agreement import ReplicasDiffer
@@ -34,6 +35,8 @@ from jdist.reduction import weighted_mean
 __all__ = [
     "DataParallel",
     "EarlyEnd",
+    "Elastic",
+    "ElasticResult",
     "FromNNX",
     "Join",
     "LocalSGD",
@@ -51,6 +54,7 @@ __all__ = [
     "assign_buckets",
     "averaged",
     "check_replicas",
+    "elastic",
     "evaluate",
     "fit",
     "from_nnx",

@@ -94,8 +94,7 @@ class Follower(Generic[State, Sum]):
             # An earlier state, or one of before a restart, must not pass for a result.
             self.snapshot = Snapshot(directive.generation, None, None)
         if directive.restore:
-            held, state = self._work.restore()
-            self.snapshot = Snapshot(directive.generation, held, state)
+            self.snapshot = Snapshot(directive.generation, *self._work.restore())
         elif directive.fetch is not None:
             unreachable = self._fetch(directive.generation, directive.fetch)
         self._apply(directive.apply, totals)
@@ -135,11 +134,11 @@ class Follower(Generic[State, Sum]):
 
     def _apply(self, steps: Sequence[int], totals: Mapping[int, Sum]) -> None:
         for step in steps:
-            generation, held, state = self.snapshot
-            assert held == step
+            state = self.snapshot.state
+            assert self.snapshot.held == step
             assert state is not None
             after = self._work.apply(state, step, totals[step])
-            self.snapshot = Snapshot(generation, step + 1, after)
+            self.snapshot = Snapshot(self.snapshot.generation, step + 1, after)
 
     def _saved(self) -> int | None:
         """The step of a checkpoint that is complete since the last report."""

@@ -1,0 +1,296 @@
+"""The public function of elastic data parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jdist import reduction as reductions
+from jdist._errors import requirement
+from jdist._tree import PyTree, described, examples_in, named_leaves
+from jdist.data_parallel.data.sampler import Sampler
+from jdist.data_parallel.elasticity.follower import Snapshot
+from jdist.data_parallel.elasticity.leader import RunTerms
+from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
+from jdist.data_parallel.step.train_state import TrainState
+from jdist.optim import Optimizer
+
+if TYPE_CHECKING:
+    from jdist.rpc.extension import Agent
+
+__all__ = ["Elastic", "ElasticResult", "elastic"]
+
+
+class ElasticResult(NamedTuple):
+    """What a replica has at the end of an elastic run."""
+
+    state: TrainState
+    """The state after the last step, the same on every replica."""
+
+    losses: dict[int, float]
+    """The loss of each step that this replica has applied: a newcomer lacks those
+    before it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """An elastic run; `elastic` makes it.
+
+    Attributes:
+      programs: Its compiled functions.
+      optimizer: Makes its steps.
+      sums: The reduction.
+      global_batch: Examples of a step.
+      slots: See `elastic`.
+      folder: Of its checkpoints, or None.
+      save_every: Steps between them.
+      deadline: See `elastic`.
+      least: See `elastic`.
+      seed: Of the order of the examples.
+      shuffle: Whether they have another order in each epoch.
+      name: Of the run.
+    """
+
+    programs: Programs
+    optimizer: Optimizer
+    sums: str
+    global_batch: int
+    slots: int | None
+    folder: Path | None
+    save_every: int | None
+    deadline: float
+    least: int
+    seed: int
+    shuffle: bool
+    name: str
+
+    def run(
+        self,
+        params: PyTree,
+        data: PyTree,
+        weights: ArrayLike | None = None,
+        *,
+        epochs: int = 1,
+    ) -> ElasticResult:
+        """Takes part in the run as the current worker, until it is over.
+
+        Every worker of the group calls it, at any time and with the same arguments. It
+        waits for the worker of rank 0, and for as many replicas as `least` says.
+
+        Args:
+          params: Pytree of arrays: the first parameters. A newcomer's do not count.
+          data: Pytree of arrays, each `(examples, ...)`: all of it, on every worker.
+          weights: `(examples,)`, non-negative; None for 1 each.
+          epochs: How often each example is used.
+
+        Returns:
+          The state and the losses.
+
+        Raises:
+          ValueError: An argument is wrong or differs from rank 0's; the run of that
+            name has begun before, on this worker or rank 0.
+          RpcError: This thread is no worker; the run was over before this worker had a
+            state; rank 0 has left the run.
+          WorkerLost: Rank 0 was lost. With a folder, another replica has then written
+            a checkpoint of its last step.
+        """
+        # The import of rpc starts what a program in one process does not need.
+        from jdist.data_parallel.elasticity.replica_group import follow_leader
+
+        call = "Elastic.run"
+        examples = examples_in(data, f"{call}(data=...)")
+        epochs = _at_least_one(f"{call}(epochs=...)", epochs)
+        counted = _checked_weights(call, weights, examples)
+        sampler = Sampler(examples, self.global_batch, self.seed, self.shuffle)
+        batches = Batches(data, counted, sampler, self.slots)
+        _check_batches(call, batches, epochs, self.sums)
+        terms = RunTerms(
+            sampler.steps * epochs,
+            batches.units,
+            self.deadline,
+            least=self.least,
+            save_every=self.save_every,
+        )
+
+        def work(
+            agent: Agent, source: Callable[[int], Snapshot[TrainState]]
+        ) -> ReplicaWork:
+            # Copies: the caller may donate its own.
+            own = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+            step = jnp.zeros((), jnp.int32)
+            first = TrainState(step, own, self.optimizer.init(own))
+            first = jax.device_put(first, agent.device)
+            return ReplicaWork(
+                self.programs, batches, first, agent.device, self.folder, source
+            )
+
+        agreed = self._agreed(params, batches, epochs)
+        state, losses = follow_leader(self.name, terms, agreed, work)
+        found = {step: float(loss) for step, loss in sorted(losses.items())}
+        return ElasticResult(state, found)
+
+    def _agreed(self, params: PyTree, batches: Batches, epochs: int) -> dict[str, str]:
+        """What would make replicas compute different things if it differed."""
+
+        def shapes(tree: PyTree) -> str:
+            leaves = named_leaves(tree).items()
+            return str({path: described(jnp.asarray(leaf)) for path, leaf in leaves})
+
+        return {
+            "epochs": str(epochs),
+            "reduction": self.sums,
+            "slots": str(self.slots),
+            "order of examples": str(batches.sampler),
+            "weights": hashlib.sha256(batches.weights.tobytes()).hexdigest()[:12],
+            "shapes of parameters": shapes(params),
+            "shapes of data": shapes(jax.tree.map(lambda x: x[:1], batches.data)),
+            "optimizer": self.optimizer.name,
+        }
+
+
+def elastic(  # noqa: PLR0913 - options, by keyword
+    loss_fn: Callable[[PyTree, PyTree], jax.Array],
+    optimizer: Optimizer,
+    *,
+    global_batch: int,
+    reduction: str = "mean",
+    slots: int | None = None,
+    folder: str | Path | None = None,
+    save_every: int | None = None,
+    deadline: float = 60.0,
+    least: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    name: str = "elastic",
+) -> Elastic:
+    """Training that stays exact while replicas come and go.
+
+    Replicas are the workers of an rpc group. Each step's global batch is divided over
+    those that are there. What a replica that dies has not computed goes to others, and
+    a step is taken when all its examples have been counted, each once:
+
+        dL/dW = sum_i (B_i / B) dL_i/dW              whatever the shards i are
+
+    A newcomer takes its state from a living replica while the others go on. If all but
+    rank 0 die, it goes on alone; without rank 0, whose process has the group's
+    coordinator, the run ends, and goes on from the last checkpoint when it is started
+    again.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
+        must treat examples independently.
+      optimizer: Makes the steps.
+      global_batch: Examples of a step, over all replicas; the last of an epoch may be
+        smaller.
+      reduction: "mean", "sum", "max" or "min".
+      slots: None adds shards up as they happen to be. A number divides each batch into
+        so many slots, each computed alone, and adds them up along a fixed tree: on
+        devices of one kind the parameters are then bit-equal for every history.
+      folder: Where checkpoints are, which all replicas read and write; None for none.
+      save_every: Steps between checkpoints, which one of the replicas writes; needs a
+        folder.
+      deadline: Seconds in which a replica computes its share or hands its state out.
+        One that takes longer is expelled while another has the state, and comes back
+        with its next report. A deadline shorter than compilation costs repeated work.
+      least: Replicas for which a step waits.
+      seed: Of the order of the examples.
+      shuffle: False keeps the order of the data.
+      name: Of the run, in the group; another run needs another one.
+
+    Returns:
+      What runs it.
+
+    Raises:
+      ValueError: An argument is out of its range; `save_every` without a folder.
+      TypeError: A number of things is no integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim, rpc
+      >>> run = data_parallel.elastic(
+      ...     lambda w, x: (x - w) ** 2, optim.sgd(lr=0.1), global_batch=2
+      ... )
+      >>> with rpc.elastic_cluster():
+      ...     state, losses = run.run(jnp.array(0.0), jnp.array([1.0, 2.0, 3.0, 4.0]))
+      >>> len(losses), int(state.step)
+      (2, 2)
+
+    References:
+      TorchElastic and torchft, which go on with the gradient of the examples that are
+      left.
+    """
+    call = "elastic"
+    reductions.check_reduction(call, reduction)
+    global_batch = _at_least_one(f"{call}(global_batch=...)", global_batch)
+    least = _at_least_one(f"{call}(least=...)", least)
+    if slots is not None:
+        slots = _at_least_one(f"{call}(slots=...)", slots)
+        if slots > global_batch:
+            rule = f"must be at most global_batch, {global_batch}"
+            raise ValueError(requirement(f"{call}(slots=...)", rule, slots))
+    if save_every is not None:
+        save_every = _at_least_one(f"{call}(save_every=...)", save_every)
+        if folder is None:
+            rule = "must be None where there is no folder"
+            remedy = "Give `folder=`, one that all replicas can reach."
+            argument = f"{call}(save_every=...)"
+            raise ValueError(requirement(argument, rule, save_every, remedy))
+    if not deadline > 0:
+        rule = "must be a positive number of seconds"
+        raise ValueError(requirement(f"{call}(deadline=...)", rule, deadline))
+    return Elastic(
+        Programs(loss_fn, optimizer, reduction),
+        optimizer,
+        reduction,
+        global_batch,
+        slots,
+        None if folder is None else Path(folder).absolute(),
+        save_every,
+        deadline,
+        least,
+        seed,
+        shuffle,
+        name,
+    )
+
+
+def _at_least_one(argument: str, value: int) -> int:
+    value = operator.index(value)
+    if value < 1:
+        raise ValueError(requirement(argument, "must be at least 1", value))
+    return value
+
+
+def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.ndarray:
+    argument = f"{call}(weights=...)"
+    if weights is None:
+        return np.ones(examples, np.float32)
+    found = np.asarray(weights, np.float32)
+    if found.shape != (examples,):
+        rule = f"must have one weight for each example, shape {(examples,)}"
+        raise ValueError(requirement(argument, rule, str(found.shape)))
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        rule = "must be finite and non-negative"
+        bad = found[~(np.isfinite(found) & (found >= 0))][0]
+        raise ValueError(requirement(argument, rule, float(bad)))
+    return found
+
+
+def _check_batches(call: str, batches: Batches, epochs: int, reduction: str) -> None:
+    """Refuses a batch of which nothing counts: it has no mean, and no extreme."""
+    if reduction == "sum" or batches.weights.all():
+        return
+    for step in range(batches.sampler.steps * epochs):
+        if not batches.weights[batches.rows(step)].any():
+            rule = "must have a positive weight in every batch"
+            got = f"none in that of step {step}"
+            raise ValueError(requirement(f"{call}(weights=...)", rule, got))

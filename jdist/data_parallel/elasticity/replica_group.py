@@ -1,0 +1,375 @@
+"""The messages of an elastic run between the workers of an rpc group.
+
+    REPORT  a replica to rank 0: its report and sums, answered by a directive and totals
+            once the leader has one
+    STATE   a replica to another one: the state that it holds
+
+The leader's state machine runs in the process of rank 0, whose worker is a replica too.
+A replica's number is the incarnation of its worker, which no later worker gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._errors import requirement
+from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
+from jdist.data_parallel.elasticity.leader import (
+    Commit,
+    Directive,
+    Leader,
+    Order,
+    Part,
+    ReplicaReport,
+    RunTerms,
+)
+from jdist.data_parallel.elasticity.replica_work import ReplicaWork
+from jdist.data_parallel.step.train_state import TrainState
+from jdist.reduction import Partial
+from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    NEEDS,
+    Agent,
+    current_agent,
+    extend,
+    incarnation_of,
+)
+
+__all__ = ["follow_leader"]
+
+_REPORT, _STATE = "elastic.report", "elastic.state"
+_PACKAGE = "jdist.data_parallel.elasticity"
+_META = {NEEDS: f"{_PACKAGE}.replica_group:install"}
+
+Answer = tuple[tuple[Any, ...], dict[int, list[jax.Array]]]
+"""A directive's fields; and the leaves of the totals that it applies, by step."""
+
+
+class Message(NamedTuple):
+    """What a replica sends to rank 0."""
+
+    run: str
+    """The run's name."""
+
+    terms: dict[str, str]
+    """What the run is about, which all replicas have to agree on."""
+
+    report: tuple[Any, ...] | None
+    """The fields of a `ReplicaReport`; None if the replica leaves."""
+
+    sums: list[list[jax.Array]]
+    """The leaves of each part's sum."""
+
+
+class LeaderService:
+    """The leader of one run, between messages and its state machine.
+
+    Args:
+      agent: The worker of rank 0.
+      terms: Of the run.
+      agreed: What all replicas have to agree on.
+      work: Adds up the sums.
+    """
+
+    def __init__(
+        self, agent: Agent, terms: RunTerms, agreed: dict[str, str], work: ReplicaWork
+    ) -> None:
+        self._leader = Leader(terms)
+        self._agreed = agreed
+        self._work = work
+        self._structure = work.sum_structure
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._answers: dict[int, Future[Answer]] = {}
+        self._sums: dict[Part, Partial] = {}
+        self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
+        self._totals: dict[int, list[jax.Array]] = {}
+        # The timer's thread must not wait for a sum.
+        self._alarm = agent.timer.alarm(lambda now: agent.pool.run(self._tick))
+
+    def report(self, replica: int, message: Message, answer: Future[Answer]) -> None:
+        """A replica has reported; its answer comes when the leader has one."""
+        for name in sorted(self._agreed.keys() | message.terms.keys()):
+            here, there = (t.get(name) for t in (self._agreed, message.terms))
+            if here != there:
+                rule = f"must have the same {name} on all workers, {here} as on rank 0"
+                error = ValueError(requirement("elastic(...)", rule, str(there)))
+                answer.set_exception(error)
+                return
+        assert message.report is not None
+        report = ReplicaReport(*message.report)
+        report = report._replace(parts=tuple(Part(*part) for part in report.parts))
+        with self._lock:
+            self._answers[replica] = answer
+            self._keep(report, message.sums)
+            now = time.monotonic()
+            orders = self._handle(self._leader.report(replica, report, now))
+        _give(orders)
+
+    def gone(self, replica: int) -> None:
+        """A replica was lost, or has left."""
+        with self._lock:
+            self._answers.pop(replica, None)
+            effects = self._leader.gone(replica, time.monotonic())
+            orders = self._handle(effects)
+        _give(orders)
+
+    def fail(self, reason: str) -> None:
+        """The run cannot go on."""
+        with self._lock:
+            answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.set_exception(RpcError(reason))
+
+    def wait(self) -> None:
+        """Returns when all replicas were told that the run is over."""
+        with self._ended:
+            while not self._leader.is_over:
+                self._ended.wait()
+
+    def _tick(self) -> None:
+        with self._lock:
+            orders = self._handle(self._leader.tick(time.monotonic()))
+        _give(orders)
+
+    def _keep(self, report: ReplicaReport, sums: Sequence[list[jax.Array]]) -> None:
+        """Keeps what belongs to the present step; the leader takes nothing else."""
+        present = (self._leader.generation, self._leader.step)
+        if present != self._sums_of:
+            self._sums, self._sums_of = {}, present
+        if (report.generation, report.step) == present:
+            for part, leaves in zip(report.parts, sums, strict=True):
+                # Two replicas may have computed it: what was counted stays.
+                self._sums.setdefault(part, self._structure.unflatten(leaves))
+
+    def _handle(
+        self, effects: Sequence[Order | Commit]
+    ) -> list[tuple[Future[Answer], Answer]]:
+        orders = []
+        for effect in effects:
+            if isinstance(effect, Commit):
+                sums = {part: self._sums[part] for part in effect.parts}
+                self._totals[effect.step] = jax.tree.leaves(self._work.total(sums))
+                for step in [each for each in self._totals if each < effect.oldest]:
+                    del self._totals[step]
+            elif answer := self._answers.pop(effect.replica, None):
+                directive = effect.instruction
+                totals = {step: self._totals[step] for step in directive.apply}
+                orders.append((answer, (tuple(directive), totals)))
+        self._alarm.set(self._leader.next_deadline())
+        if self._leader.is_over:
+            self._ended.notify_all()
+        return orders
+
+
+def _give(orders: Sequence[tuple[Future[Answer], Answer]]) -> None:
+    for answer, value in orders:
+        answer.set_result(value)
+
+
+class ElasticRuns:
+    """The elastic runs of one worker: those that it leads, and the states it holds."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._lock = threading.Lock()
+        self._leaders: dict[str, LeaderService | None] = {}  # None once it is over.
+        self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
+        self._followers: dict[str, Follower[TrainState, Partial]] = {}
+        self._gone: set[int] = set()
+        agent.register(_REPORT, self._on_report)
+        agent.register(_STATE, self._on_state)
+        agent.extension_state.on_gone(self._on_gone)
+
+    @contextlib.contextmanager
+    def following(
+        self, name: str, follower: Follower[TrainState, Partial]
+    ) -> Iterator[None]:
+        """Hands out the state of a replica."""
+        with self._lock:
+            if name in self._followers:
+                rule = "must be of no run that this worker is in"
+                raise ValueError(requirement("elastic(name=...)", rule, name))
+            self._followers[name] = follower
+        try:
+            yield
+        finally:
+            del self._followers[name]
+
+    def lead(self, name: str, leader: LeaderService) -> None:
+        """Begins to lead a run.
+
+        Raises:
+          ValueError: There was one of that name.
+        """
+        with self._lock:
+            if name in self._leaders:
+                rule = "must be new in the group: the run of that name has begun"
+                raise ValueError(requirement("elastic(name=...)", rule, name))
+            self._leaders[name] = leader
+            early = self._early.pop(name, {})
+        for replica, (message, answer) in early.items():
+            leader.report(replica, message, answer)
+
+    def end(self, name: str, reason: str) -> None:
+        """Ends a run that this worker leads."""
+        with self._lock:
+            leader, self._leaders[name] = self._leaders[name], None
+        assert leader is not None
+        leader.fail(reason)
+
+    def _on_report(
+        self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
+    ) -> Future[Answer] | None:
+        message, replica = Message(*body), incarnation_of(caller)
+        answer: Future[Answer] = Future()
+        with self._lock:
+            if replica in self._gone:
+                raise RpcError(f"{caller.name!r} was given up by the group.")
+            begun = message.run in self._leaders
+            leader = self._leaders.get(message.run)
+            if not begun:
+                early = self._early.setdefault(message.run, {})
+                if message.report is None:
+                    early.pop(replica, None)
+                    return None
+                early[replica] = (message, answer)
+                return answer
+        if message.report is None:
+            if leader is not None:
+                leader.gone(replica)
+            return None
+        if leader is None:
+            raise RpcError(
+                f"The elastic run {message.run!r} is over on rank 0; its last "
+                "checkpoint, if it writes any, has the state."
+            )
+        leader.report(replica, message, answer)
+        return answer
+
+    def _on_state(
+        self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
+    ) -> tuple[int, int | None, list[jax.Array] | None]:
+        follower = self._followers.get(body)
+        if follower is None:
+            raise RpcError(f"This worker is not in the elastic run {body!r}.")
+        generation, held, state = follower.snapshot
+        return generation, held, None if state is None else jax.tree.leaves(state)
+
+    def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
+        replica = incarnation_of(worker)
+        with self._lock:
+            self._gone.add(replica)
+            for early in self._early.values():
+                early.pop(replica, None)
+            leaders = [each for each in self._leaders.values() if each is not None]
+        for leader in leaders:
+            leader.gone(replica)
+
+
+def install(agent: Agent) -> None:
+    """Gives a worker what elastic runs need there."""
+    agent.extension_state[_PACKAGE] = ElasticRuns(agent)
+
+
+extend(_PACKAGE, install)
+
+
+def follow_leader(
+    name: str,
+    terms: RunTerms,
+    agreed: dict[str, str],
+    make_work: Callable[[Agent, Callable[[int], Snapshot[TrainState]]], ReplicaWork],
+) -> tuple[TrainState, dict[int, jax.Array]]:
+    """Takes part in a run as the current worker, until it is over.
+
+    Args:
+      name: Of the run.
+      terms: Of the run.
+      agreed: What all replicas have to agree on.
+      make_work: Makes the arithmetic of this replica; given its worker, and what
+        fetches the state of another replica.
+
+    Returns:
+      The state after the last step, and the losses of the steps applied here.
+    """
+    agent = current_agent()
+    runs: ElasticRuns = agent.extension_state[_PACKAGE]
+
+    def fetched(replica: int) -> Snapshot[TrainState]:
+        peer = agent.directory.of_incarnation(replica)
+        if peer is None:
+            raise Unreachable
+        try:
+            found = agent.call(peer.info, _STATE, name, terms.deadline, _META)
+        except RpcError as error:
+            raise Unreachable from error
+        generation, held, leaves = found
+        structure = jax.tree.structure(work.first)
+        state = None if leaves is None else jax.tree.unflatten(structure, leaves)
+        return Snapshot(generation, held, state)
+
+    work = make_work(agent, fetched)
+    follower: Follower[TrainState, Partial] = Follower(work)
+    with runs.following(name, follower), contextlib.closing(work):
+        if agent.info.id:
+            _follow(agent, name, agreed, follower, work)
+        else:
+            leader = LeaderService(agent, terms, agreed, work)
+            runs.lead(name, leader)
+            ending = "it is over"
+            try:
+                _follow(agent, name, agreed, follower, work)
+                leader.wait()
+            except BaseException as error:
+                ending = f"rank 0 has left it: {error!r}"
+                raise
+            finally:
+                runs.end(name, f"The elastic run {name!r} has ended: {ending}.")
+    state = follower.snapshot.state
+    if state is None:
+        raise RpcError(
+            f"The elastic run {name!r} was over before this worker had a state; its "
+            "last checkpoint, if it writes any, has it."
+        )
+    return state, work.losses
+
+
+def _follow(
+    agent: Agent,
+    name: str,
+    agreed: dict[str, str],
+    follower: Follower[TrainState, Partial],
+    work: ReplicaWork,
+) -> None:
+    """Reports and does what the leader says, until the run is over."""
+    structure = work.sum_structure
+    report, sums = follower.first_report(), list[list[jax.Array]]()
+    while not follower.over:
+        message = Message(name, agreed, tuple(report), sums)
+        try:
+            # Without a limit: the leader may wait for replicas that are to come.
+            pending = agent.call_async(0, _REPORT, tuple(message), 0, _META)
+            row, totals = pending.wait(0)
+        except RpcError:
+            _, held, state = follower.snapshot
+            if follower.heir and work.folder is not None and state is not None:
+                assert held is not None
+                work.write(held, state)
+            raise
+        given = {step: structure.unflatten(leaves) for step, leaves in totals.items()}
+        directive = Directive(*row)
+        parts = tuple(Part(*part) for part in directive.parts)
+        try:
+            report, found = follower.follow(directive._replace(parts=parts), given)
+        except BaseException:
+            leaving = tuple(Message(name, agreed, None, []))
+            with contextlib.suppress(RpcError):
+                agent.call(0, _REPORT, leaving, meta=_META)
+            raise
+        sums = [jax.tree.leaves(total) for total in found]

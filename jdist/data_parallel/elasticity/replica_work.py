@@ -1,0 +1,220 @@
+"""The arithmetic of an elastic run: sums of shards, their total, and the step.
+
+The gradient of a step is that of its whole batch, whatever shards it is computed in
+(see `jdist.reduction`); a shard is padded to a power of two rows, so that few programs
+are compiled. In a fixed order a batch is divided into slots, each computed alone by one
+program, and their partials are added up along the tree of `summation_tree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import reduction as reductions
+from jdist._tree import PyTree, split_inexact
+from jdist.data_parallel.data.checkpoint import TrainCheckpoints
+from jdist.data_parallel.data.sampler import Sampler
+from jdist.data_parallel.elasticity.follower import Snapshot
+from jdist.data_parallel.elasticity.leader import Part
+from jdist.data_parallel.elasticity.summation_tree import nodes_within, tree_sum
+from jdist.data_parallel.step.train_state import TrainState
+from jdist.optim import Optimizer
+from jdist.reduction import Partial
+
+__all__ = ["Batches", "Programs", "ReplicaWork"]
+
+
+class Programs:
+    """The compiled functions of an elastic run; replicas of one process share them.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`.
+      optimizer: Makes the steps.
+      reduction: See `jdist.reduction`.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., jax.Array], optimizer: Optimizer, reduction: str
+    ) -> None:
+        def shard_sum(
+            params: PyTree, batch: PyTree, weights: jax.Array, total: jax.Array
+        ) -> Partial:
+            weights = reductions.normalized(weights, reduction, total)
+            return reductions.partial(loss_fn, params, batch, weights, reduction)
+
+        def stepped(state: TrainState, total: Partial) -> tuple[TrainState, jax.Array]:
+            loss, grads = reductions.finish(total, reduction, state.params)
+            params, kept = optimizer.step(state.params, grads, state.opt_state)
+            return TrainState(state.step + 1, params, kept), loss
+
+        self.shard_sum = jax.jit(shard_sum)
+        self.combined = jax.jit(partial(reductions.combine, reduction=reduction))
+        # Not donated: another thread may hand the state out.
+        self.stepped = jax.jit(stepped)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of a run, by step.
+
+    Attributes:
+      data: Pytree of arrays, each `(examples, ...)`.
+      weights: `(examples,)`.
+      sampler: The order of the examples.
+      slots: Into how many a batch is divided for a fixed order; None without one.
+    """
+
+    data: PyTree
+    weights: np.ndarray
+    sampler: Sampler
+    slots: int | None
+
+    def rows(self, step: int) -> np.ndarray:
+        """The examples of a step."""
+        epoch, within = divmod(step, self.sampler.steps)
+        size = self.sampler.batch
+        return _order(self.sampler, epoch)[within * size : (within + 1) * size]
+
+    def units(self, step: int) -> int:
+        """Units of a step: its slots, or its examples."""
+        return len(self.rows(step)) if self.slots is None else self.slots
+
+    def shard(self, step: int, part: Part) -> tuple[PyTree, np.ndarray, np.float32]:
+        """Examples and weights of a part of a step, padded; and the step's weight."""
+        rows = self.rows(step)
+        total = np.float32(self.weights[rows].sum(dtype=np.float64))
+        if self.slots is None:
+            own = rows[part.start : part.stop]
+            size = 1 << (len(own) - 1).bit_length()
+        else:
+            own = np.array_split(rows, self.slots)[part.start]
+            size = -(-self.sampler.batch // self.slots)
+        # A real example, which counts nothing: zeros could make NaN of a gradient.
+        places = np.concatenate([own, np.repeat(rows[:1], size - len(own))])
+        weights = np.where(np.arange(size) < len(own), self.weights[places], 0)
+        batch = jax.tree.map(lambda x: np.asarray(x[places]), self.data)
+        return batch, weights.astype(np.float32), total
+
+
+class SumStructure(Protocol):
+    """JAX's structure of a tree, of which it tells the type checker nothing."""
+
+    def unflatten(self, leaves: list[jax.Array]) -> Partial:
+        """The sum of these leaves."""
+
+
+@lru_cache(maxsize=4)  # Each step asks several times for that of its epoch.
+def _order(sampler: Sampler, epoch: int) -> np.ndarray:
+    return sampler.order(epoch)
+
+
+@dataclass(slots=True)
+class ReplicaWork:
+    """What one replica computes; see `follower.Work`.
+
+    Attributes:
+      programs: The compiled functions.
+      batches: The batches.
+      first: The state before the first step, on the device of this replica.
+      device: That device; None for JAX's default.
+      folder: Of the checkpoints; None for none.
+      source: Fetches the state of another replica.
+      losses: Of the steps that were applied here.
+    """
+
+    programs: Programs
+    batches: Batches
+    first: TrainState
+    device: jax.Device | None
+    folder: Path | None
+    source: Callable[[int], Snapshot[TrainState]]
+    losses: dict[int, jax.Array] = field(default_factory=dict)
+    _writer: ThreadPoolExecutor | None = None
+
+    def restore(self) -> tuple[int, TrainState]:
+        """See `Work`."""
+        if self.folder is None:
+            return 0, self.first
+        with TrainCheckpoints(self.folder) as saved:
+            if not saved.steps():
+                return 0, self.first
+            state = saved.restore(self.first)
+        return int(state.step), state
+
+    def fetch(self, replica: int) -> Snapshot[TrainState]:
+        """See `Work`."""
+        return self.source(replica)
+
+    def apply(self, state: TrainState, step: int, total: Partial) -> TrainState:
+        """See `Work`."""
+        state, self.losses[step] = self.programs.stepped(state, total)
+        return state
+
+    def compute(
+        self, state: TrainState, step: int, part: Part
+    ) -> list[tuple[Part, Partial]]:
+        """See `Work`."""
+        if self.batches.slots is None:
+            return [(part, self._shard_sum(state, step, part))]
+        slots = [Part(slot, slot + 1) for slot in range(part.start, part.stop)]
+        sums = {slot: self._shard_sum(state, step, slot) for slot in slots}
+        nodes = nodes_within(part, self.batches.slots)
+        return [(node, tree_sum(sums, node, self.programs.combined)) for node in nodes]
+
+    def total(self, sums: Mapping[Part, Partial]) -> Partial:
+        """The sum of a step's parts, which are the whole of it."""
+        if self.batches.slots is not None:
+            whole = Part(0, self.batches.slots)
+            return tree_sum(sums, whole, self.programs.combined)
+        first, *others = (sums[part] for part in sorted(sums))
+        for other in others:
+            first = self.programs.combined(first, other)
+        return first
+
+    def save(self, step: int, state: TrainState) -> Future[None]:
+        """See `Work`."""
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
+        return self._writer.submit(self.write, step, state)
+
+    def write(self, step: int, state: TrainState) -> None:
+        """Writes a checkpoint, unless another replica has written that step."""
+        assert self.folder is not None
+        with TrainCheckpoints(self.folder) as saved:
+            if step in saved.steps():
+                return
+            try:
+                saved.save(state)
+            except Exception:
+                # One that was taken for lost, and was not, may write it as well.
+                if step not in saved.steps():
+                    raise
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    @property
+    def sum_structure(self) -> SumStructure:
+        """The structure of a sum, which travels as its leaves."""
+        trainable, _ = split_inexact(self.first.params)
+        scalar = jnp.zeros(())
+        structure = jax.tree.structure(Partial(scalar, trainable, scalar))
+        return cast(SumStructure, structure)
+
+    def _shard_sum(self, state: TrainState, step: int, part: Part) -> Partial:
+        batch, weights, total = self.batches.shard(step, part)
+        placed = jax.device_put((batch, weights, total), self.device)
+        found = self.programs.shard_sum(state.params, *placed)
+        # Its report says that it was computed, which a deadline is for.
+        return jax.block_until_ready(found)

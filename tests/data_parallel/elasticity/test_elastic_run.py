@@ -1,0 +1,250 @@
+"""Elastic runs: every history gives the losses and parameters of none."""
+
+import os
+import random
+import re
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import data_parallel, optim, rpc
+from jdist.rpc.group.rendezvous import ReservedPort
+from tests.data_parallel.elasticity.histories import (
+    PARAMS,
+    WEIGHTS,
+    Died,
+    History,
+    Watched,
+    X,
+    Y,
+    curved_loss,
+    elastic_run,
+    exact_loss,
+    exact_run,
+)
+from tests.rpc.elastic.common import Elastic, Processes
+
+
+def drawn(seed):
+    """A history of 2 to 5 replicas; worker 0 stays."""
+    choose = random.Random(seed)
+    replicas = choose.randint(2, 5)
+    mortal = choose.sample(range(1, replicas), choose.randint(1, replicas - 1))
+    deaths = {number: choose.randint(1, 6) for number in mortal}
+    joins = choose.sample(range(1, 6), choose.randint(0, 2))
+    return {"replicas": replicas, "deaths": deaths, "joins": joins}
+
+
+HISTORIES = [
+    {"replicas": 3},  # 16 examples over 3 replicas
+    {"replicas": 3, "deaths": {1: 2}, "joins": [3]},
+    {"replicas": 4, "deaths": {1: 3, 3: 3}},  # two at once
+    *(drawn(seed) for seed in range(3)),
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_each_example_counts_once_whatever_happens(history):
+    """The sums are exact: no order of theirs hides an example."""
+    params, losses = exact_run(6)
+    history = History(elastic_run(exact_loss, "sum"), **history)
+    found = history.finished()
+    assert 0 in found
+    for state, own in found.values():
+        for name, value in params.items():
+            assert state.params[name].tolist() == np.asarray(value).tolist()
+        assert own == {step: losses[step] for step in own}
+    assert list(found[0].losses) == list(range(6))
+
+
+@pytest.mark.parametrize("history", HISTORIES[1:4], ids=str)
+def test_in_a_fixed_order_every_history_has_the_same_bits(history):
+    run = elastic_run(curved_loss, "mean", slots=5)
+    alone = History(run, replicas=1).finished()[0]
+    for state, losses in History(run, **history).finished().values():
+        assert losses == {step: alone.losses[step] for step in losses}
+        for one, other in zip(
+            jax.tree.leaves(state), jax.tree.leaves(alone.state), strict=True
+        ):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
+def test_a_step_is_that_of_value_and_grad(reduction):
+    run = data_parallel.elastic(
+        curved_loss, optim.sgd(lr=1.0), global_batch=37, reduction=reduction
+    )
+    (state, losses), *_ = History(run, 3, epochs=1).finished().values()
+    k = jnp.array(WEIGHTS, jnp.float32)
+
+    def reduced(params):
+        found = curved_loss(params, (X, Y))
+        if reduction in ("mean", "sum"):
+            return k @ found / (k.sum() if reduction == "mean" else 1)
+        pick, far = (jnp.max, -jnp.inf) if reduction == "max" else (jnp.min, jnp.inf)
+        return pick(jnp.where(k > 0, found, far))
+
+    loss, gradient = jax.value_and_grad(reduced)(PARAMS)
+    each = jax.jacobian(lambda params: curved_loss(params, (X, Y)))(PARAMS)
+    # Every order of 37 summands errs by 37 eps of the sum of their sizes at most; a
+    # summand by some eps of its own terms, of which there are less than 37.
+    count = (
+        k / k.sum() if reduction == "mean" else jnp.where(k > 0, jnp.maximum(k, 1), 0)
+    )
+    eps = 37 * 2 * float(jnp.finfo(jnp.float32).eps)
+    assert abs(losses[0] - loss) <= eps * float(count @ curved_loss(PARAMS, (X, Y)))
+    for name, leaf in gradient.items():
+        sizes = jnp.tensordot(count, jnp.abs(each[name]), 1) + jnp.abs(PARAMS[name])
+        wanted = PARAMS[name] - leaf
+        assert jnp.all(jnp.abs(state.params[name] - wanted) <= eps * sizes)
+
+
+def test_a_deadline_shorter_than_compilation_costs_no_example():
+    params, losses = exact_run(6)
+    run = elastic_run(exact_loss, "sum", deadline=0.01)
+    results = History(run, replicas=3).results.values()
+    finished = [one for one in results if isinstance(one, data_parallel.ElasticResult)]
+    assert finished
+    for state, own in finished:
+        assert own == {step: losses[step] for step in own}
+        assert state.params["w"].tolist() == params["w"].tolist()
+    for late in (one for one in results if isinstance(one, Exception)):
+        assert "was over" in str(late) or "is over" in str(late)
+
+
+def test_all_but_rank_0_die_and_the_run_goes_on():
+    history = History(elastic_run(exact_loss, "sum"), 3, deaths={1: 1, 2: 1})
+    assert list(history.finished()[0].losses.values()) == exact_run(6)[1]
+    assert isinstance(history.results[1], Died)
+
+
+def test_without_rank_0_the_run_ends_and_goes_on_from_a_checkpoint(tmp_path):
+    options = {"folder": tmp_path, "save_every": 100, "least": 3}
+    history = History(
+        elastic_run(exact_loss, "sum", **options), 3, deaths={0: 4}, epochs=2
+    )
+    assert all(isinstance(history.results[n], rpc.RpcError) for n in (1, 2))
+    options["least"] = 1
+    again = History(elastic_run(exact_loss, "sum", **options), 1).finished()[0]
+    _, losses = exact_run(6)
+    assert again.losses == dict(enumerate(losses[3:], 3))
+
+
+def test_a_replica_whose_loss_fails_leaves_the_others_to_go_on():
+    class Broken(Exception):
+        pass
+
+    def fail():
+        raise Broken
+
+    history = History(elastic_run(exact_loss, "sum"), 3, pauses={2: {2: _Call(fail)}})
+    assert isinstance(history.results[2], Broken)
+    assert list(history.results[0].losses.values()) == exact_run(6)[1]
+
+
+class _Call:
+    def __init__(self, function):
+        self._function = function
+
+    def wait(self, seconds):
+        self._function()
+
+
+# --- between processes ---
+
+
+def train(number, dies_at):
+    """One replica in a process of its own; it kills itself in that share."""
+
+    def before(shares):
+        if shares == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = elastic_run(exact_loss, "sum", least=2)
+    state, losses = run.run(PARAMS, (Watched(X, before), Y), WEIGHTS, epochs=2)
+    return state.params["w"].tolist(), losses
+
+
+def test_a_killed_process_costs_no_example(fresh_hosts):
+    params, losses = exact_run(6)
+    with ReservedPort() as reserved:
+        group = Elastic(Processes(fresh_hosts(3), reserved.port))
+        for number in range(3):
+            group.join(f"worker{number}")
+        # The one that dies is begun first: the run does not end before it computes.
+        dying = group.start("worker2", train, 2, 2)
+        others = [group.start(f"worker{n}", train, n, None) for n in range(2)]
+        for task in others:
+            found, own = task.result()
+            assert found == params["w"].tolist()
+            assert own == dict(enumerate(losses))
+    with pytest.raises(EOFError):  # noqa: PT011 - its process has ended
+        dying.result(5)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 0}, "`elastic(global_batch=...)` must be at least 1. Got 0."),
+        ({"least": 0}, "`elastic(least=...)` must be at least 1. Got 0."),
+        ({"slots": 17}, "`elastic(slots=...)` must be at most global_batch, 16. Got"),
+        ({"slots": 0}, "`elastic(slots=...)` must be at least 1. Got 0."),
+        ({"save_every": 2}, "`elastic(save_every=...)` must be None where there is no"),
+        ({"deadline": 0.0}, "`elastic(deadline=...)` must be a positive number of sec"),
+        ({"reduction": "median"}, "`elastic(reduction=...)` must be one of 'mean',"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    options = {"global_batch": 16} | options
+    with pytest.raises(ValueError, match=re.escape(message)):
+        data_parallel.elastic(exact_loss, optim.sgd(lr=1.0), **options)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (WEIGHTS[:5], "`Elastic.run(weights=...)` must have one weight for each exam"),
+        (-WEIGHTS, "`Elastic.run(weights=...)` must be finite and non-negative. Got -"),
+        (0 * WEIGHTS, "must have a positive weight in every batch. Got none in that"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weights, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        elastic_run(exact_loss, "mean").run(PARAMS, (X, Y), weights)
+
+
+def test_a_replica_with_other_terms_and_a_second_run_are_refused():
+    run = elastic_run(exact_loss, "sum", least=2)
+    refused = []
+
+    def come():
+        with rpc.use_worker("w1"):
+            for other in (elastic_run(exact_loss, "mean"), run, run):
+                try:
+                    other.run(PARAMS, (X, Y), WEIGHTS)
+                except (ValueError, rpc.RpcError) as error:
+                    refused.append(str(error))
+
+    with rpc.elastic_cluster("w0") as cluster:
+        cluster.join("w1")
+        thread = threading.Thread(target=come)
+        thread.start()
+        run.run(PARAMS, (X, Y), WEIGHTS)
+        thread.join(30)
+        with pytest.raises(ValueError, match="the run of that name has begun"):
+            run.run(PARAMS, (X, Y), WEIGHTS)
+    other, again = refused
+    assert "must have the same reduction on all workers, sum as on rank 0" in other
+    assert "'elastic' is over on rank 0" in again
+
+
+def test_no_worker_no_run():
+    with pytest.raises(rpc.RpcError, match="RPC"):
+        elastic_run(exact_loss, "sum").run(PARAMS, (X, Y))
