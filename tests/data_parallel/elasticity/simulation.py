@@ -3,6 +3,8 @@
 Messages, deaths and time come in any order that the driver chooses. In the place of
 arrays there are numbers: a sum is a hash of the tree by which it was added up, so that
 another order, a unit that is missing and one that is there twice all give another one.
+States and sums bear a salt of the restart that they come from: with real arrays those
+of two restarts may differ by rounding, and must not meet.
 """
 
 import random
@@ -21,6 +23,11 @@ def leaf(step, unit, state):
 
 def add(left, right):
     return hash((left, right))
+
+
+def add_salted(left, right):
+    assert left[1] == right[1]
+    return add(left[0], right[0]), left[1]
 
 
 def uninterrupted(terms):
@@ -57,8 +64,10 @@ class FakeWork:
         self.writing = None
 
     def restore(self):
-        step = max(self.simulation.disk, default=0)
-        return step, self.simulation.disk.get(step, 17)
+        simulation = self.simulation
+        simulation.restored += 1
+        step = max(simulation.disk, default=0)
+        return step, (simulation.disk.get(step, 17), simulation.restored)
 
     def fetch(self, replica):
         simulation = self.simulation
@@ -68,16 +77,19 @@ class FakeWork:
         return simulation.replicas[replica].snapshot
 
     def apply(self, state, step, total):
-        assert state == self.simulation.expected[step]
-        return hash((state, total))
+        value, salt = state
+        assert value == self.simulation.expected[step]
+        assert salt == total[1]
+        return hash((value, total[0])), salt
 
     def compute(self, state, step, part):
-        assert state == self.simulation.expected[step]
+        value, salt = state
+        assert value == self.simulation.expected[step]
         found = []
         for node in nodes_within(part, self.simulation.terms.units(step)):
             units = range(node.start, node.stop)
-            values = {Part(unit, unit + 1): leaf(step, unit, state) for unit in units}
-            found.append((node, tree_sum(values, node, add)))
+            values = {Part(unit, unit + 1): leaf(step, unit, value) for unit in units}
+            found.append((node, (tree_sum(values, node, add), salt)))
         return found
 
     def save(self, step, state):
@@ -102,6 +114,7 @@ class Simulation:
         self.disk = {}
         self.now = 0.0
         self.fetched = 0
+        self.restored = 0
         self.committed = []
         self.lasting = 0
         self.numbers = 0
@@ -143,9 +156,9 @@ class Simulation:
 
     def write(self, number):
         """A checkpoint is complete."""
-        step, state, written = self.work[number].writing
+        step, (value, _), written = self.work[number].writing
         self.work[number].writing = None
-        self.disk[step] = state
+        self.disk[step] = value
         written.set_result(None)
 
     def die(self, number):
@@ -170,7 +183,7 @@ class Simulation:
         """Its machine dies; an heir writes what it has, and the run is begun anew."""
         for follower in list(self.replicas.values())[1:]:
             if follower.heir and follower.snapshot.held is not None:
-                self.disk[follower.snapshot.held] = follower.snapshot.state
+                self.disk[follower.snapshot.held] = follower.snapshot.state[0]
         self._begin()
 
     # --- questions ---
@@ -214,7 +227,7 @@ class Simulation:
             _, held, state = follower.snapshot
             if follower.over and held is None:
                 continue  # It came when all had left.
-            assert (held, state) == (self.terms.steps, self.expected[-1])
+            assert (held, state[0]) == (self.terms.steps, self.expected[-1])
 
     # --- inside ---
 
@@ -235,7 +248,7 @@ class Simulation:
         assert units == list(range(self.terms.units(step)))
         generation = self.leader.generation
         values = {part: self.totals[generation, step, part] for part in parts}
-        self.totals[step] = tree_sum(values, Part(0, len(units)), add)
+        self.totals[step] = tree_sum(values, Part(0, len(units)), add_salted)
         self.committed.append(step)
         for each in [k for k in self.totals if isinstance(k, int) and k < oldest]:
             del self.totals[each]

@@ -102,3 +102,40 @@ def test_every_history_ends_in_the_state_of_an_uninterrupted_run():
             database=None,
         ),
     )
+
+
+def begun(replicas):
+    """A run in which so many replicas compute; the first has read the parameters."""
+    run = Simulation(save_every=None, least=replicas)
+    for number in range(replicas):
+        run.arrive()
+        run.deliver(number)
+        run.act(number)  # It restores or fetches.
+        run.deliver(number)
+    return run
+
+
+def test_a_state_of_before_a_restart_does_not_count():
+    run = begun(2)
+    run.freeze(0)
+    run.wait(11.0)
+    run.die(1)
+    run.note_death()
+    run.arrive()
+    run.deliver(2)
+    run.act(2)  # It begins anew: no replica can hand out a state.
+    run.thaw(0)
+    run.act(0)
+    run.deliver(2)
+    run.deliver(0)
+    run.settle()
+    run.check_end()
+
+
+def test_a_sole_holder_of_the_state_is_not_expelled():
+    run = begun(1)
+    run.wait(11.0)
+    run.arrive()
+    run.deliver(1)
+    run.settle()
+    assert run.restored == 1
