@@ -178,10 +178,15 @@ def test_a_killed_process_costs_no_example(fresh_hosts):
         # The one that dies is begun first: the run does not end before it computes.
         dying = group.start("worker2", train, 2, 2)
         others = [group.start(f"worker{n}", train, n, None) for n in range(2)]
+        applied = {}
         for task in others:
             found, own = task.result()
             assert found == params["w"].tolist()
-            assert own == dict(enumerate(losses))
+            # Of the three, one may have come when two had taken the first steps.
+            assert list(own) == list(range(min(own), 6))
+            assert own.items() <= dict(enumerate(losses)).items()
+            applied |= own
+        assert applied == dict(enumerate(losses))
     with pytest.raises(EOFError):  # noqa: PT011 - its process has ended
         dying.result(5)
 
