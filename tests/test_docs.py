@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import json
 import re
 import symtable
 import sys
@@ -149,6 +150,50 @@ def test_the_readme_needs_twelve_lines():
     block, *_ = CODE.findall((ROOT / "README.md").read_text())
     lines = [line for line in block.splitlines() if line.strip()]
     assert len([line for line in lines if "import" not in line]) <= 12
+
+
+def counts(section, columns, rows=""):
+    """Pairs of a table on docs/verify.md: the sums of `n of m` in its columns."""
+    page = (ROOT / "docs" / "verify.md").read_text().split(section)[1]
+    lines = [line for line in page.splitlines() if re.match(rf"\| ({rows})", line)]
+    cells = [line.split("|")[column] for line in lines for column in columns]
+    found = [re.match(r" (\d+) of (\d+)", cell).groups() for cell in cells]
+    return tuple(sum(map(int, numbers)) for numbers in zip(*found, strict=True))
+
+
+def times_of_torch(benchmark, what):
+    """The range of recorded ratios to torch, beside the clock."""
+    goals = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
+    found = [
+        goal["figure"]["median"]
+        for job, those in goals[benchmark]["goals"].items()
+        for goal in those
+        if goal["what"] == what and "processor" not in job
+    ]
+    return f"{min(found):.2f} to {max(found):.2f} of its time"
+
+
+def test_the_figures_of_the_readme_are_those_of_their_pages():
+    text = (ROOT / "README.md").read_text()
+    found = counts("## What it finds", (2, 3), "0.001|0.01|0.05|0.3|above")
+    condemned = counts("## What it finds", (2, 3, 4), "right programs")
+    page = (ROOT / "docs" / "verify.md").read_text()
+    table = page.split("### Whether the place is right")[1].split("The effect is")[0]
+    rows = [
+        line.split("|") for line in table.splitlines() if re.match(r"\| .*\d", line)
+    ]
+    planted, placed = (
+        sum(int(row[i]) for row in rows for i in columns if row[i].strip().isdigit())
+        for columns in ((2, 6), (5, 9))
+    )
+    assert f"| {found[0]} of {found[1]} in float32 and float64 |" in text
+    assert f"| {condemned[0]} of {condemned[1]}, bfloat16 included |" in text
+    assert f"| {placed} of {planted} random defects in a transformer |" in text
+    for benchmark, what in (
+        ("ddp", "of torch as shipped"),
+        ("autograd", "of torch's time"),
+    ):
+        assert f"| {times_of_torch(benchmark, what)} on CPU |" in text
 
 
 def test_a_loop_is_traced_with_fewer_than_ten_lines():
