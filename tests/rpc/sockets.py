@@ -5,8 +5,10 @@ import gc
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -38,6 +40,15 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         pause.wait(0.002)
+
+
+def stacks():
+    """What every thread of this process is doing, for the message of a failure."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    )
 
 
 def descriptors():

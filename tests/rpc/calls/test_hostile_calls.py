@@ -26,7 +26,7 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc import nameable
 from tests.rpc.hosts import be_one_of
-from tests.rpc.sockets import descriptors, nothing_left, soon, wait_until
+from tests.rpc.sockets import descriptors, nothing_left, soon, stacks, wait_until
 
 HERE = "tests.rpc.nameable"
 KEY = rpc.new_cluster_key()
@@ -74,6 +74,8 @@ class Mad:
             answer = channel.receive(soon())
         except ChannelClosed:
             return None
+        except TimeoutError as error:
+            raise AssertionError(f"No answer to {frame}.\n{stacks()}") from error
         finally:
             channel.close()
         value = self._codec.decode(answer.tree, answer.leaves)
