@@ -103,7 +103,7 @@ class Agent:
       directory: The workers of its group.
       default_timeout: Of calls that do not say, in seconds; 0 for no limit.
       interceptor: Looks at every user-level call, or None.
-      ending: Whether its shutdown has begun to take it out of the group.
+      ending: Whether its shutdown has begun to take it out of the group. It stays so.
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
       references: What it has of other workers, and they of it.
@@ -444,7 +444,7 @@ class Agent:
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose channel closed."""
         # The others close their channels to a worker that leaves before it does itself.
-        if self.ending or self.closed:
+        if self.ending:
             return RpcError(f"RPC was shut down on this worker during {operation}.")
         expelled = self.group.expelled()
         if expelled is not None:
@@ -513,7 +513,7 @@ class Agent:
         with self._lock:
             if self.closed:
                 return
-            self.closed = True
+            self.ending = self.closed = True
         # In this order: packages may still send, connections wake the threads that
         # wait, and only then can the timer and the pool be joined.
         self.extension_state.close()

@@ -201,7 +201,7 @@ class ReliableDelivery:
             pause = min(_LONGEST_PATIENCE, _FIRST_PAUSE * 2**attempt)
             self._agent.timer.later(pause, lambda: self._try(batch, attempt + 1))
         except Exception:  # noqa: BLE001 - logged; references report it as a leak too
-            if not self._agent.closed:
+            if not self._agent.ending:  # nothing of this worker's is awaited then
                 count, to = len(batch.messages), batch.to
                 _log.exception(
                     "%d messages %r to %d were refused.", count, batch.kind, to

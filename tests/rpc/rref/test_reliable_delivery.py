@@ -158,6 +158,18 @@ def test_nothing_is_sent_to_a_worker_that_is_gone(workers):
     assert one.delivery.idle()
 
 
+def test_what_a_worker_takes_with_it_when_it_leaves_is_no_refusal(workers, caplog):
+    """It has left the group and is not closed yet; nothing is wrong with that."""
+    one, other = workers
+    other.later = rpc.Future()
+    one.send(other, 1)
+    assert wait_for(lambda: other.batches)
+    one.agent.ending = True
+    one.agent.directory.find("worker1").close("they have parted")
+    assert wait_for(lambda: one.answers == ["unreachable"])
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("end", ["forget", "close"])
 def test_the_end_of_what_is_under_way_is_told_once(workers, end):
     one, other = workers
