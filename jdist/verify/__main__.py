@@ -1,8 +1,8 @@
 """`python -m jdist.verify`: is every strategy's gradient the one-device gradient?
 
 Without a problem, the equivalence matrix over all installed strategies, a line for each
-as it is done. With `module:name`, the same judgement on your own loss, parameters,
-batch and candidates.
+as it is done; in float32, unless other dtypes are chosen. With `module:name`, the same
+judgement on your own loss, parameters, batch and candidates.
 
 exit status:
   0  everything was judged and holds
@@ -16,7 +16,7 @@ exit status:
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -25,8 +25,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from jdist import _compilation_cache
-from jdist._compat import require_backend, set_cpu_device_count
+from jdist._compat import require_backend
 from jdist._errors import JdistError
 from jdist._own_code import OwnCodeRaised
 from jdist.verify import matrix
@@ -52,10 +51,7 @@ class Status(IntEnum):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, see `Status`."""
     options = _parser().parse_args(arguments)
-    set_cpu_device_count(options.cpu_devices)
-    if options.device:
-        jax.config.update("jax_platforms", options.device)
-    _compilation_cache.switch_on()
+    matrix.Devices(options.cpu_devices, options.device).set_up()
     # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
@@ -89,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("problem", nargs="?", help="module:name of a verify.Problem")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=matrix.DTYPES, default=matrix.DTYPES
+        "--dtypes", nargs="+", choices=matrix.DTYPES, default=matrix.DTYPES[:1]
     )
     parser.add_argument(
         "--reductions", nargs="+", choices=tuple(REDUCERS), default=tuple(REDUCERS)
@@ -100,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="TEXT",
         help="only strategies with this in their names",
+    )
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        help="judge so many strategies at a time (default 2, on an accelerator 1)",
     )
     parser.add_argument(
         "--json", type=Path, help="also write all findings to this file"
@@ -142,7 +143,7 @@ def _judge_matrix(options: argparse.Namespace) -> int:
             f"no strategy has {options.rows!r} in its name; known: {names}"
         )
     cells: list[matrix.Cell] = []
-    for row in matrix.judge(rows, options.reductions, options.dtypes):
+    for row in _rows(rows, options):
         if row[0].strategy not in {cell.strategy for cell in cells}:
             console.print(Text(row[0].strategy, style="bold"))
         console.print(matrix.line(row))
@@ -156,7 +157,28 @@ def _judge_matrix(options: argparse.Namespace) -> int:
         options.json.write_text(matrix.to_json(cells))
     count = sum(cell.report is not None for cell in cells)
     text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
+    text += f" in {', '.join(options.dtypes)}"
     return _concluded([cell.report for cell in cells if cell.report], text)
+
+
+def _rows(
+    rows: Mapping[str, matrix.Strategy], options: argparse.Namespace
+) -> Iterator[list[matrix.Cell]]:
+    chosen = options.reductions, options.dtypes
+    # Two processes cannot share an accelerator.
+    processes = options.processes or (2 if jax.default_backend() == "cpu" else 1)
+    count = min(processes, len(rows))
+    if count == 1:
+        return matrix.judge(rows, *chosen)
+    devices = matrix.Devices(options.cpu_devices, options.device)
+    return matrix.judge_in_processes(list(rows), *chosen, count, devices)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def _concluded(reports: Sequence[Report], text: str) -> Status:

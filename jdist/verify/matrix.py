@@ -12,17 +12,23 @@ skipped by name, with the reason.
 """
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from importlib import metadata
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from rich.text import Text
 
-from jdist._compat import double_precision
+from jdist import _compilation_cache
+from jdist._compat import double_precision, set_cpu_device_count
 from jdist._errors import JdistError, Unavailable
 from jdist.verify.gradient_check import Prepared, prepared
 from jdist.verify.measure import LossPrograms
@@ -67,6 +73,25 @@ class Cell:
         return Text(worst, style="green") if self.ok else Text(f"FAILS {worst}", "red")
 
 
+class Devices(NamedTuple):
+    """What a process computes on.
+
+    Attributes:
+      cpu_count: How many CPU devices it has.
+      platform: JAX's name of one platform; None leaves the choice to JAX.
+    """
+
+    cpu_count: int
+    platform: str | None
+
+    def set_up(self) -> None:
+        """To be called before the process's first computation."""
+        set_cpu_device_count(self.cpu_count)
+        if self.platform:
+            jax.config.update("jax_platforms", self.platform)
+        _compilation_cache.switch_on()
+
+
 def strategies() -> dict[str, Strategy]:
     """All strategies of all installed packages, by name.
 
@@ -99,10 +124,58 @@ def judge(
     columns = {dtype: _Columns(dtype) for dtype in dtypes}
     for name, build in rows.items():
         for dtype in dtypes:
-            # Not around the yield: the caller would run in double precision too.
-            with double_precision():
-                cells = [columns[dtype].judge(name, build, r) for r in reductions]
-            yield cells
+            yield columns[dtype].row(name, build, reductions)
+
+
+def judge_in_processes(
+    names: Sequence[str],
+    reductions: Sequence[str],
+    dtypes: Sequence[str],
+    count: int,
+    devices: Devices,
+) -> Iterator[list[Cell]]:
+    """As `judge`, by several processes side by side.
+
+    To trace and lower programs takes most of the time, and one core.
+
+    Args:
+      names: Of installed strategies.
+      reductions: Of each.
+      dtypes: Of each.
+      count: How many processes.
+      devices: Of each of them.
+
+    Raises:
+      RuntimeError: One of them was killed.
+      Exception: What a strategy raised.
+    """
+    # Neighbours share programs: each process has strategies that stand together.
+    cuts = [len(names) * n // count for n in range(count + 1)]
+    # To fork would copy JAX's threads' locks.
+    start = multiprocessing.get_context("spawn")
+    with ExitStack() as at_end:
+        lines = []
+        for first, end in pairwise(cuts):
+            one = ProcessPoolExecutor(1, start, devices.set_up)
+            at_end.callback(one.shutdown, wait=False, cancel_futures=True)
+            line = partial(_of_installed, reductions, dtypes)
+            lines += [one.submit(line, name) for name in names[first:end]]
+        for done in as_completed(lines):
+            try:
+                yield from done.result()
+            except BrokenProcessPool as error:
+                raise RuntimeError(
+                    f"One of {count} processes that judge was killed, as the system "
+                    "does when memory runs out. --processes 1 needs the least."
+                ) from error
+
+
+def _of_installed(
+    reductions: Sequence[str], dtypes: Sequence[str], name: str
+) -> list[list[Cell]]:
+    """One strategy's lines, in a process that judges several, one after the other."""
+    build = _installed()[name]
+    return [_columns(dtype).row(name, build, reductions) for dtype in dtypes]
 
 
 class _Columns:
@@ -121,7 +194,12 @@ class _Columns:
         # To compile these takes most of a measurement.
         return LossPrograms(self._problem.loss_fn, self._problem.accumulation)
 
-    def judge(self, name: str, build: Strategy, reduction: str) -> Cell:
+    def row(self, name: str, build: Strategy, reductions: Sequence[str]) -> list[Cell]:
+        """One strategy's cells."""
+        with double_precision():
+            return [self._cell(name, build, reduction) for reduction in reductions]
+
+    def _cell(self, name: str, build: Strategy, reduction: str) -> Cell:
         """One strategy's cell; skipped where its hardware is missing."""
         try:
             candidate = build(self._problem.loss_fn, reduction)
@@ -140,6 +218,11 @@ class _Columns:
             problem.loss_fn, reduction, problem.accumulation, self._programs
         )
         return prepare(problem.params, problem.batch, problem.weights, problem.seed)
+
+
+# In a process of `judge_in_processes`:
+_columns = cache(_Columns)
+_installed = cache(strategies)
 
 
 def _bound(candidate: Callable[..., Any], problem: Problem) -> Callable[..., Any]:

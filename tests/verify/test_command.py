@@ -89,7 +89,7 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "users_own", raising=False)
     # The backend of this process has started; only a fresh one may choose devices.
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     return tmp_path
 
 
@@ -195,7 +195,7 @@ def test_an_interrupt_concludes_nothing(monkeypatch, capsys):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     monkeypatch.setattr(command, "_judge_matrix", interrupted)
     assert command.main([]) == command.Status.INTERRUPTED == 130
     assert capsys.readouterr().err == "error: interrupted\n"
@@ -217,8 +217,8 @@ def test_the_matrix_from_a_fresh_process(tmp_path):
     out = tmp_path / "matrix.json"
     done = subprocess.run(
         [
-            sys.executable, "-m", "jdist.verify", "--dtypes", "float32",
-            "--reductions", "mean", "--json", str(out),
+            sys.executable, "-m", "jdist.verify", "--reductions", "mean",
+            "--json", str(out),
         ],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
@@ -226,6 +226,8 @@ def test_the_matrix_from_a_fresh_process(tmp_path):
     cells = json.loads(out.read_text())
     assert f"{len(cells)} of {len(cells)} gradients judged" in done.stdout
     assert {cell["strategy"] for cell in cells} == set(matrix.strategies())
+    assert {cell["dtype"] for cell in cells} == {"float32"}
+    assert done.stderr == ""
     assert any("x4" in cell["strategy"] for cell in cells)
 
 
@@ -257,15 +259,16 @@ def test_failing_and_missing_rows(monkeypatch, capsys):
     """A wrong row fails the run; a row without its hardware is skipped by name."""
     rows = {"honest": honest, "absent": absent, "unweighted": unweighted}
     monkeypatch.setattr(matrix, "strategies", lambda: rows)
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
-    one = ["--dtypes", "float64", "--reductions", "mean"]
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
+    one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
     assert command.main(one) == 1
     shown = capsys.readouterr().out
     assert "skipped absent: needs 512 devices, there are 8 (cpu)" in shown
     assert "unweighted: shared: off by" in shown
     assert "FAILED" in shown
     assert command.main([*one, "--rows", "honest"]) == 0
-    assert "1 of 1 gradients judged" in capsys.readouterr().out
+    judged = "1 of 1 gradients judged, all equal to one device's in float64"
+    assert judged in capsys.readouterr().out
     assert command.main([*one, "--rows", "nothing"]) == 2
     assert "no strategy has 'nothing' in its name" in capsys.readouterr().err
 
@@ -283,17 +286,24 @@ def test_the_heading_is_shown_before_strategies_are_imported(monkeypatch, capsys
         raise Unavailable("needs 512 devices, there are 8 (cpu)")
 
     monkeypatch.setattr(matrix, "strategies", strategies)
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
-    command.main(["--dtypes", "float64", "--reductions", "mean", "-k", ""])
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
+    one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
+    command.main([*one, "-k", ""])
     heading, first = shown
     assert heading.split()[-1] == "mean"
     assert first.split() == ["first", "float64", "skipped"]
 
 
+def test_a_number_of_processes_is_at_least_one(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command.main(["--processes", "0"])
+    assert "must be at least 1, not 0" in capsys.readouterr().err
+
+
 def test_a_run_that_judged_nothing_does_not_pass(monkeypatch, capsys):
     """Every row skipped is no proof."""
     monkeypatch.setattr(matrix, "strategies", lambda: {"absent": absent})
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 3
 
 
@@ -304,7 +314,7 @@ def test_a_strategy_that_raises_is_no_wrong_gradient(monkeypatch, capsys):
         raise ValueError("no such reduction")
 
     monkeypatch.setattr(matrix, "strategies", lambda: {"raising": raising})
-    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 4
     assert "no such reduction" in capsys.readouterr().err
 

@@ -1,6 +1,9 @@
 """The matrix: what is judged together, what is shown of it, what is written."""
 
+import functools
 import json
+import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +158,14 @@ def test_reductions_of_one_dtype_share_the_programs_of_their_measurements(monkey
     single, _, double, _ = programs = [each for _, each in given]
     assert programs == [single, single, double, double]
     assert single is not double
+
+
+def test_a_process_that_is_killed_ends_the_judgement():
+    dying = SimpleNamespace(set_up=functools.partial(os._exit, 9))
+    names = ("pipeline 1F1B x3", "data_parallel all_reduce x2")
+    lines = matrix.judge_in_processes(names, ("mean",), ("float32",), 2, dying)
+    with pytest.raises(RuntimeError, match=r"One of 2 processes .* --processes 1"):
+        list(lines)
 
 
 def test_the_strategies_of_all_packages_are_found_by_name(monkeypatch):
