@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device:
         jax.config.update("jax_platforms", options.device)
     jax.config.update("jax_num_cpu_devices", options.devices)
+    _keep_programs(options.out / "programs")
     if missing := _without_device():
         parser.error(missing)
     settings = Settings(options.quick, options.devices, options.seed, options.here)
@@ -50,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"[red]interrupted:[/red] {name} has not been finished.")
             return INTERRUPTED
     return 0 if all(held) else 1
+
+
+def _keep_programs(folder: Path) -> None:
+    """Has JAX find compiled programs again in the next run; the user's folder wins."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        # By default JAX keeps what took a second to compile: hardly any program here.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _without_device() -> str:

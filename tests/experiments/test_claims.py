@@ -50,7 +50,7 @@ def replicated(**changes):
         "pinned by differences",
         (50.0,) * STEPS,
     )
-    return job.claims(alone, orders, [replace(run, **changes)], STEPS)
+    return job.claims(alone, orders, [replace(run, **changes)], job.Plan(STEPS))
 
 
 def bucketed(worst=0.5, shared=0.01, source=(4, 4), one=(1, 1), other=(2, 3)):
@@ -179,6 +179,7 @@ def placed(found=40, named=38, condemned=0, blind=0, planted=40):
 
 PLANTED = [
     (replicated, 0, {"ratios": [0.5, 1.01, 0.5, 0.5]}),
+    (replicated, 0, {"ratios": [0.5] * (STEPS - 1)}),
     (replicated, 1, {"oracle": "not compared"}),
     (replicated, 2, {"identical": STEPS - 1}),
     (replicated, 3, {"losses": [1.0, 0.5, 0.25, 0.126]}),
@@ -301,7 +302,9 @@ def test_what_cannot_be_judged_says_so():
     shared = data_parallel_equivalence.claims
     alone = data_parallel_equivalence.Run("1", [1.0], 0.97, [])
     other = replace(alone, ratios=[0.5], caught=(9.0,), oracle="pinned")
-    (left,) = [c for c in shared(alone, [alone], [other], 1, "few") if c.holds is None]
+    plan = data_parallel_equivalence.Plan(1)
+    found = shared(alone, [alone], [other], plan, "few")
+    (left,) = [c for c in found if c.holds is None]
     assert (left.why_not, "same bits" in left.text) == ("few", True)
     assert dist_autograd_simple.beside_torch([], None).verdict == "not judged"
     exact = gradient_compression.Run(gradient_compression.EXACT, [1.0], 0.97, 0.0)
