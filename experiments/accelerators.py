@@ -26,7 +26,7 @@ from experiments._profiles import resnet_layers, sizes_for
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import Unavailable, optim, pipeline, targets
 
-SLICES = ("v5e:2x2", "v6e:2x2", "h100:1x4")
+SLICES = ("v5e:2x2", "a100:1x4", "h100:1x4")
 GIB = 2**30
 DESCRIBED = targets.Hardware(
     targets.Chip(
@@ -152,7 +152,7 @@ def resnet(settings: Settings) -> Problem:
 def transformer(settings: Settings) -> Problem:
     """Equal blocks of attention and a feed-forward net, in bfloat16."""
     width, length, blocks, rows = (
-        (64, 32, 4, 2) if settings.quick else (2048, 1024, 24, 4)
+        (64, 32, 4, 2) if settings.quick else (2048, 1024, 24, 2)
     )
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -323,26 +323,36 @@ def recorded(each: Planned) -> dict[str, Any]:
 
 
 def plot(found: Sequence[Planned]) -> Figure:
-    """A bar for each plan."""
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(found) + 1.5))
-    names = [f"{each.problem.name.split(',')[0]}\n{each.slice}" for each in found]
-    busy = [
-        each.problem.micro_batches * max(f + b for f, b in each.seconds) * 1e3
-        for each in found
-    ]
-    rest = [
-        each.timeline.makespan * 1e3 - work
-        for each, work in zip(found, busy, strict=True)
-    ]
-    places = np.arange(len(found))
-    axes.barh(places, busy, label="busiest stage")
-    bars = axes.barh(places, rest, left=busy, label="fill, drain, messages")
-    totals = [f"{each.timeline.makespan * 1e3:.3g}" for each in found]
-    axes.bar_label(bars, totals, padding=3, fontsize=7)
-    axes.margins(x=0.08)
-    axes.set_yticks(places, names, fontsize=7)
+    """A bar for each plan, a panel for each model: their steps differ a hundredfold."""
+    by_model: dict[str, list[Planned]] = {}
+    for each in found:
+        by_model.setdefault(each.problem.name, []).append(each)
+    figure, panels = plt.subplots(
+        len(by_model),
+        figsize=(7, 0.5 * len(found) + 1.3 * len(by_model)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (model, plans) in zip(panels[:, 0], by_model.items(), strict=True):
+        busy = [
+            each.problem.micro_batches * max(f + b for f, b in each.seconds) * 1e3
+            for each in plans
+        ]
+        steps = [each.timeline.makespan * 1e3 for each in plans]
+        places = np.arange(len(plans))
+        axes.barh(places, busy, label="busiest stage")
+        rest = np.subtract(steps, busy)
+        bars = axes.barh(places, rest, left=busy, label="fill, drain, messages")
+        axes.bar_label(bars, [f"{x:.3g}" for x in steps], padding=3)
+        axes.margins(x=0.1)
+        axes.set_yticks(places, [each.slice for each in plans])
+        axes.set_title(model, fontsize="medium", loc="left")
     # Lengths that stand behind each other can be compared on a linear axis only.
     axes.set_xlabel("estimated ms of a step")
-    axes.set_title("A step of each plan", fontsize=9)
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        frameon=False,
+        ncols=2,
+        loc="outside lower center",
+    )
     return figure
