@@ -1,6 +1,7 @@
 """The messages of all errors, read from the sources: `docs/reference/messages.md`."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ class Message(NamedTuple):
 def messages(package: Path, public: set[str]) -> Iterator[Message]:
     """The messages that are written in a package, each once, by part and text.
 
+    Where a message depends on a condition there is one for each of its forms.
+
     Args:
       package: Its folder.
       public: The names of its exceptions that users may see, beside Python's.
@@ -46,71 +49,131 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
     trees = {
         path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))
     }
-    functions = [
-        (path, {**_names(tree.body), **_names(nodes)}, function.name, nodes)
-        for path, tree in trees.items()
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        for nodes in [list(ast.walk(function))]
-    ]
-    worded: dict[str, list[str]] = {}  # by functions that return a message
-    for _, known, name, nodes in functions:
-        for node in nodes:
-            if isinstance(node, ast.Return) and node.value is not None:
-                worded.setdefault(name, []).append(_text(node.value, known))
+    worded: dict[str, set[str]] = {}  # by functions that return a message
+    for tree in trees.values():
+        reader = _Reader({})
+        reader.read(tree.body, {})
+        for name, texts in reader.returned.items():
+            worded.setdefault(name, set()).update(texts)
     del worded["requirement"]  # its arguments say more than its form
     found = set()
-    for path, known, _, nodes in functions:
+    for path, tree in trees.items():
         folders = path.relative_to(package).parts[:-1]
         part = folders[0].lstrip("_") if folders else package.name
-        for call in nodes:
-            if isinstance(call, ast.Call) and call.args:
-                error, words = _name(call), call.args[0]
-                elsewhere = isinstance(words, ast.Call) and worded.get(_name(words))
-                texts = elsewhere or [_text(words, known)]
-                if error in OF_PYTHON | public:
-                    found |= {
-                        Message(part, error, " ".join(text.split())) for text in texts
-                    }
+        reader = _Reader(worded)
+        reader.read(tree.body, {})
+        found |= {
+            Message(part, error, " ".join(text.split()))
+            for error, texts in reader.called
+            if error in OF_PYTHON | public
+            for text in texts
+        }
     # A single word is an argument of a class that words its message itself.
     return iter(sorted(each for each in found if re.search(r"\w \w", each.text)))
+
+
+Known = dict[str, set[str]]
+"""The texts that names may stand for."""
+
+
+class _Reader:
+    """Follows the statements of a module, and what texts their names may stand for.
+
+    Args:
+      worded: The texts that functions return, by name.
+
+    Attributes:
+      called: Each call's last name, and the texts of its first argument.
+      returned: The texts that functions return, by name.
+    """
+
+    def __init__(self, worded: dict[str, set[str]]) -> None:
+        self._worded = worded
+        self.called: list[tuple[str, set[str]]] = []
+        self.returned: dict[str, set[str]] = {}
+
+    def read(self, body: Iterable[ast.stmt], known: Known, of: str = "") -> Known:
+        """What is known after these statements of the function `of`."""
+        for statement in body:
+            known = self._after(statement, known, of)
+        return known
+
+    def _after(self, statement: ast.stmt, known: Known, of: str) -> Known:
+        blocks = [
+            getattr(statement, name, []) for name in ("body", "orelse", "finalbody")
+        ]
+        blocks += [each.body for each in getattr(statement, "handlers", [])]
+        blocks += [each.body for each in getattr(statement, "cases", [])]
+        own = {id(node): node for node in ast.walk(statement)}
+        for inner in itertools.chain.from_iterable(blocks):
+            for node in ast.walk(inner):
+                own.pop(id(node), None)  # contexts such as ast.Load() are shared
+        for node in own.values():
+            if isinstance(node, ast.Call) and node.args:
+                self.called.append((_name(node), self._texts(node.args[0], known)))
+        match statement:
+            case ast.FunctionDef(name=name, body=body):
+                self.read(body, known, name)
+                return known
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                return known | {name: self._texts(value, known)}
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
+                longer = _joined([known.get(name, {GAP}), self._texts(value, known)])
+                return known | {name: longer}
+            case ast.Return(value=ast.expr() as value):
+                self.returned.setdefault(of, set()).update(self._texts(value, known))
+        # Of a condition either block may run, and of most others none.
+        ends = [known] * (not (isinstance(statement, ast.If) and statement.orelse))
+        ends += [self.read(block, known, of) for block in blocks if block]
+        return {
+            name: set().union(*(end.get(name, set()) for end in ends))
+            for name in set().union(*ends)
+        }
+
+    def _texts(self, node: ast.expr, known: Known) -> set[str]:
+        """A message's words in all its forms, with a gap for each value."""
+        found = {GAP}
+        match node:
+            case ast.Constant(value=str(text)):
+                found = {text}
+            case ast.JoinedStr(values=parts):
+                found = _joined([self._texts(part, known) for part in parts])
+            case ast.FormattedValue(value=ast.Name() | ast.IfExp() as value):
+                found = self._texts(value, known)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                found = _joined([self._texts(left, known), self._texts(right, known)])
+            case ast.BinOp(left=left, op=ast.Mult()):
+                found = {"", *self._texts(left, known)}
+            case ast.IfExp(body=body, orelse=orelse):
+                found = self._texts(body, known) | self._texts(orelse, known)
+            case ast.Name(id=name) if name in known:
+                found = known[name]
+            case ast.Call(func=ast.Name(id="requirement"), args=[call, rule, _, *more]):
+                pieces = [{"`"}, self._texts(call, known), {"` "}]
+                pieces += [self._texts(rule, known), {f". Got {GAP}."}]
+                remedy = [_joined([{" "}, self._texts(each, known)]) for each in more]
+                found = _joined([*pieces, *remedy])
+            case ast.Call() if _name(node) in self._worded:
+                found = self._worded[_name(node)]
+        return found
+
+
+_MOST = 16
+"""Forms of one message; of more, those parts that vary are gaps."""
+
+
+def _joined(pieces: Iterable[set[str]]) -> set[str]:
+    """One of each, in a row."""
+    found = {""}
+    for texts in pieces:
+        fits = len(found) * len(texts) <= _MOST
+        found = {one + other for one in found for other in (texts if fits else {GAP})}
+    return found
 
 
 def _name(call: ast.Call) -> str:
     """The last name of what is called."""
     return ast.unparse(call.func).rpartition(".")[2]
-
-
-def _names(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
-    """What simple names were last set to."""
-    return {
-        node.targets[0].id: node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-
-
-def _text(node: ast.expr, known: dict[str, ast.expr]) -> str:
-    """A message's words, with a gap for each value."""
-    words = GAP
-    match node:
-        case ast.Constant(value=str(text)):
-            words = text
-        case ast.JoinedStr(values=parts):
-            words = "".join(_text(part, known) for part in parts)
-        case ast.FormattedValue(value=ast.Name() as value):
-            words = _text(value, known)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            words = _text(left, known) + _text(right, known)
-        case ast.IfExp(body=body):
-            words = _text(body, known)
-        case ast.Name(id=name) if name in known:
-            rest = {key: value for key, value in known.items() if key != name}
-            words = _text(known[name], rest)
-        case ast.Call(func=ast.Name(id="requirement"), args=[call, rule, _, *remedy]):
-            more = "".join(" " + _text(each, known) for each in remedy)
-            words = f"`{_text(call, known)}` {_text(rule, known)}. Got {GAP}.{more}"
-    return words
 
 
 def tables(package: Path, public: set[str]) -> str:

@@ -273,13 +273,60 @@ REFUSED = {
 }
 
 
-def test_the_index_of_messages_has_what_is_raised():
-    """The site's list, made from the sources, finds errors of several parts."""
+@pytest.fixture(scope="module")
+def index():
+    """The module that makes the site's list of messages from the sources."""
     spec = importlib.util.spec_from_file_location(
         "messages", ROOT / "docs" / "messages.py"
     )
-    index = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(index)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+BRANCHED = """
+def f(x, kinds):
+    if kinds:
+        text = "first of all"
+        raise TypeError(text)
+    text = "there is nothing here"
+    rule = "must be a number"
+    if x > 1:
+        rule += f", not {x}"
+    remedy = "Use 3." if x else "Use 4."
+    for kind in kinds:
+        if kind == x:
+            raise ValueError(text + requirement("f(x)", rule, x, remedy))
+
+def said(name):
+    return f"{name} has gone" * bool(name)
+
+def requirement(call, rule, got, remedy):
+    return call
+
+def g():
+    raise RuntimeError(said("it"))
+"""
+
+
+def test_the_index_of_messages_has_every_form_of_a_message(index, tmp_path):
+    """Conditions, additions, functions that word it; what is raised before is apart."""
+    (tmp_path / "module.py").write_text(BRANCHED)
+    listed = {(each.error, each.text) for each in index.messages(tmp_path, set())}
+    head, got = "there is nothing here`f(x)` must be a number", "Got …."
+    assert listed == {
+        ("TypeError", "first of all"),
+        ("RuntimeError", "… has gone"),
+        *(
+            ("ValueError", f"{head}{more}. {got} {remedy}")
+            for more in ("", ", not …")
+            for remedy in ("Use 3.", "Use 4.")
+        ),
+    }
+
+
+def test_the_index_of_messages_has_what_is_raised(index):
+    """The site's list finds errors of several parts."""
     listed = list(index.messages(ROOT / "jdist", {"RpcError"}))
     for part, call in REFUSED.items():
         with pytest.raises((ValueError, jdist.JdistError), match=r"\w") as raised:
