@@ -208,7 +208,11 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
         if not several:
             return max(sizes)
         rule = "must be given where a mesh spans several processes"
-        remedy = "No process knows how many examples the others bring."
+        remedy = (
+            "No process knows how many examples the others bring: pass one number on "
+            "all, the most that a replica has anywhere. Here it would be "
+            f"{max(sizes)}."
+        )
         raise ValueError(requirement(argument, rule, rows, remedy))
     # Takes integers of NumPy, and refuses floats, which `int` would cut off.
     rows = operator.index(rows)

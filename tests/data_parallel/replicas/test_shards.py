@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.data_parallel import shard_batch
+from jdist.data_parallel.replicas import shards
 
 
 def rows(array, replicas):
@@ -140,3 +141,11 @@ def test_sizes_must_be_whole_numbers():
     """Python's own message names the type."""
     with pytest.raises(TypeError, match="float"):
         shard_batch(np.arange(4), 2, sizes=(1.5, 2.5))
+
+
+def test_several_processes_have_to_agree_on_rows(mesh, monkeypatch):
+    """As if the other replica were another process's."""
+    monkeypatch.setattr(shards, "own_replicas", lambda mesh, axis: [0])
+    expected = r"rows=\.\.\.\)` must be given where a mesh spans several processes\. "
+    with pytest.raises(ValueError, match=expected + r".* Here it would be 3\."):
+        shard_batch(np.arange(3.0), mesh(2))
