@@ -165,7 +165,7 @@ def _bytes(shape: ArrayShape) -> int:
 
 
 def replica_groups(instruction: Instruction, partitions: int) -> Groups:
-    """The devices of each group, in any of the three forms that XLA writes.
+    """The devices of each group, in any of the forms that XLA writes.
 
     Raises:
       ValueError: It is another form.
@@ -182,20 +182,43 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
         shape, sizes, order = (_numbers(x or "") for x in match.groups())
         devices = np.arange(math.prod(sizes)).reshape(sizes)
         return _rows(devices.transpose(order or None).reshape(shape))
-    if match := re.fullmatch(r"mesh\[([^\]]*)\](?:, )?\s*\{([^}]*)\}", text):
-        axes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
-        chosen = [name.strip().strip("'") for name in match[2].split(",")]
+    if "device_ids=" not in text and (listed := instruction.attribute("device_ids")):
+        text += f" device_ids={listed}"
+    if match := re.fullmatch(_MESH, text):
+        axes = {name: int(size) for name, size in re.findall(_AXIS, match["axes"])}
+        chosen = [name.strip().strip("'") for name in match["chosen"].split(",")]
         # Part of an axis is written `'axis':(2)4`, which is no name.
         if set(chosen) <= set(axes):
-            names = list(axes)
-            devices = np.arange(math.prod(map(int, axes.values())))
-            devices = devices.reshape([int(size) for size in axes.values()])
-            last = [names.index(name) for name in chosen]
-            rest = [axis for axis in range(len(names)) if axis not in last]
-            count = math.prod(devices.shape[axis] for axis in last)
-            return _rows(devices.transpose(rest + last).reshape(-1, count))
+            devices = _ordered(match, math.prod(axes.values()))
+            last = [list(axes).index(name) for name in chosen]
+            rest = [axis for axis in range(len(axes)) if axis not in last]
+            devices = devices.reshape(list(axes.values())).transpose(rest + last)
+            count = math.prod(axes[name] for name in chosen)
+            return _rows(devices.reshape(-1, count))
     rule = "has groups of devices that this version of jdist cannot read"
     raise ValueError(requirement(instruction.name, rule, text))
+
+
+_AXIS = r"'([^']+)'=(\d+)"
+_MESH = re.compile(
+    r"mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:,? device_ids=\((?:\[(?P<sizes>[\d,]+)\]T\((?P<order>[\d,]+)\)|"
+    r"(?P<listed>[\d,]+))\))?"
+    r",?\s*\{(?P<chosen>[^}]*)\}"
+)
+"""Axes of a mesh, the order of its devices, and the axes along which a group lies."""
+
+
+def _ordered(match: re.Match[str], count: int) -> np.ndarray:
+    """The devices of a mesh, in its order."""
+    if match["listed"]:
+        return np.array(_numbers(match["listed"]))
+    devices = np.arange(count)
+    if match["order"]:
+        return devices.reshape(_numbers(match["sizes"])).transpose(
+            _numbers(match["order"])
+        )
+    return devices
 
 
 def _numbers(text: str) -> tuple[int, ...]:
