@@ -8,10 +8,10 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # compile, which uses one core; more than two processes need 5 GiB of memory each.
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
-LIBRARY = not parity and not compilers
+LIBRARY = not parity and not compilers and not ray
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-slow test-thorough test-all slow-tests lint targets parity docs docs-links bench clean help
+.PHONY: run test test-slow test-thorough test-all slow-tests lint targets ray parity docs docs-links bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,9 @@ lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture t
 
 targets: $(VENV)/.targets  ## compile every family of programs for TPUs and H100s, which need not be here
 	JDIST_THOROUGH=1 $(BIN)/python -m pytest -q -m compilers tests/targets
+
+ray: $(VENV)/.test $(VENV)/.ray  ## place workers by Ray on a cluster of made-up machines, and kill one of them
+	$(BIN)/python -m pytest -q -m ray tests/ray
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
 	JDIST_THOROUGH=1 $(PYTEST) -m parity tests --ignore tests/parity/test_migration.py

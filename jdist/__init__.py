@@ -11,6 +11,7 @@ the library itself. The parts, each usable alone and imported when first asked f
 - `jdist.autograd`: reverse mode across workers, and its optimizer.
 - `jdist.pipeline`: schedules as data, simulated, planned, and run by stages.
 - `jdist.verify`: the judge that compares any two ways to a gradient.
+- `jdist.ray`: workers that Ray places on the machines of a cluster.
 - `jdist.targets`: programs compiled for accelerators that are not here.
 """
 
@@ -22,8 +23,8 @@ from jdist._errors import JdistError, Unavailable, VerificationError
 __version__ = "0.1.0.dev0"
 
 _PARTS = (
-    "autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment",
-    "targets", "verify",
+    "autograd", "data_parallel", "optim", "pipeline", "ray", "reduction", "rpc",
+    "segment", "targets", "verify",
 )  # fmt: skip
 
 __all__ = ["JdistError", "Unavailable", "VerificationError"]

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "pipeline": GROUND
     | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim", "targets"},
     "launch": GROUND | {"rpc"},
+    "ray": GROUND | {"rpc"},
     "matrix": GROUND
     | {"autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment"},
     "__init__": GROUND,
@@ -100,6 +101,7 @@ ROOMS = {
         "training_loop",
     ),
     "launch": ("options", "relay", "__main__"),
+    "ray": ("worker_actor", "placement"),
     "targets": (
         "chips hlo",
         "arithmetic collectives compilers trip_count",

@@ -20,7 +20,7 @@ def commands(target):
 
 def test_ci_runs_everything():
     """All that `make test` runs, what it leaves out, and what rests on XLA again."""
-    library = "not parity and not compilers"
+    library = "not parity and not compilers and not ray"
     assert f'$(PYTEST) -m "not slow and {library}"' in commands("test")
     assert f'$(PYTEST) -m "slow and not compiled and {library}"' in (
         commands("test-slow")
@@ -28,10 +28,11 @@ def test_ci_runs_everything():
     marks = f"(optimized or compiled) and {library}"
     assert f'JDIST_THOROUGH=1 $(PYTEST) -m "{marks}"' in commands("test-thorough")
     assert "-m parity tests" in commands("parity")
+    assert "-m ray tests/ray" in commands("ray")
     ci = (ROOT / ".ci" / "run").read_text()
     for target in ("test", "test-slow", "test-thorough", "lint", "parity"):
         assert f"\nmake {target}\n" in ci
-    assert "\nmake --jobs=2 --output-sync=target targets docs\n" in ci
+    assert "\nmake --jobs=2 --output-sync=target targets docs ray\n" in ci
 
 
 class Item:

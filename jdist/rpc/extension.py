@@ -42,6 +42,7 @@ from jdist.rpc.group.roll_call import AbsentRanks, RunPlace, roll_call
 from jdist.rpc.modules import parameters
 from jdist.rpc.modules.remote_module import TRAINABLE
 from jdist.rpc.processes.process_settings import OFF, resolved, share_out
+from jdist.rpc.processes.spawn import main_module
 from jdist.rpc.processes.supervisor import (
     GRACE,
     Child,
@@ -109,6 +110,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "Rendezvous",
     "ReservedPort",
     "fresh_key",
+    "main_module",
     "OFF",
     "resolved",
     "share_out",

@@ -55,7 +55,13 @@ from jdist.pipeline.run.stage_channels import (
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.place import places_of
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.extension import Agent, current_agent, describe, rebuild
+from jdist.rpc.extension import (
+    Agent,
+    current_agent,
+    describe,
+    incarnation_of,
+    rebuild,
+)
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
@@ -123,6 +129,7 @@ class PipelineMailbox:
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
         self._pipelines: Counter[str] = Counter()
+        self._agent = agent
         self._functions = agent.codec.functions
         agent.register(_VALUE, self._receive)
         agent.register(_HERE, self._hear)
@@ -133,8 +140,21 @@ class PipelineMailbox:
         agent.group.on_lost(self._lose)
 
     def new_pipeline(self, names: Sequence[str]) -> str:
-        """Stands for a pipeline on all its workers, if they make them in one order."""
+        """Stands for a pipeline on all its workers, if they make them in one order.
+
+        In an elastic group another worker may take the place of one of them, and has
+        made none of the pipelines that were there before. They are counted anew, from
+        when all have met here: each of them then knows the same workers.
+
+        Raises:
+          RpcTimeout: Some did not come, in an elastic group.
+        """
         among = ", ".join(names)
+        group = self._agent.group
+        if group.elastic:
+            own = incarnation_of(self._agent.info)
+            found = group.all_gather(own, names, -1, "Pipeline")
+            among = ", ".join(f"{name} ({found[name]})" for name in names)
         with self.lock:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
@@ -212,6 +232,19 @@ class PipelineMailbox:
             yield
         finally:
             self.under_way[pipeline] = number, None
+
+    def loss(self, pipeline: str, name: str) -> str | None:
+        """How a worker of a pipeline was lost; None while it is there.
+
+        Earlier workers of its name may have been lost before the pipeline was made.
+        """
+        reason = self.lost.get(name)
+        group = self._agent.group
+        if reason is not None and group.elastic:
+            present = {(info.name, info.incarnation) for info in group.workers()}
+            if any(n == name and f"{n} ({i})" in pipeline for n, i in present):
+                return None
+        return reason
 
     def _lose(self, name: str, reason: str) -> None:
         with self.lock:
@@ -452,8 +485,9 @@ class WorkerChannels:
         for name in self._mailbox.identities.get(self._address, ()):
             self._compare(name)
         for name in self._needed:
-            if name in self._mailbox.lost:
-                raise WorkerLost(name, self._operation, self._mailbox.lost[name])
+            reason = self._mailbox.loss(self._address[0], name)
+            if reason is not None:
+                raise WorkerLost(name, self._operation, reason)
 
     def _compare(self, name: str) -> None:
         told = self._mailbox.identities.get(self._address, {}).get(name)
@@ -563,7 +597,8 @@ class WorkerChannels:
         return {
             name: self._agent.call_async(name, kind, body, self._limit, self._meta)
             for name in names
-            if name not in self._mailbox.lost and not self._agent.closed
+            if self._mailbox.loss(self._address[0], name) is None
+            and not self._agent.closed
         }
 
 

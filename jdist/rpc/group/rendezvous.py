@@ -31,6 +31,7 @@ class ReservedPort:
 
     Args:
       port: The port; 0 for a free one.
+      host: The IPv4 address of this machine on which it is reserved.
 
     Raises:
       OSError: Something listens on that port already.
@@ -40,11 +41,11 @@ class ReservedPort:
       ...     socket.create_server((LOOPBACK, reserved.port)).close()
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = LOOPBACK) -> None:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((LOOPBACK, port))
+            self._socket.bind((host, port))
         except OSError:
             self._socket.close()
             raise

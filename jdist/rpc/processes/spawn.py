@@ -40,7 +40,7 @@ from jdist.rpc.processes.supervisor import (
     require_posix,
 )
 
-__all__ = ["Processes", "check_duration", "spawn"]
+__all__ = ["Processes", "check_duration", "main_module", "spawn"]
 
 _SPAWNED = Path(__file__).with_name("spawned.py")
 _AT = {False: "before its function returned", True: "after its function had returned"}
@@ -292,7 +292,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """The call and what a process needs to find the function, as bytes."""
     if not callable(fn):
         raise TypeError(requirement("spawn(fn=...)", "must be callable", repr(fn)))
-    main = _main_module()
+    main = main_module()
     if getattr(fn, "__module__", "") == "__main__" and not main:
         rule = "must be defined in a module or a program, not in an interactive session"
         raise ValueError(requirement("spawn(fn=...)", rule, fn))
@@ -307,7 +307,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     return pickle.dumps(({"sys_path": path, "sys_argv": sys.argv, **main}, call))
 
 
-def _main_module() -> dict[str, str]:
+def main_module() -> dict[str, str]:
     """How the main module is imported again; empty for an interactive session."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None) or ""

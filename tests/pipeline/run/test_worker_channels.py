@@ -1,6 +1,7 @@
 """How long workers of a pipeline wait for each other."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -142,6 +143,37 @@ def test_a_worker_that_is_killed_while_it_compiles_is_lost(fresh_hosts):
         name, text = task.result()
         assert name == "worker1"
         assert "train_step, call 1 of a pipeline" in text
+
+
+def together(mailbox):
+    """What two workers call a new pipeline of both."""
+    names = ["first", "second"]
+
+    def others():
+        with rpc.use_worker("second"):
+            return mailbox_of(current.worker()).new_pipeline(names)
+
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(others)
+        return mailbox.new_pipeline(names), found.result(timeout=30)
+
+
+def test_a_pipeline_of_an_elastic_group_is_of_the_workers_that_are_there():
+    """A newcomer has made none before, and its predecessor's loss is not its own."""
+    with rpc.elastic_cluster("first") as cluster:
+        mailbox = mailbox_of(current.worker())
+        cluster.join("second")
+        before = [together(mailbox)[0] for _ in range(2)]
+        with rpc.use_worker("second"):
+            rpc.shutdown()
+        mailbox._lose("second", "it died")
+        assert [mailbox.loss(each, "second") for each in before] == ["it died"] * 2
+        cluster.join("second")
+        here, there = together(mailbox)
+        assert here == there
+        assert here not in before
+        assert mailbox.loss(here, "second") is None
+        assert mailbox.loss(before[1], "second") == "it died"
 
 
 def a_failed_call(mailbox):

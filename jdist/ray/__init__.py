@@ -1,0 +1,14 @@
+"""Workers that Ray places on machines; calls between them stay jdist's.
+
+    import jdist.ray
+    from jdist import rpc
+
+    with jdist.ray.cluster(["worker0", "worker1"], resources={"GPU": 1}):
+        rpc.rpc_sync("worker1", jnp.add, args=(x, y))
+
+Needs the extra `ray`, on every machine.
+"""
+
+from jdist.ray.placement import Workers, cluster
+
+__all__ = ["Workers", "cluster"]

@@ -1,0 +1,1 @@
+"""Tests of workers that Ray places; `make ray` runs them."""
