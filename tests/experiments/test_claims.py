@@ -20,6 +20,7 @@ from experiments import (
     ddp_equivalence,
     ddp_join,
     dist_autograd_simple,
+    elastic_training,
     gradient_compression,
     judge_tightness,
     optimizer_parity,
@@ -85,6 +86,16 @@ def joined(**changes):
         "replicas 3 of 4 ran out",
     )
     return job.claims(replace(run, **changes), 4, 100, devices=True)
+
+
+def elastic(**changes):
+    job = elastic_training
+    alone = job.Run([2.0, 1.0, 0.5], [np.float32([1, 2])], {0: [0, 1, 2]}, [])
+    shares = {0: [0, 1, 2], 1: [0, 0], 2: [1, 2]}
+    found = replace(alone, shares=shares, died=[1])
+    history = job.History(2, {1: 1}, (1,))
+    runs = {"alone": alone, "fixed": replace(found, **changes)}
+    return job.claims(runs, history, 3, 0.9)
 
 
 def scripted(**changes):
@@ -232,6 +243,11 @@ PLANTED = [
     (placed, 2, {"named": 37}),
     (placed, 3, {"condemned": 1}),
     (placed, 3, {"blind": 1}),
+    (elastic, 0, {"losses": [2.0, 1.0000001, 0.5]}),
+    (elastic, 0, {"losses": [2.0, 1.0]}),
+    (elastic, 1, {"params": [np.float32([1, 2.0000002])]}),
+    (elastic, 2, {"died": []}),
+    (elastic, 2, {"shares": {0: [0], 1: [0], 2: []}}),
 ]
 
 
