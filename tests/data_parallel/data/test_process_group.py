@@ -330,6 +330,58 @@ def test_times_must_be_positive(name, seconds):
         pass
 
 
+def slurm(rank, job):
+    """What srun tells a task, as far as JAX reads it."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def ompi(rank, job):
+    """What mpirun tells a process, as far as JAX reads it."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{job << 12}.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+    }
+
+
+IN_A_CLUSTER = """
+import sys
+import jax
+from jdist import data_parallel
+
+with data_parallel.process_group(cluster=sys.argv[1]) as mesh:
+    print(jax.process_index(), jax.process_count(), mesh.size)
+"""
+
+
+@pytest.mark.parametrize("cluster", [slurm, ompi])
+def test_processes_of_a_cluster_find_each_other(cluster):
+    """By the variables of its launcher, set by hand; the job gives the port."""
+    job = os.getpid()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", IN_A_CLUSTER, cluster.__name__],
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", **cluster(rank, job)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert told == ["0 2 4\n", "1 2 4\n"]
+
+
 def test_a_cluster_that_jax_does_not_find_is_refused():
     """In a process of its own: the backend must not have been started."""
     done = subprocess.run(
