@@ -4,12 +4,15 @@ A module is an object that changes when it is called. A pure function puts one t
 of parameters, state and fresh streams, calls it, and takes it apart again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jdist._compat import evaluate, trace, without_unread
 from jdist._tree import PyTree, is_key
 
 if TYPE_CHECKING:
@@ -84,13 +87,33 @@ class RandomStreams:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def drawn(before: PyTree, after: PyTree) -> bool:
+def drawn(
+    before: PyTree, after: PyTree, again: Callable[[PyTree], ModuleParts]
+) -> bool:
     """Whether a module has drawn from its streams.
 
     Args:
-      before: The streams that it was made with.
+      before: The streams that it was made with, at their beginning.
       after: Those of the module afterwards.
+      again: Makes the module of other streams, calls it, and takes it apart.
     """
     # A stream counts its draws, so that one without draws keeps its very arrays.
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    return any(one is not other for one, other in pairs)
+    if all(one is other for one, other in pairs):
+        return False
+    # Or it has new ones of the same values, from a lifted call such as `nnx.remat`:
+    # traced, what becomes of the counts alone says which.
+    leaves, structure = jax.tree.flatten(before)
+    places = [place for place, leaf in enumerate(leaves) if not is_key(leaf)]
+
+    def counted(*counts: jax.Array) -> list[jax.Array]:
+        given = list(leaves)
+        for place, count in zip(places, counts, strict=True):
+            given[place] = count
+        found = jax.tree.leaves(again(jax.tree.unflatten(structure, given)).streams)
+        return [found[place] for place in places]
+
+    zeros = [np.zeros(leaves[place].shape, np.uint32) for place in places]
+    with jax.ensure_compile_time_eval():
+        program, _ = without_unread(trace(counted, *zeros)[0], 0)
+        return any(map(np.any, evaluate(program, zeros)))

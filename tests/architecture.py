@@ -18,7 +18,7 @@ NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
-    "_nnx": {"_tree"},
+    "_nnx": {"_compat", "_tree"},
     "_own_code": {"_errors"},
     **dict.fromkeys(
         ("segment", "reduction", "optim", "verify", "rpc", "targets"), GROUND

@@ -43,12 +43,23 @@ def test_equal_structures_are_equal():
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_draws_are_seen(calls):
+@pytest.mark.parametrize("lifted", [False, True])
+def test_draws_are_seen(calls, lifted):
+    """Also where a lifted call returns arrays of counts that are new in any case."""
     parts = taken_apart(Noisy())
-    module = nnx.merge(parts.graph, parts.params, parts.streams, parts.rest, copy=True)
-    for _ in range(calls):
-        module(jnp.float32([1, 4]))
-    after = taken_apart(module)
-    assert drawn(parts.streams, after.streams) == bool(calls)
+
+    def called(streams):
+        module = nnx.merge(parts.graph, parts.params, streams, parts.rest, copy=True)
+
+        def several(module, x):
+            for _ in range(calls):
+                module(x)
+
+        run = nnx.remat(several) if lifted else several
+        run(module, jnp.float32([1, 4]))
+        return taken_apart(module)
+
+    after = called(parts.streams)
+    assert drawn(parts.streams, after.streams, called) == bool(calls)
     assert jax.tree.leaves(after.rest) == [5 + calls]
     assert jax.tree.leaves(parts.rest) == [5]  # no part is the module's own

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jdist._errors import requirement
-from jdist._nnx import RandomStreams, drawn, taken_apart
+from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree, path_of
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     streams = RandomStreams.of(parts.streams)
     stateful = bool(jax.tree.leaves(parts.rest))
 
-    def made(params: PyTree, state: PyTree, key: jax.Array | None) -> "nnx.Module":
-        own = parts.streams if key is None else streams.begun(key)
+    def made(
+        params: PyTree, state: PyTree, random: PyTree = parts.streams
+    ) -> "nnx.Module":
         kept = parts.rest if state is None else state
         # Copies: Flax lets a variable be written to only in the trace that made it.
-        return nnx.merge(parts.graph, params, own, kept, copy=True)
+        return nnx.merge(parts.graph, params, random, kept, copy=True)
 
     def losses(
         params: PyTree,
@@ -99,10 +100,13 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         key: jax.Array | None = None,
         states: PyTree = None,
     ) -> PyTree:
-        model = made(params, states, key)
-        found = loss_fn(model, batch)
-        after = taken_apart(model)
-        if key is None and drawn(parts.streams, after.streams):
+        def called(random: PyTree) -> tuple[PyTree, ModuleParts]:
+            model = made(params, states, random)
+            return loss_fn(model, batch), taken_apart(model)
+
+        begun = parts.streams if key is None else streams.begun(key)
+        found, after = called(begun)
+        if key is None and drawn(begun, after.streams, lambda own: called(own)[1]):
             rule = "must be given where the model draws random numbers, as dropout does"
             remedy = "Without it all replicas and steps would draw the same ones."
             raise ValueError(requirement("init(key=...)", rule, None, remedy))
@@ -114,12 +118,12 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     def in_evaluation(
         params: PyTree, batch: PyTree, *, states: PyTree = None
     ) -> PyTree:
-        model = made(params, states, None)
+        model = made(params, states)
         model.eval()  # A copy of the module; the caller's keeps its mode.
         return loss_fn(model, batch)
 
     def module(params: PyTree, states: PyTree = None) -> PyTree:
-        return made(params, states, None)
+        return made(params, states)
 
     states = parts.rest if stateful else None
     return FromNNX(losses, in_evaluation, parts.params, states, module)

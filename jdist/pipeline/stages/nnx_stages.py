@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from jdist._errors import requirement
-from jdist._nnx import RandomStreams, drawn, taken_apart
+from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
@@ -356,8 +356,6 @@ class NnxFunction:
         Raises:
           ValueError: It draws random numbers, and was not to.
         """
-        from flax import nnx
-
         arguments = list(given)
         # Evaluation gets no key; the streams still need one to be rebuilt.
         drawing = self.keyed and not self.evaluation
@@ -366,18 +364,35 @@ class NnxFunction:
         streams = self.streams.begun(key)
         empty = self.empty
         state = arguments.pop(0) if empty is None else empty.unflatten([])
-        # A copy, because the call changes the module's variables.
-        module = nnx.merge(self.graph, params, streams, state, copy=True)
-        if self.evaluation:
-            module.eval()
-        output = module(*arguments)
-        after = taken_apart(module)
-        if not drawing and drawn(streams, after.streams):
+        output, after = self._called(params, streams, state, arguments)
+
+        def again(streams: PyTree) -> ModuleParts:
+            return self._called(params, streams, state, arguments)[1]
+
+        if not drawing and drawn(streams, after.streams, again):
             # They begin alike for all micro-batches.
             why = "its dropouts drop nothing"
             why = "in evaluation it has no key" if self.evaluation else why
             rule = f"must draw no random numbers: {why}"
-            got = f"a {type(module).__name__} that draws"
+            got = f"a {type(self._made(params, streams, state)).__name__} that draws"
             raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
         returns_state = empty is None and not self.evaluation
         return (output, after.rest) if returns_state else output
+
+    def _called(
+        self, params: PyTree, streams: PyTree, state: PyTree, arguments: Sequence[Any]
+    ) -> tuple[PyTree, ModuleParts]:
+        """The module's outputs, and what it is afterwards."""
+        module = self._made(params, streams, state)
+        output = module(*arguments)
+        return output, taken_apart(module)
+
+    def _made(self, params: PyTree, streams: PyTree, state: PyTree) -> PyTree:
+        """The module, in its mode."""
+        from flax import nnx
+
+        # A copy, because the call changes the module's variables.
+        module = nnx.merge(self.graph, params, streams, state, copy=True)
+        if self.evaluation:
+            module.eval()
+        return module

@@ -271,6 +271,43 @@ def test_draws_without_a_key_are_refused():
         made.stages[0].in_evaluation(made.params[0], jnp.ones(3))
 
 
+class Remat(nnx.Module):
+    """A module under a lifted transformation, which returns new arrays of counts."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @nnx.remat
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_a_lifted_call_that_draws_nothing_is_no_draw():
+    rngs = nnx.Rngs(0)
+    idle = Remat(
+        nnx.Sequential(nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.0, rngs=rngs))
+    )
+    made = stages_from_nnx([idle])
+    pipe = pipeline.Pipeline(
+        made.stages, lambda y, batch: y.sum(-1), pipeline.gpipe(1, 2)
+    )
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    loss, (gradient,) = pipe.value_and_grad(made.params, {"x": x})
+    plain = jax.value_and_grad(
+        lambda p: made.modules([p], made.states)[0](x).sum(-1).mean()
+    )
+    expected = plain(made.params[0])
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6),
+        gradient,
+        expected[1],
+    )
+    drawing = stages_from_nnx([Remat(Noisy(nnx.Rngs(0)))])
+    with pytest.raises(ValueError, match=r"drop nothing\. Got a Remat that draws"):
+        drawing.stages[0].fn(drawing.params[0], jnp.ones(3))
+
+
 def test_a_mask_of_dropout_per_micro_batch(rng):
     """Keys of a group: each layer its own, each micro-batch its own."""
     rngs = nnx.Rngs(0)
