@@ -32,7 +32,7 @@ from jdist.data_parallel.elasticity.leader import (
 from jdist.data_parallel.elasticity.replica_work import ReplicaWork
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
-from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.extension import (
     NEEDS,
     Agent,
@@ -168,6 +168,31 @@ class LeaderService:
         return orders
 
 
+def _unpacked(body: Any) -> Message:
+    """The message that arrived."""
+    match body:
+        case (str(), dict() as terms, tuple() | None as report, list() as sums):
+            texts = all(type(x) is str for x in (*terms, *terms.values()))
+            lists = all(type(leaves) is list for leaves in sums)
+            if texts and lists and (report is None or _is_report(report)):
+                return Message(*body)
+    raise ProtocolError("A report of an elastic run has a name, terms, numbers, sums.")
+
+
+def _is_report(row: tuple[Any, ...]) -> bool:
+    """Whether these are the fields of a `ReplicaReport`."""
+    match row:
+        case (int(), *others) if len(row) == len(ReplicaReport._fields):
+            parts = others.pop(ReplicaReport._fields.index("parts") - 1)
+            numbers = all(x is None or type(x) is int for x in others)
+            return numbers and isinstance(parts, tuple) and all(map(_is_part, parts))
+    return False
+
+
+def _is_part(row: Any) -> bool:
+    return isinstance(row, tuple) and [type(x) for x in row] == [int, int]
+
+
 def _give(orders: Sequence[tuple[Future[Answer], Answer]]) -> None:
     for answer, value in orders:
         answer.set_result(value)
@@ -226,7 +251,7 @@ class ElasticRuns:
     def _on_report(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
     ) -> Future[Answer] | None:
-        message, replica = Message(*body), incarnation_of(caller)
+        message, replica = _unpacked(body), incarnation_of(caller)
         answer: Future[Answer] = Future()
         with self._lock:
             if replica in self._gone:

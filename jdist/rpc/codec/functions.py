@@ -60,8 +60,8 @@ _BUILTINS = (
 _CLOSED = (
     "jdist._compat", "jdist._compilation_cache", "jdist._own_code",
     "jdist.data_parallel.data.process_group",
-    "jdist.matrix.processes", "jdist.launch", "jdist.rpc", "jdist.targets",
-    "jdist.verify",
+    "jdist.matrix.processes", "jdist.launch", "jdist.ray", "jdist.rpc",
+    "jdist.targets", "jdist.verify",
 )  # fmt: skip
 """Parts of jdist that steer processes, write files, or import modules by name."""
 

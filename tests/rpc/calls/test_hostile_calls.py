@@ -14,7 +14,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jdist import rpc
+from jdist import autograd, pipeline, rpc
+from jdist.data_parallel.elasticity import replica_group
 from jdist.rpc.base import current
 from jdist.rpc.calls.callee import TAKE_BACK
 from jdist.rpc.codec import Codec, codes
@@ -271,10 +272,15 @@ def test_kinds_that_are_no_requests(mad, kind):
     channel.close()
 
 
+PARTS = (autograd, pipeline, replica_group)
+"""What registers kinds of its own when it is imported."""
+
+
 def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
     """What parts built on rpc have registered as well."""
     kinds = set(attacked.callee._handlers)
     assert {"call", "debug.activity", TAKE_BACK} <= kinds
+    assert {"autograd.backward", "elastic.report", "elastic.state"} <= kinds
     for kind in sorted(kinds):
         for tree in (*TREES.values(), [codes.DICT], [codes.TUPLE, "worker0", 1, None]):
             for meta in ({}, {"ticket": 1, "deadline": 5.0}):
