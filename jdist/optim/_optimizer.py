@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -257,12 +258,23 @@ def leafwise(
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
         grad_leaves = structure.flatten_up_to(grads)
         state_leaves = matching(call, "state", params, state)
-        new = [
-            rule.moved(path_of(keys), param, grad, leaf_state, overrides, updates)
-            for (keys, param), grad, leaf_state in zip(
-                pairs, grad_leaves, state_leaves, strict=True
-            )
-        ]
+        move: Callable[..., tuple[Any, Any]]
+        move = partial(rule.moved, overrides=overrides, updates=updates)
+        # Under jit, leaves of one shape and dtype are traced once, and what was found
+        # is copied for the others.
+        if is_traced(jnp.zeros(())):
+            move = jax.jit(move, inline=True)
+        new = []
+        for (keys, param), grad, leaf_state in zip(
+            pairs, grad_leaves, state_leaves, strict=True
+        ):
+            rule.check_state(keys, param, leaf_state)
+            if is_inexact(param) and grad is not None:
+                new.append(move(param, grad, leaf_state))
+            else:
+                # The very state, and not a copy: a count that moved would change the
+                # bias corrections.
+                new.append((jnp.zeros_like(param) if updates else param, leaf_state))
         new_params, new_state = ([pair[i] for pair in new] for i in (0, 1))
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
@@ -278,26 +290,28 @@ class _Rule:
     state_structure: Any
     step_leaf: StepLeaf
 
+    def check_state(self, keys: Any, param: ArrayLike, state: PyTree) -> None:
+        """Refuses what is not the state of this rule, in the place of a leaf.
+
+        Raises:
+          ValueError: It is not.
+        """
+        if is_inexact(param) and jax.tree.structure(state) != self.state_structure:
+            rule = "must hold what "
+            rule += f"`{self.name}.init` or the last step returned, at {path_of(keys)}"
+            got = str(jax.tree.structure(state))
+            raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
+
     def moved(
         self,
-        path: str,
         param: ArrayLike,
-        grad: ArrayLike | None,
+        grad: ArrayLike,
         state: PyTree,
+        *,
         overrides: Mapping[str, Any],
         updates: bool,
     ) -> tuple[Any, Any]:
         """The new parameter, or with `updates` what is added to it; and its state."""
-        floating = is_inexact(param)
-        if floating and jax.tree.structure(state) != self.state_structure:
-            rule = "must hold what "
-            rule += f"`{self.name}.init` or the last step returned, at {path}"
-            got = str(jax.tree.structure(state))
-            raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
-        # The very state, and not a copy: a count that moved would change the bias
-        # corrections.
-        if not floating or grad is None:
-            return jnp.zeros_like(param) if updates else param, state
         param = jnp.asarray(param)
         # From here to `_left` nothing is rounded to 16 bits.
         wide = _entered(param)

@@ -357,6 +357,42 @@ def test_one_compilation_whatever_the_numbers(algorithm, options):
     assert step._cache_size() == 1
 
 
+def test_leaves_of_one_shape_and_dtype_are_traced_once(rng):
+    """Under jit alone; and each has its own numbers, count and schedule."""
+    seen = []
+
+    def step_leaf(param, grad, state, h):
+        seen.append(param.shape)
+        after = state._replace(step=state.step + 1)
+        return optim.Update(-h.lr * grad), after
+
+    opt = optim.leafwise(
+        "counting",
+        [optim.Hyperparameter("lr", lambda count: 0.5 + count.astype(float))],
+        optim.sgd().init_tree,
+        step_leaf,
+    )
+    shapes = {"a": (2, 3), "b": (2, 3), "c": (5,), "d": (2, 3), "e": (5,)}
+    # Small whole numbers, of which no product or sum is rounded.
+    whole = {k: rng.integers(-99, 99, (2, *of)) for k, of in shapes.items()}
+    params, grads = (
+        {k: jnp.asarray(drawn[i], jnp.float32) for k, drawn in whole.items()}
+        for i in (0, 1)
+    )
+    state = opt.init(params)
+    for number, name in enumerate(shapes):
+        state[name] = state[name]._replace(step=jnp.int32(number))
+    expected = opt.step(params, grads, state)
+    assert sorted(seen) == sorted(shapes.values())
+    seen.clear()
+    found = jax.jit(opt.step)(params, grads, state)
+    assert sorted(seen) == [(2, 3), (5,)]
+    assert bits(found) == bits(expected)
+    for number, name in enumerate(shapes):
+        moved = params[name] - (0.5 + number) * grads[name]
+        np.testing.assert_array_equal(found[0][name], moved)
+
+
 @pytest.mark.parametrize("place", ["mesh", "second device", "anywhere"])
 @EACH
 def test_state_is_placed_where_a_step_leaves_it(algorithm, options, place, mesh):
