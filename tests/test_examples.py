@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from examples import (
     reinforcement,
     replicas,
     replicas_and_server,
+    restart_in_place,
     rpc_pipeline,
     snapshots,
     transformer_pipeline,
@@ -52,6 +54,7 @@ TORCHS_LINES = {
     "rpc_pipeline": (190, "distributed/rpc/pipeline"),
     "replicas_and_server": (119, "distributed/rpc/ddp_rpc"),
     "snapshots": (102, "ddp-tutorial-series: multigpu_torchrun.py, datautils.py"),
+    "restart_in_place": (107, "torchft: train_ddp.py (its network and profiler)"),
     "replicas": (69, "ddp_tutorial (DDP with model parallelism)"),
     "uneven_inputs": (30, "generic_join, with DDP and ZeRO (the counter)"),
     "divided_optimizer": (51, "zero_redundancy_optimizer"),
@@ -448,6 +451,20 @@ def test_language_model():
     for layer in layers:
         nnx.update(layer, jax.tree.map(np.asarray, nnx.state(layer, nnx.Param)))
     np.testing.assert_allclose(loss_with(layers, data[-1]), expected[-1], rtol=1e-5)
+
+
+def test_replicas_that_die_leave_the_whole_batchs_gradient(tmp_path):
+    """Three processes, two of which are killed in the middle of a step."""
+    output, _ = run(["examples/restart_in_place.py"], tmp_path)
+    *_, told, ended = output.splitlines()
+    assert ended == "ended with [0, -9, -9]"
+    example = restart_in_place
+    losses = list(json.loads(told).values())
+    data = [example.rows_of(step) for step in range(example.STEPS)]
+    params = jnp.asarray([0.3, -0.2, 0.1])
+    opt = optim.adam(lr=0.05)
+    expected, _ = descended(mean_of(example.losses_of), params, data, opt)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_the_language_models_parallelism_is_thirty_lines():

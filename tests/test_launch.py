@@ -388,6 +388,10 @@ def test_a_reader_that_goes_away_does_not_stop_the_workers(start, witnesses, tmp
         ),
         ("--nproc 2", "the following arguments are required: program"),
         ("--nproc 2 nowhere.py", "`program` must be a file. Got nowhere.py"),
+        (
+            "--nproc 2 --nnodes 2 --standalone -m x",
+            "`--standalone` must be left out wh",
+        ),
         ("--nproc 2 --nnodes 2 -m x", "`--node-rank` must be given when there are"),
         ("--nproc 2 --nnodes 2 --node-rank 0 -m x", "`--master-addr` must be given"),
         ("--nproc 2 --node-rank 1 -m x", "`--node-rank` must be below --nnodes, 1"),
@@ -421,6 +425,11 @@ def test_torchruns_spellings():
     )
     assert ours == theirs
     assert (ours["max_restarts"], ours["arguments"]) == (3, ["--y_z"])
+    alone, default = (
+        vars(parse([*extra, "--nproc=2", "-m", "x"]))
+        for extra in (["--standalone"], [])
+    )
+    assert alone == default | {"standalone": True}
 
 
 def test_pinning_gives_each_worker_cores_of_its_own():

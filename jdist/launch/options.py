@@ -89,6 +89,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         help="workers on this machine",
     )
     add("--nnodes", type=count, default=1, metavar="N", help="machines (default 1)")
+    add("--standalone", action="store_true", help="one machine, which is the default")
     add(
         *("--node-rank", "--node_rank"),
         type=_between(0, 2**16 - 1),
@@ -197,6 +198,9 @@ def _seconds(text: str) -> float:
 def _across_machines(options: argparse.Namespace) -> None:
     """Checks and completes what says where the machines meet."""
     if options.nnodes > 1:
+        if options.standalone:
+            rule = "must be left out when there are several machines"
+            raise ValueError(requirement("--standalone", rule, "it"))
         for name in ("node_rank", "master_addr"):
             if getattr(options, name) is None:
                 option = f"--{name.replace('_', '-')}"
