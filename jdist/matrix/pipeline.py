@@ -36,6 +36,22 @@ __all__ = ["rows"]
 
 MICRO_BATCHES = 3
 
+_ONE_STAGE = pipeline.one_f_one_b(1, MICRO_BATCHES)
+_ON_MESHES = {
+    "1F1B x2": pipeline.one_f_one_b(2, MICRO_BATCHES),
+    # Rounds of as many micro-batches as workers.
+    "interleaved x2": pipeline.interleaved(2, 4, 2),
+    "ZB-H1 x2": pipeline.zero_bubble(2, MICRO_BATCHES),
+    "GPipe x2": pipeline.gpipe(2, MICRO_BATCHES),
+}
+_LAYOUTS = {
+    "PP": {"data": 1},
+    "PP x DP": {"data": 2},
+    "PP x TP": {"model": 2},
+    "PP x DP x TP": {"data": 2, "model": 2},
+}
+"""Pipeline, data and tensor parallelism: the axes of each worker's mesh."""
+
 
 def rows() -> dict[str, Row]:
     """Schedules over devices, meshes and workers, in one program; PipeDream."""
@@ -55,13 +71,13 @@ def rows() -> dict[str, Row]:
         "1F1B, three workers": partial(_over_workers, one_f_one_b),
         "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
         "DualPipeV x2": partial(_over_devices, pipeline.dualpipe_v(2, 4)),
-        "on a mesh, data x2": partial(_over_meshes, 1, {"data": 2}),
-        "on a mesh, model x2": partial(_over_meshes, 1, {"model": 2}),
-        "on meshes, 1F1B x2, data x2": partial(_over_meshes, 2, {"data": 2}),
-        "on meshes, 1F1B x2, model x2": partial(_over_meshes, 2, {"model": 2}),
-        "on meshes, 1F1B x2, data x2, model x2": partial(
-            _over_meshes, 2, {"data": 2, "model": 2}
-        ),
+        "on a mesh, data x2": partial(_over_meshes, _ONE_STAGE, {"data": 2}),
+        "on a mesh, model x2": partial(_over_meshes, _ONE_STAGE, {"model": 2}),
+        **{
+            f"on meshes, {schedule}, {layout}": partial(_over_meshes, made, axes)
+            for schedule, made in _ON_MESHES.items()
+            for layout, axes in _LAYOUTS.items()
+        },
         "PipeDream with a flush": _pipedream,
         "one program, 1F1B x2": partial(_one_program, pipeline.one_f_one_b(2, m)),
         "one program, ZBV x2": partial(_one_program, pipeline.zbv(2, m)),
@@ -98,16 +114,16 @@ def _over_devices(
 
 
 def _over_meshes(
-    stages: int, axes: Mapping[str, int], loss_fn: LossFn, reduction: str
+    schedule: Schedule, axes: Mapping[str, int], loss_fn: LossFn, reduction: str
 ) -> Candidate:
-    """A mesh for each stage, whose model axis divides every leaf.
+    """A mesh for each worker, whose model axis divides every leaf.
 
     Leaves have more rows in the pipeline than the loss is given, as many as that takes.
     """
     shape, parts = tuple(axes.values()), axes.get("model", 1)
-    found = np.array(devices(stages * math.prod(shape))).reshape(stages, *shape)
+    workers, stages = schedule.workers, schedule.stages
+    found = np.array(devices(workers * math.prod(shape))).reshape(workers, *shape)
     places = [Mesh(own, tuple(axes)) for own in found]
-    schedule = pipeline.one_f_one_b(stages, MICRO_BATCHES)
 
     def spec(leaf: jax.Array) -> PartitionSpec:
         divided = leaf.ndim and "model" in axes

@@ -51,7 +51,8 @@ class Status(IntEnum):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, see `Status`."""
     options = _parser().parse_args(arguments)
-    matrix.Devices(options.cpu_devices, options.device).set_up()
+    options.devices = matrix.Devices(options.cpu_devices, options.device)
+    options.devices.set_up()
     # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
@@ -170,8 +171,7 @@ def _rows(
     count = min(processes, len(rows))
     if count == 1:
         return matrix.judge(rows, *chosen)
-    devices = matrix.Devices(options.cpu_devices, options.device)
-    return matrix.judge_in_processes(list(rows), *chosen, count, devices)
+    return matrix.judge_in_processes(list(rows), *chosen, count, options.devices)
 
 
 def _count(text: str) -> int:

@@ -28,7 +28,26 @@ def test_every_strategy_has_its_rows():
     """By the family's name; those of one family do not hide another's."""
     names = matrix.strategies()
     families = Counter(name.split()[0] for name in names)
-    assert families == {"data_parallel": 19, "pipeline": 19, "autograd": 5}
+    assert families == {"data_parallel": 19, "pipeline": 32, "autograd": 5}
+
+
+def test_the_table_of_schedules_over_meshes_is_whole():
+    """In docs/pipeline.md: a cell for each row, with three precisions."""
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    table = page.split("| schedule | PP |")[1].split("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in f"PP |{table}".splitlines()]
+    layouts, schedules = lines[0], lines[2:]
+    told = {
+        f"pipeline on meshes, {schedule}, {layout}": list(map(float, cell.split(", ")))
+        for schedule, *cells in schedules
+        for layout, cell in zip(layouts, cells, strict=True)
+    }
+    rows = {name for name in matrix.strategies() if "on meshes" in name}
+    assert told.keys() == rows
+    assert len(rows) == 16
+    for ratios in told.values():
+        assert len(ratios) == 3
+        assert max(ratios) < 1
 
 
 def test_the_judge_finds_them_by_one_entry_point():
