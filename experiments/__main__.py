@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,10 @@ def _keep_programs(folder: Path) -> None:
     """Has JAX find compiled programs again in the next run; the user's folder wins."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        # What was compiled for absent devices it keeps and cannot read. That is
+        # compiled again, which a warning for each program need not say.
+        message = "Error reading persistent compilation cache entry"
+        warnings.filterwarnings("ignore", message)
         # By default JAX keeps what took a second to compile: hardly any program here.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

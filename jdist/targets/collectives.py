@@ -179,12 +179,10 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
             for group in re.findall(r"\{([\d,]+)\}", text)
         )
     if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, sizes, order = (_numbers(x or "") for x in match.groups())
-        devices = np.arange(math.prod(sizes)).reshape(sizes)
-        return _rows(devices.transpose(order or None).reshape(shape))
-    if "device_ids=" not in text and (listed := instruction.attribute("device_ids")):
+        return _rows(_transposed(match[2], match[3]).reshape(_numbers(match[1])))
+    if listed := instruction.attribute("device_ids"):
         text += f" device_ids={listed}"
-    if match := re.fullmatch(_MESH, text):
+    if match := _MESH.fullmatch(text):
         axes = {name: int(size) for name, size in re.findall(_AXIS, match["axes"])}
         chosen = [name.strip().strip("'") for name in match["chosen"].split(",")]
         # Part of an axis is written `'axis':(2)4`, which is no name.
@@ -202,9 +200,9 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
 _AXIS = r"'([^']+)'=(\d+)"
 _MESH = re.compile(
     r"mesh\[(?P<axes>[^\]]*)\]"
-    r"(?:,? device_ids=\((?:\[(?P<sizes>[\d,]+)\]T\((?P<order>[\d,]+)\)|"
+    r"(?: device_ids=\((?:\[(?P<sizes>[\d,]+)\]T\((?P<order>[\d,]+)\)|"
     r"(?P<listed>[\d,]+))\))?"
-    r",?\s*\{(?P<chosen>[^}]*)\}"
+    r"\s*\{(?P<chosen>[^}]*)\}"
 )
 """Axes of a mesh, the order of its devices, and the axes along which a group lies."""
 
@@ -213,12 +211,14 @@ def _ordered(match: re.Match[str], count: int) -> np.ndarray:
     """The devices of a mesh, in its order."""
     if match["listed"]:
         return np.array(_numbers(match["listed"]))
-    devices = np.arange(count)
-    if match["order"]:
-        return devices.reshape(_numbers(match["sizes"])).transpose(
-            _numbers(match["order"])
-        )
-    return devices
+    return _transposed(match["sizes"] or str(count), match["order"])
+
+
+def _transposed(sizes: str, order: str | None) -> np.ndarray:
+    """All devices in an array of these sizes, its axes then put in another order."""
+    shape = _numbers(sizes)
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose(_numbers(order) if order else None)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from experiments import (
     elastic_training,
     gradient_compression,
     judge_tightness,
+    llama_scale,
     optimizer_parity,
     rpc_cost,
     toy_model_parallel,
@@ -96,6 +97,17 @@ def elastic(**changes):
     history = job.History(2, {1: 1}, (1,))
     runs = {"alone": alone, "fixed": replace(found, **changes)}
     return job.claims(runs, history, 3, 0.9)
+
+
+def scaled(needed=9.0, step=1.5, kept=2.0):
+    job = llama_scale
+
+    def plan(name, activations):
+        memory = {"parameters": needed - activations, "activations": activations}
+        timeline = types.SimpleNamespace(makespan=step)
+        return job.Planned("slice", name, [3, 2], memory, 10, timeline, 1.0)
+
+    return job.claims([plan("GPipe", 4.0), plan("1F1B", kept)], [])
 
 
 def scripted(**changes):
@@ -248,6 +260,9 @@ PLANTED = [
     (elastic, 1, {"params": [np.float32([1, 2.0000002])]}),
     (elastic, 2, {"died": []}),
     (elastic, 2, {"shares": {0: [0], 1: [0], 2: []}}),
+    (scaled, 0, {"needed": 10.1}),
+    (scaled, 1, {"step": 0.9}),
+    (scaled, 2, {"kept": 4.0}),
 ]
 
 
