@@ -1,9 +1,14 @@
 """Programs made ahead of the first call, from the shapes of their arguments alone."""
 
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jdist._compat.staging import thread_pool_size
 
 
 class Ahead:
@@ -19,6 +24,8 @@ class Ahead:
     Args:
       places: Whether the places of all results are wanted. The compiler chooses those
         on a mesh: a function with an argument there is then compiled at once.
+      called: Whether the functions will be called. Else, of programs that are the same
+        but for the devices of their mesh, one is compiled.
 
     Attributes:
       traced: What was traced, in order.
@@ -26,11 +33,14 @@ class Ahead:
         what was traced for its shape without a place would be compiled in vain.
     """
 
-    def __init__(self, *, places: bool = False) -> None:
+    def __init__(self, *, places: bool = False, called: bool = True) -> None:
         self.traced: list[jax.stages.Traced] = []
         self.undecided = False
         self._places = places
-        self._left: list[jax.stages.Traced] = []
+        self._called = called
+        # Places of results, by the program's text.
+        self._chosen: dict[str, list[PartitionSpec]] = {}
+        self._left: dict[Any, jax.stages.Traced] = {}
 
     def __call__(self, function: Any, *arguments: Any) -> Any:
         """The shapes of the results of `function(*arguments)`, which is not called.
@@ -41,21 +51,47 @@ class Ahead:
         """
         traced = function.trace(*arguments)
         self.traced.append(traced)
-        places = [x for x in map(_place, jax.tree.leaves(arguments)) if x is not None]
+        each = tuple([_place(x) for x in jax.tree.leaves(arguments)])
+        places = [x for x in each if x is not None]
         on_mesh = not all(isinstance(place, SingleDeviceSharding) for place in places)
         if on_mesh and self._places:
-            compiled = traced.lower().compile()
-            return jax.tree.map(_with_place, traced.out_info, compiled.output_shardings)
+            leaves, structure = jax.tree.flatten(traced.out_info)
+            chosen = self._places_of_results(traced.lower(), places)
+            return jax.tree.unflatten(structure, map(_with_place, leaves, chosen))
         self.undecided |= on_mesh
-        self._left.append(traced)
+        # Equal stages are one program, which two threads would compile twice.
+        self._left.setdefault((function, id(traced.jaxpr), each), traced)
         place = places[0] if places and not on_mesh else None
         return jax.tree.map(lambda x: _with_place(x, place), traced.out_info)
 
+    def _places_of_results(
+        self, lowered: jax.stages.Lowered, places: Sequence[Sharding]
+    ) -> list[Sharding]:
+        """What the compiler chooses."""
+        if self._called:
+            return jax.tree.leaves(lowered.compile().output_shardings)
+        # Results are named by the paths in their tree, which change no program.
+        text = re.sub(r'jax\.result_info = "[^"]*"', "", lowered.as_text())
+        specs = self._chosen.get(text)
+        if specs is None:
+            found = jax.tree.leaves(lowered.compile().output_shardings)
+            specs = [place.spec for place in found if isinstance(place, NamedSharding)]
+            if len(specs) < len(found):
+                return found
+            self._chosen[text] = specs
+        mesh = next(place.mesh for place in places if isinstance(place, NamedSharding))
+        return [NamedSharding(mesh, spec) for spec in specs]
+
     def compile(self) -> None:
-        """Compiles what was traced and is not compiled yet."""
-        for traced in self._left:
-            traced.lower().compile()
+        """Compiles what was traced and is not compiled yet, all of it at once."""
+        # XLA compiles without Python's lock; tracing and lowering hold it.
+        with ThreadPoolExecutor(thread_pool_size()) as threads:
+            compiled = [
+                threads.submit(traced.lower().compile) for traced in self._left.values()
+            ]
         self._left.clear()
+        for each in compiled:
+            each.result()
 
 
 def _with_place(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """Each program is compiled once, and nothing after the first step."""
 
+import itertools
 import logging
 import re
 import threading
@@ -331,3 +332,97 @@ def test_nothing_is_computed_ahead():
         pipe.value_and_grad(pipe.place([np.float32(2)]), batch)
         jax.effects_barrier()
     assert sorted(called) == [3, 7]
+
+
+# --- compiled ahead, in one process ---
+
+
+def wide(params, x):
+    return x @ params
+
+
+def tanh_layer(params, h):
+    return jnp.tanh(h @ params)
+
+
+def of_equal_stages(places, evaluate):
+    """A value, and gradients unless it is evaluated, of a first call."""
+    rng = np.random.default_rng(8)
+    shapes = {"x": (10, 3), "target": (10, 5)}
+    batch = {k: rng.normal(size=of).astype(np.float32) for k, of in shapes.items()}
+    sizes = (3, 5), (5, 5), (5, 5), (5, 5)
+    params = [rng.normal(size=size).astype(np.float32) for size in sizes]
+    bodies = [wide, tanh_layer, tanh_layer, tanh_layer]
+    stages = [
+        pipeline.Stage(body, (name,), (put,))
+        for body, name, put in zip(bodies, "xabc", "abcy", strict=True)
+    ]
+    made = pipeline.one_f_one_b(4, 4)
+    pipe = pipeline.Pipeline(stages, squares, made, placed(places))
+    if evaluate:
+        return np.asarray(pipe.evaluate(pipe.place(params), batch).loss)
+    return jax.tree.map(np.asarray, pipe.value_and_grad(pipe.place(params), batch))
+
+
+@pytest.mark.parametrize("evaluate", [False, True], ids=["gradient", "evaluation"])
+@pytest.mark.parametrize("places", [None, (0, 1, 2, 3)], ids=["one device", "four"])
+def test_stages_of_one_process_compile_at_the_same_time(
+    caplog, monkeypatch, places, evaluate
+):
+    """Before the first micro-batch, each once; no other programs, and no other bits.
+
+    No compilation ends before another one has begun.
+    """
+    numbers, meeting = itertools.count(), threading.Barrier(2)
+    compile_one, compile_all = jax.stages.Lowered.compile, Ahead.compile
+    compiled = []
+
+    def compile_together(lowered):
+        compiled.append(lowered)
+        if next(numbers) < 2:
+            meeting.wait(60.0)
+        return compile_one(lowered)
+
+    def compile_and_say(ahead):
+        compile_all(ahead)
+        logging.getLogger("jax").warning("compiled ahead")
+
+    with jax.log_compiles():
+        jax.clear_caches()
+        with monkeypatch.context() as patched:
+            patched.setattr(jax.stages.Lowered, "compile", compile_together)
+            patched.setattr(Ahead, "compile", compile_and_say)
+            found = of_equal_stages(places, evaluate)
+        ahead = [record.message for record in caplog.records]
+        caplog.clear()
+        jax.clear_caches()
+        with monkeypatch.context() as patched:
+            patched.setattr(Ahead, "compile", lambda ahead: None)
+            expected = of_equal_stages(places, evaluate)
+        without = [record.message for record in caplog.records]
+    done = ahead.index("compiled ahead")
+    first, later = (
+        sorted(filter(None, map(compiled_in, part)))
+        for part in (ahead[:done], ahead[done:])
+    )
+    assert first == sorted(filter(None, map(compiled_in, without)))
+    assert not later
+    # What was lowered before is found again, and would be compiled a second time.
+    lowered = [m for m in ahead[:done] if m.startswith("Compiling")]
+    assert len(compiled) == len([m for m in lowered if "convert_element" not in m])
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_error_of_the_compiler_is_raised_as_it_is(monkeypatch):
+    """And the next call compiles."""
+    expected = of_equal_stages(None, evaluate=True)
+
+    def failing(lowered):
+        raise RuntimeError("no room for 17 kernels")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", failing)
+        with pytest.raises(RuntimeError, match=r"^no room for 17 kernels$"):
+            of_equal_stages(None, evaluate=True)
+    np.testing.assert_array_equal(of_equal_stages(None, evaluate=True), expected)

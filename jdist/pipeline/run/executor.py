@@ -154,7 +154,8 @@ class StagePrograms:
         self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
         # By shapes and dtypes; by None between processes.
         self._read: dict[Any, tuple[str, ...]] = {}
-        self._compiled_ahead: set[bool] = set()
+        # With or without backward passes, by signature.
+        self._compiled_ahead: set[tuple[Any, bool]] = set()
 
     def runs(
         self,
@@ -239,24 +240,41 @@ class StagePrograms:
                 self._read[signature] = read
         own_loss = self.loss if loss is None else loss
         return StepInputs(
-            self.wiring, self.places, runs, channels, own_loss, read, parts
+            self.wiring, self.places, runs, channels, own_loss, read, parts, signature
         )
 
     def compile_ahead(self, given: StepInputs) -> None:
-        """Compiles the programs of several processes at the same time.
+        """Compiles the programs of several stages or processes at the same time.
 
-        Until a call has succeeded on all of them, for the same reason as above.
+        Between processes until a call has succeeded on all of them, for the same reason
+        as above.
         """
-        known = given.places.schedule.forward_only in self._compiled_ahead
-        if not (self._sees_all or known):
+        if _case(given) in self._compiled_ahead:
+            return
+        # One stage of one process waits for no other. Inside a transformation what is
+        # called is compiled with the rest, or in another form.
+        if not self._sees_all or (len(given.runs) > 1 and not _is_traced(given)):
             compile_ahead(given)
 
     def agreed(self, given: StepInputs) -> None:
         """A call with these inputs has succeeded on all processes."""
         if not self._sees_all:
             self._read[None] = given.read
-            # Evaluation has programs of its own.
-            self._compiled_ahead.add(given.places.schedule.forward_only)
+        self._compiled_ahead.add(_case(given))
+
+
+def _case(given: StepInputs) -> tuple[Any, bool]:
+    """What has programs of its own."""
+    return given.signature, given.places.schedule.forward_only
+
+
+def _is_traced(given: StepInputs) -> bool:
+    """Whether a step is inside `jax.jit`, `jax.grad` or another transformation."""
+    trees = [(run.params, run.state) for run in given.runs.values()]
+    part = given.parts[0]
+    # Inside `jit` even an array of zeros is traced.
+    leaves = jax.tree.leaves((trees, part.batch, part.weights, jnp.zeros(())))
+    return any(map(is_traced, leaves))
 
 
 @final

@@ -46,7 +46,7 @@ class LoweredPrograms:
     """
 
     def __init__(self, *, places: bool = True) -> None:
-        self._ahead = Ahead(places=places)
+        self._ahead = Ahead(places=places, called=False)
         self._found: dict[str, jax.stages.Traced] = {}
         self._known: dict[Any, str] = {}
 

@@ -10,7 +10,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, final
 
 import jax
@@ -53,6 +53,7 @@ class StepInputs(NamedTuple):
       loss: The loss function; it runs where the last stage runs.
       read: The entries of the batch that the loss reads.
       parts: The micro-batches.
+      signature: What equal inputs have in common, if this process sees all of them.
     """
 
     wiring: StageWiring
@@ -62,6 +63,7 @@ class StepInputs(NamedTuple):
     loss: PipelineLoss
     read: tuple[str, ...]
     parts: MicroBatchSource
+    signature: Hashable = None
 
 
 class Step(ABC):
@@ -78,7 +80,7 @@ class Step(ABC):
     def __init__(self, given: StepInputs, invoke: Invoke = operator.call) -> None:
         self.transfers: list[Transfer] = []
         self._wiring, self._places, self._runs = given[:3]
-        self._channels, self._loss, self._read, self._parts = given[3:]
+        self._channels, self._loss, self._read, self._parts = given[3:7]
         self._invoke = invoke
         self._forward_only = self._places.schedule.forward_only
         self._from_batch = [

@@ -321,6 +321,9 @@ def laid_like(value: PyTree, like: PyTree) -> PyTree:
             return leaf if other.sharding is None else _put(leaf, other.sharding)
         if not (isinstance(other, jax.Array) and other.committed):
             return leaf
+        # Of a shape nobody may have said yet where it will be.
+        if is_shape(leaf):
+            return _put(leaf, other.sharding)
         if leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
             return leaf
         return jax.device_put(leaf, other.sharding)

@@ -272,12 +272,12 @@ def test_a_state_keeps_its_layout_and_compiles_nothing(compilations):
 # --- measures ---
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZB-H1"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_activations_in_flight(schedule):
     """As many as the schedule says; on each device the share of its mesh."""
-    own, batch, weights = problem(12)
+    own, batch, weights = problem(24)
     held = {}
-    for layout in ("PP", "PP x DP"):
+    for layout in ("PP", "PP x DP", "PP x TP", WIDE):
         pipe, place = made(layout, schedule)
         params = place(own)
         _, timeline = pipeline.timed(
@@ -286,7 +286,12 @@ def test_activations_in_flight(schedule):
         assert timeline.peak_activations == pipe.schedule.peak_activations
         held[layout] = timeline.activation_bytes
     # All that is kept of a micro-batch has its rows.
-    assert held["PP x DP"] == tuple(size / 2 for size in held["PP"])
+    for whole, divided in (("PP", "PP x DP"), ("PP x TP", WIDE)):
+        assert held[divided] == tuple(size / 2 for size in held[whole])
+    # The model axis divides what comes of divided parameters, and no rows.
+    pairs = list(zip(held["PP"], held["PP x TP"], strict=True))
+    assert all(size / 2 <= part <= size for size, part in pairs)
+    assert any(part < size for size, part in pairs)
 
 
 def test_programs_are_lowered_for_the_meshes():
@@ -300,6 +305,38 @@ def test_programs_are_lowered_for_the_meshes():
     text = found["stage 1: forward"].compile().as_text()
     assert "all-reduce" in text
     assert "num_partitions=4" in text
+
+
+def test_equal_stages_are_compiled_once_to_find_where_results_lie(compilations):
+    """For what is lowered: each stage has a mesh of its own."""
+
+    def body(own, h):
+        return jnp.tanh(h @ own["up"]) @ own["down"]
+
+    def lowered(n, width):
+        stages = [pipeline.Stage(body, (f"h{j}",), (f"h{j + 1}",)) for j in range(n)]
+        places = [Mesh(jax.devices()[2 * j : 2 * j + 2], ("model",)) for j in range(n)]
+        schedule = pipeline.one_f_one_b(n, n)
+        pipe = pipeline.Pipeline(stages, lambda y, _: y.sum(1), schedule, places)
+        up, down = (
+            jax.ShapeDtypeStruct(shape, np.float32)
+            for shape in ((8, width), (width, 8))
+        )
+        specs = [{"up": P(None, "model"), "down": P("model")}] * n
+        params = pipe.place([{"up": up, "down": down}] * n, specs)
+        begun = len(compilations)
+        batch = {"h0": jax.ShapeDtypeStruct((2 * n, 8), np.float32)}
+        found = pipe.lower(params, batch)
+        return found, places, len(compilations) - begun
+
+    found, places, count = lowered(4, 16)
+    assert count == lowered(3, 24)[2] > 0
+    for j in (1, 2):
+        (given, _) = found[f"stage {j}: backward"].compile().input_shardings
+        devices = {
+            device for each in jax.tree.leaves(given) for device in each.device_set
+        }
+        assert devices == set(places[j].devices.flat)
 
 
 # --- asynchronous schedules ---

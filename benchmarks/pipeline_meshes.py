@@ -1,0 +1,101 @@
+"""What does a step of a small Llama take whose stages are divided over meshes?
+
+Beside it stand the same stages on single devices, and the whole model in one `jax.jit`,
+divided over as many devices by data and model, and on one. CPU devices of one process
+share its cores: eight of them compute no faster than one, and what is compared is what
+the division costs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks._harness import Case, timing
+from benchmarks._pair import Job, Pair, timed
+from examples import language_model as llama
+from experiments import language_model as trained
+
+ROUNDS = 15
+WARMUP = 2
+CALLS = 3
+SIZES = llama.Sizes(width=128, blocks=4, inner=256)
+MESHES = "pipeline, 2 stages x 2 data x 2 model"
+
+
+def measure() -> list[Case]:
+    """The steps in turn, in one process with eight devices."""
+    with Pair(prepare, None, processes=1, pin=0) as process:
+        spent: dict[str, list[float]] = {job: [] for job in process.jobs}
+        for turn in range(WARMUP + ROUNDS):
+            for job, seconds in spent.items():
+                found = process.run(job, CALLS)
+                if turn >= WARMUP:
+                    seconds.append(found.elapsed)
+    timings = {job: timing(seconds) for job, seconds in spent.items()}
+    name = f"width {SIZES.width}, {SIZES.blocks} blocks, {llama.SEQUENCES} sequences"
+    note = f"{llama.MICRO_BATCHES} micro-batches in pipelines, 1F1B; Adam"
+    return [Case(f"step, {name}", timings, note=note)]
+
+
+@contextmanager
+def prepare(rank: int) -> Iterator[dict[str, Job]]:
+    """Each form of the step."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    devices = jax.devices()
+    (batch,) = llama.batches(1)
+    steps = {
+        MESHES: pipelined(llama.meshes(devices, (2, 2, 2)), batch),
+        "pipeline, 2 devices": pipelined(devices[:2], batch),
+        "jit, 4 data x 2 model": whole(llama.meshes(devices, (1, 4, 2))[0], batch),
+        "jit, one device": whole(llama.meshes(devices, (1, 1, 1))[0], batch),
+    }
+    finish = jax.block_until_ready
+    yield {name: partial(timed, step, finish) for name, step in steps.items()}
+
+
+def pipelined(places: Sequence[Any], batch: Any) -> Callable[[], Any]:
+    """The layers in two stages."""
+    schedule = trained.SCHEDULES["1F1B"]
+    options = {"optimizer": trained.OPTIMIZER}
+    pipe, made = llama.pipelined(llama.layers(SIZES), schedule, places, **options)
+    specs: Any = None
+    if isinstance(places[0], Mesh):
+        specs = jax.tree_util.tree_map_with_path(llama.spec, made.params)
+    params = pipe.place(made.params, specs)
+    state = pipe.init(params, made.states, jax.random.key(0))
+    weights = batch["mask"].sum(1)
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = pipe.train_step(state, batch, weights)
+        return state.params, metrics.loss
+
+    return step
+
+
+def whole(mesh: Mesh, batch: Any) -> Callable[[], Any]:
+    """All layers as one function, divided by the compiler."""
+    model = trained.model_of(SIZES, 0)
+    run = trained.plain_step(model)
+
+    def place(name: str, leaf: np.ndarray) -> jax.Array:
+        named = (llama.SHARDED[x] for x in name.split("/") if x in llama.SHARDED)
+        return jax.device_put(leaf, NamedSharding(mesh, next(named, PartitionSpec())))
+
+    own = model.own(model.made.params)
+    params: Any = {name: place(name, leaf) for name, leaf in own.items()}
+    state = trained.OPTIMIZER.init(params)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    given = {name: jax.device_put(x, rows) for name, x in batch.items()}
+
+    def step() -> Any:
+        nonlocal params, state
+        params, state, loss = run(params, state, given)
+        return params, loss
+
+    return step
