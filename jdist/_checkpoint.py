@@ -5,10 +5,11 @@ that is killed while it writes leaves what was complete before.
 """
 
 import ast
+import contextlib
 import importlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -34,7 +35,9 @@ Arrays = Mapping[str, Mapping[str, Any]]
 
 
 State = TypeVar("State")
+Found = TypeVar("Found")
 
+_LOOKS = 9  # At a folder from which another process deletes.
 _ONE_AT_A_TIME = threading.Lock()
 """orbax counts what it saves by process: two threads would wait for each other's."""
 
@@ -120,13 +123,14 @@ class StepFolder(Closing):
         """Opens the folder."""
         self._orbax = _orbax()
         options = self._orbax.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = self._orbax.CheckpointManager(
-            Path(folder).absolute(), options=options
+        path = Path(folder).absolute()
+        self._manager = _undisturbed(
+            lambda: self._orbax.CheckpointManager(path, options=options)
         )
 
     def steps(self) -> list[int]:
         """Those that are complete on disk, in order."""
-        self._manager.reload()  # Another process may have written.
+        _undisturbed(self._manager.reload)  # Another process may have written.
         return sorted(int(step) for step in self._manager.all_steps())
 
     def chosen(self, call: str, step: int | None) -> int:
@@ -186,6 +190,14 @@ class StepFolder(Closing):
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         self._manager.close()
+
+
+def _undisturbed(look: Callable[[], Found]) -> Found:
+    """Looks again where another process took a step away in the middle of a look."""
+    for _ in range(_LOOKS):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return look()
+    return look()
 
 
 def _orbax() -> Any:

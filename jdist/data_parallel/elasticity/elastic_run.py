@@ -55,6 +55,7 @@ class Elastic:
       save_every: Steps between them.
       deadline: See `elastic`.
       least: See `elastic`.
+      join_timeout: See `elastic`.
       seed: Of the order of the examples.
       shuffle: Whether they have another order in each epoch.
       name: Of the run.
@@ -69,6 +70,7 @@ class Elastic:
     save_every: int | None
     deadline: float
     least: int
+    join_timeout: float
     seed: int
     shuffle: bool
     name: str
@@ -84,7 +86,8 @@ class Elastic:
         """Takes part in the run as the current worker, until it is over.
 
         Every worker of the group calls it, at any time and with the same arguments. It
-        waits for the worker of rank 0, and for as many replicas as `least` says.
+        waits for the worker of rank 0, and for as many replicas as `least` says, but no
+        longer than `join_timeout`.
 
         Args:
           params: Pytree of arrays: the first parameters. A newcomer's do not count.
@@ -99,7 +102,8 @@ class Elastic:
           ValueError: An argument is wrong or differs from rank 0's; the run of that
             name has begun before, on this worker or rank 0.
           RpcError: This thread is no worker; the run was over before this worker had a
-            state; rank 0 has left the run.
+            state; rank 0 has left the run, or did not begin it in time; too few
+            replicas came in time; the sums of a step could not be added up.
           WorkerLost: Rank 0 was lost. With a folder, another replica has then written
             a checkpoint of its last step.
         """
@@ -118,6 +122,7 @@ class Elastic:
             batches.units,
             self.deadline,
             least=self.least,
+            patience=self.join_timeout,
             save_every=self.save_every,
         )
 
@@ -168,6 +173,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
     save_every: int | None = None,
     deadline: float = 60.0,
     least: int = 1,
+    join_timeout: float = 600.0,
     seed: int = 0,
     shuffle: bool = True,
     name: str = "elastic",
@@ -202,6 +208,8 @@ def elastic(  # noqa: PLR0913 - options, by keyword
         One that takes longer is expelled while another has the state, and comes back
         with its next report. A deadline shorter than compilation costs repeated work.
       least: Replicas for which a step waits.
+      join_timeout: Seconds that it waits for them, and a replica for rank 0 to begin
+        the run; after that the run ends with an error.
       seed: Of the order of the examples.
       shuffle: False keeps the order of the data.
       name: Of the run, in the group; another run needs another one.
@@ -244,9 +252,13 @@ def elastic(  # noqa: PLR0913 - options, by keyword
             remedy = "Give `folder=`, one that all replicas can reach."
             argument = f"{call}(save_every=...)"
             raise ValueError(requirement(argument, rule, save_every, remedy))
-    if not deadline > 0:
-        rule = "must be a positive number of seconds"
-        raise ValueError(requirement(f"{call}(deadline=...)", rule, deadline))
+    for argument, seconds in {
+        "deadline": deadline,
+        "join_timeout": join_timeout,
+    }.items():
+        if not seconds > 0:
+            rule = "must be a positive number of seconds"
+            raise ValueError(requirement(f"{call}({argument}=...)", rule, seconds))
     return Elastic(
         Programs(loss_fn, optimizer, reduction),
         optimizer,
@@ -257,6 +269,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
         save_every,
         deadline,
         least,
+        float(join_timeout),
         seed,
         shuffle,
         name,

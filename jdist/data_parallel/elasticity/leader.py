@@ -21,13 +21,16 @@ The order of events alone decides what happens: one seed replays a simulated run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
+    "Abandon",
     "Commit",
     "Directive",
+    "Effect",
     "Leader",
     "Order",
     "Part",
@@ -123,7 +126,15 @@ class Commit(NamedTuple):
     oldest: int
 
 
-Effects = Iterator[Order | Commit]
+class Abandon(NamedTuple):
+    """Effect: end the run, in which no step could begin for too long."""
+
+    ready: int
+    """Replicas that could compute."""
+
+
+Effect = Order | Commit | Abandon
+Effects = Iterator[Effect]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,7 @@ class RunTerms:
       deadline: Seconds for an instruction to compute, after which a replica is expelled
         while there is another one.
       least: Replicas that a step waits for before it begins.
+      patience: Seconds that it waits.
       save_every: Steps between checkpoints; None for none.
       log: Committed gradients that are kept at most.
     """
@@ -144,6 +156,7 @@ class RunTerms:
     units: Callable[[int], int]
     deadline: float
     least: int = 1
+    patience: float = math.inf
     save_every: int | None = None
     log: int = 64
 
@@ -184,30 +197,31 @@ class Leader:
 
     Args:
       terms: What the run is about.
+      own: The replica in whose process the leader runs.
 
     Attributes:
       step: Steps that are committed; None before the first state is there.
       generation: See `Directive`.
     """
 
-    def __init__(self, terms: RunTerms) -> None:
+    def __init__(self, terms: RunTerms, own: int) -> None:
         self.step: int | None = None
         self.generation = 0
         self._terms = terms
+        self._own = own
         self._seats: dict[int, _Seat] = {}
         self._oldest = 0  # The first step whose gradient is kept.
         self._done: set[Part] = set()
         self._open: list[Part] = []  # Units that no replica computes.
         self._begun = False
+        self._begin_by = math.inf  # While a step waits for replicas.
         self._save_due = False
         self._saver: int | None = None
         self._over = False
 
     # --- events ---
 
-    def report(
-        self, replica: int, report: ReplicaReport, now: float
-    ) -> list[Order | Commit]:
+    def report(self, replica: int, report: ReplicaReport, now: float) -> list[Effect]:
         """A replica has reported."""
         seat = self._seats.setdefault(replica, _Seat())
         current = report.generation == self.generation
@@ -230,7 +244,7 @@ class Leader:
         )
         return list(self._advance(now))
 
-    def gone(self, replica: int, now: float) -> list[Order | Commit]:
+    def gone(self, replica: int, now: float) -> list[Effect]:
         """A replica has died, was lost or has left."""
         seat = self._seats.pop(replica, None)
         if seat is None:
@@ -240,8 +254,11 @@ class Leader:
             self._saver, self._save_due = None, True
         return list(self._advance(now))
 
-    def tick(self, now: float) -> list[Order | Commit]:
+    def tick(self, now: float) -> list[Effect]:
         """Time has passed: replicas beyond their deadline are expelled."""
+        if self._begin_by <= now:
+            self._begin_by = math.inf
+            return [Abandon(len(self._ready()))]
         for replica, seat in sorted(self._seats.items()):
             # A sole holder of the state keeps its units: no other could compute them.
             if seat.parts and seat.due <= now and self._holders(without=replica):
@@ -250,7 +267,9 @@ class Leader:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        return min((s.due for s in self._seats.values() if s.parts), default=None)
+        dues = [seat.due for seat in self._seats.values() if seat.parts]
+        found = min([self._begin_by, *dues])
+        return None if found == math.inf else found
 
     @property
     def is_over(self) -> bool:
@@ -324,6 +343,10 @@ class Leader:
             yield from self._assign_open(now)
             yield from self._catch_up()
         yield from self._provide_states()
+        if self.step is None or self._begun or self._over:
+            self._begin_by = math.inf
+        else:
+            self._begin_by = min(self._begin_by, now + self._terms.patience)
 
     def _is_whole(self) -> bool:
         assert self.step is not None
@@ -383,15 +406,23 @@ class Leader:
         ready = self._ready()
         if not ready:
             return
-        heir = next((each for each in ready if each != min(self._seats)), None)
+        heir = next((each for each in ready if each != self._own), None)
         shares = _divided(sorted(self._open), len(ready))
+        busy = [replica for replica, own in zip(ready, shares, strict=True) if own]
+        # Rank 0 has the sums to do.
+        writer = heir if heir in busy else busy[0]
         self._open = []
         for replica, parts in zip(ready, shares, strict=True):
             if not parts:
                 continue
             seat = self._seats[replica]
             seat.parts, seat.due = list(parts), now + self._terms.deadline
-            yield self._order(replica, heir=replica == heir, parts=tuple(parts))
+            yield self._order(
+                replica,
+                heir=replica == heir,
+                writes=replica == writer,
+                parts=tuple(parts),
+            )
 
     def _catch_up(self) -> Effects:
         assert self.step is not None
@@ -411,6 +442,7 @@ class Leader:
         self,
         replica: int,
         heir: bool = False,
+        writes: bool = False,
         end: bool = False,
         parts: tuple[Part, ...] = (),
     ) -> Order:
@@ -418,8 +450,10 @@ class Leader:
         seat = self._seats[replica]
         assert seat.held is not None
         seat.waiting = False
-        # At the end there is no later order that could save.
-        save = self._save_due and (end or (self._saver is None and bool(parts)))
+        # One replica writes at a time. At the end there is no later order, and the one
+        # that still writes does both in turn.
+        free = self._saver is None or (end and self._saver == replica)
+        save = self._save_due and free and (writes or end)
         if save:
             self._saver, self._save_due = replica, False
         instruction = Directive(

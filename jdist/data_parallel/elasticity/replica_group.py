@@ -21,8 +21,10 @@ import jax
 from jdist._errors import requirement
 from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
 from jdist.data_parallel.elasticity.leader import (
+    Abandon,
     Commit,
     Directive,
+    Effect,
     Leader,
     Order,
     Part,
@@ -60,6 +62,9 @@ class Message(NamedTuple):
     terms: dict[str, str]
     """What the run is about, which all replicas have to agree on."""
 
+    patience: float
+    """Seconds that it waits for rank 0 to begin."""
+
     report: tuple[Any, ...] | None
     """The fields of a `ReplicaReport`; None if the replica leaves."""
 
@@ -80,7 +85,8 @@ class LeaderService:
     def __init__(
         self, agent: Agent, terms: RunTerms, agreed: dict[str, str], work: ReplicaWork
     ) -> None:
-        self._leader = Leader(terms)
+        self._leader = Leader(terms, incarnation_of(agent.info))
+        self._terms = terms
         self._agreed = agreed
         self._work = work
         self._structure = work.sum_structure
@@ -90,6 +96,7 @@ class LeaderService:
         self._sums: dict[Part, Partial] = {}
         self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
         self._totals: dict[int, list[jax.Array]] = {}
+        self._failed: str | None = None
         # The timer's thread must not wait for a sum.
         self._alarm = agent.timer.alarm(lambda now: agent.pool.run(self._tick))
 
@@ -105,38 +112,68 @@ class LeaderService:
         assert message.report is not None
         report = ReplicaReport(*message.report)
         report = report._replace(parts=tuple(Part(*part) for part in report.parts))
-        with self._lock:
+
+        def reported(now: float) -> list[Effect]:
             self._answers[replica] = answer
             self._keep(report, message.sums)
-            now = time.monotonic()
-            orders = self._handle(self._leader.report(replica, report, now))
-        _give(orders)
+            return self._leader.report(replica, report, now)
+
+        self._react(reported)
 
     def gone(self, replica: int) -> None:
         """A replica was lost, or has left."""
-        with self._lock:
+
+        def left(now: float) -> list[Effect]:
             self._answers.pop(replica, None)
-            effects = self._leader.gone(replica, time.monotonic())
-            orders = self._handle(effects)
-        _give(orders)
+            return self._leader.gone(replica, now)
+
+        self._react(left)
 
     def fail(self, reason: str) -> None:
         """The run cannot go on."""
         with self._lock:
+            self._failed = reason
             answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.set_exception(RpcError(reason))
 
     def wait(self) -> None:
-        """Returns when all replicas were told that the run is over."""
+        """Returns when all replicas were told that the run is over.
+
+        One that is slower than the deadline learns it from an error.
+        """
         with self._ended:
-            while not self._leader.is_over:
-                self._ended.wait()
+            self._ended.wait_for(lambda: self._leader.is_over, self._terms.deadline)
 
     def _tick(self) -> None:
+        self._react(self._leader.tick)
+
+    def _react(self, event: Callable[[float], list[Effect]]) -> None:
+        """Has the leader take an event, and does what follows."""
+        orders: list[tuple[Future[Answer], Answer]] = []
+        failed = None
         with self._lock:
-            orders = self._handle(self._leader.tick(time.monotonic()))
-        _give(orders)
+            try:
+                effects = event(time.monotonic())
+                if self._failed is not None:
+                    raise RpcError(self._failed)
+                orders = self._handle(effects)
+            except RpcError as error:
+                failed = str(error)
+            except Exception as error:  # noqa: BLE001 - all replicas have to know
+                failed = f"Rank 0 could not add up a step's gradient: {error!r}"
+        for answer, value in orders:
+            answer.set_result(value)
+        if failed is not None:
+            self.fail(failed)
+
+    def _too_few(self, ready: int) -> str:
+        terms = self._terms
+        return (
+            f"No step could begin for {terms.patience:g} s: {ready} of the replicas "
+            f"were ready, and `elastic(least=...)` is {terms.least}. Start more "
+            "workers, or give a longer `elastic(join_timeout=...)`."
+        )
 
     def _keep(self, report: ReplicaReport, sums: Sequence[list[jax.Array]]) -> None:
         """Keeps what belongs to the present step; the leader takes nothing else."""
@@ -148,54 +185,53 @@ class LeaderService:
                 # Two replicas may have computed it: what was counted stays.
                 self._sums.setdefault(part, self._structure.unflatten(leaves))
 
-    def _handle(
-        self, effects: Sequence[Order | Commit]
-    ) -> list[tuple[Future[Answer], Answer]]:
-        orders = []
+    def _handle(self, effects: Sequence[Effect]) -> list[tuple[Future[Answer], Answer]]:
+        orders: dict[int, Answer] = {}
         for effect in effects:
-            if isinstance(effect, Commit):
-                sums = {part: self._sums[part] for part in effect.parts}
-                self._totals[effect.step] = jax.tree.leaves(self._work.total(sums))
-                for step in [each for each in self._totals if each < effect.oldest]:
-                    del self._totals[step]
-            elif answer := self._answers.pop(effect.replica, None):
-                directive = effect.instruction
-                totals = {step: self._totals[step] for step in directive.apply}
-                orders.append((answer, (tuple(directive), totals)))
+            match effect:
+                case Commit(step, parts, oldest):
+                    sums = {part: self._sums[part] for part in parts}
+                    self._totals[step] = jax.tree.leaves(self._work.total(sums))
+                    for old in [each for each in self._totals if each < oldest]:
+                        del self._totals[old]
+                case Order(replica, directive):
+                    totals = {step: self._totals[step] for step in directive.apply}
+                    orders[replica] = tuple(directive), totals
+                case Abandon(ready):
+                    raise RpcError(self._too_few(ready))
         self._alarm.set(self._leader.next_deadline())
         if self._leader.is_over:
             self._ended.notify_all()
-        return orders
+        known = self._answers.keys() & orders.keys()
+        return [(self._answers.pop(each), orders[each]) for each in known]
 
 
 def _unpacked(body: Any) -> Message:
     """The message that arrived."""
     match body:
-        case (str(), dict() as terms, tuple() | None as report, list() as sums):
+        case (str(), dict() as terms, float(), report, list() as sums):
             texts = all(type(x) is str for x in (*terms, *terms.values()))
             lists = all(type(leaves) is list for leaves in sums)
-            if texts and lists and (report is None or _is_report(report)):
+            reported = (report is None and not sums) or _is_report(report, len(sums))
+            if texts and lists and reported:
                 return Message(*body)
-    raise ProtocolError("A report of an elastic run has a name, terms, numbers, sums.")
+    rule = "A report of an elastic run has a name, terms, a time, numbers and sums."
+    raise ProtocolError(rule)
 
 
-def _is_report(row: tuple[Any, ...]) -> bool:
-    """Whether these are the fields of a `ReplicaReport`."""
+def _is_report(row: Any, sums: int) -> bool:
+    """Whether these are the fields of a `ReplicaReport` with so many parts."""
     match row:
         case (int(), *others) if len(row) == len(ReplicaReport._fields):
             parts = others.pop(ReplicaReport._fields.index("parts") - 1)
             numbers = all(x is None or type(x) is int for x in others)
-            return numbers and isinstance(parts, tuple) and all(map(_is_part, parts))
+            ranges = isinstance(parts, tuple) and all(map(_is_part, parts))
+            return numbers and ranges and len(parts) == sums
     return False
 
 
 def _is_part(row: Any) -> bool:
     return isinstance(row, tuple) and [type(x) for x in row] == [int, int]
-
-
-def _give(orders: Sequence[tuple[Future[Answer], Answer]]) -> None:
-    for answer, value in orders:
-        answer.set_result(value)
 
 
 class ElasticRuns:
@@ -207,6 +243,7 @@ class ElasticRuns:
         self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
         self._followers: dict[str, Follower[TrainState, Partial]] = {}
         self._gone: set[int] = set()
+        self._timer = agent.timer
         agent.register(_REPORT, self._on_report)
         agent.register(_STATE, self._on_state)
         agent.extension_state.on_gone(self._on_gone)
@@ -264,6 +301,9 @@ class ElasticRuns:
                     early.pop(replica, None)
                     return None
                 early[replica] = (message, answer)
+                self._timer.later(
+                    message.patience, lambda: self._give_up(message, replica)
+                )
                 return answer
         if message.report is None:
             if leader is not None:
@@ -276,6 +316,22 @@ class ElasticRuns:
             )
         leader.report(replica, message, answer)
         return answer
+
+    def _give_up(self, message: Message, replica: int) -> None:
+        """Rank 0 has not begun the run in time."""
+        with self._lock:
+            early = self._early.get(message.run, {})
+            waiting, answer = early.get(replica, (None, None))
+            if waiting is not message or answer is None:
+                return  # It has begun, or that replica has left.
+            del early[replica]
+        answer.set_exception(
+            RpcError(
+                f"Rank 0 has not begun the elastic run {message.run!r} for "
+                f"{message.patience:g} s. Call `run` there as well, or give a longer "
+                "`elastic(join_timeout=...)`."
+            )
+        )
 
     def _on_state(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]
@@ -343,13 +399,13 @@ def follow_leader(
     follower: Follower[TrainState, Partial] = Follower(work)
     with runs.following(name, follower), contextlib.closing(work):
         if agent.info.id:
-            _follow(agent, name, agreed, follower, work)
+            _follow(agent, name, terms, agreed, follower, work)
         else:
             leader = LeaderService(agent, terms, agreed, work)
             runs.lead(name, leader)
             ending = "it is over"
             try:
-                _follow(agent, name, agreed, follower, work)
+                _follow(agent, name, terms, agreed, follower, work)
                 leader.wait()
             except BaseException as error:
                 ending = f"rank 0 has left it: {error!r}"
@@ -368,6 +424,7 @@ def follow_leader(
 def _follow(
     agent: Agent,
     name: str,
+    terms: RunTerms,
     agreed: dict[str, str],
     follower: Follower[TrainState, Partial],
     work: ReplicaWork,
@@ -376,7 +433,7 @@ def _follow(
     structure = work.sum_structure
     report, sums = follower.first_report(), list[list[jax.Array]]()
     while not follower.over:
-        message = Message(name, agreed, tuple(report), sums)
+        message = Message(name, agreed, terms.patience, tuple(report), sums)
         try:
             # Without a limit: the leader may wait for replicas that are to come.
             pending = agent.call_async(0, _REPORT, tuple(message), 0, _META)
@@ -393,7 +450,9 @@ def _follow(
         try:
             report, found = follower.follow(directive._replace(parts=parts), given)
         except BaseException:
-            leaving = tuple(Message(name, agreed, None, []))
+            if not agent.info.id:
+                raise  # With rank 0 the run ends: no other is to take its shares.
+            leaving = tuple(Message(name, agreed, terms.patience, None, []))
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)
             raise

@@ -1,5 +1,6 @@
 """Saved on some devices, restored on others, and trained on as if nothing happened."""
 
+import subprocess
 import sys
 import threading
 
@@ -251,3 +252,24 @@ def test_one_checkpoint_is_kept_at_least(tmp_path):
             state, _ = step(state, np.ones(2))
             saved.save(state)
         assert (saved.steps(), saved.latest()) == ([2, 3], 3)
+
+
+COME_AND_GO = """
+import os, sys, time
+while True:
+    os.mkdir(sys.argv[1])
+    time.sleep(0.003)
+    os.rmdir(sys.argv[1])
+"""
+
+
+def test_another_process_may_delete_while_the_folder_is_looked_at(tmp_path):
+    """Between the listing and the look at a step, that step goes."""
+    command = [sys.executable, "-S", "-c", COME_AND_GO, str(tmp_path / "7")]
+    with subprocess.Popen(command) as process:
+        try:
+            for _ in range(60):
+                with TrainCheckpoints(tmp_path) as saved:
+                    assert set(saved.steps()) <= {7}
+        finally:
+            process.kill()

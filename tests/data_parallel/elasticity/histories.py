@@ -2,10 +2,12 @@
 
 A replica's data tells when it is read, which is when a share is computed: so a history
 is given by how many shares a replica computes before it dies, and after how many shares
-of worker 0 another replica joins.
+of worker 0 another replica joins. All of them compute, however late their threads
+start: worker 0 waits for the first share of each.
 """
 
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,7 @@ class History:
         self._joins = list(joins)
         self._pauses = dict(pauses)
         self._epochs = epochs
+        self._came = {number: threading.Event() for number in range(1, replicas)}
         self._threads = []
         self.results = {}
         with rpc.elastic_cluster("w0") as self._cluster:
@@ -122,12 +125,23 @@ class History:
                 )
             except Exception as error:  # noqa: BLE001 - tests look at it
                 self.results[number] = error
+            if number in self._came:  # One that is expelled before its first share.
+                self._came[number].set()
 
     def _before(self, number, shares):
+        if number in self._came:
+            self._came[number].set()
+        if number == 0:
+            # One that comes now has no share of this step, but of the next one: so each
+            # wait has an end, and is twice as long as the last one.
+            end = time.monotonic() + min(0.05 * 2**shares, 3)
+            for came in self._came.values():
+                came.wait(max(0, end - time.monotonic()))
         if number == 0 and shares in self._joins:
             self._joins.remove(shares)
             newcomer, self._numbers = self._numbers, self._numbers + 1
             self._cluster.join(f"w{newcomer}")
+            self._came[newcomer] = threading.Event()
             self._start(newcomer)
         if shares in self._pauses.get(number, {}):
             self._pauses[number][shares].wait(30)

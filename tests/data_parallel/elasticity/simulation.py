@@ -93,6 +93,8 @@ class FakeWork:
         return found
 
     def save(self, step, state):
+        if not self.simulation.suspicious:
+            assert set(self.simulation.writers()) <= {self.number}
         written = Writing(lambda: self.simulation.write(self.number))
         self.writing = (step, state, written)
         return written
@@ -121,7 +123,7 @@ class Simulation:
         self._begin()
 
     def _begin(self):
-        self.leader = Leader(self.terms)
+        self.leader = Leader(self.terms, own=self.numbers)
         self.totals = {}
         self.replicas = {}
         self.work = {}
@@ -129,6 +131,7 @@ class Simulation:
         self.directives = {}  # On their way from it.
         self.deaths = []  # Of which the leader does not know yet.
         self.frozen = set()
+        self.suspicious = False  # Whether one that lives may be taken for lost.
 
     # --- what can happen ---
 
@@ -170,12 +173,14 @@ class Simulation:
         self._handle(self.leader.gone(self.deaths.pop(0), self.now))
 
     def freeze(self, number):
+        self.suspicious = True
         self.frozen.add(number)
 
     def thaw(self, number):
         self.frozen.discard(number)
 
     def wait(self, seconds):
+        self.suspicious = True
         self.now += seconds
         self._handle(self.leader.tick(self.now))
 

@@ -5,6 +5,8 @@ import random
 import re
 import signal
 import threading
+import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from jdist import data_parallel, optim, rpc
+from jdist.data_parallel.elasticity.replica_work import ReplicaWork
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.data_parallel.elasticity.histories import (
     PARAMS,
@@ -76,7 +79,7 @@ def test_in_a_fixed_order_every_history_has_the_same_bits(history):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
 def test_a_step_is_that_of_value_and_grad(reduction):
     run = data_parallel.elastic(
-        curved_loss, optim.sgd(lr=1.0), global_batch=37, reduction=reduction
+        curved_loss, optim.sgd(lr=1.0), global_batch=37, reduction=reduction, least=3
     )
     (state, losses), *_ = History(run, 3, epochs=1).finished().values()
     k = jnp.array(WEIGHTS, jnp.float32)
@@ -120,6 +123,7 @@ def test_all_but_rank_0_die_and_the_run_goes_on():
     history = History(elastic_run(exact_loss, "sum"), 3, deaths={1: 1, 2: 1})
     assert list(history.finished()[0].losses.values()) == exact_run(6)[1]
     assert isinstance(history.results[1], Died)
+    assert isinstance(history.results[2], Died)
 
 
 def test_without_rank_0_the_run_ends_and_goes_on_from_a_checkpoint(tmp_path):
@@ -134,6 +138,18 @@ def test_without_rank_0_the_run_ends_and_goes_on_from_a_checkpoint(tmp_path):
     assert again.losses == dict(enumerate(losses[3:], 3))
 
 
+def test_no_replica_takes_the_shares_of_rank_0_when_it_leaves(tmp_path):
+    """Replica 1, which writes the checkpoint then, has reported; replica 2 has not."""
+    options = {"folder": tmp_path, "save_every": 100, "least": 3}
+    pauses = {
+        0: {4: _Call(partial(time.sleep, 0.4))},
+        2: {4: _Call(partial(time.sleep, 1))},
+    }
+    run = elastic_run(exact_loss, "sum", **options)
+    History(run, 3, deaths={0: 4}, pauses=pauses)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
 def test_a_replica_whose_loss_fails_leaves_the_others_to_go_on():
     class Broken(Exception):
         pass
@@ -141,9 +157,46 @@ def test_a_replica_whose_loss_fails_leaves_the_others_to_go_on():
     def fail():
         raise Broken
 
-    history = History(elastic_run(exact_loss, "sum"), 3, pauses={2: {2: _Call(fail)}})
+    history = History(elastic_run(exact_loss, "sum"), 3, pauses={2: {1: _Call(fail)}})
     assert isinstance(history.results[2], Broken)
     assert list(history.results[0].losses.values()) == exact_run(6)[1]
+
+
+def test_what_rank_0_cannot_add_up_is_told_to_all(monkeypatch):
+    def total(work, sums):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(ReplicaWork, "total", total)
+    results = History(elastic_run(exact_loss, "sum", least=3), 3).results
+    assert len(results) == 3
+    for error in results.values():
+        message = "Rank 0 could not add up a step's gradient: MemoryError('no room')"
+        assert isinstance(error, rpc.RpcError)
+        assert message in str(error)
+
+
+def test_a_run_does_not_wait_for_replicas_for_ever():
+    run = elastic_run(exact_loss, "sum", least=3, join_timeout=1.0)
+    message = (
+        "No step could begin for 1 s: 2 of the replicas were ready, and "
+        "`elastic(least=...)` is 3. Start more workers, or give a longer "
+        "`elastic(join_timeout=...)`."
+    )
+    for error in History(run, 2).results.values():
+        assert isinstance(error, rpc.RpcError)
+        assert message in str(error)
+
+
+def test_a_replica_does_not_wait_for_rank_0_for_ever():
+    run = elastic_run(exact_loss, "sum", join_timeout=0.1)
+    with rpc.elastic_cluster("w0") as cluster:
+        cluster.join("w1")
+        with (
+            rpc.use_worker("w1"),
+            pytest.raises(rpc.RpcError, match="Rank 0 has not begun the elastic run"),
+        ):
+            run.run(PARAMS, (X, Y), WEIGHTS)
+        assert run.run(PARAMS, (X, Y), WEIGHTS).losses  # The other one has left it.
 
 
 class _Call:
@@ -202,6 +255,7 @@ def test_a_killed_process_costs_no_example(fresh_hosts):
         ({"slots": 17}, "`elastic(slots=...)` must be at most global_batch, 16. Got"),
         ({"slots": 0}, "`elastic(slots=...)` must be at least 1. Got 0."),
         ({"save_every": 2}, "`elastic(save_every=...)` must be None where there is no"),
+        ({"join_timeout": -1.0}, "`elastic(join_timeout=...)` must be a positive num"),
         ({"deadline": 0.0}, "`elastic(deadline=...)` must be a positive number of sec"),
         ({"reduction": "median"}, "`elastic(reduction=...)` must be one of 'mean',"),
     ],

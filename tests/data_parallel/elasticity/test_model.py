@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,6 +13,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jdist.data_parallel.elasticity.leader import (
+    Abandon,
+    Commit,
+    Leader,
+    Order,
+    Part,
+    ReplicaReport,
+    RunTerms,
+)
 from tests.data_parallel.elasticity.simulation import Simulation
 
 RUNS = int(os.environ.get("JDIST_ELASTIC_RUNS", "25"))
@@ -32,6 +42,11 @@ class ElasticRun(RuleBasedStateMachine):
     def one(self, data, able):
         return data.draw(st.sampled_from(sorted(able)))
 
+    def some(self, data, count, waiting, act):
+        for _ in range(count):
+            if able := self.run.able(waiting):
+                act(self.one(data, able))
+
     @precondition(lambda self: len(self.run.replicas) < 5)
     @rule()
     def arrive(self):
@@ -40,16 +55,12 @@ class ElasticRun(RuleBasedStateMachine):
     @precondition(lambda self: self.run.able(self.run.reports))
     @rule(data=st.data(), more=st.integers(1, 4))
     def deliver(self, data, more):
-        for _ in range(more):
-            if able := self.run.able(self.run.reports):
-                self.run.deliver(self.one(data, able))
+        self.some(data, more, self.run.reports, self.run.deliver)
 
     @precondition(lambda self: self.run.able(self.run.directives))
     @rule(data=st.data(), more=st.integers(1, 4))
     def act(self, data, more):
-        for _ in range(more):
-            if able := self.run.able(self.run.directives):
-                self.run.act(self.one(data, able))
+        self.some(data, more, self.run.directives, self.run.act)
 
     @precondition(lambda self: self.run.able(self.run.writers()))
     @rule(data=st.data())
@@ -139,3 +150,44 @@ def test_a_sole_holder_of_the_state_is_not_expelled():
     run.deliver(1)
     run.settle()
     assert run.restored == 1
+
+
+def test_a_run_that_waits_too_long_for_replicas_is_abandoned():
+    leader = Leader(RunTerms(3, lambda step: 16, 10.0, least=2, patience=100.0), 0)
+    assert leader.next_deadline() is None
+    leader.report(4, ReplicaReport(), 5.0)
+    restored = ReplicaReport(1, 0)
+    assert leader.report(4, restored, 6.0) == []
+    assert leader.next_deadline() == 106.0
+    leader.report(7, ReplicaReport(), 90.0)
+    leader.report(7, restored, 91.0)  # Both compute.
+    leader.gone(7, 95.0)
+    assert leader.next_deadline() == 101.0  # When replica 4 is late.
+    whole = ReplicaReport(1, 0, 0, (Part(0, 8),))
+    leader.report(4, whole, 96.0)
+    commit, _ = leader.report(4, whole._replace(parts=(Part(8, 16),)), 97.0)
+    assert commit == Commit(0, (Part(0, 8), Part(8, 16)), 0)
+    assert leader.report(4, ReplicaReport(1, 1), 98.0) == []
+    assert leader.next_deadline() == 197.0
+    assert leader.tick(196.0) == []
+    assert leader.tick(197.0) == [Abandon(1)]
+    assert leader.tick(198.0) == []
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_one_replica_writes_at_a_time(last):
+    """Replica 1 still writes what it was told to when the run is over."""
+    leader = Leader(RunTerms(2, lambda step: 2, 10.0, least=2, save_every=1), 0)
+    told = [*leader.report(0, ReplicaReport(), 0.0)]
+    told += leader.report(0, ReplicaReport(1, 0), 0.0)
+    told += leader.report(1, ReplicaReport(), 0.0)
+    told += leader.report(1, ReplicaReport(1, 0), 0.0)
+    for step in (0, 1):
+        for number in (1 - last, last):
+            parts = (Part(number, number + 1),)
+            told += leader.report(number, ReplicaReport(1, step, step, parts), 0.0)
+        for number in (last, 1 - last) if step == 0 else ():
+            told += leader.report(number, ReplicaReport(1, 1), 0.0)
+    orders = [each for each in told if isinstance(each, Order)]
+    assert [each.replica for each in orders if each.instruction.save] == [1, 1]
+    assert sorted(each.replica for each in orders if each.instruction.end) == [0, 1]

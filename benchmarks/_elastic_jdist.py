@@ -1,0 +1,209 @@
+"""Steps of an elastic run and of `train_step`, and a replica that dies."""
+
+import dataclasses
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks._ddp_jdist import losses
+from benchmarks._ddp_models import MODELS, RATE, Model
+from benchmarks._pair import Job, Spent, timed
+from jdist import data_parallel, optim, rpc
+from jdist.data_parallel.elasticity.replica_work import ReplicaWork
+
+SKIPPED = 2  # The first steps of a run: replicas come, and one takes the state.
+
+
+class Read(NamedTuple):
+    """A share that is read.
+
+    Attributes:
+      row: The first one.
+      elapsed: Seconds on the machine's clock.
+      processor: Seconds of this process's threads.
+    """
+
+    row: int
+    elapsed: float
+    processor: float
+
+
+class Watched:
+    """An array that notes when a share of a batch is read, which begins a step."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        """Looks like the array."""
+        self.shape, self.dtype = array.shape, array.dtype
+        self._array = array
+        self.read: list[Read] = []
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """The rows; a slice is not of a batch."""
+        if not isinstance(rows, slice):
+            read = Read(int(rows[0]), time.monotonic(), time.process_time())
+            self.read.append(read)
+            self.before(read)
+        return self._array[rows]
+
+    def before(self, read: Read) -> None:
+        """What happens before that."""
+
+
+@contextmanager
+def prepare(rank: int) -> Iterator[dict[str, Job]]:
+    """For each model the steps of both."""
+    with data_parallel.process_group() as mesh:
+        rpc.init_rpc(f"worker{rank}")
+        jobs: dict[str, Job] = {}
+        for model in MODELS:
+            step = partial(timed_step, plain(model, mesh, rank))
+            jobs[f"{model.name}: train_step"] = step
+            jobs[f"{model.name}: elastic"] = elastic(model, None)
+            jobs[f"{model.name}: elastic, fixed order"] = elastic(model, 4)
+        yield jobs
+        rpc.shutdown()
+
+
+def timed_step(call: Callable[[], Any], calls: int) -> Spent:
+    """The steps of `train_step` in a loop."""
+    return timed(call, jax.block_until_ready, calls)
+
+
+def plain(model: Model, mesh: Mesh, rank: int) -> Callable[[], Any]:
+    """A step over two processes; each places its own rows, as a loop over data does."""
+    step = data_parallel.train_step(losses, optim.sgd(lr=RATE), mesh)
+    state = step.init(model.weights())
+    examples = model.examples(rank)
+
+    def call() -> Any:
+        nonlocal state
+        batch, weights = data_parallel.shard_batch(examples, mesh, rows=model.batch)
+        state, metrics = step(state, batch, weights)
+        return state, metrics
+
+    return call
+
+
+def elastic(model: Model, slots: int | None) -> Job:
+    """A run of so many steps, whose first ones do not count."""
+    run = elastic_run(model, slots=slots, least=2)
+    x, y = examples(model)
+    numbers = itertools.count()
+
+    def job(calls: int) -> Spent:
+        data = (Watched(x), y)
+        named = dataclasses.replace(run, name=f"{model.name} {slots} {next(numbers)}")
+        named.run(model.weights(), data, epochs=SKIPPED + calls + 1)
+        share = (slots or 2) // 2  # A replica reads so many times in a step.
+        first, *_, last = data[0].read[::share][-calls - 1 :]
+        return Spent(
+            (last.elapsed - first.elapsed) / calls,
+            (last.processor - first.processor) / calls,
+        )
+
+    return job
+
+
+def elastic_run(model: Model, **options: Any) -> data_parallel.Elastic:
+    """A run whose steps have the examples of both replicas, in their order."""
+    return data_parallel.elastic(
+        losses,
+        optim.sgd(lr=RATE),
+        global_batch=2 * model.batch,
+        shuffle=False,
+        **options,
+    )
+
+
+def examples(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Those of both replicas."""
+    both = zip(model.examples(0), model.examples(1), strict=True)
+    x, y = (np.concatenate(parts) for parts in both)
+    return x, y
+
+
+class Mortal(Watched):
+    """Data that kills the process where its share of a step is read.
+
+    Args:
+      array: The data.
+      steps: How many shares are read before.
+      note: Where the time is noted.
+    """
+
+    def __init__(self, array: np.ndarray, steps: int, note: Path) -> None:
+        """Lives so long."""
+        super().__init__(array)
+        self._steps, self._note = steps, note
+
+    def before(self, read: Read) -> None:
+        """It may be the end."""
+        if len(self.read) > self._steps:
+            self._note.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Place(NamedTuple):
+    """Where a replica joins.
+
+    Attributes:
+      number: Of the replica.
+      rank: Of its worker.
+      port: Of the group.
+      key: Of the group.
+    """
+
+    number: int
+    rank: int
+    port: int
+    key: bytes
+
+
+def replica(
+    _: int,
+    place: Place,
+    model: Model,
+    epochs: int,
+    dies_after: int | None,
+    folder: Path,
+) -> tuple[list[Read], float]:
+    """A replica in a process of its own.
+
+    Returns:
+      The shares that it read, and the seconds in which it took the state of another.
+    """
+    fetch, took = ReplicaWork.fetch, [0.0]
+
+    def timed_fetch(self: ReplicaWork, replica: int) -> Any:
+        began = time.monotonic()
+        try:
+            return fetch(self, replica)
+        finally:
+            took[0] = time.monotonic() - began
+
+    ReplicaWork.fetch = timed_fetch  # type: ignore[method-assign]
+    rpc.init_rpc(
+        f"worker{place.number}",
+        rank=place.rank,
+        world_size=0,
+        coordinator=("127.0.0.1", place.port),
+        options=rpc.RpcOptions(key=place.key),
+    )
+    x, y = examples(model)
+    note = folder / f"death{place.number}"
+    data = Watched(x) if dies_after is None else Mortal(x, dies_after, note)
+    run = elastic_run(model, folder=folder / "saved", save_every=5)
+    # An epoch has one batch.
+    run.run(model.weights(), (data, y), epochs=epochs)
+    rpc.shutdown()
+    return data.read, took[0]

@@ -1,0 +1,266 @@
+"""Elastic runs between processes that are killed, and that join, at random moments.
+
+    JDIST_ELASTIC_HISTORIES=100 python -m pytest -s THIS_FILE
+
+The seed of a history gives its replicas, how the sums are added up, and the moments;
+what a process does at a moment is left to chance.
+"""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import rpc
+from jdist.data_parallel.elasticity.replica_group import ElasticRuns
+from jdist.rpc.group.rendezvous import ReservedPort
+from tests.data_parallel.elasticity.histories import (
+    EXAMPLES,
+    PARAMS,
+    WEIGHTS,
+    Watched,
+    X,
+    Y,
+    curved_loss,
+    elastic_run,
+    exact_loss,
+    exact_run,
+)
+from tests.rpc.elastic.common import join
+from tests.rpc.hosts import Hosts
+
+HISTORIES = int(os.environ.get("JDIST_ELASTIC_HISTORIES", "2"))
+EPOCHS = 20
+STEPS = EPOCHS * -(-EXAMPLES // 16)
+SECONDS = 1.6  # In which things happen; a run takes longer, most often.
+DEADLINE = 2.0  # Shorter than compilation under load: then shares are computed again.
+LIMIT = 60.0
+
+
+class Drawn(NamedTuple):
+    """A history.
+
+    Attributes:
+      fixed: Whether sums are added up in a fixed order.
+      replicas: At the beginning.
+      events: A moment, and the number of a replica that is killed; None for a join.
+    """
+
+    fixed: bool
+    replicas: int
+    events: list[tuple[float, int | None]]
+
+
+def drawn(seed):
+    choose = random.Random(seed)
+    replicas = choose.randint(2, 5)
+    joins = choose.randint(0, 2)
+    mortal = list(range(1, replicas + joins))
+    killed = choose.sample(mortal, choose.randint(1, len(mortal)))
+    killed += [0] * (choose.random() < 0.2)
+    what = [*killed, *[None] * joins]
+    moments = [(choose.uniform(0, SECONDS), each) for each in what]
+    if len(killed) > 1 and choose.random() < 0.3:  # Two at once.
+        moments[1] = (moments[0][0], killed[1])
+    return Drawn(seed % 2 == 0, replicas, sorted(moments, key=lambda each: each[0]))
+
+
+def replica(number, rank, port, seed, fixed, folder, prepare=None):
+    """One replica, in a process of its own."""
+    if prepare is not None:
+        prepare(number)
+    # Who comes after rank 0 has died waits for it.
+    join(f"worker{number}", rank, port, join_timeout=8.0)
+    choose = random.Random(seed)
+    data = Watched(X, lambda _: time.sleep(choose.uniform(0, 0.02)))
+    options = {"folder": folder, "save_every": 9, "deadline": DEADLINE}
+    if fixed:
+        run = elastic_run(curved_loss, "mean", slots=5, **options)
+    else:
+        run = elastic_run(exact_loss, "sum", **options)
+    state, losses = run.run(PARAMS, (data, Y), WEIGHTS, epochs=EPOCHS)
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], losses
+
+
+class Group:
+    """The replicas of a run, and what becomes of them.
+
+    Attributes:
+      happened: Deaths and joins that were brought about.
+      leaderless: Whether rank 0 was killed.
+      when_over: What is called when a replica has come to the end, and with what.
+    """
+
+    def __init__(self, hosts, history, seed, folder, prepare=None):
+        self._hosts, self._history = hosts, history
+        self._seed, self._rest = seed, (history.fixed, folder, prepare)
+        self._tasks, self._ranks = {}, {}
+        self.happened, self.leaderless, self.when_over = 0, False, {}
+
+    def live(self):
+        """Lets the events come about; what the survivors return, by number."""
+        with ReservedPort() as reserved:
+            numbers = itertools.count()
+            for number in itertools.islice(numbers, self._history.replicas):
+                self._start(number, reserved.port)
+            began = time.monotonic()
+            for moment, who in self._history.events:
+                time.sleep(max(0.0, began + moment - time.monotonic()))
+                if self._tasks[0].done():
+                    break
+                if who is None:
+                    self._start(next(numbers), reserved.port)
+                elif who in self._tasks:
+                    self._hosts.signal(who, signal.SIGKILL)
+                    del self._tasks[who], self._ranks[who]
+                    self.leaderless = who == 0
+                else:
+                    continue  # It has not joined yet.
+                self.happened += 1
+                if self.leaderless:
+                    break
+            return self._outcomes()
+
+    def _start(self, number, port):
+        rank = min(set(range(number + 1)) - set(self._ranks.values()))
+        self._ranks[number] = rank
+        seed = self._seed * 10 + number
+        self._tasks[number] = self._hosts.start(
+            number, replica, number, rank, port, seed, *self._rest
+        )
+
+    def _outcomes(self):
+        found = {}
+        for number, task in self._tasks.items():
+            try:
+                found[number] = task.result(LIMIT)
+            except (
+                rpc.RpcError,
+                EOFError,
+            ) as error:  # EOFError: its process has ended.
+                found[number] = error
+            if number in self.when_over:
+                function, arguments = self.when_over[number]
+                function(*arguments)
+        return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(nursery, tmp_path_factory):
+    """What each order of sums has to give: parameters, if known, and losses."""
+    made = {False: (None, dict(enumerate(map(float, exact_run(STEPS)[1]))))}
+    hosts = Hosts(nursery, 1)
+    alone = Group(hosts, Drawn(True, 1, []), 0, tmp_path_factory.mktemp("alone"))
+    made[True] = alone.live()[0]
+    hosts.close()
+    return made
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+def test_processes_killed_at_random_moments_cost_no_example(
+    seed, fresh_hosts, uninterrupted, tmp_path
+):
+    history = drawn(seed)
+    print(f"seed {seed}: {history}")  # noqa: T201 - a failure shows it
+    joins = sum(who is None for _, who in history.events)
+    group = Group(fresh_hosts(history.replicas + joins), history, seed, tmp_path)
+    found = group.live()
+    if group.leaderless:
+        assert all(isinstance(each, rpc.RpcError) for each in found.values())
+        again = Group(fresh_hosts(2), Drawn(history.fixed, 2, []), seed, tmp_path)
+        found = again.live()
+    print(f"{group.happened} of {len(history.events)} came about")  # noqa: T201
+    for number, each in found.items():
+        if isinstance(each, rpc.RpcError) and number:
+            assert "over" in str(each)  # It came too late.
+        else:
+            check(each, uninterrupted[history.fixed])
+    if not group.leaderless:
+        assert list(found[0][1]) == list(range(STEPS))
+
+
+def check(found, uninterrupted):
+    """What a replica returns is what the uninterrupted run gives."""
+    (bits, own), (params, losses) = found, uninterrupted
+    assert params is None or bits == params
+    assert own == {step: losses[step] for step in own}
+    assert list(own) == list(range(min(own, default=STEPS), STEPS))
+
+
+def die_handing_out(number):
+    """Replicas 1 and 2 die when replica 3 asks for their state; 0 refuses it once."""
+    hand_out, refused = ElasticRuns._on_state, []
+
+    def dies(runs, caller, body, meta):
+        if caller.name == "worker3" and number in (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if caller.name == "worker3" and not refused:
+            refused.append(body)
+            raise rpc.RpcError("not yet")
+        return hand_out(runs, caller, body, meta)
+
+    ElasticRuns._on_state = dies
+
+
+def test_who_hands_out_a_state_dies(fresh_hosts, uninterrupted, tmp_path):
+    """The newcomer asks all others, and at last the first once more."""
+    history = Drawn(True, 3, [(1.0, None)])
+    group = Group(fresh_hosts(4), history, 0, tmp_path, die_handing_out)
+    found = group.live()
+    assert isinstance(found[1], EOFError)
+    assert isinstance(found[2], EOFError)
+    check(found[0], uninterrupted[True])
+    check(found[3], uninterrupted[True])
+    assert found[3][1]  # It took part.
+
+
+def die_writing(number):
+    """All but rank 0 die in their first checkpoint, where it is to get its name."""
+    rename = os.rename
+
+    def dies(old, new, **options):
+        if number and ".orbax-checkpoint-tmp" in str(old):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(old, new, **options)
+
+    os.rename = dies
+
+
+def test_who_writes_a_checkpoint_dies(fresh_hosts, uninterrupted, tmp_path):
+    """Others write it, and none is read that was left in the middle."""
+    group = Group(fresh_hosts(3), Drawn(True, 3, []), 0, tmp_path, die_writing)
+    found = group.live()
+    check(found[0], uninterrupted[True])
+    assert any(isinstance(each, EOFError) for each in found.values())
+    steps = {int(each.name) for each in tmp_path.iterdir() if each.name.isdigit()}
+    assert STEPS in steps
+    again = Group(fresh_hosts(1), Drawn(True, 1, []), 0, tmp_path)
+    assert again.live()[0] == (uninterrupted[True][0], {})
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_who_stands_still_is_expelled(returns, fresh_hosts, uninterrupted, tmp_path):
+    """The others go on without it. Continued in time it takes part again."""
+    hosts = fresh_hosts(3)
+    group = Group(hosts, Drawn(True, 3, []), 0, tmp_path)
+    threading.Timer(1.0, hosts.signal, (2, signal.SIGSTOP)).start()
+    go_on = hosts.signal, (2, signal.SIGCONT)
+    if returns:
+        threading.Timer(1.2 + DEADLINE, *go_on).start()
+    else:
+        group.when_over[1] = go_on
+    found = group.live()
+    check(found[0], uninterrupted[True])
+    check(found[1], uninterrupted[True])
+    assert list(found[0][1]) == list(range(STEPS))
+    if returns:
+        check(found[2], uninterrupted[True])
+    else:
+        assert "over" in str(found[2])
