@@ -94,6 +94,10 @@ class Pipeline:
       data_axis: The axis of the stages' meshes over which rows of micro-batches, and of
         values between stages, are split. A mesh without it has them whole on every
         device. None: "data".
+      overlap: In one SPMD program: whether messages are under way while the next
+        actions run. They then cost no time, unless a link is slower than an action, and
+        each arrives a clock later: for schedules with twice as many micro-batches in
+        flight as stages, or GPipe.
 
     Attributes:
       transfer_log: What this process sent in the last call, in order.
@@ -136,6 +140,7 @@ class Pipeline:
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
         data_axis: str | None = None,
+        overlap: bool = False,
     ) -> None:
         # Wrong arguments are refused before anything is compiled or any worker met.
         check_reduction("Pipeline", reduction)
@@ -149,6 +154,11 @@ class Pipeline:
         self._max_norm = max_norm
         # One program refuses stages that share parameters, in words of its own.
         in_one = isinstance(workers_or_devices, Mesh)
+        if overlap and not in_one:
+            rule = "must be False where each stage has programs of its own"
+            remedy = "There messages are under way beside the actions as it is."
+            raise ValueError(requirement("Pipeline(overlap=...)", rule, True, remedy))
+        self._overlap = overlap
         self._tied = None if in_one else tied_of(self.stages)
         if schedule.update_policy is not None:
             self._check_epochs(schedule.update_policy, reduction, in_one)
@@ -180,7 +190,8 @@ class Pipeline:
             each = None if self._optimizer is None else self._optimizers
             return EpochExecutor(programs, self._tied, each, self._max_norm)
         if isinstance(where, Mesh):
-            return OneProgramExecutor(programs, where, self._max_norm is not None)
+            with_square = self._max_norm is not None
+            return OneProgramExecutor(programs, where, with_square, self._overlap)
         return ScheduleExecutor(programs, self.schedule, self._tied)
 
     @cached_property

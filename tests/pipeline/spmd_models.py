@@ -16,15 +16,23 @@ def stage(params, h):
     )
 
 
+def noisy(params, h, key):
+    """With dropout before and after."""
+    before, after = jax.random.split(key)
+    h = jnp.where(jax.random.bernoulli(before, 0.7, h.shape), h / 0.7, 0)
+    found = stage(params, h)
+    return jnp.where(jax.random.bernoulli(after, 0.6, h.shape), found / 0.6, 0)
+
+
 def losses(y, batch):
     """One for each example."""
     return ((y - batch["target"]) ** 2).sum(-1)
 
 
-def stages(count, **options):
+def stages(count, fn=stage, **options):
     names = ["x", *(f"h{j}" for j in range(1, count)), "y"]
     return [
-        pipeline.Stage(stage, (names[j],), (names[j + 1],), **options)
+        pipeline.Stage(fn, (names[j],), (names[j + 1],), **options)
         for j in range(count)
     ]
 

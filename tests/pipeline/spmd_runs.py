@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist import optim, pipeline
-from tests.pipeline.spmd_models import losses, problem, stages
+from tests.pipeline.spmd_models import losses, noisy, problem, stage, stages
 
 FAMILIES = {
     "1F1B": lambda: pipeline.one_f_one_b(2, 3),
@@ -14,21 +14,34 @@ FAMILIES = {
 EXAMPLES = 7
 
 
-def made(family, reduction, **options):
+def made(family, reduction, fn=stage, **options):
     """A pipeline over one device of each process."""
     count = jax.local_device_count()
     mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
     schedule = FAMILIES[family]()
     return pipeline.Pipeline(
-        stages(schedule.stages), losses, schedule, mesh, reduction=reduction, **options
+        stages(schedule.stages, fn, keyed=fn is noisy),
+        losses,
+        schedule,
+        mesh,
+        reduction=reduction,
+        **options,
     )
 
 
 def gradient(family, reduction):
     """Loss and gradients, as this process has them; and its stages."""
-    pipe = made(family, reduction)
+    return _gradient(made(family, reduction))
+
+
+def noisy_gradient():
+    """The same of stages with dropout."""
+    return _gradient(made("1F1B", "mean", noisy), jax.random.key(2))
+
+
+def _gradient(pipe, key=None):
     params, batch, weights = problem(len(pipe.stages), EXAMPLES, dtype=np.float64)
-    found = pipe.value_and_grad(pipe.place(params), batch, weights)
+    found = pipe.value_and_grad(pipe.place(params), batch, weights, key=key)
     return pipe.own, jax.tree.map(np.asarray, found)
 
 
@@ -44,15 +57,18 @@ def trained(family, steps):
 
 
 def disagreeing(what):
-    """The second process has a batch of another size, or wider parameters."""
+    """The second process has a larger batch, wider parameters or another key."""
     pipe = made("1F1B", "mean")
     second = jax.process_index() == 1
     more = 3 if second and what == "batch" else 0
     params, batch, weights = problem(2, EXAMPLES + more)
     if second and what == "parameters":
         params = jax.tree.map(lambda x: np.asarray(x)[None], params)
+    key = None
+    if what == "key":
+        pipe, key = made("1F1B", "mean", noisy), jax.random.key(int(second))
     try:
-        pipe.value_and_grad(pipe.place(params), batch, weights)
+        pipe.value_and_grad(pipe.place(params), batch, weights, key=key)
     except ValueError as error:
         return str(error)
     return "no error"

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import ArrayLike
 
 from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import PyTree, is_none, split_inexact
+from jdist._tree import PyTree, is_none, split_inexact, words
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -27,6 +26,7 @@ from jdist.pipeline.run.executor import (
     ScheduleExecutor,
     StagePrograms,
     check_not_traced,
+    key_given,
 )
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import entry_of
@@ -42,7 +42,7 @@ from jdist.pipeline.spmd.rules import (
     check_value,
 )
 from jdist.pipeline.spmd.table import tabulate
-from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.array_spec import ArraySpec, specs_of
 from jdist.pipeline.stages.place import moved
 
 
@@ -54,6 +54,7 @@ class OneProgramExecutor(Executor):
       programs: The stages; the devices of their places are those of the mesh.
       mesh: A device for each worker.
       with_square: Whether |g|^2 over all stages is wanted.
+      overlap: Whether messages are under way while the next actions run.
 
     Raises:
       ValueError: The stages, or the shares of the workers, are not equal; or the loss
@@ -62,7 +63,9 @@ class OneProgramExecutor(Executor):
 
     runs_actions = False
 
-    def __init__(self, programs: StagePrograms, mesh: Mesh, with_square: bool) -> None:
+    def __init__(
+        self, programs: StagePrograms, mesh: Mesh, with_square: bool, overlap: bool
+    ) -> None:
         wiring, places = programs.wiring, programs.places
         if programs.loss.has_aux:
             rule = "must be False where one program runs all stages"
@@ -77,7 +80,7 @@ class OneProgramExecutor(Executor):
         self._mesh = mesh
         self._loss = programs.loss
         self._with_square = with_square
-        self._table = tabulate(places.schedule)
+        self._table = tabulate(places.schedule, overlap)
         self._spread = Spread(places, mesh)
         self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
@@ -101,8 +104,7 @@ class OneProgramExecutor(Executor):
         _check_unscaled(update)
         masters = [False] * len(self._stages) if update is None else update.unrounded
         # One program makes all gradients: one master is enough to keep them wide.
-        called = given.params, given.batch, given.weights, any(masters)
-        program, arguments = self._prepared(*called)
+        program, arguments = self._prepared(given, any(masters))
         loss, grads, square = program.run(*arguments)
         found: list[PyTree] = [None] * len(self._stages)
         stats = GradientStats(_here(square, 0), None)
@@ -142,7 +144,8 @@ class OneProgramExecutor(Executor):
         count = self._places.schedule.micro_batches
         cut = lots(batch, given.weights, count, self._loss.kind)
         own = dict(enumerate(given.params))
-        program = self._program(own, batch, cut, any(unrounded))
+        key = self._key(given.key)
+        program = self._program(own, batch, cut, key, any(unrounded))
         # Stages are alike, which was checked: one stands for all of a chunk.
         whole = [jax.tree.map(self._spread.shape, own[0])] * self._table.stages.shape[1]
         weights, totals = map(self._spread.shape, (cut.weights, cut.totals))
@@ -151,6 +154,7 @@ class OneProgramExecutor(Executor):
             {name: self._entry_shape(batch[name], cut) for name in program.read},
             weights,
             totals,
+            None if key is None else self._spread.shape(jax.eval_shape(words, key)),
         )
         # To find the places of its results it would be compiled: they are known.
         found = LoweredPrograms(places=False)
@@ -170,31 +174,32 @@ class OneProgramExecutor(Executor):
         return jax.tree.map(lambda x: self._spread.shape(_kind(x, cut).struct), entry)
 
     def _prepared(
-        self,
-        params: Sequence[PyTree],
-        batch: PyTree,
-        weights: ArrayLike | None,
-        unrounded: bool = False,
+        self, given: CallInputs, unrounded: bool
     ) -> tuple["_Program", tuple[list[PyTree], Feed]]:
-        check_not_traced("Pipeline(.., mesh)", params, batch, weights)
+        params, batch, key = given.params, given.batch, self._key(given.key)
+        check_not_traced("Pipeline(.., mesh)", params, batch, given.weights, key)
         count = self._places.schedule.micro_batches
-        cut = lots(batch, weights, count, self._loss.kind)
+        cut = lots(batch, given.weights, count, self._loss.kind)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
         # At each step: one process may know the shapes while another one does not.
-        self._agree(own, batch, cut)
-        program = self._program(own, batch, cut, unrounded)
+        self._agree(own, batch, cut, key)
+        program = self._program(own, batch, cut, key, unrounded)
         whole = [
             jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
             for trees in self._by_chunk(own)
         ]
-        return program, (whole, self._feed(batch, cut, program.read))
+        return program, (whole, self._feed(batch, cut, key, program.read))
+
+    def _key(self, given: PyTree) -> PyTree:
+        """The key of a call; None where no stage takes one."""
+        return key_given(given, 0) if self._stages[0].keyed else None
 
     def _by_chunk(self, own: Mapping[int, PyTree]) -> list[list[PyTree]]:
         """For each chunk the parameters of this process's workers."""
         stages = self._table.stages[self._places.own].T
         return [[own[int(j)] for j in chunk] for chunk in stages]
 
-    def _feed(self, batch: PyTree, cut: Lots, read: Sequence[str]) -> Feed:
+    def _feed(self, batch: PyTree, cut: Lots, key: PyTree, read: Sequence[str]) -> Feed:
         spread, end = self._spread, len(self._stages)
 
         def entry(name: str, taker: int) -> PyTree:
@@ -211,22 +216,35 @@ class OneProgramExecutor(Executor):
             {name: entry(name, end) for name in read},
             spread.together([cut.weights] * len(self._places.own)),
             spread.together([cut.totals] * len(self._places.own)),
+            None
+            if key is None
+            else spread.together([words(key)] * len(self._places.own)),
         )
 
     # --- once for all batches of equal shapes ---
 
     def _program(
-        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
+        self,
+        own: Mapping[int, PyTree],
+        batch: PyTree,
+        cut: Lots,
+        key: PyTree,
+        unrounded: bool,
     ) -> "_Program":
-        leaves, structure = jax.tree.flatten((own, batch))
+        leaves, structure = jax.tree.flatten((own, batch, key))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         signature = kinds, structure, str(cut.weights.dtype), unrounded
         if signature not in self._programs:
-            self._programs[signature] = self._made(own, batch, cut, unrounded)
+            self._programs[signature] = self._made(own, batch, cut, key, unrounded)
         return self._programs[signature]
 
     def _made(
-        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
+        self,
+        own: Mapping[int, PyTree],
+        batch: PyTree,
+        cut: Lots,
+        key: PyTree,
+        unrounded: bool,
     ) -> "_Program":
         shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
         check_params(shapes)
@@ -244,6 +262,7 @@ class OneProgramExecutor(Executor):
             name,
             self._loss.kind,
             axis,
+            specs_of(key),
             self._with_square,
             unrounded,
         )
@@ -258,7 +277,9 @@ class OneProgramExecutor(Executor):
         mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
         return _Program(read, shapes[number], jax.jit(mapped))
 
-    def _agree(self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots) -> None:
+    def _agree(
+        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree
+    ) -> None:
         """Before each step: what differs between processes would abort or hang them."""
         processes = [device.process_index for device in self._mesh.devices.flat]
         # One process calls one program: nothing can differ.
@@ -266,7 +287,9 @@ class OneProgramExecutor(Executor):
             return
         # Stages are alike, which is checked next: one stands for all of a process.
         kinds = jax.tree.map(_shape, (own[min(own)], batch))
+        drawn = None if key is None else np.asarray(words(key)).tolist()
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
+        text += f" {specs_of(key)} {drawn}"
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
         rows = self._spread.together([digest[None]] * len(self._places.own))
         found = np.asarray(self._everywhere(rows).addressable_data(0))

@@ -3,6 +3,9 @@
     at each clock    what the tables say: F, loss, B, or W of one micro-batch
                      then messages to the workers that are `distance` further on
 
+With `overlap` the messages of the clock before come first, and arrive last: nothing of
+this clock needs them, so that XLA may do its actions while they are under way.
+
 All devices run the same program, and each selects its own actions. `lax.cond` may copy
 operands that a branch passes through unchanged, such as sums of gradients. A loop of
 zero or one iterations has the same effect and updates its carry in place. Collectives
@@ -22,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import PyTree, is_none, split_inexact, wide_dtype
+from jdist._tree import PyTree, is_none, split_inexact, unworded, wide_dtype
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
-from jdist.pipeline.run.stage_run import MicroBatchShare
+from jdist.pipeline.run.stage_run import MicroBatchShare, fold
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.spmd.table import INPUTS, NOTHING, Row, Table
+from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.reduction import Partial
 from jdist.segment import Residuals, Rest, Segment
 
@@ -44,6 +48,8 @@ class Feed(NamedTuple):
     """Of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
     totals: jax.Array
     """The sums of the micro-batches' weights, `(micro_batches,)`."""
+    key: jax.Array | None = None
+    """The words of the call's PRNG key, if the stages take keys."""
 
 
 class StageMessage(NamedTuple):
@@ -80,6 +86,7 @@ class Model(NamedTuple):
       name: Of the last stage's output.
       kind: The reduction.
       axis: Of the mesh.
+      key: The kind of PRNG key that stages take; None where they take none.
       with_square: Whether |g|^2 over all stages is wanted.
       unrounded: Whether gradients stay in the precision of their sums, for masters.
     """
@@ -90,6 +97,7 @@ class Model(NamedTuple):
     name: str
     kind: str
     axis: str
+    key: ArraySpec | None
     with_square: bool
     unrounded: bool = False
 
@@ -164,7 +172,7 @@ class _Device:
     def start(self) -> State:
         """Empty slots, and sums of nothing."""
         model, slots = self._model, self._model.table.slots
-        first: Feed = jax.tree.map(lambda x: x[0], self._feed)
+        first: Feed = jax.tree.map(lambda x: x[0], self._feed._replace(key=None))
         value = first.values
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
         called = model.loss.both
@@ -197,7 +205,8 @@ class _Device:
     def _passes(self, value: PyTree) -> PyTree:
         """The results of each kind of action, for their shapes."""
         segment, own = self._model.segment, self._params[0]
-        residuals = segment.forward(own, None, (value,), None)[1]
+        key = None if self._model.key is None else self._model.key.blank()
+        residuals = segment.forward(own, None, (value,), key)[1]
         rest: list[PyTree] = []
         if INPUTS in self._model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
@@ -206,7 +215,14 @@ class _Device:
         return list(residuals.arrays), rest, d_params
 
     def turn(self, state: State, at: Row, travels: jax.Array) -> State:
-        """One clock: an action at most, and then messages."""
+        """One clock: an action at most, and messages after it, or beside it."""
+        under_way = []
+        if self._model.table.overlap:
+            # What the clock before has made, and at each clock: the two halves of a
+            # collective in a loop of one turn or none have nothing between them.
+            left = jax.tree.map(lambda x: x[-1], state.mail)
+            distances = range(len(self._model.table.distances))
+            under_way = [self._passed(number, left) for number in distances]
         acts = {
             F: self._forward,
             B: self._backward,
@@ -224,6 +240,9 @@ class _Device:
         ended = (at.kind == F) & (at.chunk == chunk) & (self._rank == worker)
         state = when(ended, self._lose, at, state)
         for number in range(len(self._model.table.distances)):
+            if under_way:
+                state = self._delivered(number, under_way[number], at, state)
+                continue
             pass_on = partial(self._pass_on, number)
             state = when(travels[number] != 0, pass_on, at, state)
         return state
@@ -235,11 +254,21 @@ class _Device:
             from_batch,
             take(state.mail.value, at.mail),
         )
-        (output, _), residuals = self._model.segment.forward(own, None, (value,), None)
+        key = self._key(chunk, at.micro_batch)
+        (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
         self._plan, kept = residuals.plan, list(residuals.arrays)
         state = state._replace(activations=put(state.activations, at.activation, kept))
         mail = state.mail._replace(value=put(state.mail.value, at.result, output))
         return state._replace(mail=mail)
+
+    def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array | None:
+        """That of a stage and micro-batch, as other executors make it."""
+        model, given = self._model, self._feed.key
+        if model.key is None or given is None:
+            return None
+        stage = jnp.asarray(model.table.stages)[self._rank, chunk]
+        key: jax.Array = unworded(given, model.key.blank())
+        return fold(fold(key, stage), micro_batch)
 
     def _lose(self, at: Row, state: State) -> State:
         """The losses of a micro-batch; their cotangent takes the output's place."""
@@ -302,16 +331,23 @@ class _Device:
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
         """A collective: all devices come here at the same clocks."""
+        arrived = self._passed(number, take(state.mail, at.result))
+        return self._delivered(number, arrived, at, state)
+
+    def _passed(self, number: int, message: StageMessage) -> StageMessage:
+        """What arrives, when every device sends such a message over a distance."""
         table = self._model.table
         distance, workers = table.distances[number], len(table.stages)
         receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
         # A device that is in no pair gets zeros, which nothing reads.
         pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
-        arrived = jax.tree.map(
-            lambda x: jax.lax.ppermute(x, self._model.axis, pairs),
-            take(state.mail, at.result),
+        return jax.tree.map(
+            lambda x: jax.lax.ppermute(x, self._model.axis, pairs), message
         )
 
+    def _delivered(
+        self, number: int, arrived: StageMessage, at: Row, state: State
+    ) -> State:
         def deliver(at: Row, state: State) -> State:
             return state._replace(mail=put(state.mail, at.receive[number], arrived))
 
@@ -349,7 +385,11 @@ def take(slots: PyTree, slot: jax.Array) -> PyTree:
 
 
 def _empty(value: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
+    return jax.tree.map(
+        # Not all are numbers: what is computed again may keep its key.
+        lambda x: ArraySpec((count, *x.shape), str(x.dtype)).blank(),
+        value,
+    )
 
 
 def _answered(

@@ -25,8 +25,9 @@ def check_stages(wiring: StageWiring) -> None:
     """Refuses stages that one program cannot stand for.
 
     Raises:
-      ValueError: Their functions or recomputation differ; one has a state, takes a key
-        or shares parameters; they are no chain of one value each, up to the loss.
+      ValueError: Their functions or recomputation differ; some take keys and others do
+        not; one has a state or shares parameters; they are no chain of one value each,
+        up to the loss.
     """
     first, *others = wiring.stages
     # By contents: a function that is made for each stage anew has equal code in another
@@ -43,10 +44,12 @@ def check_stages(wiring: StageWiring) -> None:
         if stage.recompute != first.recompute:
             got = f"{stage.recompute!r} in stage {number}, {first.recompute!r} before"
             _refuse("have the same `recompute`", got)
+        if stage.keyed != first.keyed:
+            got = f"{stage.keyed!r} in stage {number}, {first.keyed!r} before"
+            _refuse("have the same `keyed`", got)
     for number, stage in enumerate(wiring.stages):
-        if stage.stateful or stage.keyed:
-            what = "a state" if stage.stateful else "a key"
-            _refuse("have neither state nor key", f"{what} in stage {number}")
+        if stage.stateful:
+            _refuse("have no state", f"a state in stage {number}")
         if stage.tied:
             _refuse("share no parameters", f"{dict(stage.tied)} in stage {number}")
         _check_chain(wiring, number, stage)
@@ -143,7 +146,7 @@ def check_agreement(texts: Mapping[int, str]) -> None:
     others = [number for number in sorted(texts) if texts[number] != first]
     if others:
         rule = "must have parameters and a batch of the same shapes, and the same "
-        rule += "schedule and reduction, in all processes"
+        rule += "schedule, reduction and key, in all processes"
         raise ValueError(requirement("Pipeline(.., mesh)", rule, f"others in {others}"))
 
 

@@ -10,15 +10,20 @@ A message goes a fixed distance, `(receiver - sender) mod workers`: 1 from stage
 stage in a row, workers - 1 on the way back, and both ways in a V. One permutation of
 the devices serves all messages of a distance. `travels` says at which clocks there is
 one: at the others no device has to wait for another.
+
+A message leaves at the end of the clock that makes it and is there at the next one. Or
+it is under way for a whole clock, beside whatever its devices do then: so it costs no
+time of theirs, and a clock more until it is used.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdist.pipeline.schedule.actions import KINDS, B, F, W
+from jdist.pipeline.schedule.clock import Links, play, waits_for
 from jdist.pipeline.schedule.schedule import Schedule
 
 INPUTS = len(KINDS)
@@ -69,11 +74,12 @@ class Table:
 
     Attributes:
       row: What every worker does at every clock.
-      travels: Whether a message of each distance is sent, int32, `(clocks, distances)`.
+      travels: Whether a message of each distance arrives, int32, `(clocks, distances)`.
       distances: How far messages go.
       stages: The stages of each worker in ascending order, `(workers, chunks)`.
       kinds: Those that occur.
       slots: How many there are.
+      overlap: Whether messages are under way for a whole clock.
     """
 
     row: Row
@@ -82,6 +88,7 @@ class Table:
     stages: np.ndarray
     kinds: tuple[int, ...]
     slots: Slots
+    overlap: bool
 
 
 class _Messages(NamedTuple):
@@ -90,14 +97,17 @@ class _Messages(NamedTuple):
     sender: np.ndarray
     made: np.ndarray
     receiver: np.ndarray
+    arrived: np.ndarray
+    """At whose end it is there."""
     used: np.ndarray
 
 
-def tabulate(schedule: Schedule) -> Table:
+def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     """The tables of a schedule.
 
     Args:
       schedule: Each stage has one worker, and all workers have equally many stages.
+      overlap: Whether messages are under way for a whole clock.
 
     Example:
       >>> from jdist.pipeline import one_f_one_b
@@ -108,15 +118,17 @@ def tabulate(schedule: Schedule) -> Table:
       [-1, 0, 0, -1, 1, 0, 1]
     """
     workers = np.array([ranks[0] for ranks in schedule.placement])
+    if overlap:
+        schedule = replace(schedule, given_clock=_spaced(schedule, workers))
     # Stable: the chunks of a worker are its stages in ascending order.
     stages = np.argsort(workers, kind="stable").reshape(schedule.workers, -1)
     clocks = [_clocks_of(schedule, kind) for kind in range(len(KINDS))]
-    sent = _messages(workers, clocks)
+    sent = _messages(workers, clocks, overlap)
     far = (sent.receiver - sent.sender) % schedule.workers
     distances = tuple(np.unique(far[far > 0]).tolist())
     row = _actions(schedule, stages, len(distances))
     travels = np.zeros((schedule.clocks, len(distances)), np.int32)
-    slot, waiting = assign_slots(sent.receiver, sent.made, sent.used)
+    slot, waiting = assign_slots(sent.receiver, sent.arrived, sent.used)
     row.mail[sent.used, sent.receiver] = slot
     # Neighbouring stages on one worker, as at the turn of a V: nothing travels.
     here = far == 0
@@ -125,12 +137,12 @@ def tabulate(schedule: Schedule) -> Table:
     row.result[sent.made[here], sent.receiver[here]] = slot[here]
     for number, distance in enumerate(distances):
         there = far == distance
-        row.receive[sent.made[there], sent.receiver[there], number] = slot[there]
-        travels[sent.made[there], number] = 1
+        row.receive[sent.arrived[there], sent.receiver[there], number] = slot[there]
+        travels[sent.arrived[there], number] = 1
     activations, rests = _kept(schedule, row, workers, clocks)
     kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
     slots = Slots(waiting + 1, activations, rests)
-    return Table(row, travels, distances, stages, kinds, slots)
+    return Table(row, travels, distances, stages, kinds, slots, overlap)
 
 
 def assign_slots(
@@ -177,7 +189,23 @@ def _clocks_of(schedule: Schedule, kind: int) -> np.ndarray:
     return np.where(index < 0, NOTHING, schedule.clock[index])
 
 
-def _messages(workers: np.ndarray, clocks: list[np.ndarray]) -> _Messages:
+def _spaced(schedule: Schedule, workers: np.ndarray) -> np.ndarray:
+    """The earliest clocks where what goes to another worker takes one of its own."""
+    columns = schedule.columns
+    step = np.where(columns.kind == F, 1, -1)  # Nothing waits for a W.
+    # The loss is where the last stage is, and nothing is sent before the first.
+    taker = np.clip(columns.stage + step, 0, schedule.stages - 1)
+    leaves = workers[taker] != workers[columns.stage]
+    nothing = np.zeros(len(columns))
+    # A worker makes one thing at a clock, so that none waits for a link.
+    links = Links(np.full(len(columns), NOTHING), nothing, leaves.astype(float))
+    waits = waits_for(columns, schedule.stages, schedule.micro_batches)
+    return play(columns, waits, nothing + 1, links)
+
+
+def _messages(
+    workers: np.ndarray, clocks: list[np.ndarray], overlap: bool
+) -> _Messages:
     """Values for the next stage; cotangents for the one before, the first from a loss
     that follows the last stage's forward pass."""
     forward, backward, _ = clocks
@@ -186,7 +214,9 @@ def _messages(workers: np.ndarray, clocks: list[np.ndarray]) -> _Messages:
     used = [forward[1:], backward[:-1], backward[-1:]]
     sender = [own[:-1], own[1:], own[-1:]]
     receiver = [own[1:], own[:-1], own[-1:]]
-    return _Messages(*map(_flat, (sender, made, receiver, used)))
+    begin, end = _flat(sender), _flat(receiver)
+    arrived = _flat(made) + (overlap & (begin != end))
+    return _Messages(begin, _flat(made), end, arrived, _flat(used))
 
 
 def _flat(parts: list[np.ndarray]) -> np.ndarray:

@@ -6,7 +6,14 @@ import pytest
 
 from jdist import optim, pipeline
 from tests.pipeline import spmd_runs as runs
-from tests.pipeline.spmd_models import close, losses, problem, stages, whole_gradient
+from tests.pipeline.spmd_models import (
+    close,
+    losses,
+    noisy,
+    problem,
+    stages,
+    whole_gradient,
+)
 
 
 def test_the_gradient_is_that_of_the_whole_batch(pair):
@@ -36,7 +43,18 @@ def test_training_is_that_of_one_process(pair):
         np.testing.assert_allclose(found, (metrics.loss, metrics.grad_norm), rtol=1e-5)
 
 
-@pytest.mark.parametrize("what", ["batch", "parameters"])
+def test_stages_of_two_processes_draw_as_those_of_one(pair):
+    (_, (loss, (first, _))), (_, (_, (_, second))) = pair.everywhere(
+        runs.noisy_gradient
+    )
+    schedule = runs.FAMILIES["1F1B"]()
+    pipe = pipeline.Pipeline(stages(2, noisy, keyed=True), losses, schedule)
+    problems = problem(2, runs.EXAMPLES, dtype=np.float64)
+    expected = pipe.value_and_grad(*problems, key=jax.random.key(2))
+    close((loss, [first, second]), jax.tree.map(np.asarray, expected))
+
+
+@pytest.mark.parametrize("what", ["batch", "parameters", "key"])
 def test_processes_that_disagree_are_refused(pair, what):
     """Before a program starts that would wait for ever."""
     expected = "must have parameters and a batch of the same shapes, and the same"

@@ -12,6 +12,7 @@ from jdist import optim, pipeline, verify
 from tests.pipeline.spmd_models import (
     close,
     losses,
+    noisy,
     problem,
     stages,
     whole_gradient,
@@ -155,6 +156,117 @@ def test_one_permutation_serves_both_ways(compiled):
         assert program.as_text().count(" collective-permute(") == 1
 
 
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_beside_actions_change_nothing(name, reduction):
+    """The order of sums stays: the bits are the same."""
+    params, batch, weights = problem(4, 11)
+    loss, grads = made(SCHEDULES[name], reduction, overlap=True).value_and_grad(
+        params, batch, weights
+    )
+    expected = made(SCHEDULES[name], reduction).value_and_grad(params, batch, weights)
+    found = jax.tree.leaves((loss, grads))
+    for a, b in zip(found, jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# --- keys ---
+
+
+def noisy_pipeline(schedule, in_one=True, recompute=False, **options):
+    """Stages with dropout, in one program or on devices."""
+    made_of = stages(schedule.stages, noisy, keyed=True, recompute=recompute)
+    places = mesh(schedule.workers) if in_one else jax.devices()[: schedule.workers]
+    return pipeline.Pipeline(made_of, losses, schedule, places, **options)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_keys_are_those_of_the_other_executors(name, recompute):
+    """Padded rows draw as well; float64, so that one mask would be seen."""
+    params, batch, weights = problem(4, 11, dtype=np.float64)
+    key = jax.random.key(3)
+    found, expected = (
+        pipe.value_and_grad(pipe.place(params), batch, weights, key=key)
+        for pipe in (
+            noisy_pipeline(SCHEDULES[name], in_one, recompute)
+            for in_one in (True, False)
+        )
+    )
+    close(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
+
+
+def test_a_gradient_with_keys_is_that_of_the_same_masks():
+    """Written out: micro-batch m of stage j draws from fold_in(fold_in(key, j), m)."""
+    params, batch, weights = problem(2, 8, dtype=np.float64)
+    key = jax.random.key(4)
+    pipe = noisy_pipeline(pipeline.one_f_one_b(2, 4))
+    found = pipe.value_and_grad(params, batch, weights, key=key)
+
+    def mean(floating):
+        total = 0.0
+        for m in range(4):
+            rows = slice(2 * m, 2 * m + 2)
+            h = batch["x"][rows]
+            for j, own in enumerate(floating):
+                drawn = jax.random.fold_in(jax.random.fold_in(key, j), m)
+                h = noisy({**own, "steps": params[j]["steps"]}, h, drawn)
+            each = losses(h, {"target": batch["target"][rows]})
+            total += (each * weights[rows]).sum()
+        return total / weights.sum()
+
+    floating = [{k: x for k, x in own.items() if k != "steps"} for own in params]
+    loss, grads = jax.value_and_grad(mean)(floating)
+    close(found, (loss, [{**own, "steps": None} for own in grads]))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [jax.random.key(5, impl="rbg"), jax.random.PRNGKey(5)],
+    ids=["rbg", "raw"],
+)
+def test_keys_of_every_kind(key):
+    params, batch, weights = problem(2, 8, dtype=np.float64)
+    schedule = pipeline.one_f_one_b(2, 4)
+    one, other = (noisy_pipeline(schedule, in_one, True) for in_one in (True, False))
+    found = one.value_and_grad(params, batch, weights, key=key)
+    expected = other.value_and_grad(other.place(params), batch, weights, key=key)
+    close(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
+
+
+def test_training_draws_anew_in_each_step(caplog):
+    params, batch, weights = problem(2, 8, dtype=np.float64)
+    options = {"optimizer": optim.sgd(lr=0.0)}
+    schedule = pipeline.one_f_one_b(2, 4)
+    losses_of = []
+    for in_one in (True, False):
+        pipe = noisy_pipeline(schedule, in_one, **options)
+        state = pipe.init(params, key=jax.random.key(6))
+        state, first = pipe.train_step(state, batch, weights)
+        with jax.log_compiles():
+            state, second = pipe.train_step(state, batch, weights)
+        losses_of.append((float(first.loss), float(second.loss)))
+    assert not [r for r in caplog.records if "Compiling" in r.message]
+    mine, expected = losses_of
+    np.testing.assert_allclose(mine, expected, rtol=1e-12)
+    assert mine[0] != mine[1]
+
+
+def test_the_program_is_lowered_with_a_key():
+    params, batch, weights = problem(2, 8)
+    pipe = noisy_pipeline(pipeline.one_f_one_b(2, 4))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    lowered = pipe.lower(params, batch, weights, key=key)["all stages: gradient"]
+    assert lowered.compile().memory_analysis()
+
+
+def test_a_key_must_be_given():
+    pipe = noisy_pipeline(pipeline.one_f_one_b(2, 4))
+    expected = "must be given, because stage 0 takes a PRNG key"
+    with pytest.raises(ValueError, match=expected):
+        pipe.value_and_grad(*problem(2, 8))
+
+
 # --- what is refused ---
 
 
@@ -168,8 +280,8 @@ def changed(**changes):
     [
         (changed(fn=lambda p, h: h), "same function .* Got another one in stage 1"),
         (changed(recompute=True), "same `recompute` .* Got True in stage 1"),
-        (changed(keyed=True), "neither state nor key .* Got a key in stage 1"),
-        (changed(stateful=True), "Got a state in stage 1"),
+        (changed(keyed=True), "same `keyed` .* Got True in stage 1, False before"),
+        (changed(stateful=True), "have no state .* Got a state in stage 1"),
         (changed(tied={"w": "shared"}), "share no parameters .* Got {'w': 'shared'}"),
         (changed(inputs=("h1", "x")), r"one input and one output .*\('h1', 'x'\)"),
         (
@@ -194,6 +306,14 @@ def test_a_schedule_that_shares_unequally_is_refused():
     expected = r"must give each worker equally many stages\. Got \[1, 2\]"
     with pytest.raises(ValueError, match=expected):
         made(uneven)
+
+
+def test_messages_are_beside_actions_in_one_program_alone():
+    expected = (
+        r"`Pipeline\(overlap=\.\.\.\)` must be False where each stage has programs"
+    )
+    with pytest.raises(ValueError, match=expected):
+        made(pipeline.gpipe(2, 2), places=jax.devices()[:2], overlap=True)
 
 
 def test_replicated_stages_are_refused():

@@ -68,12 +68,13 @@ class Device:
         slots[slot] = value
 
 
-def play(schedule):
+def play(schedule, overlap):
     """The actions of each worker, in order."""
-    table = tabulate(schedule)
+    table = tabulate(schedule, overlap)
     devices = [Device(table, w, schedule) for w in range(schedule.workers)]
     done = [[] for _ in devices]
-    for clock in range(schedule.clocks):
+    for clock in range(len(table.travels)):
+        under_way = [device.mail[-1] for device in devices]
         for device, program in zip(devices, done, strict=True):
             row = [column[clock, device.worker] for column in table.row]
             action = device.act(type(table.row)(*row))
@@ -86,18 +87,20 @@ def play(schedule):
                 if slots[number] != NOTHING:
                     receiver = devices[(sender + distance) % len(devices)]
                     message = devices[sender].mail[-1]
+                    message = under_way[sender] if overlap else message
                     receiver.fill(receiver.mail, slots[number], message)
     for device in devices:
         assert not any([*device.mail[:-1], *device.activations, *device.rests])
     return table, done
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (3, 2), (4, 6)])
-def test_every_value_is_where_it_is_looked_for(family, n, m):
+def test_every_value_is_where_it_is_looked_for(family, n, m, overlap):
     """No slot is written to before its value was used, and nothing is left over."""
     schedule = FAMILIES[family](n, m)
-    table, done = play(schedule)
+    table, done = play(schedule, overlap)
     assert done == [[tuple(a) for a in schedule.actions(w)] for w in range(n)]
     open_at_once = [0]
     for worker in range(n):
@@ -115,6 +118,17 @@ def test_1f1b_needs_no_more_slots_for_more_micro_batches():
     few, many = (tabulate(pipeline.one_f_one_b(4, m)).slots for m in (4, 40))
     assert few == many == (3, 4, 0)
     assert tabulate(pipeline.gpipe(4, 40)).slots.activations == 40
+
+
+def test_a_message_under_way_takes_a_clock():
+    """The last of four stages begins six clocks after the first, and not three."""
+    schedule = pipeline.gpipe(4, 8)
+    plain, beside = (tabulate(schedule, overlap) for overlap in (False, True))
+    kinds = [table.row.kind for table in (plain, beside)]
+    assert [int((k[:, 3] != NOTHING).argmax()) for k in kinds] == [3, 6]
+    # Each way three more; the actions lie as close together as before.
+    assert [len(k) for k in kinds] == [schedule.clocks, schedule.clocks + 2 * 3]
+    assert beside.slots.activations == plain.slots.activations == 8
 
 
 def test_a_clock_without_messages_is_known():
