@@ -281,6 +281,7 @@ def test_weights_that_cannot_be_are_refused(weights, message):
 
 def test_a_replica_with_other_terms_and_a_second_run_are_refused():
     run = elastic_run(exact_loss, "sum", least=2)
+    over = threading.Event()
     refused = []
 
     def come():
@@ -290,13 +291,17 @@ def test_a_replica_with_other_terms_and_a_second_run_are_refused():
                     other.run(PARAMS, (X, Y), WEIGHTS)
                 except (ValueError, rpc.RpcError) as error:
                     refused.append(str(error))
+                else:
+                    # Until rank 0 has ended the run, it hands a late replica its state.
+                    over.wait(60)
 
     with rpc.elastic_cluster("w0") as cluster:
         cluster.join("w1")
         thread = threading.Thread(target=come)
         thread.start()
         run.run(PARAMS, (X, Y), WEIGHTS)
-        thread.join(30)
+        over.set()
+        thread.join(60)
         with pytest.raises(ValueError, match="the run of that name has begun"):
             run.run(PARAMS, (X, Y), WEIGHTS)
     other, again = refused
