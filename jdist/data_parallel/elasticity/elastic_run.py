@@ -37,8 +37,9 @@ class ElasticResult(NamedTuple):
     """The state after the last step, the same on every replica."""
 
     losses: dict[int, float]
-    """The loss of each step that this replica has applied: a newcomer lacks those
-    before it came."""
+    """The loss of each step that this replica has applied. A newcomer lacks those
+    before it came; rank 0 has all, unless it was expelled or the run went on from a
+    checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ class Leader:
         self._done: set[Part] = set()
         self._open: list[Part] = []  # Units that no replica computes.
         self._begun = False
+        self._has_begun = False  # Whether any step ever did.
         self._begin_by = math.inf  # While a step waits for replicas.
         self._save_due = False
         self._saver: int | None = None
@@ -393,9 +394,12 @@ class Leader:
         if self.step >= self._terms.steps:
             yield from self._end(ready)
             return
-        if len(ready) < self._terms.least:
+        # The first step waits for rank 0, so that one replica knows every loss.
+        if len(ready) < self._terms.least or not (
+            self._has_begun or self._own in ready
+        ):
             return
-        self._begun = True
+        self._begun = self._has_begun = True
         self._open = [Part(0, self._terms.units(self.step))]
         yield from self._assign_open(now)
 

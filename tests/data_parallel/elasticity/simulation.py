@@ -123,7 +123,8 @@ class Simulation:
         self._begin()
 
     def _begin(self):
-        self.leader = Leader(self.terms, own=self.numbers)
+        self.own = self.numbers  # Of the next one that arrives.
+        self.leader = Leader(self.terms, self.own)
         self.totals = {}
         self.replicas = {}
         self.work = {}
@@ -195,6 +196,10 @@ class Simulation:
 
     def able(self, waiting):
         return [n for n in waiting if n in self.replicas and n not in self.frozen]
+
+    def mortal(self):
+        """Replicas that can die alone: all but the one with the leader."""
+        return [number for number in self.replicas if number != self.own]
 
     def writers(self):
         return [n for n, work in self.work.items() if work.writing is not None]

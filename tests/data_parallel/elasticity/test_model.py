@@ -67,11 +67,11 @@ class ElasticRun(RuleBasedStateMachine):
     def write(self, data):
         self.run.write(self.one(data, self.run.able(self.run.writers())))
 
-    @precondition(lambda self: self.run.replicas)
+    @precondition(lambda self: self.run.mortal())
     @rule(data=st.data(), count=st.integers(1, 2))
     def die(self, data, count):
-        for _ in range(min(count, len(self.run.replicas))):
-            self.run.die(self.one(data, self.run.replicas))
+        for _ in range(min(count, len(self.run.mortal()))):
+            self.run.die(self.one(data, self.run.mortal()))
 
     @precondition(lambda self: self.run.deaths)
     @rule()
@@ -152,8 +152,20 @@ def test_a_sole_holder_of_the_state_is_not_expelled():
     assert run.restored == 1
 
 
+def test_the_first_step_waits_for_rank_0():
+    run = Simulation(save_every=None)
+    run.arrive()
+    run.arrive()
+    run.deliver(1)
+    run.act(1)  # It has the first parameters,
+    run.deliver(1)
+    assert not run.directives  # and nothing to do with them.
+    run.settle()
+    run.check_end()
+
+
 def test_a_run_that_waits_too_long_for_replicas_is_abandoned():
-    leader = Leader(RunTerms(3, lambda step: 16, 10.0, least=2, patience=100.0), 0)
+    leader = Leader(RunTerms(3, lambda step: 16, 10.0, least=2, patience=100.0), 4)
     assert leader.next_deadline() is None
     leader.report(4, ReplicaReport(), 5.0)
     restored = ReplicaReport(1, 0)
