@@ -57,7 +57,7 @@ ROOMS = {
     "verify": (
         "bound defects draws report",
         "diagnosis lockstep mutation_score processes",
-        "comparison oracle",
+        "comparison oracle uses",
         "measure",
         "gradient_check",
         "problem steps tracing",

@@ -28,6 +28,7 @@ from jdist.verify.measure import LossPrograms, Measured, measurer
 from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
 from jdist.verify.processes import TIMEOUT, Peers, held, joined
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
+from jdist.verify.uses import uses_counted
 
 LOSS = "(loss)"
 
@@ -205,7 +206,8 @@ def prepared(
       ValueError: An unknown reduction or accumulation.
     """
     check_options(reduction, accumulation)
-    reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
+    scalar = reduced(loss_fn, reduction)
+    reference = jax.jit(differentiated(scalar))
     # Compiled parts are kept in the closure, for every step of a run.
     measure = measurer(loss_fn, reduction, accumulation, programs)
 
@@ -245,12 +247,38 @@ def prepared(
                     if row.candidate == name
                 )
                 notes += unsure
+                if peers.size == 1:
+                    notes += _uses(
+                        lambda p: scalar(p, batch, weights), params, found, rows
+                    )
             report = Report(rows, measured.oracle, notes + looseness(rows))
             return agreed(report, peers)
 
         return judge_all
 
     return prepare
+
+
+def _uses(
+    scalar: Callable[[PyTree], jax.Array],
+    params: PyTree,
+    found: Mapping[str, tuple[Any, Any]],
+    rows: Sequence[LeafReport],
+) -> tuple[str, ...]:
+    """A note on each failing leaf whose gradient lacks or repeats some of its uses."""
+    leaves = named_leaves(params)
+    notes: tuple[str, ...] = ()
+    for row in rows:
+        if not row.ratio > 1 or row.path not in leaves:
+            continue
+        gradient = named_leaves(found[row.candidate][1]).get(row.path)
+        if gradient is None or jnp.iscomplexobj(gradient):
+            continue
+        if np.shape(gradient) != np.shape(leaves[row.path]):
+            continue
+        if counts := uses_counted(scalar, params, row.path, np.asarray(gradient)):
+            notes += (f"{row.candidate}: {row.path}: it counts its uses so: {counts}",)
+    return notes
 
 
 def agreed(report: Report, peers: Peers) -> Report:

@@ -233,7 +233,7 @@ def _equation(
     if name == "tap":
         return [noise.observe(equation.params["name"], operands)]
     if not any(isinstance(x, PrecisionPair) for x in operands):
-        return _bind(equation, operands)
+        return bind(equation, operands)
     if name == "stop_gradient" and noise.held is not None:
         return [
             PrecisionPair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))
@@ -251,7 +251,7 @@ def _both_sides(
 ) -> Sequence[Value]:
     """An equation without a program inside, of which an operand has two sides."""
     name = equation.primitive.name
-    rounded = _bind(equation, [_rounded(x) for x in operands])
+    rounded = bind(equation, [_rounded(x) for x in operands])
     if not any(_has_sides(x) for x in rounded):
         if name == "bitcast_convert_type":
             noise.unmeasured.add(name)
@@ -306,7 +306,7 @@ def _widely(
     return found if same else None
 
 
-def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
+def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
     """The equation as it stands."""
     params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:

@@ -139,8 +139,10 @@ def test_a_data_axis_that_is_averaged_twice():
 
 
 def test_the_contribution_of_one_end_of_a_tied_table():
-    found = named(judged({}, tied=False))
-    assert found.keys() == {"embed/table"}
+    report = judged({}, tied=False)
+    assert named(report).keys() == {"embed/table"}
+    counts = "gather once, dot_general 0 times"
+    assert f"planted: embed/table: it counts its uses so: {counts}" in report.notes
 
 
 def test_a_stage_that_is_run_on_zeros():

@@ -1,0 +1,173 @@
+"""Which uses of a parameter a wrong gradient counts too little or too often.
+
+A parameter that a program uses in several places has the sum of their gradients, of
+which a pipeline with tied parameters, or a psum in a wrong place, may leave some out or
+add some twice. Each use is given a copy of the parameter here. With the copies'
+gradients g_k, a gradient g that is wrong in this way alone is sum_k c_k g_k, and least
+squares finds the counts c_k: a right one has all of them 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, repeat
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from jdist._tree import PyTree, named_leaves
+from jdist.verify.lockstep import bind
+
+__all__ = ["uses_counted"]
+
+MOST = 8
+"""Uses that are told apart: each costs a gradient of the parameter's size."""
+
+LIKENESS = 1e-4
+"""Of the gradient's norm: what may be left when it is explained. A gradient that is
+wrong otherwise is not a sum of some of its parts to so many digits."""
+
+# They are not uses, but pass the parameter on to one.
+_PASSED_ON = frozenset({
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze",
+    "transpose",
+})  # fmt: skip
+
+# Called once, with a derivative of no rule of its own.
+_INLINED = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
+)
+
+
+class _Parameter(NamedTuple):
+    """In the place of a value: the parameter, by the equations that pass it on."""
+
+    moves: tuple[JaxprEqn, ...] = ()
+
+
+def uses_counted(
+    fn: Callable[[PyTree], jax.Array], params: PyTree, path: str, gradient: np.ndarray
+) -> str:
+    """How often a gradient counts each use of a parameter; empty if that is not it.
+
+    Args:
+      fn: The scalar loss, as a function of the parameters.
+      params: Pytree.
+      path: Of a floating leaf of them.
+      gradient: What was found for it.
+
+    Returns:
+      Words such as "gather once, dot_general 0 times", by the operations that use it.
+    """
+    place = list(named_leaves(params)).index(path)
+    leaves, structure = jax.tree.flatten(params)
+    program = jax.make_jaxpr(lambda *own: fn(jax.tree.unflatten(structure, own)))(
+        *leaves
+    )
+    names: list[str] = []
+
+    def loss(copies: Iterator[jax.Array]) -> jax.Array:
+        return _evaluate(program, leaves, place, copies, names)
+
+    jax.eval_shape(lambda leaf: loss(repeat(leaf)), leaves[place])
+    if not 2 <= len(names) <= MOST:
+        return ""
+    uses = _numbered(names)
+    copies = [leaves[place]] * len(uses)
+    found = jax.jit(jax.grad(lambda own: loss(iter(own))))(copies)
+    parts = {
+        use: np.asarray(part, np.float64).ravel()
+        for use, part in zip(uses, found, strict=True)
+        if part.any()  # A comparison, or what stands behind `stop_gradient`, has none.
+    }
+    counts = _solved(list(parts.values()), gradient) if len(parts) > 1 else None
+    if counts is None or np.ptp(counts) < LIKENESS:
+        return ""  # One factor for all is said of the leaf itself.
+    return ", ".join(map("{} {}".format, parts, map(_times, counts)))
+
+
+def _solved(parts: Sequence[np.ndarray], gradient: np.ndarray) -> np.ndarray | None:
+    """The counts that explain a gradient, if only one set of them does."""
+    found = np.asarray(gradient, np.float64).ravel()
+    # Columns of one length: how small the least singular value is then says how alike
+    # the parts are.
+    sizes = np.array([np.linalg.norm(part) for part in parts])
+    if not (np.isfinite(found).all() and np.isfinite(sizes).all()):
+        return None
+    matrix = np.stack(parts, 1) / sizes
+    solution, _, rank, singular = np.linalg.lstsq(matrix, found)
+    if rank < len(parts) or singular[-1] < math.sqrt(LIKENESS):
+        return None
+    left = np.linalg.norm(found - matrix @ solution)
+    scale = max(np.linalg.norm(found), sizes.max())
+    return solution / sizes if left <= LIKENESS * scale else None
+
+
+def _times(number: float) -> str:
+    rounded = round(float(number), 2) + 0.0  # Not -0.
+    return "once" if rounded == 1 else f"{rounded:g} times"
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names that occur more than once, with a number."""
+    numbers = {name: count(1) for name in names}
+    return [
+        f"{name} ({next(numbers[name])})" if names.count(name) > 1 else name
+        for name in names
+    ]
+
+
+def _evaluate(
+    program: ClosedJaxpr,
+    leaves: Sequence[Any],
+    place: int,
+    copies: Iterator[jax.Array],
+    names: list[str],
+) -> jax.Array:
+    """The result of a program in which each use of one argument has a copy of its own.
+
+    `names` becomes the primitives of the uses, in the order of the copies.
+    """
+    names.clear()
+
+    def used(parameter: _Parameter, name: str) -> jax.Array:
+        names.append(name)
+        value = next(copies)
+        for move in parameter.moves:
+            (value,) = bind(move, [value])
+        return value
+
+    def run(inner: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        values = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+        values |= dict(zip(inner.jaxpr.invars, inputs, strict=True))
+        for equation in inner.jaxpr.eqns:
+            operands = [
+                atom.val if isinstance(atom, Literal) else values[atom]
+                for atom in equation.invars
+            ]
+            values |= zip(equation.outvars, call(equation, operands), strict=True)
+        return [
+            atom.val if isinstance(atom, Literal) else values[atom]
+            for atom in inner.jaxpr.outvars
+        ]
+
+    def call(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if not any(isinstance(each, _Parameter) for each in operands):
+            return bind(equation, operands)
+        if name in _PASSED_ON and len(operands) == 1:
+            return [_Parameter((*operands[0].moves, equation))]
+        if name in _INLINED:
+            inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            return run(closed, operands)
+        given = [used(x, name) if isinstance(x, _Parameter) else x for x in operands]
+        return bind(equation, given)
+
+    arguments = [*leaves]
+    arguments[place] = _Parameter()
+    (result,) = run(program, arguments)
+    return used(result, "the result") if isinstance(result, _Parameter) else result
