@@ -1,9 +1,9 @@
 """What does a step of a small Llama take whose stages are divided over meshes?
 
-Beside it stand the same stages on single devices, and the whole model in one `jax.jit`,
-divided over as many devices by data and model, and on one. CPU devices of one process
-share its cores: eight of them compute no faster than one, and what is compared is what
-the division costs.
+Beside it stand the same meshes in two processes, the same stages on single devices, and
+the whole model in one `jax.jit`, divided over as many devices by data and model, and on
+one. CPU devices of one process share its cores: eight of them compute no faster than
+one, and what is compared is what the division costs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +19,29 @@ from benchmarks._harness import Case, timing
 from benchmarks._pair import Job, Pair, timed
 from examples import language_model as llama
 from experiments import language_model as trained
+from jdist import rpc
 
 ROUNDS = 15
 WARMUP = 2
 CALLS = 3
 SIZES = llama.Sizes(width=128, blocks=4, inner=256)
 MESHES = "pipeline, 2 stages x 2 data x 2 model"
+WORKERS = MESHES + ", 2 processes"
 
 
 def measure() -> list[Case]:
-    """The steps in turn, in one process with eight devices."""
-    with Pair(prepare, None, processes=1, pin=0) as process:
-        spent: dict[str, list[float]] = {job: [] for job in process.jobs}
+    """The steps in turn, in one process with eight devices and in two with four."""
+    with (
+        Pair(prepare, None, processes=1, pin=0) as alone,
+        Pair(prepare_worker, None, pin=0) as workers,
+    ):
+        jobs = [(pair, job) for pair in (alone, workers) for job in pair.jobs]
+        spent: dict[str, list[float]] = {job: [] for _, job in jobs}
         for turn in range(WARMUP + ROUNDS):
-            for job, seconds in spent.items():
-                found = process.run(job, CALLS)
+            for pair, job in jobs:
+                found = pair.run(job, CALLS)
                 if turn >= WARMUP:
-                    seconds.append(found.elapsed)
+                    spent[job].append(found.elapsed)
     timings = {job: timing(seconds) for job, seconds in spent.items()}
     name = f"width {SIZES.width}, {SIZES.blocks} blocks, {llama.SEQUENCES} sequences"
     note = f"{llama.MICRO_BATCHES} micro-batches in pipelines, 1F1B; Adam"
@@ -58,13 +64,30 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     yield {name: partial(timed, step, finish) for name, step in steps.items()}
 
 
-def pipelined(places: Sequence[Any], batch: Any) -> Callable[[], Any]:
+@contextmanager
+def prepare_worker(rank: int) -> Iterator[dict[str, Job]]:
+    """One of two workers, with a mesh of its own process's devices."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    names = ["worker0", "worker1"]
+    # The processes stand still while others have their turn.
+    options = rpc.RpcOptions(heartbeat_timeout=3600)
+    rpc.init_rpc(names[rank], options=options)
+    (batch,) = llama.batches(1)
+    (own,) = llama.meshes(jax.devices(), (1, 2, 2))
+    step = pipelined(names, batch, mesh=own)
+    yield {WORKERS: partial(timed, step, jax.block_until_ready)}
+    rpc.shutdown()
+
+
+def pipelined(
+    places: Sequence[Any], batch: Any, mesh: Mesh | None = None
+) -> Callable[[], Any]:
     """The layers in two stages."""
     schedule = trained.SCHEDULES["1F1B"]
-    options = {"optimizer": trained.OPTIMIZER}
+    options = {"optimizer": trained.OPTIMIZER, "mesh": mesh}
     pipe, made = llama.pipelined(llama.layers(SIZES), schedule, places, **options)
     specs: Any = None
-    if isinstance(places[0], Mesh):
+    if mesh is not None or isinstance(places[0], Mesh):
         specs = jax.tree_util.tree_map_with_path(llama.spec, made.params)
     params = pipe.place(made.params, specs)
     state = pipe.init(params, made.states, jax.random.key(0))

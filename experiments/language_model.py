@@ -1,5 +1,6 @@
 """Does a Llama in stages that are divided over data and model axes train as on one
-device, under any schedule, and go on elsewhere after it was saved?
+device, under any schedule, by one process or two, and go on elsewhere after it was
+saved?
 
 The model and the code that divides it are `examples/language_model.py`: rotary
 positions, grouped-query attention, SwiGLU, one table for embedding and head. It learns
@@ -28,7 +29,7 @@ from rich.progress import Progress
 
 from examples import language_model as llama
 from experiments._result import Claim, Picture, Result, Settings
-from jdist import optim, pipeline, verify
+from jdist import optim, pipeline, rpc, verify
 
 SHAPES = ((2, 2, 2), (2, 1, 2), (2, 1, 1), (1, 1, 1))
 """Stages, data and model axes, the largest that there are devices for."""
@@ -100,9 +101,12 @@ def run(settings: Settings, progress: Progress) -> Result:
         runs.append(first.followed_by(second))
     mistaken = None if settings.quick else one_end(model, places, batches[0])
     across = " x ".join(map(str, shape))
-    found = [*alone, *runs, resumed]
+    apart = None
+    if devices[0].platform == "cpu":
+        apart = in_two_processes(blocks, shape[1:], steps // 2, settings.seed)
+    found = [*alone, *runs, resumed, *([] if apart is None else [apart])]
     return Result(
-        claims=list(claims(alone, runs, resumed, same, mistaken, across)),
+        claims=list(claims(alone, runs, resumed, apart, same, mistaken, across)),
         pictures=[
             Picture(
                 "loss",
@@ -120,7 +124,6 @@ def run(settings: Settings, progress: Progress) -> Result:
                 for each in [*runs, resumed]
             },
         },
-        notes=["One process. Stages on meshes of several processes are not built yet."],
     )
 
 
@@ -153,15 +156,16 @@ class Model:
     def pipe(
         self,
         schedule: pipeline.Schedule,
-        places: Sequence[Mesh],
+        places: Sequence[Any],
         tied: bool = True,
+        **options: Any,
     ) -> pipeline.Pipeline:
         """A pipeline; the mistake is that it does not know of the shared table."""
         stages = self.made.stages
         if not tied:
             stages = [replace(stage, tied={}) for stage in stages]
         return pipeline.Pipeline(
-            stages, llama.losses_of, schedule, places, optimizer=OPTIMIZER
+            stages, llama.losses_of, schedule, places, optimizer=OPTIMIZER, **options
         )
 
     def start(self, pipe: pipeline.Pipeline) -> pipeline.PipelineState:
@@ -282,6 +286,29 @@ def train(
     return state, Run(name, losses, first, reports)
 
 
+def in_two_processes(blocks: int, shape: Sequence[int], steps: int, seed: int) -> Run:
+    """1F1B by two workers, each on a mesh of so many devices of its own process."""
+    losses, _ = rpc.spawn(train_as_worker, (blocks, shape, steps, seed), nprocs=2)
+    return Run("1F1B by two processes", losses)
+
+
+def train_as_worker(
+    rank: int, blocks: int, shape: Sequence[int], steps: int, seed: int
+) -> list[float]:
+    """What each of them does; the losses."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", math.prod(shape))
+    own = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"))
+    workers = ["worker0", "worker1"]
+    rpc.init_rpc(workers[rank])
+    model = model_of(llama.Sizes(blocks=blocks), seed)
+    pipe = model.pipe(SCHEDULES["1F1B"], workers, mesh=own)
+    batches = llama.batches(steps, seed)
+    _, found = train(model, pipe, model.start(pipe), batches, workers[rank], 0)
+    rpc.shutdown()
+    return found.losses
+
+
 def carried_over(
     pipe: pipeline.Pipeline,
     state: pipeline.PipelineState,
@@ -321,11 +348,12 @@ def claims(
     alone: Sequence[Run],
     runs: Sequence[Run],
     resumed: Run,
+    apart: Run | None,
     same_bits: bool,
     mistaken: verify.Report | None,
     across: str,
 ) -> Iterator[Claim]:
-    """About gradients, losses, the restart and the mistake."""
+    """About gradients, losses, two processes, the restart and the mistake."""
     one, other = alone
     # Losses that are equal in another order are so by chance.
     yardstick = max(float(other.drift(one).max()), float(jnp.finfo(jnp.float32).eps))
@@ -346,6 +374,14 @@ def claims(
         drift = float(each.drift(one).max())
         shown = f"relative to them {drift:.1e}, in another order {yardstick:.1e}"
         yield Claim(text, drift <= SAME_DRIFT * yardstick, shown, leads=not reports)
+    text = (
+        "1F1B by two processes, each with a mesh: losses are bit for bit those of one"
+    )
+    if apart is None:
+        yield Claim(text, None, "", why_not="both processes would take the accelerator")
+    else:
+        same = apart.losses == runs[0].losses[: len(apart.losses)]
+        yield Claim(text, same, f"{len(apart.losses)} steps")
     text = "what was saved comes back bit for bit on other devices"
     yield Claim(text, same_bits, "parameters and optimizer")
     text = "the model learns"

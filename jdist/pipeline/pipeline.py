@@ -94,6 +94,9 @@ class Pipeline:
       data_axis: The axis of the stages' meshes over which rows of micro-batches, and of
         values between stages, are split. A mesh without it has them whole on every
         device. None: "data".
+      mesh: With names of workers: this worker's own mesh, of devices of its process,
+        on which its stages are; None for the device of the worker. Those of others may
+        have other axes.
       overlap: In one SPMD program: whether messages are under way while the next
         actions run. They then cost no time, unless a link is slower than an action, and
         each arrives a clock later: for schedules with twice as many micro-batches in
@@ -140,6 +143,7 @@ class Pipeline:
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
         data_axis: str | None = None,
+        mesh: Mesh | None = None,
         overlap: bool = False,
     ) -> None:
         # Wrong arguments are refused before anything is compiled or any worker met.
@@ -168,7 +172,7 @@ class Pipeline:
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
         # Workers number their pipelines here: one that was refused must not count.
-        made_of = schedule, workers_or_devices, about, data_axis
+        made_of = schedule, workers_or_devices, about, data_axis, mesh
         self.communicator = communicator_for(*made_of)
         self._places = self.communicator.places
         self.executor = self._executor(workers_or_devices)

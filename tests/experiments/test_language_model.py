@@ -27,13 +27,15 @@ def report(factor, name="table/embedding"):
     return verify.gradients(losses, params, batch, {"candidate": candidate}, seed=None)
 
 
-def failed(scale=1.0, factor=1.0, mistake=2.0, same_bits=True):
+def failed(scale=1.0, factor=1.0, mistake=2.0, same_bits=True, apart=6.0):
     """Texts of claims that do not hold, about one run and a restart."""
     alone = [job.Run("one device", LOSSES), job.Run("another order", LOSSES)]
     losses = [scale * loss for loss in LOSSES]
     whole = job.Run("1F1B", losses, reports={0: report(factor)})
     resumed = job.Run("restored", LOSSES[2:], 2, {2: report(1.0)})
-    found = job.claims(alone, [whole], resumed, same_bits, report(mistake), "2 x 2 x 2")
+    two = job.Run("two processes", [scale * apart, *losses[1:2]])
+    checked = same_bits, report(mistake), "2 x 2 x 2"
+    found = job.claims(alone, [whole], resumed, two, *checked)
     return [claim.text for claim in found if not claim.holds]
 
 
@@ -47,6 +49,7 @@ def test_what_is_right_holds():
         ({"scale": 1.001}, "1F1B: losses drift from one device's"),
         ({"factor": 1.01}, "1F1B over 2 x 2 x 2 devices: gradients are those"),
         ({"mistake": 1.0}, "the table's gradient from one of its ends alone is caught"),
+        ({"apart": 6.0000001}, "1F1B by two processes"),
         ({"same_bits": False}, "what was saved comes back bit for bit"),
     ],
 )

@@ -13,6 +13,7 @@ ending.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import jax
@@ -29,6 +30,7 @@ from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import ListedActions, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.place import StageMesh, received
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
 
@@ -166,7 +168,11 @@ class _ShapeChannels:
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
         if worker not in self._places.own:  # within a process shapes stay as they are
-            value = jax.tree.map(_packed, value)
+            place = self._places.devices[self._places.own[0]]
+            device = (
+                place.mesh.devices.flat[0] if isinstance(place, StageMesh) else None
+            )
+            value = jax.tree.map(partial(_packed, device=device), value)
         self._channels.put(_tag_of_shapes(tag), worker, value)
 
     def has(self, tag: MessageTag, worker: int) -> bool:
@@ -181,6 +187,7 @@ class _ShapeChannels:
             is_leaf=lambda x: isinstance(x, _Shape),
         )
         if tag.sender not in self._places.own:
+            value = received(value, self._places.devices[worker])
             self._received.append((tag, worker, value))
         return value
 
@@ -191,8 +198,8 @@ class _ShapeChannels:
     def replayed(self) -> ValueChannels:
         """Channels in which all that came from other processes is there already."""
         channels = InProcessChannels(self._places.devices, self.number)
-        for received in self._received:
-            channels.put(*received)
+        for message in self._received:
+            channels.put(*message)
         return channels
 
 
@@ -201,12 +208,18 @@ def _tag_of_shapes(tag: MessageTag) -> MessageTag:
     return tag._replace(kind=tag.kind.lower())
 
 
-def _packed(leaf: PyTree) -> PyTree:
+def _packed(leaf: PyTree, device: jax.Device | None) -> PyTree:
+    """A shape for a message.
+
+    Args:
+      leaf: The shape; anything else is passed on.
+      device: One of the worker's: a result whose place is not known lies there.
+    """
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    place = leaf.sharding
     # What was sharded arrives on the one device of its worker.
-    device = None if place is None else next(iter(place.device_set))
+    if leaf.sharding is not None:
+        device = next(iter(leaf.sharding.device_set))
     empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
     return _Shape(leaf.shape, leaf.weak_type, empty)
 

@@ -306,7 +306,7 @@ class ScheduleExecutor(Executor):
         """See `Executor`."""
         programs, places = self._programs, self._places
         count, loss = places.schedule.micro_batches, programs.loss
-        cut = given.batch, given.weights, count, loss.kind, places.parts
+        cut = given.batch, given.weights, count, loss.kind, channels.parts
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
@@ -341,12 +341,12 @@ class ScheduleExecutor(Executor):
         """See `Executor`."""
         programs, places = self._programs, self._places
         count, loss = places.schedule.micro_batches, programs.loss
-        cut = given.batch, given.weights, count, loss.kind, places.parts
+        channels = InProcessChannels(places.devices)
+        cut = given.batch, given.weights, count, loss.kind, channels.parts
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
-        channels = InProcessChannels(places.devices)
         inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
         found = LoweredPrograms()
         rehearsed = rehearse(inputs, found.named)
@@ -387,7 +387,7 @@ class ScheduleExecutor(Executor):
         examples = examples_in(given.batch, "Pipeline.evaluate")
         count = min(self._places.schedule.micro_batches, examples)
         # A batch with few examples is not split over data axes.
-        rows = 1 if examples < count * self._places.parts else self._places.parts
+        rows = 1 if examples < count * channels.parts else channels.parts
         parts = split_batch(given.batch, given.weights, count, kind, rows)
         runs = programs.runs(given, kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)

@@ -44,11 +44,6 @@ class Places:
         return len(self.schedule.placement)
 
     @cached_property
-    def parts(self) -> int:
-        """The smallest number of rows that the meshes of all workers can split."""
-        return common_parts(self.devices)
-
-    @cached_property
     def actions(self) -> dict[int, list[Action]]:
         """The actions of the workers of this process, in order."""
         return {worker: self.schedule.actions(worker) for worker in self.own}
@@ -195,9 +190,11 @@ class StageChannels(ValueChannels, Protocol):
     """One call that all workers make: its values, and whether it succeeds.
 
     Attributes:
+      parts: The smallest number of rows that the meshes of all workers can split.
       failed: Whether it has ended with an error.
     """
 
+    parts: int
     failed: bool
 
     def identify(
@@ -310,6 +307,7 @@ class InProcessChannels:
 
     def __init__(self, devices: Sequence[Place] = (), number: int = 0) -> None:
         self.number = number
+        self.parts = common_parts(devices)
         self.failed = False
         self._devices = devices
         self._arrived: dict[tuple[MessageTag, int], Any] = {}

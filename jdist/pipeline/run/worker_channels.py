@@ -53,7 +53,15 @@ from jdist.pipeline.run.stage_channels import (
     places_on,
 )
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.place import places_of
+from jdist.pipeline.stages.place import (
+    DATA_AXIS,
+    Place,
+    StageMesh,
+    devices_of,
+    place_on,
+    places_of,
+    received,
+)
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
     Agent,
@@ -290,6 +298,8 @@ class WorkerChannels:
       leader: The rank of the worker that decides.
       address: The pipeline and the number of the call.
       kind: Of the call.
+      place: Of this worker.
+      parts: See `StageChannels`.
     """
 
     def __init__(
@@ -300,8 +310,11 @@ class WorkerChannels:
         leader: int,
         address: Address,
         kind: str,
+        place: Place,
+        parts: int,
     ) -> None:
         self.number = address[1]
+        self.parts = parts
         self.failed = False
         self._agent = agent
         self._names = names
@@ -315,8 +328,9 @@ class WorkerChannels:
         self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
         self._mailbox = mailbox_of(agent)
         self._mailbox.under_way[address[0]] = self.number, None
-        device = agent.device or jax.devices()[0]
-        self._computes_here = device.platform == "cpu"
+        self._place = place
+        devices = devices_of(place) or {agent.device or jax.devices()[0]}
+        self._computes_here = any(one.platform == "cpu" for one in devices)
 
     @property
     def _name(self) -> str:
@@ -396,7 +410,8 @@ class WorkerChannels:
         with self._mailbox.lock:
             # A value of another call with the same tag must not be computed with.
             self._compare(self._names[tag.sender])
-            return self._mailbox.arrived[self._address].pop(tag)
+            value = self._mailbox.arrived[self._address].pop(tag)
+        return received(value, self._place)
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """See `StageChannels`.
@@ -610,16 +625,24 @@ class WorkerCommunicator:
       schedule: The schedule.
       names: Of all, by rank in the schedule.
       about: What else must be the same on all workers.
+      place: Of this one.
+      data_axis: As given to `Pipeline`.
     """
 
     sees_all = False
 
     def __init__(
-        self, agent: Agent, schedule: Schedule, names: Sequence[str], about: str
+        self,
+        agent: Agent,
+        schedule: Schedule,
+        names: Sequence[str],
+        about: str,
+        place: Place,
+        data_axis: str | None,
     ) -> None:
         own = names.index(agent.info.name)
-        devices: list[jax.Device | None] = [None] * len(names)
-        devices[own] = agent.options.device
+        devices: list[Place] = [None] * len(names)
+        devices[own] = place
         self.places = Places(schedule, devices, (own,))
         self._agent = agent
         self._names = names
@@ -628,18 +651,25 @@ class WorkerCommunicator:
         self._pipeline = mailbox_of(agent).new_pipeline(names)
         self.last: StageChannels | None = None
         self._calls = itertools.count()
-        self._met = False
+        self._data_axis = data_axis
+        self._parts: int | None = None  # Until all have met.
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
         # At the first call: to make a pipeline waits for no other worker.
-        if not self._met:
-            self._meet()
-            self._met = True
+        if self._parts is None:
+            self._parts = self._meet()
         address = (self._pipeline, next(self._calls))
         own = self.places.own[0]
         self.last = WorkerChannels(
-            self._agent, self._names, own, self._leader, address, kind
+            self._agent,
+            self._names,
+            own,
+            self._leader,
+            address,
+            kind,
+            self.places.devices[own],
+            self._parts,
         )
         return ending(self.last)
 
@@ -656,19 +686,32 @@ class WorkerCommunicator:
         ask = functools.partial(self._agent.call, first, CLOCK, None)
         return clock_offset(ask, time.perf_counter)
 
-    def _meet(self) -> None:
-        """Waits for all workers; their calls are counted from here on."""
+    def _meet(self) -> int:
+        """Waits for all workers; their calls are counted from here on.
+
+        Returns:
+          The smallest number of rows that the meshes of all of them can split.
+        """
         schedule = self.places.schedule
         mine = f"{schedule!r} as {self._pipeline}, {self._about}"
         # Its text shows no actions, of which there may be millions.
         digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
-        found = self._agent.group.all_gather(
-            f"{mine}, actions {digest}", self._names, -1, "Pipeline"
+        place = self.places.devices[self.places.own[0]]
+        axes = dict(place.mesh.shape) if isinstance(place, StageMesh) else None
+        told = self._agent.group.all_gather(
+            [f"{mine}, actions {digest}", axes], self._names, -1, "Pipeline"
         )
-        if len({*found.values()}) > 1:
+        if len({text for text, _ in told.values()}) > 1:
             rule = "must be the same on all workers, made in the same order"
-            shown = "; ".join(f"{name}: {found[name]}" for name in self._names)
+            shown = "; ".join(f"{name}: {told[name][0]}" for name in self._names)
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+        name = DATA_AXIS if self._data_axis is None else self._data_axis
+        meshes = [axes for _, axes in told.values() if axes is not None]
+        if self._data_axis is not None and not any(name in axes for axes in meshes):
+            rule = "must be an axis of one of the workers' meshes"
+            got = f"{name!r}, where the axes are {sorted({*itertools.chain(*meshes)})}"
+            raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
+        return math.lcm(*(axes.get(name, 1) for axes in meshes))
 
 
 def _plain(schedule: Schedule) -> list[PyTree]:
@@ -701,6 +744,7 @@ def communicator_for(
     workers_or_devices: Sequence[str] | Sequence[jax.Device | Mesh] | Mesh | None,
     about: str = "",
     data_axis: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Communicator:
     """The communicator for the places that a pipeline is given.
 
@@ -709,9 +753,10 @@ def communicator_for(
       workers_or_devices: See `Pipeline`.
       about: What else must be the same on all workers, for the error's text.
       data_axis: See `Pipeline`.
+      mesh: See `Pipeline`.
 
     Raises:
-      TypeError, ValueError: What `places_of` raises.
+      TypeError, ValueError: What `places_of` and `place_on` raise.
       ValueError: There is not one place for each worker; a name is no worker of the
         group, or not one of them is this worker; a mesh does not fit the schedule.
     """
@@ -719,7 +764,13 @@ def communicator_for(
     given: list[Any] = []
     if not (workers_or_devices is None or isinstance(workers_or_devices, Mesh)):
         given = list(workers_or_devices)
-    if data_axis is not None and not any(isinstance(place, Mesh) for place in given):
+    named = bool(given) and all(isinstance(place, str) for place in given)
+    if mesh is not None and not named:
+        rule = "must come with names of workers, of which each has its own"
+        got = f"a mesh with {workers_or_devices!r}"
+        raise ValueError(requirement("Pipeline(mesh=...)", rule, got))
+    meshes = [place for place in (*given, mesh) if isinstance(place, Mesh)]
+    if data_axis is not None and not (named or meshes):
         rule = "must come with a list of places, of which one is a mesh"
         got = f"{data_axis!r} with {workers_or_devices!r}"
         raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
@@ -731,7 +782,7 @@ def communicator_for(
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"
         raise ValueError(requirement(call, rule, given))
-    if not all(isinstance(place, str) for place in given):
+    if not named:
         places = places_of(given, data_axis)
         return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
     agent = current_agent()
@@ -739,4 +790,5 @@ def communicator_for(
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
         raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    return WorkerCommunicator(agent, schedule, given, about)
+    place = agent.options.device if mesh is None else place_on(mesh, data_axis)
+    return WorkerCommunicator(agent, schedule, given, about, place, data_axis)

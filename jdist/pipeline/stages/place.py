@@ -74,12 +74,13 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
     places: list[Place] = []
     for worker, one in enumerate(given):
         if isinstance(one, Mesh):
-            _check_axes(worker, one)
-            axis = DATA_AXIS if data_axis is None else data_axis
-            places.append(StageMesh(one, axis if axis in one.axis_names else None))
+            _check_axes(_PLACES, one, f" for worker {worker}")
+            places.append(_with_data_axis(one, data_axis))
         elif isinstance(one, str | Sharding) or not hasattr(one, "device_kind"):
-            rule = "must be devices, meshes or names of workers"
-            raise TypeError(requirement(_PLACES, rule, f"{one!r} for worker {worker}"))
+            rule = "must be devices and meshes, or names of workers"
+            got = f"{one!r} for worker {worker}"
+            remedy = "Beside names each worker gives a mesh of its own as `mesh=`."
+            raise TypeError(requirement(_PLACES, rule, got, remedy))
         else:
             places.append(one)
     _check_data_axis(places, data_axis)
@@ -87,14 +88,40 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
     return places
 
 
-def _check_axes(worker: int, mesh: Mesh) -> None:
+def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
+    """The place of a worker on a mesh of its own.
+
+    Raises:
+      TypeError: It is no mesh.
+      ValueError: It has explicit or manual axes, or devices of other processes.
+    """
+    call = "Pipeline(mesh=...)"
+    if not isinstance(mesh, Mesh):
+        raise TypeError(requirement(call, "must be a jax.sharding.Mesh", repr(mesh)))
+    _check_axes(call, mesh)
+    here = jax.process_index()
+    others = {device.process_index for device in mesh.devices.flat} - {here}
+    if others:
+        rule = "must have devices of this process alone"
+        got = f"devices of the processes {sorted(others)} in process {here}"
+        remedy = "Make it of jax.local_devices()."
+        raise ValueError(requirement(call, rule, got, remedy))
+    return _with_data_axis(mesh, data_axis)
+
+
+def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
+    axis = DATA_AXIS if data_axis is None else data_axis
+    return StageMesh(mesh, axis if axis in mesh.axis_names else None)
+
+
+def _check_axes(call: str, mesh: Mesh, whose: str = "") -> None:
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         rule = "must be meshes with automatic axes, over which XLA divides the work"
         kinds = ", ".join(kind.name for kind in mesh.axis_types)
-        got = f"axes of type {kinds} for worker {worker}"
         remedy = "Make it by jax.sharding.Mesh(devices, names); or give jax.make_mesh "
         remedy += "axis_types=(AxisType.Auto,) * len(names)."
-        raise ValueError(requirement(_PLACES, rule, got, remedy))
+        got = f"axes of type {kinds}{whose}"
+        raise ValueError(requirement(call, rule, got, remedy))
 
 
 def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:
@@ -169,6 +196,14 @@ def moved(value: PyTree, place: Place) -> PyTree:
     return jax.tree.map(there, value)
 
 
+def received(value: PyTree, place: Place) -> PyTree:
+    """What another worker has sent, on this one's mesh if it has one.
+
+    Messages arrive on a device, which without a mesh is where they stay.
+    """
+    return moved(value, place) if isinstance(place, StageMesh) else value
+
+
 def _is_elsewhere(leaf: object, place: Place) -> bool:
     if is_shape(leaf):
         return place is not None
@@ -202,8 +237,8 @@ def _put(leaf: Any, target: Sharding) -> Any:
         devices: set[Any] = target.device_set
         others = sorted({device.process_index for device in devices})
         got = f"devices of the processes {others} in process {jax.process_index()}"
-        remedy = "Give names of rpc's workers, one in each process; or one mesh for "
-        remedy += "all stages, if they are equal."
+        remedy = "Give names of rpc's workers, one in each process, each with its own "
+        remedy += "`mesh=`; or one mesh for all stages, if they are equal."
         raise ValueError(requirement(_PLACES, rule, got, remedy))
     return jax.device_put(leaf, target)
 

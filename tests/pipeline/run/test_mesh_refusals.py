@@ -45,7 +45,7 @@ def refused(error, message, run):
 def test_what_is_no_place():
     refused(
         TypeError,
-        "must be devices, meshes or names of workers. Got 3 for worker 1",
+        "must be devices and meshes, or names of workers. Got 3 for worker 1",
         lambda: made([mesh(0, 2), 3]),
     )
     sharding = NamedSharding(mesh(0, 2), P())

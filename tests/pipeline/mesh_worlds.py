@@ -1,0 +1,148 @@
+"""What two workers with meshes of their own do in the tests."""
+
+import contextlib
+import logging
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist import optim, pipeline, rpc
+from jdist._compat import Ahead
+from tests.pipeline import mesh_models as models
+from tests.pipeline.worlds import Compiled
+
+NAMES = ["worker0", "worker1"]
+MANY = 25  # Examples enough for data axes of 2 and 3 together.
+
+
+def rank():
+    return NAMES.index(rpc.get_worker_info().name)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def made(layout, schedule="1F1B", **options):
+    """This worker's pipeline, and a function that places its parameters."""
+    chosen = models.SCHEDULES[schedule]
+    own = models.meshes(layout)[rank()]
+    pipe = pipeline.Pipeline(
+        models.stages(chosen.stages), models.losses, chosen, NAMES, mesh=own, **options
+    )
+    return pipe, lambda own: models.placed(pipe, layout, own)
+
+
+def gradient(layout, schedule, dtype):
+    """The loss, and the gradients of this worker's stages."""
+    pipe, place = made(layout, schedule)
+    own, batch, weights = models.problem(dtype=dtype)
+    params = place(own)
+    loss, grads = pipe.value_and_grad(params, batch, weights)
+    models.same_places(grads, params)
+    return on_host((loss, grads))
+
+
+def unequal(shapes):
+    """A gradient by workers whose meshes have so many devices by data and by model."""
+    devices = jax.devices()
+    own, batch, weights = models.problem(MANY)
+    size, shape = int(np.prod(shapes[0])), shapes[rank()]
+    here = devices[size:] if rank() else devices
+    mesh = None
+    if shape is not None:
+        grid = np.array(here[: int(np.prod(shape))]).reshape(shape)
+        mesh = Mesh(grid, ("data", "model"))
+    pipe = pipeline.Pipeline(
+        models.stages(2), models.losses, models.SCHEDULES["1F1B"], NAMES, mesh=mesh
+    )
+    params = models.cut(own, 2)
+    placed = pipe.place(params)
+    if mesh is not None:
+        placed = models.placed(pipe, "PP x DP x TP", own)
+    return on_host(pipe.value_and_grad(placed, batch, weights))
+
+
+def trained(layout, steps, folder=None, after=None, **options):
+    """Steps, and an evaluation; from a checkpoint if `after` names the step of one."""
+    pipe, place = made(layout, optimizer=optim.adam(lr=0.05), **options)
+    own, batch, weights = models.problem()
+    state, losses = pipe.init(place(own)), []
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            made_of = pipeline.PipelineCheckpoints(folder, pipe)
+            saved = stack.enter_context(made_of)
+            if after is not None:
+                state = saved.restore(state, after)
+        for _ in range(steps):
+            state, metrics = pipe.train_step(state, batch, weights)
+            losses.append(float(metrics.loss))
+            if folder is not None and after is None:
+                saved.save(state)
+    found = pipe.evaluate(state, batch, weights)
+    return losses, on_host((state.params, found.loss))
+
+
+def compiled_programs(layout):
+    """Programs that are compiled before and in a first step, and in a second one."""
+    jax.clear_caches()
+    told, compile_all = Compiled(), Ahead.compile
+
+    def compile_and_say(traced):
+        compile_all(traced)
+        told.names.append("all")
+
+    pipe, place = made(layout)
+    own, batch, weights = models.problem()
+    params = place(own)
+    logging.getLogger("jax").addHandler(told)
+    try:
+        with mock.patch.object(Ahead, "compile", compile_and_say), jax.log_compiles():
+            pipe.value_and_grad(params, batch, weights)
+            told.names.append("first")
+            pipe.value_and_grad(params, batch, weights)
+    finally:
+        logging.getLogger("jax").removeHandler(told)
+    return told.names
+
+
+def refusal(data_axis, with_mesh):
+    """What a pipeline with such a data axis says at its first call."""
+    mesh = models.meshes("PP x DP")[rank()] if with_mesh else None
+    pipe = pipeline.Pipeline(
+        models.stages(2),
+        models.losses,
+        models.SCHEDULES["1F1B"],
+        NAMES,
+        mesh=mesh,
+        data_axis=data_axis,
+    )
+    own, batch, weights = models.problem()
+    try:
+        pipe.value_and_grad(models.cut(own, 2), batch, weights)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def wrong_meshes():
+    """What is said of meshes that cannot be."""
+    explicit = jax.make_mesh(
+        (2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    own = models.meshes("PP x DP")
+    said = []
+    for names, mesh in ((NAMES, explicit), (NAMES, "mesh"), (own, own[0])):
+        try:
+            pipeline.Pipeline(
+                models.stages(2),
+                models.losses,
+                models.SCHEDULES["1F1B"],
+                names,
+                mesh=mesh,
+            )
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,106 @@
+"""Workers in several processes, each of which has a mesh of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import optim
+from tests.pipeline import mesh_models as models
+from tests.pipeline import mesh_worlds as worlds
+from tests.rpc.hosts import results
+
+WIDE = "PP x DP x TP"
+
+
+def on_each(cluster, body, *args, **options):
+    """Of the first two workers; results by rank."""
+    return results([cluster.start(rank, body, *args, **options) for rank in range(2)])
+
+
+def same_bits(found, expected):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def together(found):
+    """The loss, and the gradients of the stages of all workers."""
+    losses = [loss for loss, _ in found]
+    assert losses[0] == losses[1]
+    stages = zip(*(grads for _, grads in found), strict=True)
+    return losses[0], [next(g for g in each if g is not None) for each in stages]
+
+
+@pytest.mark.parametrize("schedule", models.SCHEDULES)
+@pytest.mark.parametrize("layout", [name for name in models.LAYOUTS if name != "PP"])
+def test_bits_are_those_of_meshes_in_one_process(cluster, layout, schedule):
+    found = together(on_each(cluster, worlds.gradient, layout, schedule, np.float32))
+    own, batch, weights = models.problem()
+    pipe, place = models.made(layout, schedule)
+    same_bits(found, pipe.value_and_grad(place(own), batch, weights))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float64])
+def test_gradient_of_the_whole_batch(processes, dtype):
+    own, batch, weights = models.problem(dtype=dtype)
+    loss, grads = together(on_each(processes, worlds.gradient, WIDE, "1F1B", dtype))
+    given = {"workers": lambda own, batch: (loss, models.joined(grads))}
+    judge = models.judge("mean")
+    judge(own, batch, given, weights=weights, seed=None).raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 2), (4, 1)), ((3, 1), (2, 2)), ((2, 1), None)], ids=str
+)
+def test_workers_may_have_different_meshes(cluster, shapes):
+    """Or none: micro-batches are cut for all of them alike."""
+    own, batch, weights = models.problem(worlds.MANY)
+    loss, grads = together(on_each(cluster, worlds.unequal, shapes))
+    given = {"workers": lambda own, batch: (loss, models.joined(grads))}
+    judge = models.judge("mean")
+    judge(own, batch, given, weights=weights, seed=None).raise_if_failed()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}], ids=["plain", "clipped"])
+def test_training_has_the_bits_of_one_process(processes, options):
+    found = on_each(processes, worlds.trained, WIDE, 3, **options)
+    own, batch, weights = models.problem()
+    pipe, place = models.made(WIDE, optimizer=optim.adam(lr=0.05), **options)
+    state, losses = pipe.init(place(own)), []
+    for _ in range(3):
+        state, metrics = pipe.train_step(state, batch, weights)
+        losses.append(float(metrics.loss))
+    expected = pipe.evaluate(state, batch, weights).loss
+    for rank, (told, (params, loss)) in enumerate(found):
+        assert told == losses
+        same_bits((params[rank], loss), (state.params[rank], expected))
+
+
+def test_a_checkpoint_is_restored_on_other_meshes(processes, tmp_path):
+    folder = str(tmp_path)
+    losses = on_each(processes, worlds.trained, WIDE, 4, folder)[0][0]
+    for layout in ("PP x DP", "PP x TP"):
+        again = on_each(processes, worlds.trained, layout, 2, folder, 2)[0][0]
+        np.testing.assert_allclose(again, losses[2:], rtol=1e-5)
+
+
+def test_all_programs_are_compiled_before_the_first_micro_batch(processes):
+    for names in on_each(processes, worlds.compiled_programs, WIDE):
+        before, after = names[: names.index("all")], names[names.index("all") + 1 :]
+        assert len(before) >= 2
+        assert after == ["first"]
+
+
+def test_a_data_axis_that_no_worker_has(cluster):
+    said = on_each(cluster, worlds.refusal, "rows", True)
+    message = "must be an axis of one of the workers' meshes. Got 'rows', where the axe"
+    assert all(message in text for text in said)
+    said = on_each(cluster, worlds.refusal, "rows", False)
+    assert all("Got 'rows', where the axes are []" in text for text in said)
+
+
+def test_meshes_that_cannot_be(cluster):
+    explicit, text, places = cluster.run(0, worlds.wrong_meshes)
+    assert "`Pipeline(mesh=...)` must be meshes with automatic axes" in explicit
+    assert "`Pipeline(mesh=...)` must be a jax.sharding.Mesh. Got 'mesh'." in text
+    assert "`Pipeline(mesh=...)` must come with names of workers, of which" in places
