@@ -6,7 +6,8 @@ is divided by hand; here weights have shardings, and the layers are those of one
 The model is smaller and in a pipeline, and learns the bytes of Python's own sources. A
 sequence that padding fills up counts by its tokens.
 
-    python examples/language_model.py
+    python examples/language_model.py                                 # eight devices
+    python -m jdist.launch --nproc 2 examples/language_model.py       # two hosts of four
 """
 
 import math
@@ -24,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jdist import optim, pipeline
+from jdist import optim, pipeline, rpc
 
 FILES = ("bisect.py", "heapq.py", "queue.py", "shlex.py", "textwrap.py")
 LENGTH, SEQUENCES, MICRO_BATCHES, LR = 32, 16, 4, 3e-3
@@ -189,10 +190,12 @@ def pipelined(
 # --- training ---
 
 
-def train(places: Sequence[Mesh], schedule: pipeline.Schedule, steps: int) -> Any:
-    """Returns the losses and the trained layers."""
-    opt = optim.adam(lr=LR)
-    pipe, made = pipelined(layers(Sizes()), schedule, places, optimizer=opt)
+def train(
+    places: Sequence[Any], schedule: pipeline.Schedule, steps: int, **options: Any
+) -> Any:
+    """Returns the losses and a function that makes the trained layers."""
+    options["optimizer"] = optim.adam(lr=LR)
+    pipe, made = pipelined(layers(Sizes()), schedule, places, **options)
     specs = jax.tree_util.tree_map_with_path(spec, made.params)
     params = pipe.place(made.params, specs)
     state = pipe.init(params, made.states, jax.random.key(0))
@@ -200,11 +203,19 @@ def train(places: Sequence[Mesh], schedule: pipeline.Schedule, steps: int) -> An
     for batch in batches(steps):
         state, metrics = pipe.train_step(state, batch, batch["mask"].sum(1))
         losses.append(float(metrics.loss))
-    return losses, made.modules(state.params, state.states)
+    return losses, lambda: made.modules(state.params, state.states)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)  # before JAX is used; else it is one
-    places = meshes(jax.devices(), (2, 2, 2))
-    losses, _ = train(places, pipeline.one_f_one_b(2, MICRO_BATCHES), 30)
-    print("losses", *(f"{loss:.3f}" for loss in losses))
+    schedule, rank = pipeline.one_f_one_b(2, MICRO_BATCHES), os.environ.get("RANK")
+    # Before JAX is used; else a CPU is one device.
+    jax.config.update("jax_num_cpu_devices", 8 if rank is None else 4)
+    if rank is None:
+        losses, _ = train(meshes(jax.devices(), (2, 2, 2)), schedule, 30)
+    else:  # a process for each stage
+        rpc.init_rpc(f"worker{rank}")
+        (own,) = meshes(jax.local_devices(), (1, 2, 2))
+        losses, _ = train(["worker0", "worker1"], schedule, 30, mesh=own)
+        rpc.shutdown()
+    if rank in (None, "0"):
+        print("losses", *(f"{loss:.3f}" for loss in losses))

@@ -429,7 +429,8 @@ def test_language_model():
     """On meshes of 2 x 2 for two stages: one device's losses and layers, in float32."""
     example, steps = language_model, 3
     places = example.meshes(jax.devices(), (2, 2, 2))
-    losses, layers = example.train(places, pipeline.zero_bubble(2, 4), steps)
+    losses, made = example.train(places, pipeline.zero_bubble(2, 4), steps)
+    layers = made()
     model = nnx.List(example.layers(example.Sizes()))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -451,6 +452,19 @@ def test_language_model():
     for layer in layers:
         nnx.update(layer, jax.tree.map(np.asarray, nnx.state(layer, nnx.Param)))
     np.testing.assert_allclose(loss_with(layers, data[-1]), expected[-1], rtol=1e-5)
+
+
+def test_the_language_model_over_two_processes(tmp_path):
+    """Its losses are those of one process, in which it is judged above."""
+    example, steps = language_model, 30
+    places = example.meshes(jax.devices(), (2, 2, 2))
+    schedule = pipeline.one_f_one_b(2, example.MICRO_BATCHES)
+    losses, _ = example.train(places, schedule, steps)
+    command = ["-m", "jdist.launch", "--nproc", "2", "examples/language_model.py"]
+    output, _ = run(command, tmp_path)
+    (told,) = [line for line in output.splitlines() if "losses" in line]
+    found = [float(text) for text in told.split("losses ")[1].split()]
+    np.testing.assert_allclose(found, losses, atol=1e-3)  # Three digits are printed.
 
 
 def test_replicas_that_die_leave_the_whole_batchs_gradient(tmp_path):
