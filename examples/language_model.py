@@ -6,8 +6,8 @@ is divided by hand; here weights have shardings, and the layers are those of one
 The model is smaller and in a pipeline, and learns the bytes of Python's own sources. A
 sequence that padding fills up counts by its tokens.
 
-    python examples/language_model.py                                 # eight devices
-    python -m jdist.launch --nproc 2 examples/language_model.py       # two hosts of four
+    python examples/language_model.py                            # eight devices
+    python -m jdist.launch --nproc 2 examples/language_model.py  # two hosts of four
 """
 
 import math
