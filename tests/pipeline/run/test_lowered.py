@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, rpc
+from jdist.pipeline.run.executor import CallInputs
 from tests.pipeline import spmd_models
 from tests.pipeline.models import losses, problem, stages
 
@@ -183,7 +184,8 @@ def test_one_program_from_shapes_gives_the_same_bits(max_norm):
     names = ["all stages: gradient", "stage 0: update", "stage 1: update"]
     assert list(found) == names
     compiled = {name: lowered.compile() for name, lowered in found.items()}
-    program, arguments = pipe.executor._prepared(pipe.place(params), batch, weights)
+    given = CallInputs(pipe.place(params), batch, weights, [None] * 2)
+    program, arguments = pipe.executor._prepared(given, unrounded=False)
     assert program.run.lower(*arguments).as_text() == found[names[0]].as_text()
     loss, grads, _ = compiled[names[0]](*arguments)
     expected, of_stages = pipe.value_and_grad(pipe.place(params), batch, weights)
