@@ -161,7 +161,7 @@ def meshes(layout, count=2):
     """For each worker a mesh of devices of its own."""
     shape, names = LAYOUTS[layout]
     size = int(np.prod(shape))
-    devices = jax.devices()[: count * size]
+    devices = jax.local_devices()[: count * size]
     return [
         Mesh(np.array(devices[k * size : (k + 1) * size]).reshape(shape), names)
         for k in range(count)

@@ -2,6 +2,9 @@
 
 import contextlib
 import logging
+import os
+import signal
+import time
 from unittest import mock
 
 import jax
@@ -12,6 +15,7 @@ from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
 from tests.pipeline import mesh_models as models
 from tests.pipeline.worlds import Compiled
+from tests.rpc.hosts import become_worker
 
 NAMES = ["worker0", "worker1"]
 MANY = 25  # Examples enough for data axes of 2 and 3 together.
@@ -43,6 +47,26 @@ def gradient(layout, schedule, dtype):
     loss, grads = pipe.value_and_grad(params, batch, weights)
     models.same_places(grads, params)
     return on_host((loss, grads))
+
+
+def gradient_in_a_group(*args):
+    """`gradient`, and what is said of a mesh over the devices of both processes."""
+    become_worker()
+    try:
+        found = gradient(*args)
+        both = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
+        try:
+            pipeline.Pipeline(
+                models.stages(2),
+                models.losses,
+                models.SCHEDULES["1F1B"],
+                NAMES,
+                mesh=both,
+            )
+        except ValueError as error:
+            return *found, str(error)
+    finally:
+        rpc.shutdown()
 
 
 def unequal(shapes):
@@ -106,6 +130,27 @@ def compiled_programs(layout):
     finally:
         logging.getLogger("jax").removeHandler(told)
     return told.names
+
+
+def until_the_other_dies(layout):
+    """Steps until one fails; what it failed with."""
+    pipe, place = made(layout)
+    own, batch, weights = models.problem()
+    params = place(own)
+    while True:
+        try:
+            pipe.value_and_grad(params, batch, weights)
+        except rpc.WorkerLost as error:
+            return error.worker, str(error)
+
+
+def dies_after_a_step(layout):
+    """While the other is in the next one."""
+    pipe, place = made(layout)
+    own, batch, weights = models.problem()
+    pipe.value_and_grad(place(own), batch, weights)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refusal(data_axis, with_mesh):

@@ -8,7 +8,7 @@ import pytest
 from jdist import optim
 from tests.pipeline import mesh_models as models
 from tests.pipeline import mesh_worlds as worlds
-from tests.rpc.hosts import results
+from tests.rpc.hosts import become_worker, results
 
 WIDE = "PP x DP x TP"
 
@@ -38,6 +38,19 @@ def test_bits_are_those_of_meshes_in_one_process(cluster, layout, schedule):
     own, batch, weights = models.problem()
     pipe, place = models.made(layout, schedule)
     same_bits(found, pipe.value_and_grad(place(own), batch, weights))
+
+
+def test_workers_of_a_jax_group_have_the_same_bits(pair):
+    """Processes of `jax.distributed`, each with a mesh of its own devices."""
+    found = pair.everywhere(worlds.gradient_in_a_group, WIDE, "1F1B", np.float32)
+    for rank, (_, _, said) in enumerate(found):
+        assert "`Pipeline(mesh=...)` must have devices of this process alone" in said
+        assert f"devices of the processes [{1 - rank}] in process {rank}" in said
+        assert "Make it of jax.local_devices()" in said
+    own, batch, weights = models.problem()
+    pipe, place = models.made(WIDE)
+    expected = pipe.value_and_grad(place(own), batch, weights)
+    same_bits(together([each[:2] for each in found]), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float64])
@@ -89,6 +102,17 @@ def test_all_programs_are_compiled_before_the_first_micro_batch(processes):
         before, after = names[: names.index("all")], names[names.index("all") + 1 :]
         assert len(before) >= 2
         assert after == ["first"]
+
+
+def test_a_killed_worker_is_named(fresh_hosts):
+    group = fresh_hosts(2)
+    group.everywhere(become_worker, heartbeat_timeout=600.0)
+    task = group.start(0, worlds.until_the_other_dies, WIDE)
+    group.start(1, worlds.dies_after_a_step, WIDE)
+    group.alive.discard(1)
+    name, text = task.result()
+    assert name == "worker1"
+    assert "value_and_grad, call 1 of a pipeline" in text
 
 
 def test_a_data_axis_that_no_worker_has(cluster):
