@@ -216,3 +216,43 @@ def candidate(layout, schedule, weights, **options):
 def same_places(found, like):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, b.ndim), (a.sharding, b.sharding)
+
+
+def normalized(params, state, x, key):
+    """Statistics over the examples, which padding would change; then dropout."""
+    mean = x.mean(0)
+    h = (x - mean[None]) @ params["w"]
+    # The compiler would divide the second over the model axis, as it does h.
+    after = {"mean": mean, "square": (h * h).mean(0)}
+    state = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, state, after)
+    return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0.0), state
+
+
+def read_out(params, h):
+    return jnp.tanh(h) @ params["w"]
+
+
+def with_aux(y, batch):
+    found = ((y - batch["target"]) ** 2).sum(-1)
+    return found, {"largest": found.max()}
+
+
+def stateful(places=None, **options):
+    """Stages with a state, a key and an auxiliary output."""
+    made_of = [
+        pipeline.Stage(normalized, ("x",), ("h",), stateful=True, keyed=True),
+        pipeline.Stage(read_out, ("h",), ("y",)),
+    ]
+    schedule = pipeline.one_f_one_b(2, 3)
+    return pipeline.Pipeline(
+        made_of, with_aux, schedule, places, has_aux=True, **options
+    )
+
+
+def stateful_problem():
+    """Their parameters and states, a batch and weights."""
+    rng = np.random.default_rng(4)
+    params = [{"w": rng.normal(size=(4, 6))}, {"w": rng.normal(size=(6, 2))}]
+    states = [{"mean": rng.normal(size=4), "square": rng.normal(size=6)}, None]
+    batch = {"x": rng.normal(size=(11, 4)), "target": rng.normal(size=(11, 2))}
+    return params, states, batch, rng.uniform(0.1, 2, 11)

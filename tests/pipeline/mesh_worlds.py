@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
@@ -130,6 +131,49 @@ def compiled_programs(layout):
     finally:
         logging.getLogger("jax").removeHandler(told)
     return told.names
+
+
+def replicas(places, **options):
+    """DualPipeV: both workers run both stages, each with half of the micro-batches."""
+    own, batch, weights = models.problem()
+    schedule = pipeline.dualpipe_v(2, 4)
+    pipe = pipeline.Pipeline(
+        models.stages(4), models.losses, schedule, places, **options
+    )
+    params = models.placed(pipe, "PP x DP x TP", own)
+    return pipe.value_and_grad(params, batch, weights)
+
+
+def states_and_keys(places, **options):
+    """With auxiliary outputs, too."""
+    params, states, batch, weights = models.stateful_problem()
+    pipe = models.stateful(places, **options)
+    given = pipe.place(params, [{"w": P(None, "model")}, {"w": P("model")}])
+    kept = pipe.place(states, [{"mean": P("model"), "square": None}, None])
+    key = jax.random.key(7)
+    return pipe.value_and_grad(given, batch, weights, states=kept, key=key)
+
+
+def weight_stashing(places, **options):
+    """An epoch of updates while micro-batches are under way; of odd sizes, too."""
+    options |= {"optimizer": optim.adam(lr=0.05), "policy": "stashing"}
+    made_of = [pipeline.Stage(s.fn, s.inputs, s.outputs) for s in models.stages(2)]
+    pipe = pipeline.PipeDream(made_of, models.losses, places, **options)
+    params = models.placed(pipe, "PP x DP x TP", models.problem()[0])
+    batches = [models.problem(n, seed=n)[1:] for n in (4, 3, 4, 6)]
+    state, metrics = pipe.train_epoch(pipe.init(params), batches)
+    return metrics.losses, state.params
+
+
+FEATURES = {
+    each.__name__: each for each in (replicas, states_and_keys, weight_stashing)
+}
+
+
+def feature(name):
+    """What this worker gets of it."""
+    own = models.meshes("PP x DP x TP")[rank()]
+    return on_host(FEATURES[name](NAMES, mesh=own))
 
 
 def until_the_other_dies(layout):

@@ -23,6 +23,14 @@ def same_bits(found, expected):
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
+def by_path(tree):
+    """The leaves that are there."""
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def together(found):
     """The loss, and the gradients of the stages of all workers."""
     losses = [loss for loss, _ in found]
@@ -87,6 +95,18 @@ def test_training_has_the_bits_of_one_process(processes, options):
     for rank, (told, (params, loss)) in enumerate(found):
         assert told == losses
         same_bits((params[rank], loss), (state.params[rank], expected))
+
+
+@pytest.mark.parametrize("name", worlds.FEATURES)
+def test_features_have_the_bits_of_one_process(processes, name):
+    """Every value is on one worker at least, and the same on all that have it."""
+    expected = by_path(worlds.on_host(worlds.FEATURES[name](models.meshes(WIDE))))
+    seen = set()
+    for found in on_each(processes, worlds.feature, name):
+        for path, leaf in by_path(found).items():
+            same_bits(leaf, expected[path])
+            seen.add(path)
+    assert seen == expected.keys()
 
 
 def test_a_checkpoint_is_restored_on_other_meshes(processes, tmp_path):

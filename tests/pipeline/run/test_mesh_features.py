@@ -21,6 +21,8 @@ from tests.pipeline.mesh_models import (
     problem,
     same_places,
     stages,
+    stateful,
+    stateful_problem,
 )
 
 WIDE = "PP x DP x TP"
@@ -205,42 +207,6 @@ def test_evaluation():
 
 
 # --- states, keys, auxiliary outputs ---
-
-
-def normalized(params, state, x, key):
-    """Statistics over the examples, which padding would change; then dropout."""
-    mean = x.mean(0)
-    h = (x - mean[None]) @ params["w"]
-    # The compiler would divide the second over the model axis, as it does h.
-    after = {"mean": mean, "square": (h * h).mean(0)}
-    state = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, state, after)
-    return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0.0), state
-
-
-def read_out(params, h):
-    return jnp.tanh(h) @ params["w"]
-
-
-def with_aux(y, batch):
-    found = ((y - batch["target"]) ** 2).sum(-1)
-    return found, {"largest": found.max()}
-
-
-def stateful(places=None, **options):
-    made = [
-        pipeline.Stage(normalized, ("x",), ("h",), stateful=True, keyed=True),
-        pipeline.Stage(read_out, ("h",), ("y",)),
-    ]
-    schedule = pipeline.one_f_one_b(2, 3)
-    return pipeline.Pipeline(made, with_aux, schedule, places, has_aux=True, **options)
-
-
-def stateful_problem():
-    rng = np.random.default_rng(4)
-    params = [{"w": rng.normal(size=(4, 6))}, {"w": rng.normal(size=(6, 2))}]
-    states = [{"mean": rng.normal(size=4), "square": rng.normal(size=6)}, None]
-    batch = {"x": rng.normal(size=(11, 4)), "target": rng.normal(size=(11, 2))}
-    return params, states, batch, rng.uniform(0.1, 2, 11)
 
 
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
