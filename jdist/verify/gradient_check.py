@@ -48,6 +48,9 @@ Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 # By how much the draws are multiplied before anything is condemned.
 SECOND_LOOK = 16
 
+# Of how many failing leaves the uses are looked at: each traces the loss again.
+EXPLAINED = 8
+
 # How often a failing candidate is called, to see whether it repeats itself.
 CALLS = 3
 
@@ -249,7 +252,7 @@ def prepared(
                 notes += unsure
                 if peers.size == 1:
                     notes += _uses(
-                        lambda p: scalar(p, batch, weights), params, found, rows
+                        lambda p: scalar(p, batch, weights), params, condemned, second
                     )
             report = Report(rows, measured.oracle, notes + looseness(rows))
             return agreed(report, peers)
@@ -260,24 +263,31 @@ def prepared(
 
 
 def _uses(
-    scalar: Callable[[PyTree], jax.Array],
+    loss: Callable[[PyTree], jax.Array],
     params: PyTree,
     found: Mapping[str, tuple[Any, Any]],
     rows: Sequence[LeafReport],
 ) -> tuple[str, ...]:
-    """A note on each failing leaf whose gradient lacks or repeats some of its uses."""
+    """Notes on failing leaves that lack some of their uses, or have some twice."""
     leaves = named_leaves(params)
     notes: tuple[str, ...] = ()
-    for row in rows:
-        if not row.ratio > 1 or row.path not in leaves:
-            continue
-        gradient = named_leaves(found[row.candidate][1]).get(row.path)
-        if gradient is None or jnp.iscomplexobj(gradient):
-            continue
-        if np.shape(gradient) != np.shape(leaves[row.path]):
-            continue
-        if counts := uses_counted(scalar, params, row.path, np.asarray(gradient)):
-            notes += (f"{row.candidate}: {row.path}: it counts its uses so: {counts}",)
+    for name, (_, gradient) in found.items():
+        own = named_leaves(gradient)
+        failing = {
+            row.path: own[row.path]
+            for row in rows
+            if row.candidate == name
+            and row.problem
+            and row.ratio > 1  # A number that is wrong, and none that is missing.
+            and row.path in leaves
+            and not jnp.iscomplexobj(own[row.path])
+        }
+        few = dict(islice(failing.items(), EXPLAINED))
+        counts = uses_counted(loss, params, few) if few else {}
+        notes += tuple(
+            f"{name}: {path}: it counts its uses so: {words}"
+            for path, words in counts.items()
+        )
     return notes
 
 

@@ -10,7 +10,7 @@ squares finds the counts c_k: a right one has all of them 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, repeat
 from typing import Any, NamedTuple
 
@@ -49,24 +49,35 @@ class _Parameter(NamedTuple):
 
 
 def uses_counted(
-    fn: Callable[[PyTree], jax.Array], params: PyTree, path: str, gradient: np.ndarray
-) -> str:
-    """How often a gradient counts each use of a parameter; empty if that is not it.
+    fn: Callable[[PyTree], jax.Array], params: PyTree, gradients: Mapping[str, Any]
+) -> dict[str, str]:
+    """How often gradients count each use of their parameters.
 
     Args:
       fn: The scalar loss, as a function of the parameters.
       params: Pytree.
-      path: Of a floating leaf of them.
-      gradient: What was found for it.
+      gradients: What was found for some of its floating leaves, by path.
 
     Returns:
-      Words such as "gather once, dot_general 0 times", by the operations that use it.
+      By path, words such as "gather once, dot_general 0 times", by the operations that
+      use the parameter; of those leaves alone where this explains the gradient.
     """
-    place = list(named_leaves(params)).index(path)
     leaves, structure = jax.tree.flatten(params)
+    paths = [path for path, leaf in named_leaves(params).items() if leaf is not None]
     program = jax.make_jaxpr(lambda *own: fn(jax.tree.unflatten(structure, own)))(
         *leaves
     )
+    found = {
+        path: _counted(program, leaves, paths.index(path), np.asarray(gradient))
+        for path, gradient in gradients.items()
+    }
+    return {path: words for path, words in found.items() if words}
+
+
+def _counted(
+    program: ClosedJaxpr, leaves: Sequence[Any], place: int, gradient: np.ndarray
+) -> str:
+    """The words about one leaf; empty if its uses explain nothing."""
     names: list[str] = []
 
     def loss(copies: Iterator[jax.Array]) -> jax.Array:
