@@ -223,9 +223,12 @@ class PipelineMailbox:
     ) -> float | None:
         """For how long this worker has waited in a call; None if it is not in it.
 
-        One that is still in the call before will come.
+        One that is still in the call before will come; one that has given the call up
+        will do nothing for it any more, and its news of that is on its way.
         """
         pipeline, asked = body
+        if asked <= self.done.get(pipeline, -1):
+            return math.inf
         number, since = self.under_way.get(pipeline, (math.inf, None))
         if number > asked:
             return None

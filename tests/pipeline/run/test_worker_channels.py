@@ -117,6 +117,18 @@ def test_workers_that_all_wait_give_up(threads, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_outputs")
+def test_a_worker_that_has_given_up_was_in_the_call(threads, monkeypatch):
+    """The others ask it before they hear of that: here they never do."""
+    monkeypatch.setattr(PipelineMailbox, "_fail", lambda *message: None)
+    monkeypatch.setattr(slow, "TIMEOUT", 6.5)
+    tasks = [threads.start(rank, slow.steps, slow.NAMES) for rank in range(3)]
+    for task in tasks:
+        with pytest.raises(rpc.RpcTimeout, match="call 1 of a pipeline") as raised:
+            task.result()
+        assert "Not in the call" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("no_outputs")
 def test_a_worker_that_is_lost_when_it_is_asked(threads, monkeypatch):
     """Its connection closes before the group knows that it is gone."""
 
