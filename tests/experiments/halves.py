@@ -1,46 +1,45 @@
-"""Every experiment's quick form holds, from a fresh process and a plain environment."""
+"""The quick forms of all experiments, in halves: files of tests run side by side."""
 
 import functools
 
-import pytest
-
 from experiments import _runner
 from tests.experiments.quick import check_held, run_quick
-
-pytestmark = pytest.mark.optimized
 
 # Run and looked at more closely by test_main_job.py.
 OTHERS = [name for name in _runner.names() if name != "data_parallel_equivalence"]
 # A process for several of them imports JAX, Flax and Matplotlib once. One for all would
 # take longer than a single test may.
-PROCESSES = 7
+PROCESSES = 8
 GROUPS = [OTHERS[number::PROCESSES] for number in range(PROCESSES)]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """`run(group)`: what its process said, and the folder of its results."""
-
-    @functools.cache
-    def run(number):
-        folder = tmp_path_factory.mktemp("results")
-        return run_quick(folder, *GROUPS[number]), folder
-
-    return run
+def numbers(half):
+    """The processes of a half."""
+    return range(half, PROCESSES, 2)
 
 
-@pytest.mark.parametrize("number", range(PROCESSES))
-def test_the_command_ends_well(run, number):
+def names(half):
+    """The experiments of a half."""
+    return [name for number in numbers(half) for name in GROUPS[number]]
+
+
+@functools.cache
+def ran(folders, number):
+    """What a process said, and the folder of its results; it is run once."""
+    folder = folders.mktemp("results")
+    return run_quick(folder, *GROUPS[number]), folder
+
+
+def check_end(folders, number):
     """With exit status 0, the last experiment's line at the end, and the page."""
-    done, folder = run(number)
+    done, folder = ran(folders, number)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("Proved in ")
     assert (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_quick_form_holds(run, name):
+def check_quick_form(folders, name):
     """A line at its end, JSON and pictures."""
-    done, folder = run(OTHERS.index(name) % PROCESSES)
+    done, folder = ran(folders, OTHERS.index(name) % PROCESSES)
     check_held(done, folder, name)
     assert list(folder.glob(f"{name}-*.png"))

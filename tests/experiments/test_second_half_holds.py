@@ -1,0 +1,17 @@
+"""The quick forms of the second half of the experiments hold, in fresh processes."""
+
+import pytest
+
+from tests.experiments.halves import check_end, check_quick_form, names, numbers
+
+pytestmark = pytest.mark.optimized
+
+
+@pytest.mark.parametrize("number", numbers(1))
+def test_the_command_ends_well(tmp_path_factory, number):
+    check_end(tmp_path_factory, number)
+
+
+@pytest.mark.parametrize("name", names(1))
+def test_the_quick_form_holds(tmp_path_factory, name):
+    check_quick_form(tmp_path_factory, name)
