@@ -1,7 +1,5 @@
 """The quick forms of all experiments, in halves: files of tests run side by side."""
 
-import functools
-
 from experiments import _runner
 from tests.experiments.quick import check_held, run_quick
 
@@ -11,6 +9,8 @@ OTHERS = [name for name in _runner.names() if name != "data_parallel_equivalence
 # take longer than a single test may.
 PROCESSES = 8
 GROUPS = [OTHERS[number::PROCESSES] for number in range(PROCESSES)]
+
+_ran = {}
 
 
 def numbers(half):
@@ -23,11 +23,12 @@ def names(half):
     return [name for number in numbers(half) for name in GROUPS[number]]
 
 
-@functools.cache
 def ran(folders, number):
     """What a process said, and the folder of its results; it is run once."""
-    folder = folders.mktemp("results")
-    return run_quick(folder, *GROUPS[number]), folder
+    if number not in _ran:
+        folder = folders.mktemp("results")
+        _ran[number] = run_quick(folder, *GROUPS[number]), folder
+    return _ran[number]
 
 
 def check_end(folders, number):
