@@ -48,6 +48,7 @@ from jdist._compat.shards import (
     after,
     laid_out,
     map_shards,
+    shards_of,
     tracks_varying_axes,
     varying_axes,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "require_backend",
     "rewritten",
     "set_cpu_device_count",
+    "shards_of",
     "thread_pool_size",
     "trace",
     "trace_context",

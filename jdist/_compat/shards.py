@@ -65,6 +65,15 @@ def map_shards(
     return resharded
 
 
+def shards_of(array: jax.Array) -> list[jax.Array]:
+    """The data on each device of this process, in the order of its sharding's devices.
+
+    `addressable_shards` also makes what is not wanted here, an index of each: 160 us
+    against 24 for an array that is whole on 8 devices.
+    """
+    return list(array._arrays)  # type: ignore[attr-defined]
+
+
 def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
     """`array`, bit for bit, but never before `earlier` has been computed."""
     if not array.size or not earlier.size:

@@ -41,7 +41,13 @@ from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
-from jdist.pipeline.stages.place import moved, resident, sharded, undivided
+from jdist.pipeline.stages.place import (
+    moved,
+    resident,
+    sharded,
+    stage_axis_of,
+    undivided,
+)
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
 from jdist.pipeline.weight_stashing.batch_stream import Supply
@@ -79,8 +85,9 @@ class Pipeline:
         process, or names of rpc's workers, each of which makes the same pipeline and
         calls it. On a mesh of its own a stage is divided by the shardings of its
         parameters and the data axis. By default all stages are on JAX's default device.
-        Or not a list but a mesh with one axis of devices, of one process or several:
-        then equal stages run as one SPMD program.
+        Or not a list but one mesh of devices, of one process or several: then equal
+        stages run as one SPMD program, along the mesh's axis of stages. Over its
+        further axes a stage is divided as on a mesh of its own.
       optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
@@ -97,6 +104,8 @@ class Pipeline:
       mesh: With names of workers: this worker's own mesh, of devices of its process,
         on which its stages are; None for the device of the worker. Those of others may
         have other axes.
+      stage_axis: Of one mesh, the axis along which the workers are; it is as long as
+        the schedule has workers. None: "stage", or the only axis.
       overlap: In one SPMD program: whether messages are under way while the next
         actions run. They then cost no time, unless a link is slower than an action, and
         each arrives a clock later: for schedules with twice as many micro-batches in
@@ -144,6 +153,7 @@ class Pipeline:
         has_aux: bool = False,
         data_axis: str | None = None,
         mesh: Mesh | None = None,
+        stage_axis: str | None = None,
         overlap: bool = False,
     ) -> None:
         # Wrong arguments are refused before anything is compiled or any worker met.
@@ -162,7 +172,7 @@ class Pipeline:
             rule = "must be False where each stage has programs of its own"
             remedy = "There messages are under way beside the actions as it is."
             raise ValueError(requirement("Pipeline(overlap=...)", rule, True, remedy))
-        self._overlap = overlap
+        self._overlap, self._stage_axis = overlap, stage_axis
         self._tied = None if in_one else tied_of(self.stages)
         if schedule.update_policy is not None:
             self._check_epochs(schedule.update_policy, reduction, in_one)
@@ -172,7 +182,7 @@ class Pipeline:
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
         # Workers number their pipelines here: one that was refused must not count.
-        made_of = schedule, workers_or_devices, about, data_axis, mesh
+        made_of = schedule, workers_or_devices, about, data_axis, mesh, stage_axis
         self.communicator = communicator_for(*made_of)
         self._places = self.communicator.places
         self.executor = self._executor(workers_or_devices)
@@ -194,8 +204,9 @@ class Pipeline:
             each = None if self._optimizer is None else self._optimizers
             return EpochExecutor(programs, self._tied, each, self._max_norm)
         if isinstance(where, Mesh):
+            axis = stage_axis_of(where, self._stage_axis, self.schedule.workers)
             with_square = self._max_norm is not None
-            return OneProgramExecutor(programs, where, with_square, self._overlap)
+            return OneProgramExecutor(programs, where, axis, with_square, self._overlap)
         return ScheduleExecutor(programs, self.schedule, self._tied)
 
     @cached_property

@@ -21,7 +21,14 @@ from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.place import Place, common_parts, devices_of, moved
+from jdist.pipeline.stages.place import (
+    Place,
+    common_parts,
+    devices_of,
+    moved,
+    places_along,
+    stage_axis_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,24 +98,27 @@ class Places:
                 raise ValueError(requirement(call, rule, got, remedy))
 
 
-def places_on(schedule: Schedule, mesh: Mesh) -> Places:
-    """The workers of a schedule on the devices of a mesh, in order.
+def places_on(
+    schedule: Schedule, mesh: Mesh, stage_axis: str | None, data_axis: str | None
+) -> Places:
+    """The workers of a schedule along an axis of a mesh, in order.
 
     Raises:
-      ValueError: The mesh has not one axis as long as there are workers, or no device
-        of this process.
+      ValueError: What `stage_axis_of` and `places_along` raise; or the mesh has no
+        device of this process.
     """
-    call = "Pipeline(mesh)"
-    if mesh.devices.shape != (schedule.workers,):
-        rule = f"must have one axis, of the schedule's {schedule.workers} workers"
-        raise ValueError(requirement(call, rule, dict(mesh.shape)))
-    devices = list(mesh.devices)
-    here = jax.process_index()
-    own = [rank for rank, one in enumerate(devices) if one.process_index == here]
+    axis = stage_axis_of(mesh, stage_axis, schedule.workers)
+    places, here = places_along(mesh, axis, data_axis), jax.process_index()
+    own = [
+        rank
+        for rank, place in enumerate(places)
+        if any(device.process_index == here for device in devices_of(place))
+    ]
     if not own:
         rule = "must have a device of each process that calls it"
-        raise ValueError(requirement(call, rule, f"{devices} in process {here}"))
-    return Places(schedule, devices, own)
+        got = f"{list(mesh.devices.flat)} in process {here}"
+        raise ValueError(requirement("Pipeline(mesh)", rule, got))
+    return Places(schedule, places, own)
 
 
 class MessageTag(NamedTuple):

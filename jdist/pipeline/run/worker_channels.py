@@ -748,6 +748,7 @@ def communicator_for(
     about: str = "",
     data_axis: str | None = None,
     mesh: Mesh | None = None,
+    stage_axis: str | None = None,
 ) -> Communicator:
     """The communicator for the places that a pipeline is given.
 
@@ -757,9 +758,10 @@ def communicator_for(
       about: What else must be the same on all workers, for the error's text.
       data_axis: See `Pipeline`.
       mesh: See `Pipeline`.
+      stage_axis: See `Pipeline`.
 
     Raises:
-      TypeError, ValueError: What `places_of` and `place_on` raise.
+      TypeError, ValueError: What `places_of`, `place_on` and `places_on` raise.
       ValueError: There is not one place for each worker; a name is no worker of the
         group, or not one of them is this worker; a mesh does not fit the schedule.
     """
@@ -772,6 +774,13 @@ def communicator_for(
         rule = "must come with names of workers, of which each has its own"
         got = f"a mesh with {workers_or_devices!r}"
         raise ValueError(requirement("Pipeline(mesh=...)", rule, got))
+    if isinstance(workers_or_devices, Mesh):
+        where = schedule, workers_or_devices, stage_axis, data_axis
+        return LocalCommunicator(places_on(*where))
+    if stage_axis is not None:
+        rule = "must come with one mesh for all stages"
+        got = f"{stage_axis!r} with {workers_or_devices!r}"
+        raise ValueError(requirement("Pipeline(stage_axis=...)", rule, got))
     meshes = [place for place in (*given, mesh) if isinstance(place, Mesh)]
     if data_axis is not None and not (named or meshes):
         rule = "must come with a list of places, of which one is a mesh"
@@ -780,8 +789,6 @@ def communicator_for(
     if workers_or_devices is None:
         devices: list[jax.Device | None] = [None] * schedule.workers
         return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
-    if isinstance(workers_or_devices, Mesh):
-        return LocalCommunicator(places_on(schedule, workers_or_devices))
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"
         raise ValueError(requirement(call, rule, given))

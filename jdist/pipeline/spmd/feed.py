@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
+from jdist._compat import shards_of
 from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_channels import Places
 from jdist.pipeline.stages.array_spec import ArraySpec
-from jdist.pipeline.stages.place import moved
+from jdist.pipeline.stages.place import StageMesh, devices_of, laid, moved, spec_of
 
 
 class Lots(NamedTuple):
@@ -45,8 +46,17 @@ class Lots(NamedTuple):
         return bool(self.order[-1, -1] == self.order.size - 1)
 
 
-def lots(batch: PyTree, weights: ArrayLike | None, count: int, kind: str) -> Lots:
+def lots(
+    batch: PyTree, weights: ArrayLike | None, count: int, kind: str, parts: int = 1
+) -> Lots:
     """Cuts a batch as `split_batch` does, and pads it.
+
+    Args:
+      batch: Named arrays.
+      weights: Of the examples, or None.
+      count: How many micro-batches.
+      kind: The reduction.
+      parts: Into how many parts the rows of a micro-batch can be split.
 
     Raises: what `split_batch` raises.
 
@@ -61,69 +71,129 @@ def lots(batch: PyTree, weights: ArrayLike | None, count: int, kind: str) -> Lot
         # The numbers of the examples are cut, by the same rule as arrays elsewhere; the
         # arrays are copied once, by `Lots.of`.
         numbered = {"number": np.arange(examples)}
-    parts = split_batch(numbered, weights, count, kind)
-    rows = len(parts[0].weights)  # the first ones are the longest
+    cut = split_batch(numbered, weights, count, kind, parts)
+    # What is left over is in the last one, which may be the longest, and not divide.
+    rows = -(max(len(part.weights) for part in cut) // -parts) * parts
 
     def padded(own: np.ndarray, mode: Any) -> np.ndarray:
         return np.pad(own, (0, rows - len(own)), mode=mode)
 
     return Lots(
-        np.stack([padded(part.batch["number"], "edge") for part in parts]),
-        np.stack([padded(part.weights, "constant") for part in parts]),
-        np.array([part.total for part in parts]),
+        np.stack([padded(part.batch["number"], "edge") for part in cut]),
+        np.stack([padded(part.weights, "constant") for part in cut]),
+        np.array([part.total for part in cut]),
     )
 
 
 class Spread:
     """Lays arrays out over the devices of a pipeline, as one array each.
 
+    The parts of the workers lie one after another along the first dimension, which the
+    axis of workers divides. Over further axes of the mesh each part is divided as it is
+    on the mesh of its worker.
+
     Args:
-      places: The worker of each stage.
-      mesh: The devices, along one axis.
+      places: The workers, and where each is.
+      mesh: The devices of all of them.
+      axis: The mesh's axis of workers.
     """
 
-    def __init__(self, places: Places, mesh: Mesh) -> None:
+    def __init__(self, places: Places, mesh: Mesh, axis: str) -> None:
         self._places = places
-        self._sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+        self._mesh = mesh
+        self._axis = axis
+        # Of the devices of this process, those of each worker.
+        here = list(enumerate(mesh.local_devices))
+        self._numbers = {
+            rank: [n for n, device in here if device in devices_of(place)]
+            for rank, place in enumerate(places.devices)
+        }
         self._blanks: dict[tuple[int, ArraySpec], jax.Array] = {}
+        place = places.devices[0]
+        in_rows = isinstance(place, StageMesh) and place.data_axis
+        self.rows = PartitionSpec(None, in_rows) if in_rows else PartitionSpec()
+        """How micro-batches, `(micro_batches, rows, ...)`, are divided."""
 
-    def together(self, parts: Sequence[PyTree]) -> jax.Array:
+    def together(
+        self, parts: Sequence[PyTree], spec: PartitionSpec | None = None
+    ) -> jax.Array:
         """One array of the parts on this process's devices, which are not copied.
 
         Args:
           parts: One for each worker of this process, of one shape; a scalar counts as
             an array of length 1.
+          spec: How a part is divided over the mesh of its worker; None: as it is.
         """
-        placed = [
-            _placed(part, self._places.devices[rank])
-            for rank, part in zip(self._places.own, parts, strict=True)
-        ]
-        first, *others = placed[0].shape
-        shape = (first * self._places.schedule.workers, *others)
-        return jax.make_array_from_single_device_arrays(shape, self._sharding, placed)
+        pairs = zip(self._places.own, parts, strict=True)
+        placed = [self._placed(part, rank, spec) for rank, part in pairs]
+        first = placed[0]
+        layout = self.sharding(spec_of(first) if spec is None else spec)
+        shards = [shard for part in placed for shard in _shards(part)]
+        shape = self._whole(first.shape)
+        return jax.make_array_from_single_device_arrays(shape, layout, shards)
 
-    def shape(self, part: PyTree) -> jax.ShapeDtypeStruct:
+    def shape(
+        self, part: PyTree, spec: PartitionSpec | None = None
+    ) -> jax.ShapeDtypeStruct:
         """The shape of one array of such parts on the devices of all workers."""
-        first, *others = np.shape(part) or (1,)
-        shape = (first * self._places.schedule.workers, *others)
-        kind = jnp.result_type(part)
-        return jax.ShapeDtypeStruct(shape, kind, sharding=self._sharding)
+        layout = self.sharding(spec_of(part) if spec is None else spec)
+        shape = self._whole(np.shape(part))
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(part), sharding=layout)
+
+    def apart(
+        self, array: jax.Array, rank: int, like: jax.ShapeDtypeStruct
+    ) -> jax.Array:
+        """The part of one worker of this process, which is not copied.
+
+        Args:
+          array: Of the parts of all workers.
+          rank: Of the worker.
+          like: Shape of a part.
+        """
+        place = self._places.devices[rank]
+        shards = shards_of(array)
+        parts = [shards[number] for number in self._numbers[rank]]
+        if not like.shape:
+            parts = [part.reshape(()) for part in parts]
+        if not isinstance(place, StageMesh):
+            return parts[0]
+        layout = NamedSharding(place.mesh, spec_of(like))
+        return jax.make_array_from_single_device_arrays(like.shape, layout, parts)
 
     def only(self, worker: int, kind: ArraySpec, value: Callable[[], Any]) -> jax.Array:
-        """A value on the device of one worker, and blanks on the others."""
+        """Micro-batches where one worker is, and blanks at the others."""
         own = self._places.own
-        return self.together(
-            [value() if rank == worker else self._blank(rank, kind) for rank in own]
-        )
+        parts = [value() if rank == worker else self._blank(rank, kind) for rank in own]
+        return self.together(parts, self.rows)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Of the parts of all workers, each divided like this."""
+        first, *others = tuple(spec) or (None,)
+        names = first if isinstance(first, tuple) else () if first is None else (first,)
+        return NamedSharding(self._mesh, PartitionSpec((self._axis, *names), *others))
+
+    def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        first, *others = shape or (1,)
+        return (first * self._places.schedule.workers, *others)
+
+    def _placed(self, part: PyTree, rank: int, spec: PartitionSpec | None) -> jax.Array:
+        place = self._places.devices[rank]
+        if not isinstance(part, jax.Array):
+            part = np.asarray(part, jnp.result_type(part))
+        if spec is None or not isinstance(place, StageMesh):
+            return moved(part, place)
+        return laid(part, place, spec)
 
     def _blank(self, rank: int, kind: ArraySpec) -> jax.Array:
         if (rank, kind) not in self._blanks:
-            device = self._places.devices[rank]
-            self._blanks[rank, kind] = kind.blank(device)
+            place: Any = self._places.devices[rank]
+            if isinstance(place, StageMesh):
+                place = NamedSharding(place.mesh, self.rows)
+            self._blanks[rank, kind] = kind.blank(place)
         return self._blanks[rank, kind]
 
 
-def _placed(part: PyTree, device: jax.Device | None) -> PyTree:
-    if not isinstance(part, jax.Array):
-        part = np.asarray(part, jnp.result_type(part))
-    return moved(part if part.ndim else part.reshape(1), device)
+def _shards(part: jax.Array) -> list[jax.Array]:
+    """The data on each device of this process, of one dimension at least."""
+    found = shards_of(part)
+    return found if part.ndim else [each.reshape(1) for each in found]

@@ -21,6 +21,7 @@ from jdist._fit import Metrics
 from jdist._tree import PyTree, is_none, split_inexact, words
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
+    CALL,
     CallInputs,
     Executor,
     ScheduleExecutor,
@@ -43,7 +44,7 @@ from jdist.pipeline.spmd.rules import (
 )
 from jdist.pipeline.spmd.table import tabulate
 from jdist.pipeline.stages.array_spec import ArraySpec, specs_of
-from jdist.pipeline.stages.place import moved
+from jdist.pipeline.stages.place import common_parts, moved, resident, spec_of
 
 
 @final
@@ -52,7 +53,8 @@ class OneProgramExecutor(Executor):
 
     Args:
       programs: The stages; the devices of their places are those of the mesh.
-      mesh: A device for each worker.
+      mesh: The devices of all workers.
+      axis: Its axis of workers; the others divide what each worker computes.
       with_square: Whether |g|^2 over all stages is wanted.
       overlap: Whether messages are under way while the next actions run.
 
@@ -64,7 +66,12 @@ class OneProgramExecutor(Executor):
     runs_actions = False
 
     def __init__(
-        self, programs: StagePrograms, mesh: Mesh, with_square: bool, overlap: bool
+        self,
+        programs: StagePrograms,
+        mesh: Mesh,
+        axis: str,
+        with_square: bool,
+        overlap: bool,
     ) -> None:
         wiring, places = programs.wiring, programs.places
         if programs.loss.has_aux:
@@ -77,11 +84,11 @@ class OneProgramExecutor(Executor):
         self._stages = wiring.stages
         # One stands for all: that they are equal was checked.
         self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
-        self._mesh = mesh
+        self._mesh, self._axis = mesh, axis
         self._loss = programs.loss
         self._with_square = with_square
         self._table = tabulate(places.schedule, overlap)
-        self._spread = Spread(places, mesh)
+        self._spread = Spread(places, mesh, axis)
         self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -107,16 +114,16 @@ class OneProgramExecutor(Executor):
         program, arguments = self._prepared(given, any(masters))
         loss, grads, square = program.run(*arguments)
         found: list[PyTree] = [None] * len(self._stages)
-        stats = GradientStats(_here(square, 0), None)
-        for index, rank in enumerate(self._places.own):
+        stats = GradientStats(_here(square), None)
+        for rank in self._places.own:
             for chunk, stage in enumerate(self._table.stages[rank]):
-                own = _like(_here(grads[chunk], index), program.shapes)
+                own = self._apart(grads[chunk], rank, program.shapes)
                 own = own if masters[stage] else _rounded(own, program.shapes)
                 found[stage] = own
                 # Before any stage steps; only its shapes and dtypes matter.
                 if update is not None:
                     update.check(stage, own, stats, self._checked)
-        return StepResult(_here(loss, 0), found, stats, [None] * len(found))
+        return StepResult(_here(loss), found, stats, [None] * len(found))
 
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
@@ -126,9 +133,10 @@ class OneProgramExecutor(Executor):
         Raises:
           ValueError: Other processes have some of the devices.
         """
-        if len(self._places.own) < self._places.schedule.workers:
+        devices, here = self._mesh.devices.size, len(self._mesh.local_devices)
+        if here < devices:
             rule = "must be called where one process has all devices of the mesh"
-            got = f"the devices of workers {list(self._places.own)} alone"
+            got = f"{here} of {devices} devices"
             remedy = "Evaluate by a pipeline over rpc's workers."
             raise ValueError(requirement("Pipeline.evaluate", rule, got, remedy))
         return self._in_evaluation.evaluate(channels, given, outputs)
@@ -142,13 +150,14 @@ class OneProgramExecutor(Executor):
         if update is not None:
             unrounded = list(update.unrounded)
         count = self._places.schedule.micro_batches
-        cut = lots(batch, given.weights, count, self._loss.kind)
+        cut = lots(batch, given.weights, count, self._loss.kind, self._parts)
         own = dict(enumerate(given.params))
         key = self._key(given.key)
         program = self._program(own, batch, cut, key, any(unrounded))
         # Stages are alike, which was checked: one stands for all of a chunk.
         whole = [jax.tree.map(self._spread.shape, own[0])] * self._table.stages.shape[1]
-        weights, totals = map(self._spread.shape, (cut.weights, cut.totals))
+        weights = self._spread.shape(cut.weights, self._spread.rows)
+        totals = self._spread.shape(cut.totals)
         feed: PyTree = (
             self._entry_shape(batch[self._stages[0].inputs[0]], cut),
             {name: self._entry_shape(batch[name], cut) for name in program.read},
@@ -171,7 +180,10 @@ class OneProgramExecutor(Executor):
         return found.lowered()
 
     def _entry_shape(self, entry: PyTree, cut: Lots) -> PyTree:
-        return jax.tree.map(lambda x: self._spread.shape(_kind(x, cut).struct), entry)
+        spread = self._spread
+        return jax.tree.map(
+            lambda x: spread.shape(_kind(x, cut).struct, spread.rows), entry
+        )
 
     def _prepared(
         self, given: CallInputs, unrounded: bool
@@ -179,8 +191,11 @@ class OneProgramExecutor(Executor):
         params, batch, key = given.params, given.batch, self._key(given.key)
         check_not_traced("Pipeline(.., mesh)", params, batch, given.weights, key)
         count = self._places.schedule.micro_batches
-        cut = lots(batch, given.weights, count, self._loss.kind)
-        own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
+        cut = lots(batch, given.weights, count, self._loss.kind, self._parts)
+        own = {
+            j: resident(params[j], self._places.devices[rank], f"{CALL}(params)", j)
+            for j, rank in self._places.stages.items()
+        }
         # At each step: one process may know the shapes while another one does not.
         self._agree(own, batch, cut, key)
         program = self._program(own, batch, cut, key, unrounded)
@@ -214,11 +229,23 @@ class OneProgramExecutor(Executor):
         return Feed(
             entry(self._stages[0].inputs[0], 0),
             {name: entry(name, end) for name in read},
-            spread.together([cut.weights] * len(self._places.own)),
-            spread.together([cut.totals] * len(self._places.own)),
-            None
-            if key is None
-            else spread.together([words(key)] * len(self._places.own)),
+            self._everyone(cut.weights, spread.rows),
+            self._everyone(cut.totals),
+            None if key is None else self._everyone(words(key)),
+        )
+
+    def _everyone(self, value: PyTree, spec: PartitionSpec | None = None) -> jax.Array:
+        """The same value for all workers."""
+        spec = PartitionSpec() if spec is None else spec
+        return self._spread.together([value] * len(self._places.own), spec)
+
+    def _apart(self, tree: PyTree, rank: int, shapes: PyTree) -> PyTree:
+        """A worker's part of arrays over all workers."""
+        return jax.tree.map(
+            lambda x, like: None if x is None else self._spread.apart(x, rank, like),
+            tree,
+            shapes,
+            is_leaf=is_none,
         )
 
     # --- once for all batches of equal shapes ---
@@ -233,7 +260,8 @@ class OneProgramExecutor(Executor):
     ) -> "_Program":
         leaves, structure = jax.tree.flatten((own, batch, key))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = kinds, structure, str(cut.weights.dtype), unrounded
+        specs = tuple([spec_of(x) for x in jax.tree.leaves(own)])
+        signature = kinds, specs, structure, str(cut.weights.dtype), unrounded
         if signature not in self._programs:
             self._programs[signature] = self._made(own, batch, cut, key, unrounded)
         return self._programs[signature]
@@ -254,17 +282,17 @@ class OneProgramExecutor(Executor):
         check_value(number, stage, shapes[number], value)
         name = self._stages[-1].outputs[0]
         read = self._loss.entries_read({name: value}, lot)
-        axis = self._mesh.axis_names[0]
         model = Model(
             self._table,
             self._compiled,
             self._loss.passes(lot, read),
             name,
             self._loss.kind,
-            axis,
+            self._axis,
             specs_of(key),
             self._with_square,
             unrounded,
+            in_step=len(self._mesh.axis_names) > 1,
         )
 
         def on_device(params: Sequence[PyTree], feed: Feed) -> PyTree:
@@ -273,29 +301,46 @@ class OneProgramExecutor(Executor):
             # `shard_map` joins devices along an axis, which a scalar has not.
             return loss, jax.tree.map(jnp.atleast_1d, grads), square
 
-        each, same = PartitionSpec(axis), PartitionSpec()
-        mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
-        return _Program(read, shapes[number], jax.jit(mapped))
+        each, same = PartitionSpec(self._axis), PartitionSpec()
+        mapped = map_shards(
+            on_device, self._mesh, (each, each), (same, each, same), self._axis
+        )
+        # What a gradient is divided like over further axes, the compiler would choose.
+        floating = split_inexact(shapes[number])[0]
+        laid = jax.tree.map(lambda x: self._spread.sharding(spec_of(x)), floating)
+        whole = NamedSharding(self._mesh, same)
+        placed = whole, [laid] * self._table.stages.shape[1], whole
+        run_it = jax.jit(mapped, out_shardings=placed)
+        return _Program(read, shapes[number], run_it)
 
     def _agree(
         self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree
     ) -> None:
         """Before each step: what differs between processes would abort or hang them."""
-        processes = [device.process_index for device in self._mesh.devices.flat]
+        devices = list(self._mesh.devices.flat)
+        processes = [device.process_index for device in devices]
         # One process calls one program: nothing can differ.
         if len({*processes}) == 1:
             return
         # Stages are alike, which is checked next: one stands for all of a process.
-        kinds = jax.tree.map(_shape, (own[min(own)], batch))
+        first = own[min(own)]
+        kinds = specs_of(jax.tree.map(_shape, (first, batch)))
         drawn = None if key is None else np.asarray(words(key)).tolist()
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
-        text += f" {specs_of(key)} {drawn}"
+        text += f" {specs_of(key)} {drawn} {jax.tree.map(spec_of, first)}"
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-        rows = self._spread.together([digest[None]] * len(self._places.own))
+        layout = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        rows = jax.make_array_from_callback(
+            (len(devices), digest.size), layout, lambda _: digest[None]
+        )
         found = np.asarray(self._everywhere(rows).addressable_data(0))
         check_agreement(
             {p: bytes(row).hex() for p, row in zip(processes, found, strict=True)}
         )
+
+    @property
+    def _parts(self) -> int:
+        return common_parts(self._places.devices)
 
 
 _REMEDY = "Give a list of devices, or names of workers, in place of the mesh."
@@ -333,7 +378,8 @@ def _with_dtype_of(x: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
 
 def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     shape = np.shape(x) if rows is None else (*rows, *np.shape(x)[1:])
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+    sharding = getattr(x, "sharding", None) if rows is None else None
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=sharding)
 
 
 def _kind(x: jax.Array | np.ndarray, cut: Lots) -> ArraySpec:
@@ -360,6 +406,6 @@ def _rounded(tree: PyTree, shapes: PyTree) -> PyTree:
     )
 
 
-def _here(tree: PyTree, index: int) -> PyTree:
-    """The part of arrays that is on this process's device of that number."""
-    return jax.tree.map(lambda x: x.addressable_data(index), tree)
+def _here(tree: PyTree) -> PyTree:
+    """Arrays that are the same everywhere, on a device of this process."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)

@@ -9,8 +9,14 @@ this clock needs them, so that XLA may do its actions while they are under way.
 All devices run the same program, and each selects its own actions. `lax.cond` may copy
 operands that a branch passes through unchanged, such as sums of gradients. A loop of
 zero or one iterations has the same effect and updates its carry in place. Collectives
-stand outside of these loops: whether messages travel at a clock is the same on all
-devices.
+stand outside of loops that turn on some devices only: whether messages travel at a
+clock is the same on all devices.
+
+Where a worker has a mesh of devices of its own, the compiler puts collectives into the
+actions too, and may let all devices of the program take part in one. So there an action
+that one worker does at a clock is done by all of them, in step, and those that did not
+want it keep what they had. They would have waited at that clock; but where workers do
+different actions at a time, as in 1F1B, each of them takes the time of all.
 
 Between a forward pass and its backward pass lie the segment's residuals, which hold no
 parameter and nothing made of parameters only, in slots that were assigned ahead.
@@ -18,7 +24,7 @@ parameter and nothing made of parameters only, in slots that were assigned ahead
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +36,7 @@ from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import MicroBatchShare, fold
 from jdist.pipeline.schedule.actions import B, F, W
-from jdist.pipeline.spmd.table import INPUTS, NOTHING, Row, Table
+from jdist.pipeline.spmd.table import INPUTS, NOTHING, Clock, Row, Table
 from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.reduction import Partial
 from jdist.segment import Residuals, Rest, Segment
@@ -89,6 +95,7 @@ class Model(NamedTuple):
       key: The kind of PRNG key that stages take; None where they take none.
       with_square: Whether |g|^2 over all stages is wanted.
       unrounded: Whether gradients stay in the precision of their sums, for masters.
+      in_step: Whether all workers do an action that one of them does.
     """
 
     table: Table
@@ -100,6 +107,7 @@ class Model(NamedTuple):
     key: ArraySpec | None
     with_square: bool
     unrounded: bool = False
+    in_step: bool = False
 
     @property
     def last(self) -> tuple[int, int]:
@@ -125,11 +133,11 @@ def run(
     rank = jax.lax.axis_index(model.axis)
     device = _Device(model, params, feed, rank)
 
-    def clock(state: State, at: tuple[Row, jax.Array]) -> tuple[State, None]:
-        row, travels = at
-        return device.turn(state, Row(*(x[rank] for x in row)), travels), None
+    def clock(state: State, at: tuple[Row, Clock]) -> tuple[State, None]:
+        row, all_of_them = at
+        return device.turn(state, Row(*(x[rank] for x in row)), all_of_them), None
 
-    clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.travels))
+    clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.clock))
     state, _ = jax.lax.scan(clock, device.start(), clocks)
     grads = [
         reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
@@ -153,6 +161,12 @@ def _square(model: Model, grads: Sequence[PyTree]) -> jax.Array:
     place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
     ordered = [place[stage] for stage in sorted(place)]
     return sum_of([squares[chunk][worker] for worker, chunk in ordered])
+
+
+Wanted = jax.Array | Literal[True]
+"""Whether a device wants the action that it does; True where it does no other."""
+
+Act = Callable[[Wanted, Row, State], State]
 
 
 class _Device:
@@ -214,7 +228,7 @@ class _Device:
         d_params = [jax.tree.map(_wide, split_inexact(p)[0]) for p in self._params]
         return list(residuals.arrays), rest, d_params
 
-    def turn(self, state: State, at: Row, travels: jax.Array) -> State:
+    def turn(self, state: State, at: Row, clock: Clock) -> State:
         """One clock: an action at most, and messages after it, or beside it."""
         under_way = []
         if self._model.table.overlap:
@@ -235,19 +249,29 @@ class _Device:
             for kind in (kind for kind in acts if kind in self._model.table.kinds):
                 act = partial(acts[kind], chunk, own)
                 wanted = (at.kind == kind) & (at.chunk == chunk)
-                state = when(wanted, act, at, state)
+                state = self._done(wanted, clock.acts[kind, chunk], act, at, state)
         worker, chunk = self._model.last
         ended = (at.kind == F) & (at.chunk == chunk) & (self._rank == worker)
-        state = when(ended, self._lose, at, state)
+        state = self._done(ended, clock.ends, self._lose, at, state)
         for number in range(len(self._model.table.distances)):
             if under_way:
                 state = self._delivered(number, under_way[number], at, state)
                 continue
             pass_on = partial(self._pass_on, number)
-            state = when(travels[number] != 0, pass_on, at, state)
+            state = when(clock.travels[number], pass_on, at, state)
         return state
 
-    def _forward(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
+    def _done(
+        self, wanted: jax.Array, somewhere: jax.Array, act: Act, at: Row, state: State
+    ) -> State:
+        """The state after an action, if it is wanted on this device."""
+        if not self._model.in_step:
+            return when(wanted, partial(act, True), at, state)
+        return when(somewhere, partial(act, wanted), at, state)
+
+    def _forward(
+        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+    ) -> State:
         from_batch = take(self._feed.values, at.micro_batch)
         value = jax.tree.map(
             lambda a, b: jnp.where(at.mail == NOTHING, a, b),
@@ -257,9 +281,10 @@ class _Device:
         key = self._key(chunk, at.micro_batch)
         (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
         self._plan, kept = residuals.plan, list(residuals.arrays)
-        state = state._replace(activations=put(state.activations, at.activation, kept))
-        mail = state.mail._replace(value=put(state.mail.value, at.result, output))
-        return state._replace(mail=mail)
+        activations = put(state.activations, at.activation, kept, wanted)
+        state = state._replace(activations=activations)
+        mail = put(state.mail.value, at.result, output, wanted)
+        return state._replace(mail=state.mail._replace(value=mail))
 
     def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array | None:
         """That of a stage and micro-batch, as other executors make it."""
@@ -270,7 +295,7 @@ class _Device:
         key: jax.Array = unworded(given, model.key.blank())
         return fold(fold(key, stage), micro_batch)
 
-    def _lose(self, at: Row, state: State) -> State:
+    def _lose(self, wanted: Wanted, at: Row, state: State) -> State:
         """The losses of a micro-batch; their cotangent takes the output's place."""
         feed, name = self._feed, self._model.name
         entries, weights = take((feed.entries, feed.weights), at.micro_batch)
@@ -280,35 +305,43 @@ class _Device:
         share = (
             MicroBatchShare(found.value, found.weight) if self._shares_travel else None
         )
+        loss = reduction.combine(state.loss, found, self._model.kind)
+        message = StageMessage(d_values[name], share)
         return state._replace(
-            mail=put(state.mail, at.result, StageMessage(d_values[name], share)),
-            loss=reduction.combine(state.loss, found, self._model.kind),
+            mail=put(state.mail, at.result, message, wanted),
+            loss=kept_unless(wanted, loss, state.loss),
         )
 
-    def _backward(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
+    def _backward(
+        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+    ) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_own, d_inputs = self._model.segment.backward(
             own, residuals, (cotangent.value, None)
         )
-        state = self._added(state, at, chunk, d_own, cotangent.share)
-        return _answered(state, at, d_inputs, cotangent)
+        state = self._added(state, at, chunk, d_own, cotangent.share, wanted)
+        return _answered(state, at, d_inputs, cotangent, wanted)
 
-    def _backward_inputs(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
+    def _backward_inputs(
+        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+    ) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_inputs, rest = self._model.segment.backward_inputs(
             own, residuals, (cotangent.value, None)
         )
         self._split = rest.split
         left = rest.computed, cotangent.share
-        state = state._replace(rests=put(state.rests, at.rest, left))
-        return _answered(state, at, d_inputs, cotangent)
+        state = state._replace(rests=put(state.rests, at.rest, left, wanted))
+        return _answered(state, at, d_inputs, cotangent, wanted)
 
-    def _backward_params(self, chunk: int, own: PyTree, at: Row, state: State) -> State:
+    def _backward_params(
+        self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
+    ) -> State:
         computed, share = take(state.rests, at.rest)
         held = jax.tree.leaves(own), take(state.activations, at.activation)
         rest = Rest.of(self._split, *held, computed)
         d_own = self._model.segment.backward_params(rest)
-        return self._added(state, at, chunk, d_own, share)
+        return self._added(state, at, chunk, d_own, share, wanted)
 
     def _called_back(self, at: Row, state: State) -> tuple[StageMessage, Residuals]:
         kept = take(state.activations, at.activation)
@@ -321,11 +354,13 @@ class _Device:
         chunk: int,
         d_own: PyTree,
         share: MicroBatchShare | None,
+        wanted: Wanted,
     ) -> State:
         """Earlier micro-batches first: the order of sums is the schedule's."""
         counted = share or _share_of(take(self._feed.totals, at.micro_batch))
         before = state.partials[chunk]
         joined = reduction.combine(before, _partial(d_own, counted), self._model.kind)
+        joined = kept_unless(wanted, joined, before)
         partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
         return state._replace(partials=partials)
 
@@ -348,10 +383,14 @@ class _Device:
     def _delivered(
         self, number: int, arrived: StageMessage, at: Row, state: State
     ) -> State:
-        def deliver(at: Row, state: State) -> State:
-            return state._replace(mail=put(state.mail, at.receive[number], arrived))
+        def deliver(wanted: Wanted, at: Row, state: State) -> State:
+            mail = put(state.mail, at.receive[number], arrived, wanted)
+            return state._replace(mail=mail)
 
-        return when(at.receive[number] != NOTHING, deliver, at, state)
+        wanted = at.receive[number] != NOTHING
+        if self._model.in_step:
+            return deliver(wanted, at, state)
+        return when(wanted, partial(deliver, True), at, state)
 
 
 def when(
@@ -370,11 +409,20 @@ def when(
     return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
 
 
-def put(slots: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """The slots with a value in one of them."""
+def put(slots: PyTree, slot: jax.Array, value: PyTree, wanted: Wanted = True) -> PyTree:
+    """The slots with a value in one of them, if that is wanted."""
+    if wanted is not True:
+        value = kept_unless(wanted, value, take(slots, slot))
     return jax.tree.map(
         lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, slot, 0), slots, value
     )
+
+
+def kept_unless(wanted: Wanted, new: PyTree, old: PyTree) -> PyTree:
+    """The new value where it is wanted."""
+    if wanted is True:
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), new, old)
 
 
 def take(slots: PyTree, slot: jax.Array) -> PyTree:
@@ -393,7 +441,11 @@ def _empty(value: PyTree, count: int) -> PyTree:
 
 
 def _answered(
-    state: State, at: Row, d_inputs: PyTree, cotangent: StageMessage
+    state: State,
+    at: Row,
+    d_inputs: PyTree,
+    cotangent: StageMessage,
+    wanted: Wanted,
 ) -> State:
     """The cotangent of the stage's input is its message; zeros where none flows."""
     _, (d_value,), _ = d_inputs
@@ -403,7 +455,7 @@ def _answered(
         cotangent.value,
         is_leaf=is_none,
     )
-    mail = put(state.mail, at.result, cotangent._replace(value=value))
+    mail = put(state.mail, at.result, cotangent._replace(value=value), wanted)
     return state._replace(mail=mail)
 
 

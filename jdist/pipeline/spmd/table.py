@@ -8,8 +8,8 @@ keeps alive at most.
 
 A message goes a fixed distance, `(receiver - sender) mod workers`: 1 from stage to
 stage in a row, workers - 1 on the way back, and both ways in a V. One permutation of
-the devices serves all messages of a distance. `travels` says at which clocks there is
-one: at the others no device has to wait for another.
+the devices serves all messages of a distance. `Clock.travels` says at which clocks
+there is one: at the others no device has to wait for another.
 
 A message leaves at the end of the clock that makes it and is there at the next one. Or
 it is under way for a whole clock, beside whatever its devices do then: so it costs no
@@ -68,13 +68,26 @@ class Slots(NamedTuple):
     """Of micro-batches between B and W."""
 
 
+class Clock(NamedTuple):
+    """What happens somewhere at each clock; in a program at one clock."""
+
+    travels: Any
+    """Whether a message of each distance arrives, int32, `(clocks, distances)`."""
+    acts: Any
+    """Whether a worker does an action of each kind, with each of its stages, int32,
+    `(clocks, kinds, chunks)`; of all kinds, `INPUTS` among them."""
+    ends: Any
+    """Whether the last stage has a forward pass, and the loss follows, int32,
+    `(clocks,)`."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Table:
     """A schedule, ready for one program.
 
     Attributes:
       row: What every worker does at every clock.
-      travels: Whether a message of each distance arrives, int32, `(clocks, distances)`.
+      clock: What happens at every clock.
       distances: How far messages go.
       stages: The stages of each worker in ascending order, `(workers, chunks)`.
       kinds: Those that occur.
@@ -83,7 +96,7 @@ class Table:
     """
 
     row: Row
-    travels: np.ndarray
+    clock: Clock
     distances: tuple[int, ...]
     stages: np.ndarray
     kinds: tuple[int, ...]
@@ -142,7 +155,9 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     activations, rests = _kept(schedule, row, workers, clocks)
     kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
     slots = Slots(waiting + 1, activations, rests)
-    return Table(row, travels, distances, stages, kinds, slots, overlap)
+    ends = (clocks[F][-1:] == np.arange(schedule.clocks)[:, None]).any(1)
+    clock = Clock(travels, _acts(row, stages.shape[1]), ends.astype(np.int32))
+    return Table(row, clock, distances, stages, kinds, slots, overlap)
 
 
 def assign_slots(
@@ -238,6 +253,14 @@ def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
     row.chunk[place] = chunk[columns.stage]
     row.micro_batch[place] = columns.micro_batch
     return row
+
+
+def _acts(row: Row, chunks: int) -> np.ndarray:
+    """See `Clock`."""
+    found = np.zeros((len(row.kind), INPUTS + 1, chunks), np.int32)
+    clock, worker = np.nonzero(row.kind != NOTHING)
+    found[clock, row.kind[clock, worker], row.chunk[clock, worker]] = 1
+    return found
 
 
 def _kept(

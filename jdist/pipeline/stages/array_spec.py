@@ -34,7 +34,9 @@ class ArraySpec(NamedTuple):
         dtype = jnp.dtype(self.dtype) if key is None else key.dtype
         return jax.ShapeDtypeStruct(self.shape, dtype)
 
-    def blank(self, device: jax.Device | None = None) -> jax.Array:
+    def blank(
+        self, device: jax.Device | jax.sharding.Sharding | None = None
+    ) -> jax.Array:
         """A placeholder array: zeros, or keys made of zeros."""
         key = _key_like(self.dtype)
         if key is None:

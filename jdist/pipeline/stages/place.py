@@ -8,7 +8,7 @@ decide time and memory of a step, not its values.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -28,6 +28,8 @@ from jdist._tree import PyTree, is_shape
 _PLACES = "Pipeline(workers_or_devices=...)"
 DATA_AXIS = "data"
 """The data axis of meshes that have one of this name, unless another is given."""
+STAGE_AXIS = "stage"
+"""The axis of stages of a mesh with several axes, unless another is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,13 @@ class StageMesh:
     Attributes:
       mesh: The mesh.
       data_axis: The axis over which rows of values are split; None: they are not.
+      in_one: Whether one program runs all stages. Its places may have devices of
+        several processes, all of which call it.
     """
 
     mesh: Mesh
     data_axis: str | None
+    in_one: bool = False
 
     @property
     def parts(self) -> int:
@@ -109,6 +114,57 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
     return _with_data_axis(mesh, data_axis)
 
 
+def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
+    """The axis of a mesh along which the workers of one program are.
+
+    Args:
+      mesh: Of all stages.
+      stage_axis: Its name; None: "stage", or the only axis.
+      workers: Of the schedule.
+
+    Raises:
+      ValueError: There is no such axis, or it is not as long as there are workers; an
+        axis beside it is not automatic.
+    """
+    names = mesh.axis_names
+    name = STAGE_AXIS if stage_axis is None else stage_axis
+    if stage_axis is None and len(names) == 1:
+        name = names[0]
+    if mesh.shape.get(name) != workers:
+        rule = f"must have an axis {name!r} as long as the schedule has workers, "
+        rule += f"{workers}"
+        remedy = "Make the mesh so, or name its axis of stages by `stage_axis=`."
+        got = f"{dict(mesh.shape)}"
+        raise ValueError(requirement("Pipeline(mesh)", rule, got, remedy))
+    if len(names) > 1:
+        _check_axes("Pipeline(mesh)", mesh)
+    return name
+
+
+def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
+    """The places of the workers of one program: a mesh without its axis of stages.
+
+    Args:
+      mesh: Of all stages.
+      axis: The axis of stages.
+      data_axis: As for `Pipeline`.
+
+    Raises:
+      ValueError: The mesh has no such data axis beside that of the stages.
+    """
+    at = mesh.axis_names.index(axis)
+    names = tuple(name for name in mesh.axis_names if name != axis)
+    if data_axis is not None and data_axis not in names:
+        rule = "must be an axis of the mesh beside that of the stages"
+        got = f"{data_axis!r}, where these are {list(names)}"
+        raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
+    rows = np.moveaxis(mesh.devices, at, 0)
+    if not names:
+        return list(rows)
+    each = [_with_data_axis(Mesh(row, names), data_axis) for row in rows]
+    return [replace(place, in_one=True) for place in each]
+
+
 def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
     axis = DATA_AXIS if data_axis is None else data_axis
     return StageMesh(mesh, axis if axis in mesh.axis_names else None)
@@ -157,7 +213,7 @@ def devices_of(place: Place) -> set[jax.Device]:
 
 def undivided(place: Place) -> Place:
     """The same place, where values are whole on every device."""
-    return StageMesh(place.mesh, None) if isinstance(place, StageMesh) else place
+    return replace(place, data_axis=None) if isinstance(place, StageMesh) else place
 
 
 def place_of(array: object) -> Place:
@@ -191,9 +247,29 @@ def moved(value: PyTree, place: Place) -> PyTree:
             return leaf
         if place is None:
             return jax.device_put(leaf)
-        return _put(leaf, _target(leaf, place))
+        return _put(leaf, _target(leaf, place), _is_in_one(place))
 
     return jax.tree.map(there, value)
+
+
+def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -> Any:
+    """An array on a mesh, divided as it says; the same one if it is there."""
+    target = NamedSharding(place.mesh, spec)
+    if isinstance(array, jax.Array):
+        alike = array.sharding.is_equivalent_to(target, array.ndim)
+        if alike and array.committed:
+            return array
+    return _put(array, target, place.in_one)
+
+
+def spec_of(leaf: object) -> PartitionSpec:
+    """How an array or a shape is divided over its mesh; not at all elsewhere."""
+    sharding = getattr(leaf, "sharding", None)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    # One form for each layout, so that they can be compared.
+    while spec and spec[-1] in (None, ()):
+        spec = spec[:-1]
+    return PartitionSpec(*spec)
 
 
 def received(value: PyTree, place: Place) -> PyTree:
@@ -228,19 +304,35 @@ def _target(leaf: Any, place: jax.Device | StageMesh) -> Sharding:
     return SingleDeviceSharding(place)
 
 
-def _put(leaf: Any, target: Sharding) -> Any:
+def _is_in_one(place: Place) -> bool:
+    return isinstance(place, StageMesh) and place.in_one
+
+
+def _put(leaf: Any, target: Sharding, in_one: bool = False) -> Any:
     if is_shape(leaf):
         return leaf.update(sharding=target)
+    if target.is_fully_addressable:
+        return jax.device_put(leaf, target)
+    if in_one:
+        return _put_over_processes(leaf, target)
     # `device_put` would wait for the other processes, which may be elsewhere.
-    if not target.is_fully_addressable:
-        rule = "must be devices of this process where a call runs"
-        devices: set[Any] = target.device_set
-        others = sorted({device.process_index for device in devices})
-        got = f"devices of the processes {others} in process {jax.process_index()}"
-        remedy = "Give names of rpc's workers, one in each process, each with its own "
-        remedy += "`mesh=`; or one mesh for all stages, if they are equal."
-        raise ValueError(requirement(_PLACES, rule, got, remedy))
-    return jax.device_put(leaf, target)
+    rule = "must be devices of this process where a call runs"
+    devices: set[Any] = target.device_set
+    others = sorted({device.process_index for device in devices})
+    got = f"devices of the processes {others} in process {jax.process_index()}"
+    remedy = "Give names of rpc's workers, one in each process, each with its own "
+    remedy += "`mesh=`; or one mesh for all stages, if they are equal."
+    raise ValueError(requirement(_PLACES, rule, got, remedy))
+
+
+def _put_over_processes(leaf: Any, target: Sharding) -> jax.Array:
+    """An array over devices of several processes, each of which has all of it."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        # Between layouts over the same devices: a program that all of them run.
+        return jax.device_put(leaf, target)
+    # `device_put` would have the processes compare their arrays, value by value.
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, target, lambda part: whole[part])
 
 
 # --- what stays ---
@@ -274,7 +366,7 @@ def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
         if on_it and isinstance(leaf, jax.Array) and leaf.committed:
             return leaf
         _check_spec(spec, leaf.shape, place.mesh, call, stage)
-        return _put(leaf, NamedSharding(place.mesh, spec))
+        return _put(leaf, NamedSharding(place.mesh, spec), place.in_one)
 
     return jax.tree.map(there, value)
 
@@ -309,7 +401,7 @@ def sharded(
     def there(spec: PartitionSpec | None, leaf: Any) -> Any:
         spec = PartitionSpec() if spec is None else spec
         _check_spec(spec, np.shape(leaf), place.mesh, f"{call}(specs)", stage)
-        return _put(leaf, NamedSharding(place.mesh, spec))
+        return _put(leaf, NamedSharding(place.mesh, spec), place.in_one)
 
     return jax.tree.map(there, each, value, is_leaf=_is_spec)
 

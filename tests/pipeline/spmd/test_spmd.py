@@ -330,9 +330,10 @@ def test_nobody_sees_an_action_end():
         pipeline.timed(pipe, lambda: None)
 
 
-@pytest.mark.parametrize("places", [mesh(3), mesh(2, 2, 1)], ids=str)
-def test_a_mesh_must_have_one_axis_of_the_workers(places):
-    expected = "must have one axis, of the schedule's 2 workers"
+@pytest.mark.parametrize("places", [mesh(3), mesh(4, 4, 1)], ids=str)
+def test_a_mesh_must_have_an_axis_of_the_workers(places):
+    expected = "must have an axis 'stage' as long as the schedule has workers, 2"
+    expected += ".* name its axis of stages by `stage_axis=`"
     with pytest.raises(ValueError, match=expected):
         made(pipeline.gpipe(2, 2), places=places)
 

@@ -68,21 +68,33 @@ class Device:
         slots[slot] = value
 
 
+def check_what_is_done_somewhere(table, clock, stages):
+    """By some worker at least: all of them may do it in step."""
+    done = zip(table.row.kind[clock], table.row.chunk[clock], strict=True)
+    done = [(*each, worker) for worker, each in enumerate(done) if each[0] != NOTHING]
+    expected = {(kind, chunk) for kind, chunk, _ in done}
+    assert {*zip(*np.nonzero(table.clock.acts[clock]), strict=True)} == expected
+    last = [kind for kind, c, worker in done if table.stages[worker, c] == stages - 1]
+    assert table.clock.ends[clock] == (last == [0])
+
+
 def play(schedule, overlap):
     """The actions of each worker, in order."""
     table = tabulate(schedule, overlap)
     devices = [Device(table, w, schedule) for w in range(schedule.workers)]
     done = [[] for _ in devices]
-    for clock in range(len(table.travels)):
+    for clock in range(len(table.clock.ends)):
         under_way = [device.mail[-1] for device in devices]
         for device, program in zip(devices, done, strict=True):
             row = [column[clock, device.worker] for column in table.row]
             action = device.act(type(table.row)(*row))
             program += [action] if action else []
+        check_what_is_done_somewhere(table, clock, schedule.stages)
         for number, distance in enumerate(table.distances):
             senders = np.arange(schedule.workers)
             arrives = table.row.receive[clock, (senders + distance) % len(devices)]
-            assert table.travels[clock, number] == (arrives[:, number] != NOTHING).any()
+            arrived = (arrives[:, number] != NOTHING).any()
+            assert table.clock.travels[clock, number] == arrived
             for sender, slots in enumerate(arrives):
                 if slots[number] != NOTHING:
                     receiver = devices[(sender + distance) % len(devices)]
@@ -135,7 +147,7 @@ def test_a_clock_without_messages_is_known():
     """Of two workers under 1F1B the first ends with 0B0 and the last begins 1F1."""
     table = tabulate(pipeline.one_f_one_b(2, 4))
     assert table.distances == (1,)
-    assert table.travels[:6, 0].tolist() == [1, 1, 1, 0, 1, 0]
+    assert table.clock.travels[:6, 0].tolist() == [1, 1, 1, 0, 1, 0]
 
 
 @given(
