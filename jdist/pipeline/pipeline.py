@@ -41,6 +41,7 @@ from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
+from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.place import (
     moved,
     resident,
@@ -104,6 +105,11 @@ class Pipeline:
       mesh: With names of workers: this worker's own mesh, of devices of its process,
         on which its stages are; None for the device of the worker. Those of others may
         have other axes.
+      first: A stage of its own before the first one, such as an embedding: it puts out
+        the one value that the first stage takes, and is on that stage's device or mesh.
+        The parameters of that stage are then a tuple: those of `first`, its own.
+      last: Likewise after the last one, such as a head: it takes the one value that the
+        last stage puts out, and its parameters come after those of that stage.
       stage_axis: Of one mesh, the axis along which the workers are; it is as long as
         the schedule has workers. None: "stage", or the only axis.
       overlap: In one SPMD program: whether messages are under way while the next
@@ -153,12 +159,14 @@ class Pipeline:
         has_aux: bool = False,
         data_axis: str | None = None,
         mesh: Mesh | None = None,
+        first: Stage | None = None,
+        last: Stage | None = None,
         stage_axis: str | None = None,
         overlap: bool = False,
     ) -> None:
         # Wrong arguments are refused before anything is compiled or any worker met.
         check_reduction("Pipeline", reduction)
-        self.wiring = wire(stages, loss_inputs)
+        self.wiring = wire(with_ends(stages, first, last), loss_inputs)
         self.schedule = schedule
         self.transfer_log: Sequence[Transfer] = ()
         self.passes: Sequence[PassRecord] = ()
@@ -166,7 +174,7 @@ class Pipeline:
         _check_arguments(schedule, self.wiring.stages, reduction)
         self._optimizer = optimizer
         self._max_norm = max_norm
-        # One program refuses stages that share parameters, in words of its own.
+        # One program refuses equal stages that share parameters, in words of its own.
         in_one = isinstance(workers_or_devices, Mesh)
         if overlap and not in_one:
             rule = "must be False where each stage has programs of its own"
@@ -186,6 +194,8 @@ class Pipeline:
         self.communicator = communicator_for(*made_of)
         self._places = self.communicator.places
         self.executor = self._executor(workers_or_devices)
+        if in_one:
+            self._tied = tied_of(self.stages)
 
     def _check_epochs(self, policy: UpdatePolicy, reduction: str, mesh: bool) -> None:
         """Refuses what does not go with a schedule that updates as it goes."""
@@ -255,7 +265,26 @@ class Pipeline:
                 placed[j] = resident(params[j], where, f"{call}(params)", j)
             else:
                 placed[j] = sharded(params[j], specs[j], where, call, j)
+        if isinstance(self.executor, OneProgramExecutor):
+            self._learn(self.executor, params, specs)
         return placed
+
+    def _learn(
+        self,
+        executor: OneProgramExecutor,
+        params: Sequence[PyTree],
+        specs: Sequence[PyTree],
+    ) -> None:
+        """Tells one program of the parameters that are in other processes."""
+        for j in {*range(len(self.stages))} - {*self.own}:
+            if params[j] is None:
+                continue
+            where = self._places.devices[self._places.worker(j, 0)]
+            shapes, call = shapes_of(params[j]), "Pipeline.place"
+            if specs[j] is None:
+                executor.learn(j, resident(shapes, where, f"{call}(params)", j))
+            else:
+                executor.learn(j, sharded(shapes, specs[j], where, call, j))
 
     def value_and_grad(
         self,
@@ -353,7 +382,12 @@ class Pipeline:
         copies, kept = list(placed), [None] * stages
         for j in self.own:
             copies[j], kept[j] = started(optimizers[j], placed[j])
-        return PipelineState(0, copies, kept, self.place(given), key), placed
+        state = PipelineState(0, copies, kept, self.place(given), key)
+        if not self.communicator.sees_all:
+            return state, placed
+        # Of stages of other processes as they were given, to be compared.
+        pairs = zip(params, placed, strict=True)
+        return state, [tree if own is None else own for tree, own in pairs]
 
     def _initial_shapes(
         self,

@@ -26,7 +26,7 @@ from jdist.pipeline.run.stage_channels import (
     receive,
 )
 from jdist.pipeline.stages.array_spec import describe, specs_of
-from jdist.pipeline.stages.place import laid_like
+from jdist.pipeline.stages.place import laid_like, on_host
 from jdist.pipeline.stages.stage import Stage
 from jdist.segment.internal import Invoke
 
@@ -141,7 +141,7 @@ class Tied:
         leaves = structure.flatten_up_to(gradient)
         found = {}
         for name in self.names(stage):
-            indices = _indices(structure, stage, self._groups[name][stage])
+            indices = leaves_at(structure, stage, self._groups[name][stage])
             found[name] = {below: leaves[i] for below, i in indices.items()}
         return found
 
@@ -167,7 +167,7 @@ class Tied:
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
         for name, copies in parts.items():
-            indices = _indices(structure, stage, self._groups[name][stage])
+            indices = leaves_at(structure, stage, self._groups[name][stage])
             own = {below: leaves[i] for below, i in indices.items()}
             here = [laid_like(copy, own) for copy in copies]
             total = laid_like(invoke(_sum, here), own)
@@ -209,7 +209,7 @@ class Tied:
         for group in self._groups.values():
             # Counted once: the copies are one parameter.
             if stage in group and stage != min(group):
-                for i in _indices(structure, stage, group[stage]).values():
+                for i in leaves_at(structure, stage, group[stage]).values():
                     leaves[i] = None
         return leaves
 
@@ -268,13 +268,13 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
 def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree], str]:
     """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
     try:
-        found = _indices(_structure(params), stage, path)
+        found = leaves_at(_structure(params), stage, path)
     except ValueError as error:
         return {}, str(error)
     leaves = jax.tree.leaves(params)
     copy = {}
     for name, i in found.items():
-        array = np.asarray(leaves[i])
+        array = on_host(leaves[i])
         digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
         copy[name] = [list(array.shape), str(array.dtype), digest]
     return copy, ""
@@ -286,10 +286,19 @@ def _structure(tree: PyTree) -> PyTree:
 
 # Paths are made as texts, which is too slow for every step.
 @functools.lru_cache(maxsize=256)
-def _indices(
-    structure: jax.tree_util.PyTreeDef, stage: int, path: str
+def leaves_at(
+    structure: jax.tree_util.PyTreeDef, stage: int | str, path: str
 ) -> dict[str, int]:
-    """Numbers of the leaves at a path or below it, by what follows the path."""
+    """Numbers of the leaves at a path or below it, by what follows the path.
+
+    Args:
+      structure: Of the parameters.
+      stage: Whose they are, for the error's text.
+      path: The path.
+
+    Raises:
+      ValueError: There is no such path.
+    """
     numbered = structure.unflatten(range(structure.num_leaves))
     names = {path_of(keys): i for keys, i in jax.tree.leaves_with_path(numbered)}
     found = {

@@ -108,7 +108,7 @@ class Spread:
             rank: [n for n, device in here if device in devices_of(place)]
             for rank, place in enumerate(places.devices)
         }
-        self._blanks: dict[tuple[int, ArraySpec], jax.Array] = {}
+        self._blanks: dict[tuple[int, ArraySpec, PartitionSpec], jax.Array] = {}
         place = places.devices[0]
         in_rows = isinstance(place, StageMesh) and place.data_axis
         self.rows = PartitionSpec(None, in_rows) if in_rows else PartitionSpec()
@@ -160,11 +160,19 @@ class Spread:
         layout = NamedSharding(place.mesh, spec_of(like))
         return jax.make_array_from_single_device_arrays(like.shape, layout, parts)
 
-    def only(self, worker: int, kind: ArraySpec, value: Callable[[], Any]) -> jax.Array:
-        """Micro-batches where one worker is, and blanks at the others."""
+    def only(
+        self,
+        worker: int,
+        kind: ArraySpec,
+        value: Callable[[], Any],
+        spec: PartitionSpec,
+    ) -> jax.Array:
+        """A value where one worker is, and blanks at the others."""
         own = self._places.own
-        parts = [value() if rank == worker else self._blank(rank, kind) for rank in own]
-        return self.together(parts, self.rows)
+        parts = [
+            value() if rank == worker else self._blank(rank, kind, spec) for rank in own
+        ]
+        return self.together(parts, spec)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Of the parts of all workers, each divided like this."""
@@ -184,13 +192,14 @@ class Spread:
             return moved(part, place)
         return laid(part, place, spec)
 
-    def _blank(self, rank: int, kind: ArraySpec) -> jax.Array:
-        if (rank, kind) not in self._blanks:
+    def _blank(self, rank: int, kind: ArraySpec, spec: PartitionSpec) -> jax.Array:
+        known = rank, kind, spec
+        if known not in self._blanks:
             place: Any = self._places.devices[rank]
             if isinstance(place, StageMesh):
-                place = NamedSharding(place.mesh, self.rows)
-            self._blanks[rank, kind] = kind.blank(place)
-        return self._blanks[rank, kind]
+                place = NamedSharding(place.mesh, spec)
+            self._blanks[known] = kind.blank(place)
+        return self._blanks[known]
 
 
 def _shards(part: jax.Array) -> list[jax.Array]:

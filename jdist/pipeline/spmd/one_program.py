@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import PyTree, is_none, split_inexact, words
+from jdist._tree import PyTree, is_none, shapes_of, split_inexact, words
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CALL,
@@ -29,22 +29,33 @@ from jdist.pipeline.run.executor import (
     check_not_traced,
     key_given,
 )
+from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import entry_of
+from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import StageChannels, Transfer
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
-from jdist.pipeline.spmd.program import Feed, Model, run
+from jdist.pipeline.spmd.program import Ends, Feed, Model, run
 from jdist.pipeline.spmd.rules import (
     check_agreement,
     check_params,
     check_shares,
     check_stages,
     check_value,
+    shared_leaves,
 )
 from jdist.pipeline.spmd.table import tabulate
 from jdist.pipeline.stages.array_spec import ArraySpec, specs_of
+from jdist.pipeline.stages.chain import (
+    Chain,
+    Parts,
+    parts_of,
+    put_together,
+    taken_apart,
+)
 from jdist.pipeline.stages.place import common_parts, moved, resident, spec_of
+from jdist.pipeline.stages.stage import outputs_by_name
 
 
 @final
@@ -83,7 +94,17 @@ class OneProgramExecutor(Executor):
         self._places = places
         self._stages = wiring.stages
         # One stands for all: that they are equal was checked.
-        self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
+        first, self._block, _ = parts_of(wiring.stages[0])
+        *_, last = parts_of(wiring.stages[-1])
+        self._compiled = self._block.compiled(frozenset(), "SPMD")
+        self._ends = Ends(
+            None
+            if first is None
+            else first.compiled(frozenset(first.inputs), "SPMD, first"),
+            None if last is None else last.compiled(frozenset(), "SPMD, last"),
+        )
+        # Of the first and the last stage where other processes have them.
+        self._elsewhere: dict[int, PyTree] = {}
         self._mesh, self._axis = mesh, axis
         self._loss = programs.loss
         self._with_square = with_square
@@ -112,18 +133,39 @@ class OneProgramExecutor(Executor):
         masters = [False] * len(self._stages) if update is None else update.unrounded
         # One program makes all gradients: one master is enough to keep them wide.
         program, arguments = self._prepared(given, any(masters))
-        loss, grads, square = program.run(*arguments)
+        loss, grads, ends, square = program.run(*arguments)
         found: list[PyTree] = [None] * len(self._stages)
         stats = GradientStats(_here(square), None)
         for rank in self._places.own:
             for chunk, stage in enumerate(self._table.stages[rank]):
-                own = self._apart(grads[chunk], rank, program.shapes)
-                own = own if masters[stage] else _rounded(own, program.shapes)
+                own = self._gradient_of(int(stage), rank, grads[chunk], ends, program)
+                own = own if masters[stage] else _rounded(own, program.shapes[stage])
                 found[stage] = own
                 # Before any stage steps; only its shapes and dtypes matter.
                 if update is not None:
                     update.check(stage, own, stats, self._checked)
         return StepResult(_here(loss), found, stats, [None] * len(found))
+
+    def _gradient_of(
+        self, stage: int, rank: int, grads: PyTree, ends: Ends, program: "_Program"
+    ) -> PyTree:
+        """A stage's gradient, of the parts that this process's devices have."""
+        shapes = taken_apart(self._stages[stage], program.shapes[stage])
+        whole = Parts(ends.first, grads, ends.last)
+        each = [
+            None if like is None else self._apart(tree, rank, like)
+            for tree, like in zip(whole, shapes, strict=True)
+        ]
+        return put_together(self._stages[stage], Parts(*each))
+
+    def learn(self, stage: int, params: PyTree) -> None:
+        """Takes note of the shapes of a stage that is in other processes.
+
+        The parameters of what is before the first stage, or after the last one, have
+        blanks in their place on all other devices.
+        """
+        if taken_apart(self._stages[stage], params).block is not params:
+            self._elsewhere[stage] = shapes_of(params)
 
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
@@ -154,12 +196,15 @@ class OneProgramExecutor(Executor):
         own = dict(enumerate(given.params))
         key = self._key(given.key)
         program = self._program(own, batch, cut, key, any(unrounded))
+        blocks, tails = self._by_part(own)
         # Stages are alike, which was checked: one stands for all of a chunk.
-        whole = [jax.tree.map(self._spread.shape, own[0])] * self._table.stages.shape[1]
+        whole = [jax.tree.map(self._spread.shape, blocks[0])]
+        whole *= self._table.stages.shape[1]
+        at_ends = jax.tree.map(self._spread.shape, tails)
         weights = self._spread.shape(cut.weights, self._spread.rows)
         totals = self._spread.shape(cut.totals)
         feed: PyTree = (
-            self._entry_shape(batch[self._stages[0].inputs[0]], cut),
+            tuple([self._entry_shape(batch[n], cut) for n in self._stages[0].inputs]),
             {name: self._entry_shape(batch[name], cut) for name in program.read},
             weights,
             totals,
@@ -167,11 +212,15 @@ class OneProgramExecutor(Executor):
         )
         # To find the places of its results it would be compiled: they are known.
         found = LoweredPrograms(places=False)
-        _, grads, square = found.named("all stages")(program.run, whole, Feed(*feed))
+        called = found.named("all stages")
+        _, grads, ends, square = called(program.run, whole, at_ends, Feed(*feed))
         if update is not None:
             for j, tree in own.items():
                 like, _ = split_inexact(tree)
-                kinds = grads[0] if unrounded[j] else like
+                wide = put_together(
+                    self._stages[j], Parts(ends.first, grads[0], ends.last)
+                )
+                kinds = wide if unrounded[j] else like
                 stats = GradientStats(jax.tree.map(_shape, square), None)
                 given_back = jax.tree.map(_with_dtype_of, like, kinds), stats
                 there = self._places.devices[self._places.worker(j, 0)]
@@ -187,7 +236,7 @@ class OneProgramExecutor(Executor):
 
     def _prepared(
         self, given: CallInputs, unrounded: bool
-    ) -> tuple["_Program", tuple[list[PyTree], Feed]]:
+    ) -> tuple["_Program", tuple[list[PyTree], Ends, Feed]]:
         params, batch, key = given.params, given.batch, self._key(given.key)
         check_not_traced("Pipeline(.., mesh)", params, batch, given.weights, key)
         count = self._places.schedule.micro_batches
@@ -196,25 +245,55 @@ class OneProgramExecutor(Executor):
             j: resident(params[j], self._places.devices[rank], f"{CALL}(params)", j)
             for j, rank in self._places.stages.items()
         }
+        known = {**self._elsewhere, **own}
         # At each step: one process may know the shapes while another one does not.
-        self._agree(own, batch, cut, key)
-        program = self._program(own, batch, cut, key, unrounded)
+        self._agree(known, batch, cut, key)
+        program = self._program(known, batch, cut, key, unrounded)
+        blocks, tails = self._by_part(known)
+        stages = self._table.stages[self._places.own].T
         whole = [
-            jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
-            for trees in self._by_chunk(own)
+            jax.tree.map(
+                lambda *parts: self._spread.together(parts),
+                *[blocks[int(j)] for j in chunk],
+            )
+            for chunk in stages
         ]
-        return program, (whole, self._feed(batch, cut, key, program.read))
+        at_ends = [
+            jax.tree.map(lambda x, j=j: self._at_end(x, j), tree)
+            for tree, j in zip(tails, (0, len(self._stages) - 1), strict=True)
+        ]
+        return program, (whole, Ends(*at_ends), self._feed(batch, cut, key, program))
+
+    def _at_end(self, leaf: PyTree, stage: int) -> jax.Array:
+        """A parameter of an end where its stage is, and blanks elsewhere."""
+        spec = ArraySpec(np.shape(leaf), str(jnp.result_type(leaf)))
+        owner = self._places.worker(stage, 0)
+        return self._spread.only(owner, spec, lambda: leaf, spec_of(leaf))
 
     def _key(self, given: PyTree) -> PyTree:
         """The key of a call; None where no stage takes one."""
-        return key_given(given, 0) if self._stages[0].keyed else None
+        keyed = [j for j, stage in enumerate(self._stages) if stage.keyed]
+        return key_given(given, keyed[0]) if keyed else None
 
-    def _by_chunk(self, own: Mapping[int, PyTree]) -> list[list[PyTree]]:
-        """For each chunk the parameters of this process's workers."""
-        stages = self._table.stages[self._places.own].T
-        return [[own[int(j)] for j in chunk] for chunk in stages]
+    def _by_part(self, own: Mapping[int, PyTree]) -> tuple[dict[int, PyTree], Ends]:
+        """The parameters of the equal stages, and those of the ends.
 
-    def _feed(self, batch: PyTree, cut: Lots, key: PyTree, read: Sequence[str]) -> Feed:
+        Raises:
+          ValueError: This process has never seen those of an end.
+        """
+        each = {j: taken_apart(self._stages[j], tree) for j, tree in own.items()}
+        found = []
+        for stage, name in ((0, "first"), (len(self._stages) - 1, "last")):
+            if getattr(self._ends, name) is not None and stage not in each:
+                rule = f"must have had the parameters of stage {stage} once, in each "
+                rule += f"process, where a stage has an end (`{name}=`)"
+                remedy = "Give `Pipeline.init` or `Pipeline.place` those of all stages."
+                call = "Pipeline.place(params)"
+                raise ValueError(requirement(call, rule, "None", remedy))
+            found.append(getattr(each[stage], name) if stage in each else None)
+        return {j: parts.block for j, parts in each.items()}, Ends(*found)
+
+    def _feed(self, batch: PyTree, cut: Lots, key: PyTree, program: "_Program") -> Feed:
         spread, end = self._spread, len(self._stages)
 
         def entry(name: str, taker: int) -> PyTree:
@@ -222,13 +301,15 @@ class OneProgramExecutor(Executor):
             if worker in self._places.own:
                 self._places.check(name, batch[name], worker, taker)
             return jax.tree.map(
-                lambda x: spread.only(worker, _kind(x, cut), lambda: cut.of(x)),
+                lambda x: spread.only(
+                    worker, _kind(x, cut), lambda: cut.of(x), spread.rows
+                ),
                 batch[name],
             )
 
         return Feed(
-            entry(self._stages[0].inputs[0], 0),
-            {name: entry(name, end) for name in read},
+            tuple([entry(name, 0) for name in self._stages[0].inputs]),
+            {name: entry(name, end) for name in program.read},
             self._everyone(cut.weights, spread.rows),
             self._everyone(cut.totals),
             None if key is None else self._everyone(words(key)),
@@ -275,43 +356,83 @@ class OneProgramExecutor(Executor):
         unrounded: bool,
     ) -> "_Program":
         shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
-        check_params(shapes)
-        stage, number = self._stages[0], min(own)
+        blocks, ends = self._by_part(shapes)
+        check_params(blocks)
+        number = min(blocks)
         lot = jax.tree.map(lambda x: _shape(x, cut.order.shape[1:]), batch)
-        value = entry_of(lot, stage.inputs[0], "stage 0")
-        check_value(number, stage, shapes[number], value)
-        name = self._stages[-1].outputs[0]
-        read = self._loss.entries_read({name: value}, lot)
-        model = Model(
+        value, outputs = self._values(blocks[number], ends, lot)
+        check_value(number, self._block, blocks[number], value)
+        read = self._loss.entries_read(outputs, lot)
+        model = self._model(blocks, ends, self._loss.passes(lot, read), key, unrounded)
+
+        def on_device(params: Sequence[PyTree], tails: Ends, feed: Feed) -> PyTree:
+            given = [_like(tree, blocks[number]) for tree in params]
+            found = run(model, given, _like(tails, ends), feed)
+            loss, grads, at_ends, square = found
+            # `shard_map` joins devices along an axis, which a scalar has not.
+            grads, at_ends = jax.tree.map(jnp.atleast_1d, (grads, at_ends))
+            return loss, grads, at_ends, square
+
+        each, same = PartitionSpec(self._axis), PartitionSpec()
+        mapped = map_shards(
+            on_device,
+            self._mesh,
+            (each, each, each),
+            (same, each, each, same),
+            self._axis,
+        )
+        # What a gradient is divided like over further axes, the compiler would choose.
+        floating = split_inexact((blocks[number], ends))[0]
+        laid, tails = jax.tree.map(
+            lambda x: self._spread.sharding(spec_of(x)), floating
+        )
+        whole = NamedSharding(self._mesh, same)
+        placed = whole, [laid] * self._table.stages.shape[1], tails, whole
+        return _Program(read, shapes, jax.jit(mapped, out_shardings=placed))
+
+    def _values(self, params: PyTree, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
+        """Shapes of what equal stages pass on, and of what the loss is given."""
+        first, _, _ = parts_of(self._stages[0])
+        *_, last = parts_of(self._stages[-1])
+        count, names = len(self._stages), self._stages[0].inputs
+        given = {name: entry_of(lot, name, "stage 0") for name in names}
+        value = given[names[0]]
+        if first is not None:
+            value = outputs_of(0, first, (ends.first, None), given)
+        if last is None:
+            return value, {self._stages[-1].outputs[0]: value}
+        made = {last.inputs[0]: value}
+        made = outputs_of(count - 1, last, (ends.last, None), made)
+        call = "Pipeline(last=...)"
+        return value, outputs_by_name(call, last.outputs, made)
+
+    def _model(
+        self,
+        blocks: Mapping[int, PyTree],
+        ends: Ends,
+        loss: LossPasses,
+        key: PyTree,
+        unrounded: bool,
+    ) -> Model:
+        chains = [stage.fn for stage in (self._stages[0], self._stages[-1])]
+        first, *_ = parts_of(self._stages[0])
+        *_, last = parts_of(self._stages[-1])
+        return Model(
             self._table,
             self._compiled,
-            self._loss.passes(lot, read),
-            name,
+            self._ends,
+            Ends(*(fn if isinstance(fn, Chain) else None for fn in chains)),
+            shared_leaves(first, last, (ends.first, ends.last)),
+            loss,
+            tuple(self._stages[-1].outputs),
             self._loss.kind,
             self._axis,
             specs_of(key),
+            self._block.keyed,
             self._with_square,
             unrounded,
             in_step=len(self._mesh.axis_names) > 1,
         )
-
-        def on_device(params: Sequence[PyTree], feed: Feed) -> PyTree:
-            given = [_like(tree, shapes[number]) for tree in params]
-            loss, grads, square = run(model, given, feed)
-            # `shard_map` joins devices along an axis, which a scalar has not.
-            return loss, jax.tree.map(jnp.atleast_1d, grads), square
-
-        each, same = PartitionSpec(self._axis), PartitionSpec()
-        mapped = map_shards(
-            on_device, self._mesh, (each, each), (same, each, same), self._axis
-        )
-        # What a gradient is divided like over further axes, the compiler would choose.
-        floating = split_inexact(shapes[number])[0]
-        laid = jax.tree.map(lambda x: self._spread.sharding(spec_of(x)), floating)
-        whole = NamedSharding(self._mesh, same)
-        placed = whole, [laid] * self._table.stages.shape[1], whole
-        run_it = jax.jit(mapped, out_shardings=placed)
-        return _Program(read, shapes[number], run_it)
 
     def _agree(
         self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree
@@ -323,7 +444,8 @@ class OneProgramExecutor(Executor):
         if len({*processes}) == 1:
             return
         # Stages are alike, which is checked next: one stands for all of a process.
-        first = own[min(own)]
+        blocks, ends = self._by_part(own)
+        first = blocks[min(blocks)], ends
         kinds = specs_of(jax.tree.map(_shape, (first, batch)))
         drawn = None if key is None else np.asarray(words(key)).tolist()
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
@@ -351,12 +473,13 @@ class _Program(NamedTuple):
 
     Attributes:
       read: The entries of the batch that the loss reads.
-      shapes: Of a stage's parameters.
-      run: `(params, feed) -> (loss, grads, square)`, jitted; all over the mesh.
+      shapes: Of the parameters of stages, by number.
+      run: `(params, ends, feed) -> (loss, grads, ends, square)`, jitted; all over the
+        mesh.
     """
 
     read: tuple[str, ...]
-    shapes: PyTree
+    shapes: Mapping[int, PyTree]
     run: jax.stages.Wrapped
 
 

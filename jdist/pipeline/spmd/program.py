@@ -38,6 +38,7 @@ from jdist.pipeline.run.stage_run import MicroBatchShare, fold
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.spmd.table import INPUTS, NOTHING, Clock, Row, Table
 from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.stage import outputs_by_name
 from jdist.reduction import Partial
 from jdist.segment import Residuals, Rest, Segment
 
@@ -46,8 +47,8 @@ class Feed(NamedTuple):
     """The inputs from the batch: on every device arrays of the same shapes, and on
     those that need it the numbers."""
 
-    values: PyTree
-    """The first stage's input, `(micro_batches, rows, ...)`."""
+    values: tuple[PyTree, ...]
+    """What the first stage takes, in order, `(micro_batches, rows, ...)`."""
     entries: dict[str, PyTree]
     """The entries that the loss reads, likewise."""
     weights: jax.Array
@@ -67,6 +68,14 @@ class StageMessage(NamedTuple):
     """Beside a cotangent, for max and min: what its micro-batch counts for."""
 
 
+class Ends(NamedTuple):
+    """Something of the function before the first stage, and of that after the last one;
+    None for one that there is not."""
+
+    first: Any
+    last: Any
+
+
 class State(NamedTuple):
     """The carry of the loop over the clocks."""
 
@@ -78,6 +87,8 @@ class State(NamedTuple):
     """The rests of split backward passes, by slot."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
+    ends: Ends
+    """The gradient so far of what is before the first stage and after the last one."""
     loss: Partial
     """Of the losses computed here."""
 
@@ -88,11 +99,15 @@ class Model(NamedTuple):
     Attributes:
       table: The schedule.
       segment: Of every stage.
-      loss: Of `{name: output}`.
-      name: Of the last stage's output.
+      ends: The segments before and after them.
+      chains: Of the first and of the last stage with their ends; they make keys.
+      tied: Numbers of leaves of both ends that are one parameter.
+      loss: Of the outputs by name.
+      names: Of the outputs.
       kind: The reduction.
       axis: Of the mesh.
-      key: The kind of PRNG key that stages take; None where they take none.
+      key: The kind of PRNG key that the call takes; None where it takes none.
+      keyed: Whether the stages themselves take keys.
       with_square: Whether |g|^2 over all stages is wanted.
       unrounded: Whether gradients stay in the precision of their sums, for masters.
       in_step: Whether all workers do an action that one of them does.
@@ -100,38 +115,47 @@ class Model(NamedTuple):
 
     table: Table
     segment: Segment
+    ends: Ends
+    chains: Ends
+    tied: tuple[tuple[int, int], ...]
     loss: LossPasses
-    name: str
+    names: tuple[str, ...]
     kind: str
     axis: str
     key: ArraySpec | None
+    keyed: bool
     with_square: bool
     unrounded: bool = False
     in_step: bool = False
 
-    @property
-    def last(self) -> tuple[int, int]:
-        """Worker and chunk of the last stage."""
-        worker, chunk = np.argwhere(self.table.stages == self.table.stages.max())[0]
+    def place_of(self, stage: int) -> tuple[int, int]:
+        """Worker and chunk of a stage."""
+        worker, chunk = np.argwhere(self.table.stages == stage)[0]
         return int(worker), int(chunk)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return int(self.table.stages.size)
 
 
 def run(
-    model: Model, params: Sequence[PyTree], feed: Feed
-) -> tuple[jax.Array, list[PyTree], jax.Array | None]:
+    model: Model, params: Sequence[PyTree], ends: Ends, feed: Feed
+) -> tuple[jax.Array, list[PyTree], Ends, jax.Array | None]:
     """Runs one device's part of the program; to be mapped over the mesh.
 
     Args:
       model: See there.
       params: Of each of the device's stages.
+      ends: Parameters before and after the stages; elsewhere than they are, blanks.
       feed: What it takes from the batch.
 
     Returns:
-      The loss of the batch; the gradients of the device's stages; and the sum of |g|^2
-      over all stages, if it is wanted.
+      The loss of the batch; the gradients of the device's stages; those of the ends,
+      0 elsewhere than they are; and the sum of |g|^2 over all, if it is wanted.
     """
     rank = jax.lax.axis_index(model.axis)
-    device = _Device(model, params, feed, rank)
+    device = _Device(model, params, ends, feed, rank)
 
     def clock(state: State, at: tuple[Row, Clock]) -> tuple[State, None]:
         row, all_of_them = at
@@ -144,18 +168,56 @@ def run(
         for part, own in zip(state.partials, params, strict=True)
     ]
     # One device has computed the losses.
+    last, _ = model.place_of(model.stages - 1)
     loss = jax.tree.map(
-        lambda x: jax.lax.psum(jnp.where(rank == model.last[0], x, 0), model.axis),
-        state.loss,
+        lambda x: jax.lax.psum(jnp.where(rank == last, x, 0), model.axis), state.loss
     )
-    squares = _square(model, grads) if model.with_square else None
-    return reduction.finish(loss, model.kind, None)[0], grads, squares
+    at_ends = _finished_ends(model, state.ends, ends)
+    squares = _square(model, grads, at_ends) if model.with_square else None
+    return reduction.finish(loss, model.kind, None)[0], grads, at_ends, squares
 
 
-def _square(model: Model, grads: Sequence[PyTree]) -> jax.Array:
+def _finished_ends(model: Model, parts: Ends, params: Ends) -> Ends:
+    """The gradients of the ends; of what they share, the sum."""
+    rank, wide = jax.lax.axis_index(model.axis), []
+    for part, stage in zip(parts, (0, model.stages - 1), strict=True):
+        grads = None
+        if part is not None:
+            _, grads = reduction.finish(part, model.kind, part.gradient)
+        # Elsewhere no example has counted, and nothing may be divided by nothing.
+        here = rank == model.place_of(stage)[0]
+        wide.append(jax.tree.map(lambda g, here=here: jnp.where(here, g, 0), grads))
+    flat: Any = [jax.tree.flatten(tree, is_none) for tree in wide]
+    (first, _), (last, _) = flat
+    for one, other in model.tied:
+        # Each is 0 but on one device, so that no order of the sum is left to choose.
+        total = jax.lax.psum(first[one] + last[other], model.axis)
+        first[one] = last[other] = total
+    found = Ends(*(structure.unflatten(leaves) for leaves, structure in flat))
+    if model.unrounded:
+        return found
+    return jax.tree.map(
+        lambda g, x: None if g is None else g.astype(x.dtype),
+        found,
+        params,
+        is_leaf=is_none,
+    )
+
+
+def _square(model: Model, grads: Sequence[PyTree], ends: Ends) -> jax.Array:
     """Added in the order of the stages."""
     nothing = jnp.zeros((), jnp.float32)
+    shared = {other for _, other in model.tied}
+    first = jax.tree.leaves(ends.first)
+    # Counted once: the copies are one parameter.
+    numbered = enumerate(jax.tree.leaves(ends.last, is_leaf=is_none))
+    last = [g for n, g in numbered if g is not None and n not in shared]
+    # What is shared is on all devices, but its parameter at one.
+    rank, here = jax.lax.axis_index(model.axis), model.place_of(0)[0]
+    at_ends = [jnp.where(rank == here, square(g), 0) for g in first]
+    at_ends += [square(g) for g in last]
     own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
+    own[0] = sum_of([own[0], *at_ends])
     # Gathered and not summed: `psum` has no order of its own to promise.
     squares = jax.lax.all_gather(own, model.axis)
     place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
@@ -173,10 +235,16 @@ class _Device:
     """The actions of a device, each from state to state."""
 
     def __init__(
-        self, model: Model, params: Sequence[PyTree], feed: Feed, rank: jax.Array
+        self,
+        model: Model,
+        params: Sequence[PyTree],
+        ends: Ends,
+        feed: Feed,
+        rank: jax.Array,
     ) -> None:
         self._model = model
         self._params = params
+        self._ends = ends
         self._feed = feed
         self._rank = rank
         # How to read residuals and rests: found where they are made.
@@ -187,29 +255,33 @@ class _Device:
         """Empty slots, and sums of nothing."""
         model, slots = self._model, self._model.table.slots
         first: Feed = jax.tree.map(lambda x: x[0], self._feed._replace(key=None))
-        value = first.values
+        value = jax.eval_shape(self._entered, first.values, self._blank_key)
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
-        called = model.loss.both
         found, *_ = jax.eval_shape(
-            called, {model.name: value}, first.entries, first.weights
+            self._lost, value, first.entries, first.weights, self._blank_key
         )
         share = (
             MicroBatchShare(found.value, found.weight) if self._shares_travel else None
         )
         counted = share or _share_of(first.totals)
-        message = StageMessage(value, share)
+
+        def nothing(d_own: PyTree) -> Partial:
+            part = Partial(counted.value, d_own, counted.weight)
+            return reduction.empty(part, model.kind)
+
+        ends = [None if own is None else nothing(_zeros(own)) for own in self._ends]
         return State(
-            _empty(message, slots.mail),
+            _empty(StageMessage(value, share), slots.mail),
             _empty(residuals, slots.activations),
             _empty((rest, share), slots.rests),
-            [
-                reduction.empty(
-                    Partial(counted.value, d_own, counted.weight), model.kind
-                )
-                for d_own in d_params
-            ],
+            [nothing(d_own) for d_own in d_params],
+            Ends(*ends),
             reduction.empty(found, model.kind),
         )
+
+    @property
+    def _blank_key(self) -> PyTree:
+        return None if self._model.key is None else self._model.key.blank()
 
     @property
     def _shares_travel(self) -> bool:
@@ -219,13 +291,13 @@ class _Device:
     def _passes(self, value: PyTree) -> PyTree:
         """The results of each kind of action, for their shapes."""
         segment, own = self._model.segment, self._params[0]
-        key = None if self._model.key is None else self._model.key.blank()
+        key = self._blank_key if self._model.keyed else None
         residuals = segment.forward(own, None, (value,), key)[1]
         rest: list[PyTree] = []
         if INPUTS in self._model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
             rest = found.computed
-        d_params = [jax.tree.map(_wide, split_inexact(p)[0]) for p in self._params]
+        d_params = [_zeros(own) for own in self._params]
         return list(residuals.arrays), rest, d_params
 
     def turn(self, state: State, at: Row, clock: Clock) -> State:
@@ -243,6 +315,9 @@ class _Device:
             INPUTS: self._backward_inputs,
             W: self._backward_params,
         }
+        if self._model.ends.first is not None:
+            begun = self._is_at(0, at) & (at.kind == F)
+            state = self._done(begun, clock.begins, self._enter, at, state)
         # One part of the program for each chunk: to select from stacked parameters
         # would copy them.
         for chunk, own in enumerate(self._params):
@@ -250,8 +325,10 @@ class _Device:
                 act = partial(acts[kind], chunk, own)
                 wanted = (at.kind == kind) & (at.chunk == chunk)
                 state = self._done(wanted, clock.acts[kind, chunk], act, at, state)
-        worker, chunk = self._model.last
-        ended = (at.kind == F) & (at.chunk == chunk) & (self._rank == worker)
+        if self._model.ends.first is not None:
+            back = self._is_at(0, at) & ((at.kind == B) | (at.kind == INPUTS))
+            state = self._done(back, clock.returns, self._leave, at, state)
+        ended = self._is_at(self._model.stages - 1, at) & (at.kind == F)
         state = self._done(ended, clock.ends, self._lose, at, state)
         for number in range(len(self._model.table.distances)):
             if under_way:
@@ -260,6 +337,11 @@ class _Device:
             pass_on = partial(self._pass_on, number)
             state = when(clock.travels[number], pass_on, at, state)
         return state
+
+    def _is_at(self, stage: int, at: Row) -> jax.Array:
+        """Whether what is done is done with this stage."""
+        worker, chunk = self._model.place_of(stage)
+        return (at.chunk == chunk) & (self._rank == worker)
 
     def _done(
         self, wanted: jax.Array, somewhere: jax.Array, act: Act, at: Row, state: State
@@ -272,13 +354,17 @@ class _Device:
     def _forward(
         self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
     ) -> State:
-        from_batch = take(self._feed.values, at.micro_batch)
+        held = take(state.mail.value, at.mail)
+        if self._model.ends.first is not None:
+            # What `_enter` has made is where this pass will put its output.
+            from_batch = take(state.mail.value, at.result)
+        else:
+            (entry,) = self._feed.values
+            from_batch = take(entry, at.micro_batch)
         value = jax.tree.map(
-            lambda a, b: jnp.where(at.mail == NOTHING, a, b),
-            from_batch,
-            take(state.mail.value, at.mail),
+            lambda a, b: jnp.where(at.mail == NOTHING, a, b), from_batch, held
         )
-        key = self._key(chunk, at.micro_batch)
+        key = self._key(chunk, at.micro_batch) if self._model.keyed else None
         (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
         self._plan, kept = residuals.plan, list(residuals.arrays)
         activations = put(state.activations, at.activation, kept, wanted)
@@ -286,31 +372,109 @@ class _Device:
         mail = put(state.mail.value, at.result, output, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
-    def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array | None:
+    def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array:
         """That of a stage and micro-batch, as other executors make it."""
-        model, given = self._model, self._feed.key
-        if model.key is None or given is None:
-            return None
-        stage = jnp.asarray(model.table.stages)[self._rank, chunk]
-        key: jax.Array = unworded(given, model.key.blank())
-        return fold(fold(key, stage), micro_batch)
+        chains, last = self._model.chains, self._model.stages - 1
+        stage = jnp.asarray(self._model.table.stages)[self._rank, chunk]
+        key = self._key_of(stage, micro_batch)
+        for number, chain in ((0, chains.first), (last, chains.last)):
+            if chain is not None:
+                own = chain.key_of(chain.block, self._key_of(number, micro_batch))
+                key = jnp.where(stage == number, own, key)
+        return key
+
+    def _key_of(self, stage: jax.Array | int, micro_batch: jax.Array) -> jax.Array:
+        assert self._model.key is not None
+        assert self._feed.key is not None
+        key: jax.Array = unworded(self._feed.key, self._model.key.blank())
+        return fold(fold(key, jnp.asarray(stage)), micro_batch)
+
+    # --- the ends ---
+
+    def _enter(self, wanted: Wanted, at: Row, state: State) -> State:
+        """What is before the first stage; its output waits for that stage."""
+        given, key = self._first_given(at)
+        value = self._entered(given, key)
+        mail = put(state.mail.value, at.result, value, wanted)
+        return state._replace(mail=state.mail._replace(value=mail))
+
+    def _leave(self, wanted: Wanted, at: Row, state: State) -> State:
+        """Its gradient. What it needs is computed again: a slot of its own would lie on
+        every device, and most often it looks up rows of a table."""
+        given, key = self._first_given(at)
+        first, own = self._model.ends.first, self._ends.first
+        _, residuals = first.forward(own, None, given, key)
+        sent = take(state.mail, at.result)
+        d_own, _ = first.backward(own, residuals, (sent.value, None))
+        share = sent.share or _share_of(take(self._feed.totals, at.micro_batch))
+        return self._with_end(state, wanted, first=_partial(d_own, share))
+
+    def _first_given(self, at: Row) -> tuple[tuple[PyTree, ...], PyTree]:
+        """The entries of the batch, and the key."""
+        chain, key = self._model.chains.first, None
+        if chain.parts[0].keyed:
+            key = chain.key_of(0, self._key_of(0, at.micro_batch))
+        return take(self._feed.values, at.micro_batch), key
+
+    def _entered(self, inputs: tuple[PyTree, ...], key: PyTree) -> PyTree:
+        """The input of the first stage."""
+        if self._model.ends.first is None:
+            return inputs[0]
+        first, own = self._model.ends.first, self._ends.first
+        key = key if self._model.chains.first.parts[0].keyed else None
+        return first.forward(own, None, inputs, key)[0][0]
 
     def _lose(self, wanted: Wanted, at: Row, state: State) -> State:
         """The losses of a micro-batch; their cotangent takes the output's place."""
-        feed, name = self._feed, self._model.name
-        entries, weights = take((feed.entries, feed.weights), at.micro_batch)
-        found, d_values, _ = self._model.loss.both(
-            {name: take(state.mail.value, at.result)}, entries, weights
+        entries, weights = take(
+            (self._feed.entries, self._feed.weights), at.micro_batch
         )
-        share = (
-            MicroBatchShare(found.value, found.weight) if self._shares_travel else None
-        )
+        chain, key = self._model.chains.last, None
+        if chain is not None and chain.parts[-1].keyed:
+            number = len(chain.parts) - 1
+            key = self._key_of(self._model.stages - 1, at.micro_batch)
+            key = chain.key_of(number, key)
+        value = take(state.mail.value, at.result)
+        found, d_value, d_own = self._lost(value, entries, weights, key)
+        share = MicroBatchShare(found.value, found.weight)
+        sent = share if self._shares_travel else None
         loss = reduction.combine(state.loss, found, self._model.kind)
-        message = StageMessage(d_values[name], share)
-        return state._replace(
-            mail=put(state.mail, at.result, message, wanted),
+        state = state._replace(
+            mail=put(state.mail, at.result, StageMessage(d_value, sent), wanted),
             loss=kept_unless(wanted, loss, state.loss),
         )
+        if d_own is None:
+            return state
+        counted = sent or _share_of(take(self._feed.totals, at.micro_batch))
+        return self._with_end(state, wanted, last=_partial(d_own, counted))
+
+    def _lost(
+        self, value: PyTree, entries: PyTree, weights: jax.Array, key: PyTree
+    ) -> tuple[Partial, PyTree, PyTree]:
+        """The losses; the cotangent of the last stage's output; and the gradient of
+        what comes after it."""
+        names, last, own = self._model.names, self._model.ends.last, self._ends.last
+        both = self._model.loss.both
+        if last is None:
+            found, d_values, _ = both({names[0]: value}, entries, weights)
+            return found, d_values[names[0]], None
+        key = key if self._model.chains.last.parts[-1].keyed else None
+        (made, _), residuals = last.forward(own, None, (value,), key)
+        outputs = outputs_by_name("Pipeline(last=...)", names, made)
+        found, d_values, _ = both(outputs, entries, weights)
+        d_made = tuple([d_values[name] for name in names])
+        d_made = d_made if len(names) > 1 else d_made[0]
+        d_own, (_, (d_value,), _) = last.backward(own, residuals, (d_made, None))
+        return found, _or_zeros(d_value, value), d_own
+
+    def _with_end(self, state: State, wanted: Wanted, **more: Partial) -> State:
+        """The state with a summand of an end's gradient."""
+        ends = state.ends
+        for name, part in more.items():
+            before = getattr(ends, name)
+            joined = reduction.combine(before, part, self._model.kind)
+            ends = ends._replace(**{name: kept_unless(wanted, joined, before)})
+        return state._replace(ends=ends)
 
     def _backward(
         self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
@@ -449,14 +613,26 @@ def _answered(
 ) -> State:
     """The cotangent of the stage's input is its message; zeros where none flows."""
     _, (d_value,), _ = d_inputs
-    value = jax.tree.map(
-        lambda d, x: jnp.zeros_like(x) if d is None else d,
-        d_value,
-        cotangent.value,
-        is_leaf=is_none,
-    )
+    value = _or_zeros(d_value, cotangent.value)
     mail = put(state.mail, at.result, cotangent._replace(value=value), wanted)
     return state._replace(mail=mail)
+
+
+def _or_zeros(cotangent: PyTree, value: PyTree) -> PyTree:
+    """The cotangent of a value, also where none flows."""
+    return jax.tree.map(
+        lambda d, x: jnp.zeros_like(x) if d is None else d,
+        cotangent,
+        value,
+        is_leaf=is_none,
+    )
+
+
+def _zeros(params: PyTree) -> PyTree:
+    """Shapes of a gradient as it is summed."""
+    return jax.eval_shape(
+        lambda own: jax.tree.map(_wide, split_inexact(own)[0]), params
+    )
 
 
 def _share_of(total: jax.Array) -> MicroBatchShare:

@@ -8,8 +8,10 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact
 from jdist.pipeline.run.shapes import outputs_of
+from jdist.pipeline.run.tied import leaves_at
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import describe, specs_of
+from jdist.pipeline.stages.chain import parts_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.segment.internal import contents_of
@@ -29,7 +31,8 @@ def check_stages(wiring: StageWiring) -> None:
         not; one has a state or shares parameters; they are no chain of one value each,
         up to the loss.
     """
-    first, *others = wiring.stages
+    blocks = [parts_of(stage).block for stage in wiring.stages]
+    first, *others = blocks
     # By contents: a function that is made for each stage anew has equal code in another
     # object.
     contents = contents_of(first.fn, "Pipeline")
@@ -47,7 +50,7 @@ def check_stages(wiring: StageWiring) -> None:
         if stage.keyed != first.keyed:
             got = f"{stage.keyed!r} in stage {number}, {first.keyed!r} before"
             _refuse("have the same `keyed`", got)
-    for number, stage in enumerate(wiring.stages):
+    for number, stage in enumerate(blocks):
         if stage.stateful:
             _refuse("have no state", f"a state in stage {number}")
         if stage.tied:
@@ -56,18 +59,21 @@ def check_stages(wiring: StageWiring) -> None:
     last = wiring.stages[-1].outputs
     if tuple(wiring.loss_inputs) != tuple(last):
         got = f"loss_inputs {wiring.loss_inputs}"
-        _refuse(f"end in the loss, which takes {last[0]!r} alone", got)
+        names = ", ".join(map(repr, last))
+        _refuse(f"end in the loss, which takes {names} alone", got)
 
 
 def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
-    # A message has one value, and all slots have one shape.
+    # A message has one value, and all slots have one shape. What lies before the first
+    # stage, or after the last one, sends none.
     if len(stage.inputs) != 1 or len(stage.outputs) != 1:
         got = f"inputs {stage.inputs} and outputs {stage.outputs} in stage {number}"
         _refuse("have one input and one output", got)
-    source = wiring.source[number][stage.inputs[0]]
-    if source != (number - 1 if number else BATCH):
+    for name, source in wiring.source[number].items():
+        if source == (number - 1 if number else BATCH):
+            continue
         where = "the batch" if source == BATCH else f"stage {source}"
-        got = f"{stage.inputs[0]!r} from {where} in stage {number}"
+        got = f"{name!r} from {where} in stage {number}"
         _refuse("take what the stage before puts out, the first from the batch", got)
 
 
@@ -131,6 +137,43 @@ def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> Non
     fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]
     if fixed:
         _refuse("pass on floating values", f"{name!r} of {fixed[0]}")
+
+
+def shared_leaves(
+    first: Stage | None, last: Stage | None, params: tuple[PyTree, PyTree]
+) -> tuple[tuple[int, int], ...]:
+    """Numbers of the leaves at both ends that are one parameter.
+
+    Args:
+      first: What is before the stages.
+      last: What is after them.
+      params: Of both, or their shapes.
+
+    Raises:
+      ValueError: A path is unknown, or the copies differ in shape or dtype.
+    """
+    if first is None or last is None:
+        return ()
+    paths = {name: path for path, name in last.tied.items()}
+    pairs = []
+    for path, name in first.tied.items():
+        one, other = (
+            leaves_at(jax.tree.structure(tree), which, own)
+            for tree, which, own in zip(
+                params, ("first", "last"), (path, paths[name]), strict=True
+            )
+        )
+        kinds = [
+            {below: specs_of(jax.tree.leaves(tree)[i]) for below, i in numbers.items()}
+            for tree, numbers in zip(params, (one, other), strict=True)
+        ]
+        if kinds[0] != kinds[1]:
+            rule = "must be copies of one shape and dtype: that before the stages is "
+            rule += f"{describe(params[0])}"
+            got = f"{describe(params[1])} after them"
+            raise ValueError(requirement("Stage(tied=...)", rule, got))
+        pairs += [(one[below], other[below]) for below in one]
+    return tuple(pairs)
 
 
 def check_agreement(texts: Mapping[int, str]) -> None:

@@ -76,9 +76,12 @@ class Clock(NamedTuple):
     acts: Any
     """Whether a worker does an action of each kind, with each of its stages, int32,
     `(clocks, kinds, chunks)`; of all kinds, `INPUTS` among them."""
+    begins: Any
+    """Whether the first stage has a forward pass, int32, `(clocks,)`."""
+    returns: Any
+    """Whether it has a backward pass, likewise."""
     ends: Any
-    """Whether the last stage has a forward pass, and the loss follows, int32,
-    `(clocks,)`."""
+    """Whether the last stage has a forward pass, and the loss follows, likewise."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -155,8 +158,10 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     activations, rests = _kept(schedule, row, workers, clocks)
     kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
     slots = Slots(waiting + 1, activations, rests)
-    ends = (clocks[F][-1:] == np.arange(schedule.clocks)[:, None]).any(1)
-    clock = Clock(travels, _acts(row, stages.shape[1]), ends.astype(np.int32))
+    at = np.arange(schedule.clocks)
+    each = clocks[F][0], clocks[B][0], clocks[F][-1]
+    ends = [np.isin(at, own).astype(np.int32) for own in each]
+    clock = Clock(travels, _acts(row, stages.shape[1]), *ends)
     return Table(row, clock, distances, stages, kinds, slots, overlap)
 
 

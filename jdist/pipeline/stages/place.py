@@ -5,6 +5,7 @@ its arguments and adds the collectives, and the result is that of one device: sh
 decide time and memory of a step, not its values.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -456,6 +457,24 @@ def laid_like(value: PyTree, like: PyTree) -> PyTree:
         return jax.device_put(leaf, other.sharding)
 
     return jax.tree.map(there, value, like)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The values of an array, also of one over devices of several processes.
+
+    All processes that have some of the devices call it for such an array.
+    """
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        sharding = array.sharding
+        assert isinstance(sharding, NamedSharding)
+        array = _whole_on(NamedSharding(sharding.mesh, PartitionSpec()))(array)
+        array = array.addressable_data(0)
+    return np.asarray(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_on(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def bytes_on_device(array: jax.Array) -> int:

@@ -1,0 +1,187 @@
+"""Functions at the ends of equal stages: before the first, and after the last one.
+
+A stage and the functions beside it are one stage: a chain of parts. Executors that run
+stages one by one see nothing else; one program for equal stages takes chains apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._errors import requirement
+from jdist._tree import PyTree
+from jdist.pipeline.stages.stage import Stage
+
+
+class Parts(NamedTuple):
+    """What belongs to each part of a stage; None for an end that it has not."""
+
+    first: Any
+    block: Any
+    last: Any
+
+
+# JAX keeps weak references to the functions that it traces.
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Chain:
+    """Stages one after another, as the function of one.
+
+    Its parameters are a tuple, one tree for each part. A part that takes a key gets
+    `fold_in(key, number of the part)`, or the key itself if no other part takes one.
+
+    Attributes:
+      parts: Each takes the only output of the one before.
+      block: Which of them is the stage among equal ones.
+      in_evaluation: Whether parts run what they run in evaluation.
+    """
+
+    parts: tuple[Stage, ...]
+    block: int
+    in_evaluation: bool = False
+
+    def __call__(self, params: PyTree, *given: PyTree) -> PyTree:
+        """The outputs of the last part."""
+        _check_trees(len(self.parts), params)
+        values, key = given, None
+        if self.keyed:
+            values, key = given[:-1], given[-1]
+        for number, (part, own) in enumerate(zip(self.parts, params, strict=True)):
+            fn = part.fn
+            if self.in_evaluation and part.in_evaluation is not None:
+                fn = part.in_evaluation
+            elif part.keyed:
+                values = *values, self.key_of(number, key)
+            values = (fn(own, *values),)
+        return values[0]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it takes a key."""
+        return any(
+            part.keyed and not (self.in_evaluation and part.in_evaluation)
+            for part in self.parts
+        )
+
+    def key_of(self, number: int, key: PyTree) -> PyTree:
+        """The key of a part, made from that of the stage."""
+        alone = sum(part.keyed for part in self.parts) == 1
+        return key if alone else jax.random.fold_in(key, number)
+
+
+def with_ends(
+    stages: Sequence[Stage], first: Stage | None, last: Stage | None
+) -> list[Stage]:
+    """Stages of which the first and the last one have a part more.
+
+    Args:
+      stages: In order.
+      first: Before the first one.
+      last: After the last one.
+
+    Raises:
+      TypeError: An end is no stage.
+      ValueError: An end has a state; `first` does not put out the one value that the
+        first stage takes, or `last` does not take the one that the last puts out; a
+        part that draws in evaluation stands beside one that has a function for it.
+    """
+    made = list(stages)
+    if first is not None:
+        _check_end("first", first)
+        if len(first.outputs) != 1 or first.outputs != made[0].inputs:
+            rule = f"must put out what the first stage takes, {made[0].inputs}, as its "
+            rule += "only input"
+            raise ValueError(requirement("Pipeline(first=...)", rule, first.outputs))
+        made[0] = _chained((first, made[0]), 1)
+    if last is not None:
+        _check_end("last", last)
+        before = stages[-1].outputs
+        if len(before) != 1 or last.inputs != before:
+            rule = f"must take what the last stage puts out, {before}, as its only "
+            rule += "input"
+            raise ValueError(requirement("Pipeline(last=...)", rule, last.inputs))
+        known = made[-1].fn
+        chain = known if isinstance(known, Chain) else Chain((made[-1],), 0)
+        made[-1] = _chained((*chain.parts, last), chain.block)
+    return made
+
+
+def parts_of(stage: Stage) -> Parts:
+    """The stage among equal ones, and the ends that it has."""
+    if not isinstance(stage.fn, Chain):
+        return Parts(None, stage, None)
+    return _parted(stage.fn, stage.fn.parts)
+
+
+def taken_apart(stage: Stage, params: PyTree) -> Parts:
+    """The trees of each part.
+
+    Raises:
+      ValueError: There is not one for each part.
+    """
+    if not isinstance(stage.fn, Chain):
+        return Parts(None, params, None)
+    _check_trees(len(stage.fn.parts), params)
+    return _parted(stage.fn, params)
+
+
+def put_together(stage: Stage, trees: Parts) -> PyTree:
+    """The tree of a stage, of those of its parts."""
+    if not isinstance(stage.fn, Chain):
+        return trees.block
+    held = _parted(stage.fn, stage.fn.parts)
+    return tuple([t for t, part in zip(trees, held, strict=True) if part is not None])
+
+
+def _parted(chain: Chain, each: Sequence[Any]) -> Parts:
+    at = chain.block
+    first = each[0] if at else None
+    return Parts(first, each[at], each[at + 1] if at + 1 < len(each) else None)
+
+
+def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
+    chain, among = Chain(parts, block), parts[block]
+    if among.stateful:
+        rule = "must be no end of a stage that has a state"
+        raise ValueError(requirement("Pipeline(first=.., last=..)", rule, "one"))
+    in_evaluation = None
+    if any(part.in_evaluation is not None for part in parts):
+        in_evaluation = replace(chain, in_evaluation=True)
+        if in_evaluation.keyed:
+            rule = "must all have a function for evaluation, or take no key, where one "
+            rule += "of a stage and its ends has such a function"
+            call = "Stage(in_evaluation=...)"
+            raise ValueError(requirement(call, rule, "a part that draws"))
+    tied = {
+        f"{number}/{path}" if path else f"{number}": name
+        for number, part in enumerate(parts)
+        for path, name in part.tied.items()
+    }
+    return replace(
+        among,
+        fn=chain,
+        inputs=parts[0].inputs,
+        outputs=parts[-1].outputs,
+        keyed=chain.keyed,
+        tied=tied,
+        in_evaluation=in_evaluation,
+    )
+
+
+def _check_end(which: str, stage: object) -> None:
+    call = f"Pipeline({which}=...)"
+    if not isinstance(stage, Stage):
+        raise TypeError(requirement(call, "must be a Stage", repr(stage)))
+    if stage.stateful:
+        rule = "must have no state: give it to one of the stages"
+        raise ValueError(requirement(call, rule, "a stateful one"))
+
+
+def _check_trees(count: int, params: PyTree) -> None:
+    if not isinstance(params, tuple | list) or len(params) != count:
+        rule = f"must be a tuple of {count} trees where a stage has an end: one for "
+        rule += "each part, in order"
+        got = f"a {type(params).__name__}"
+        got += f" of {len(params)}" if isinstance(params, tuple | list) else ""
+        raise ValueError(requirement("Pipeline(params)", rule, got))
