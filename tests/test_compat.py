@@ -347,3 +347,38 @@ def test_what_is_compiled_ahead_is_found_by_the_call(caplog, committed):
     text = caplog.text
     assert "jit(scaled)" not in text
     assert "jit(added)" not in text
+
+
+def test_the_data_of_each_device_in_the_order_of_the_sharding():
+    """Also of an array that is whole on each, and of one device."""
+    devices = np.array(jax.devices()[:4])[::-1].reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("a", "b"))
+    value = np.arange(8.0).reshape(4, 2)
+    for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec(("b", "a"))):
+        array = jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+        found = _compat.shards_of(array)
+        assert [x.device for x in found] == list(devices.flat)
+        expected = {each.device: each.data for each in array.addressable_shards}
+        for part in found:
+            np.testing.assert_array_equal(part, expected[part.device])
+    (alone,) = _compat.shards_of(jax.device_put(value, devices[0, 0]))
+    assert alone.device == devices[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, i: jnp.take_along_axis(x, i, -1), True),
+        (
+            lambda x, i: jax.lax.map(lambda j: jnp.take_along_axis(x, j, -1), i[None]),
+            True,
+        ),
+        (jax.jit(lambda x, i: jnp.take_along_axis(x, i, -1)), True),
+        (lambda x, i: x[i[0, 0]], False),
+        (lambda x, i: x @ x.T + jax.nn.one_hot(i[:, 0], 3, dtype=x.dtype), False),
+    ],
+)
+def test_a_program_that_picks_by_row_is_known(fn, expected):
+    given = jnp.ones((3, 3)), jnp.zeros((3, 1), jnp.int32)
+    program = jax.make_jaxpr(fn)(*given).jaxpr
+    assert _compat.picks_by_row(program) is expected

@@ -327,6 +327,21 @@ def inner_programs(equation: JaxprEqn) -> list[Any]:
     return list(jaxprs_in_params(equation.params))
 
 
+def picks_by_row(program: Jaxpr) -> bool:
+    """Whether a program picks elements of each row by an index of that row.
+
+    As `jnp.take_along_axis` does, which is a gather with batch dimensions.
+    """
+    for equation in program.eqns:
+        numbers = equation.params.get("dimension_numbers")
+        if getattr(numbers, "operand_batching_dims", ()):
+            return True
+        for inner in inner_programs(equation):
+            if picks_by_row(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner):
+                return True
+    return False
+
+
 def called_program(equation: JaxprEqn) -> Jaxpr | None:
     """The program that an equation runs once, argument by argument; or None.
 

@@ -5,6 +5,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist import optim, pipeline
+from tests.pipeline import language_blocks as blocks
 from tests.pipeline.spmd_models import losses, noisy, problem, stage, stages
 
 FAMILIES = {
@@ -118,6 +119,55 @@ def on_meshes_of_both():
     pipe = pipeline.Pipeline(stages(2), losses, FAMILIES["1F1B"](), places)
     try:
         pipe.place(problem(2, EXAMPLES)[0])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def with_ends(layout):
+    """A language model over both processes: its loss, norms and own stages.
+
+    Args:
+      layout: "a stage each", or "each stage on both".
+    """
+    count = jax.local_device_count()
+    devices = np.array(jax.devices()).reshape(2, count)
+    if layout == "a stage each":
+        mesh = Mesh(devices[:, :2], ("stage", "data"))
+    else:
+        mesh = Mesh(devices[:, :2].T, ("stage", "data"))
+    options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, **options)
+    params, batch, weights = blocks.problem(2, np.float64)
+    state, found = pipe.init(params), []
+    for _ in range(2):
+        state, metrics = pipe.train_step(state, batch, weights)
+        found.append((float(metrics.loss), float(metrics.grad_norm)))
+    return pipe.own, found
+
+
+def never_told():
+    """The parameters of an end that one of the processes has never seen."""
+    count = jax.local_device_count()
+    mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh)
+    params, batch, weights = blocks.problem(2)
+    own = [tree if j in pipe.own else None for j, tree in enumerate(params)]
+    try:
+        pipe.value_and_grad(own, batch, weights)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def unequal_copies():
+    """A table whose copy in the other process is another one."""
+    count = jax.local_device_count()
+    mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, optimizer=optim.adam())
+    (first, (block, last)), _, _ = blocks.problem(2)
+    try:
+        pipe.init([first, (block, {**last, "table": last["table"] + 1})])
     except ValueError as error:
         return str(error)
     return "no error"

@@ -373,6 +373,64 @@ def test_messages_are_under_way_beside_the_actions(one_program, hardware):
     assert beside > (0.99 if hardware.name.startswith("v5e") else 0.49)
 
 
+def embedded(table, tokens):
+    return table[tokens]
+
+
+def block(params, h):
+    return h + jnp.tanh(h @ params["up"]) @ params["down"]
+
+
+def headed(table, h):
+    return jnp.einsum("ntd,wd->ntw", h, table)
+
+
+def picked(logits, batch):
+    chosen = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(chosen, batch["next"][..., None], -1)[..., 0].sum(-1)
+
+
+@pytest.mark.parametrize("family", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("v5e:2x4", marks=needs("tpu")),
+        pytest.param("h100:2x4", marks=needs("cuda")),
+    ],
+)
+def test_one_program_over_stages_data_and_model(place, family):
+    """Embedding and head at its ends; its loss picks from what two axes divide."""
+    hardware = targets.target(place)
+    devices = np.array(hardware.devices[:8]).reshape(2, 2, 2)
+    whole = jax.sharding.Mesh(devices, ("stage", "data", "model"))
+
+    def laid(spec, *sizes):
+        place = NamedSharding(whole, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=place)
+
+    words, width, inner, tokens = 512, 256, 1024, 64
+    make = {"1F1B": pipeline.one_f_one_b, "GPipe": pipeline.gpipe}[family]
+    pipe = pipeline.Pipeline(
+        [pipeline.Stage(block, ("x",), ("h",)), pipeline.Stage(block, ("h",), ("y",))],
+        picked,
+        make(2, 4),
+        whole,
+        first=pipeline.Stage(embedded, ("tokens",), ("x",)),
+        last=pipeline.Stage(headed, ("y",), ("logits",)),
+    )
+    own = {
+        "up": laid((None, "model"), width, inner),
+        "down": laid(("model",), inner, width),
+    }
+    first, last = laid((None, "model"), words, width), laid(("model",), words, width)
+    numbers = jax.ShapeDtypeStruct((32, tokens), jnp.int32)
+    batch = {"tokens": numbers, "next": numbers}
+    (lowered,) = pipe.lower([(first, own), (own, last)], batch).values()
+    found = compiled(lowered, hardware, {(4,), (8,), (1,)})
+    kinds = {each.kind for each in found.collectives if each.bytes >= KIB}
+    assert {"collective-permute", "all-reduce"} <= kinds
+
+
 def test_memory_of_1f1b_grows_with_stages_and_gpipes_with_micro_batches(one_program):
     used = {case: one_program(*case).bytes_per_device.temporaries for case in CASES}
     scratch = HELD / 16  # Of the compiler's, which differs between programs.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._compat import map_shards
+from jdist._compat import map_shards, picks_by_row, trace_whole
 from jdist._errors import requirement
 from jdist._fit import Metrics
 from jdist._tree import PyTree, is_none, shapes_of, split_inexact, words
@@ -363,7 +363,11 @@ class OneProgramExecutor(Executor):
         value, outputs = self._values(blocks[number], ends, lot)
         check_value(number, self._block, blocks[number], value)
         read = self._loss.entries_read(outputs, lot)
-        model = self._model(blocks, ends, self._loss.passes(lot, read), key, unrounded)
+        passes = self._loss.passes(lot, read)
+        rows = jax.ShapeDtypeStruct(cut.weights.shape[1:], cut.weights.dtype)
+        given = outputs, {name: lot[name] for name in read}, rows
+        model = self._model(blocks, ends, passes, key, unrounded)
+        model = model._replace(whole_at_loss=self._is_whole_at(passes, given))
 
         def on_device(params: Sequence[PyTree], tails: Ends, feed: Feed) -> PyTree:
             given = [_like(tree, blocks[number]) for tree in params]
@@ -389,6 +393,18 @@ class OneProgramExecutor(Executor):
         whole = NamedSharding(self._mesh, same)
         placed = whole, [laid] * self._table.stages.shape[1], tails, whole
         return _Program(read, shapes, jax.jit(mapped, out_shardings=placed))
+
+    def _is_whole_at(
+        self, passes: LossPasses, given: tuple[PyTree, PyTree, PyTree]
+    ) -> bool:
+        """Whether the loss must have values that only their rows are divided of."""
+        further = [n for name, n in self._mesh.shape.items() if name != self._axis]
+        if sum(n > 1 for n in further) < 2:
+            return False
+        # Where rows are divided over one axis and what is picked from over another, XLA
+        # ends the process (a failed check in `spmd_partitioner_util.cc` of 0.10.2).
+        program, _ = trace_whole(passes.both, *given)
+        return picks_by_row(program.jaxpr)
 
     def _values(self, params: PyTree, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
         """Shapes of what equal stages pass on, and of what the loss is given."""
@@ -417,6 +433,9 @@ class OneProgramExecutor(Executor):
         chains = [stage.fn for stage in (self._stages[0], self._stages[-1])]
         first, *_ = parts_of(self._stages[0])
         *_, last = parts_of(self._stages[-1])
+        rows = None
+        if len(self._mesh.axis_names) > 1:
+            rows = PartitionSpec(*tuple(self._spread.rows)[1:])
         return Model(
             self._table,
             self._compiled,
@@ -431,7 +450,7 @@ class OneProgramExecutor(Executor):
             self._block.keyed,
             self._with_square,
             unrounded,
-            in_step=len(self._mesh.axis_names) > 1,
+            rows,
         )
 
     def _agree(

@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jdist import reduction
 from jdist._tree import PyTree, is_none, split_inexact, unworded, wide_dtype
@@ -110,7 +111,9 @@ class Model(NamedTuple):
       keyed: Whether the stages themselves take keys.
       with_square: Whether |g|^2 over all stages is wanted.
       unrounded: Whether gradients stay in the precision of their sums, for masters.
-      in_step: Whether all workers do an action that one of them does.
+      rows: How values between stages are divided over further axes of the mesh; None:
+        there are none. Then all workers do an action that one of them does.
+      whole_at_loss: Whether what the loss is given has to be divided likewise.
     """
 
     table: Table
@@ -126,7 +129,18 @@ class Model(NamedTuple):
     keyed: bool
     with_square: bool
     unrounded: bool = False
-    in_step: bool = False
+    rows: PartitionSpec | None = None
+    whole_at_loss: bool = False
+
+    def laid(self, value: PyTree) -> PyTree:
+        """A value between stages, divided as on meshes of their own: by rows alone."""
+        if self.rows is None:
+            return value
+        return jax.tree.map(
+            # A scalar has no rows.
+            lambda x: jax.lax.with_sharding_constraint(x, self.rows) if x.ndim else x,
+            value,
+        )
 
     def place_of(self, stage: int) -> tuple[int, int]:
         """Worker and chunk of a stage."""
@@ -347,7 +361,7 @@ class _Device:
         self, wanted: jax.Array, somewhere: jax.Array, act: Act, at: Row, state: State
     ) -> State:
         """The state after an action, if it is wanted on this device."""
-        if not self._model.in_step:
+        if self._model.rows is None:
             return when(wanted, partial(act, True), at, state)
         return when(somewhere, partial(act, wanted), at, state)
 
@@ -364,11 +378,13 @@ class _Device:
         value = jax.tree.map(
             lambda a, b: jnp.where(at.mail == NOTHING, a, b), from_batch, held
         )
+        value = self._model.laid(value)
         key = self._key(chunk, at.micro_batch) if self._model.keyed else None
         (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
         self._plan, kept = residuals.plan, list(residuals.arrays)
         activations = put(state.activations, at.activation, kept, wanted)
         state = state._replace(activations=activations)
+        output = self._model.laid(output)
         mail = put(state.mail.value, at.result, output, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
@@ -454,14 +470,22 @@ class _Device:
         """The losses; the cotangent of the last stage's output; and the gradient of
         what comes after it."""
         names, last, own = self._model.names, self._model.ends.last, self._ends.last
-        both = self._model.loss.both
+
+        def both(values: PyTree) -> PyTree:
+            if not self._model.whole_at_loss:
+                return self._model.loss.both(values, entries, weights)
+            # Both sides: a layout spreads from what follows as well.
+            values = self._model.laid(values)
+            found, d_values, aux = self._model.loss.both(values, entries, weights)
+            return found, self._model.laid(d_values), aux
+
         if last is None:
-            found, d_values, _ = both({names[0]: value}, entries, weights)
+            found, d_values, _ = both({names[0]: value})
             return found, d_values[names[0]], None
         key = key if self._model.chains.last.parts[-1].keyed else None
         (made, _), residuals = last.forward(own, None, (value,), key)
         outputs = outputs_by_name("Pipeline(last=...)", names, made)
-        found, d_values, _ = both(outputs, entries, weights)
+        found, d_values, _ = both(outputs)
         d_made = tuple([d_values[name] for name in names])
         d_made = d_made if len(names) > 1 else d_made[0]
         d_own, (_, (d_value,), _) = last.backward(own, residuals, (d_made, None))
@@ -508,8 +532,9 @@ class _Device:
         return self._added(state, at, chunk, d_own, share, wanted)
 
     def _called_back(self, at: Row, state: State) -> tuple[StageMessage, Residuals]:
-        kept = take(state.activations, at.activation)
-        return take(state.mail, at.mail), Residuals(self._plan, tuple(kept))
+        kept, sent = take(state.activations, at.activation), take(state.mail, at.mail)
+        sent = sent._replace(value=self._model.laid(sent.value))
+        return sent, Residuals(self._plan, tuple(kept))
 
     def _added(
         self,
@@ -552,7 +577,7 @@ class _Device:
             return state._replace(mail=mail)
 
         wanted = at.receive[number] != NOTHING
-        if self._model.in_step:
+        if self._model.rows is not None:
             return deliver(wanted, at, state)
         return when(wanted, partial(deliver, True), at, state)
 

@@ -12,6 +12,7 @@ from jdist.pipeline.run.tied import leaves_at
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.chain import parts_of
+from jdist.pipeline.stages.place import spec_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.segment.internal import contents_of
@@ -105,7 +106,7 @@ def check_params(params: Mapping[int, PyTree]) -> None:
       params: By stage.
 
     Raises:
-      ValueError: Their structure, or the shape or dtype of a leaf.
+      ValueError: Their structure, or the shape, dtype or sharding of a leaf.
     """
     first = min(params)
     expected = describe(params[first])
@@ -113,6 +114,11 @@ def check_params(params: Mapping[int, PyTree]) -> None:
         if specs_of(tree) != specs_of(params[first]):
             got = f"{describe(tree)} in stage {number}"
             _refuse(f"have parameters like those of stage {first}, {expected}", got)
+        # One array holds a parameter of all stages.
+        laid, other = (jax.tree.map(spec_of, params[j]) for j in (first, number))
+        if laid != other:
+            rule = f"have parameters sharded like those of stage {first}, {laid}"
+            _refuse(rule, f"{other} in stage {number}")
 
 
 def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> None:

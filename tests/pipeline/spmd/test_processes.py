@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline
+from tests.pipeline import language_blocks as blocks
 from tests.pipeline import spmd_runs as runs
 from tests.pipeline.spmd_models import (
     close,
@@ -76,6 +77,37 @@ def test_stages_on_meshes_of_several_processes(pair):
         assert "must be devices of this process where a call runs" in message
         assert f"the processes [{1 - rank}] in process {rank}" in message
         assert "Give names of rpc's workers, one in each process" in message
+
+
+@pytest.mark.parametrize("layout", ["a stage each", "each stage on both"])
+def test_a_model_with_ends_over_meshes_of_two_processes(pair, layout):
+    """The mesh of a stage may span processes: they step as one device does."""
+    (own, one), (theirs, other) = pair.everywhere(runs.with_ends, layout)
+    alone = layout == "a stage each"
+    assert (own, theirs) == (([0], [1]) if alone else ([0, 1], [0, 1]))
+    assert one == other
+    options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
+    places = [jax.devices()[0]] * 2
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), places, **options)
+    params, batch, weights = blocks.problem(2, np.float64)
+    state = pipe.init(params)
+    for found in one:
+        state, metrics = pipe.train_step(state, batch, weights)
+        expected = (metrics.loss, metrics.grad_norm)
+        np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
+def test_an_end_whose_parameters_a_process_has_never_seen(pair):
+    """Their shapes are needed everywhere; each misses that of the other."""
+    for rank, message in enumerate(pair.everywhere(runs.never_told)):
+        expected = f"must have had the parameters of stage {1 - rank} once, in each"
+        assert expected in message
+        assert "Give `Pipeline.init` or `Pipeline.place` those of all" in message
+
+
+def test_copies_of_a_parameter_in_two_processes(pair):
+    for message in pair.everywhere(runs.unequal_copies):
+        assert "must begin with equal values at the stages 0 and 1" in message
 
 
 def test_evaluation_needs_all_devices(pair):
