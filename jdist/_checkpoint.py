@@ -107,6 +107,8 @@ class StepFolder(Closing):
     Args:
       folder: Made if it is not there.
       keep: How many of the last steps stay; None for all.
+      alone: Whether this process uses it without the others of `jax.distributed`; its
+        arrays are then "arrays".
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
@@ -119,13 +121,20 @@ class StepFolder(Closing):
       [3] {'all': {'w': array([1., 1.])}}
     """
 
-    def __init__(self, folder: str | Path, keep: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, keep: int | None = None, *, alone: bool = False
+    ) -> None:
         """Opens the folder."""
         self._orbax = _orbax()
-        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep)
         path = Path(folder).absolute()
+        options, handlers = self._orbax.CheckpointManagerOptions(max_to_keep=keep), None
+        if alone and jax.process_count() > 1:
+            options, handlers = _alone(self._orbax, keep)
+            path.mkdir(parents=True, exist_ok=True)
         self._manager = _undisturbed(
-            lambda: self._orbax.CheckpointManager(path, options=options)
+            lambda: self._orbax.CheckpointManager(
+                path, options=options, item_handlers=handlers
+            )
         )
 
     def steps(self) -> list[int]:
@@ -190,6 +199,26 @@ class StepFolder(Closing):
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         self._manager.close()
+
+
+def _alone(orbax: Any, keep: int | None) -> tuple[Any, dict[str, Any]]:
+    """Options and handlers by which orbax waits for no other process.
+
+    By default it waits at each step for all, and process 0 makes the folders.
+    """
+    here = jax.process_index()
+    own = orbax.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"{here}"
+    )
+    # With such options it does not make the folder of all steps.
+    options = orbax.CheckpointManagerOptions(
+        max_to_keep=keep, multiprocessing_options=own, create=False
+    )
+    handlers = {
+        "arrays": orbax.StandardCheckpointHandler(multiprocessing_options=own),
+        "description": orbax.JsonCheckpointHandler(multiprocessing_options=own),
+    }
+    return options, handlers
 
 
 def _undisturbed(look: Callable[[], Found]) -> Found:

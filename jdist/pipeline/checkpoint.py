@@ -28,6 +28,7 @@ from jdist._tree import PyTree, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import Opened, StageChannels
 from jdist.pipeline.run.update import PipelineState
+from jdist.pipeline.stages.place import first_process, on_host, over_processes
 
 
 class Saved(NamedTuple):
@@ -38,21 +39,36 @@ class Saved(NamedTuple):
       own: Numbers of those whose trees are here.
       written: Those of them that this process writes. Each stage has one writer.
       opened: Begins a call that all processes make.
+      writers: Of `jax.distributed`, the processes known to write.
     """
 
     stages: int
     own: Collection[int]
     written: Collection[int]
     opened: Opened
+    writers: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
-        """Of a pipeline: the first worker of a stage writes it."""
-        here = pipe.communicator.places.own
+        """Of a pipeline: the first worker of a stage writes it; of a mesh over several
+        processes the one that has its first device."""
+        places = pipe.communicator.places
         # Replicas of a stage are equal, bit for bit.
         first = [min(workers) for workers in pipe.schedule.placement]
-        written = [j for j, worker in enumerate(first) if worker in here]
-        return cls(len(pipe.stages), pipe.own, written, pipe.communicator.opened)
+        begins = {
+            j: first_process(places.devices[worker]) for j, worker in enumerate(first)
+        }
+        here = jax.process_index()
+        # Without a place of its own, or elsewhere than here, a worker is of rpc's.
+        written = [
+            j
+            for j, worker in enumerate(first)
+            if worker in places.own and begins[j] in (here, None)
+        ]
+        writers = {process for process in begins.values() if process is not None}
+        writers |= {here} if written else set()
+        own, opened = pipe.own, pipe.communicator.opened
+        return cls(len(pipe.stages), own, written, opened, frozenset(writers))
 
 
 class StageCheckpoints(Closing):
@@ -66,6 +82,7 @@ class StageCheckpoints(Closing):
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
+      ValueError: A process of `jax.distributed` other than 0 would have to write.
       WorkerLost, RpcTimeout: Not all processes came.
 
     Example:
@@ -93,8 +110,10 @@ class StageCheckpoints(Closing):
         try:
             with saved.opened("PipelineCheckpoints") as channels:
                 check_keep("StageCheckpoints", keep)
+                _check_writers(saved.writers)
                 for j in saved.own:
-                    self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
+                    path = Path(folder) / f"stage{j}"
+                    self._folders[j] = StepFolder(path, alone=True)
                 self._complete = self._found(channels)
         # orbax's threads would outlive a constructor that raised.
         except BaseException:
@@ -123,8 +142,11 @@ class StageCheckpoints(Closing):
                 rule = f"must come after the last step that was saved, {last}"
                 remedy = "Go on from there, or use another folder."
                 raise ValueError(requirement("save(step)", rule, step, remedy))
-            for j in self._saved.written:
-                self._write(j, step, trees[j])
+            for j in self._saved.own:
+                # Together: all processes that have some of an array gather it.
+                leaves = {path: _gathered(x) for path, x in _leaves(trees[j]).items()}
+                if j in self._saved.written:
+                    self._write(j, step, leaves)
             self._complete = self._found(channels)
         # Only now: until all stages have the new step, the older ones are needed.
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
@@ -160,10 +182,14 @@ class StageCheckpoints(Closing):
         for folder in self._folders.values():
             folder.close()
 
-    def _write(self, stage: int, step: int, tree: PyTree) -> None:
-        leaves = _leaves(tree)
+    def _write(self, stage: int, step: int, leaves: dict[str, PyTree]) -> None:
         description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
-        arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
+        arrays: dict[str, Any] = {
+            path: words(jnp.asarray(x)) for path, x in leaves.items()
+        }
+        if jax.process_count() > 1:
+            # orbax takes JAX's arrays for those of all processes.
+            arrays = jax.tree.map(np.asarray, arrays)
         # Left by a run that ended before the other stages had that step.
         self._delete(stage, lambda other: other >= step)
         self._folders[stage].write(step, {"arrays": arrays}, description)
@@ -302,6 +328,31 @@ def _leaves(tree: PyTree) -> dict[str, PyTree]:
     return {path: x for path, x in named_leaves(tree).items() if x is not None}
 
 
+def _check_writers(writers: Collection[int]) -> None:
+    """Refuses what orbax would lose: it writes arrays of one process from process 0.
+
+    Raises:
+      ValueError: A process of `jax.distributed` other than 0 would have to write.
+    """
+    others = sorted({*writers} - {0})
+    if jax.process_count() > 1 and others:
+        rule = (
+            "must have a device of process 0 first in the place of each stage, where "
+        )
+        rule += "`jax.distributed` runs: orbax writes from process 0"
+        got = f"stages that begin in the processes {others}"
+        remedy = "Lay out the mesh so that the axis of stages is within a process; or "
+        remedy += "use rpc's workers without `jax.distributed`."
+        raise ValueError(requirement("PipelineCheckpoints(pipe)", rule, got, remedy))
+
+
+def _gathered(leaf: PyTree) -> PyTree:
+    """The whole of an array that is over several processes."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return on_host(leaf)
+    return leaf
+
+
 def _on_host(leaf: PyTree) -> np.ndarray:
     like = jax.eval_shape(lambda: words(jnp.asarray(leaf)))
     return np.empty(like.shape, like.dtype)
@@ -309,6 +360,8 @@ def _on_host(leaf: PyTree) -> np.ndarray:
 
 def _placed(found: PyTree, like: PyTree) -> PyTree:
     """On the device of `like`, if that was chosen: a place is part of a signature."""
+    if isinstance(like, jax.Array) and not like.is_fully_addressable:
+        return over_processes(found, like.sharding)
     # A copy, because steps donate, and NumPy's memory is not JAX's to give away.
     array = jnp.array(found)
     if isinstance(like, jax.Array) and like.committed:

@@ -124,26 +124,54 @@ def on_meshes_of_both():
     return "no error"
 
 
-def with_ends(layout):
-    """A language model over both processes: its loss, norms and own stages.
+def over_both(layout):
+    """A language model over both processes.
 
     Args:
       layout: "a stage each", or "each stage on both".
     """
     count = jax.local_device_count()
-    devices = np.array(jax.devices()).reshape(2, count)
-    if layout == "a stage each":
-        mesh = Mesh(devices[:, :2], ("stage", "data"))
-    else:
-        mesh = Mesh(devices[:, :2].T, ("stage", "data"))
+    devices = np.array(jax.devices()).reshape(2, count)[:, :2]
+    alone = layout == "a stage each"
+    mesh = Mesh(devices if alone else devices.T, ("stage", "data"))
     options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
-    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, **options)
+    return blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, **options)
+
+
+def with_ends(layout):
+    """The stages of this process; losses and norms of two steps."""
+    pipe = over_both(layout)
     params, batch, weights = blocks.problem(2, np.float64)
     state, found = pipe.init(params), []
     for _ in range(2):
         state, metrics = pipe.train_step(state, batch, weights)
         found.append((float(metrics.loss), float(metrics.grad_norm)))
     return pipe.own, found
+
+
+def saved(folder):
+    """Steps that are on disk, and the loss after a step, with and without a restart."""
+    pipe = over_both("each stage on both")
+    params, batch, weights = blocks.problem(2, np.float64)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    with pipeline.PipelineCheckpoints(folder, pipe) as checkpoints:
+        checkpoints.save(state)
+        steps = checkpoints.steps()
+        again = checkpoints.restore(pipe.init(params))
+    losses_of = [
+        float(pipe.train_step(each, batch, weights)[1].loss) for each in (again, state)
+    ]
+    return steps, losses_of
+
+
+def saved_from_both(folder):
+    """What is refused where each process would write a stage."""
+    pipe = over_both("a stage each")
+    try:
+        pipeline.PipelineCheckpoints(folder, pipe)
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def never_told():

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
+from jdist.pipeline.run.mesh_processes import processes_of, told_by_processes
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
@@ -313,10 +314,17 @@ class InProcessChannels:
     Args:
       devices: The place of each worker.
       number: See `StageChannels`.
+      mesh: Of one program, if several processes have its devices.
     """
 
-    def __init__(self, devices: Sequence[Place] = (), number: int = 0) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Place] = (),
+        number: int = 0,
+        mesh: Mesh | None = None,
+    ) -> None:
         self.number = number
+        self._mesh = mesh
         self.parts = common_parts(devices)
         self.failed = False
         self._devices = devices
@@ -357,7 +365,7 @@ class InProcessChannels:
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`; does not wait for arrays, which one process need not."""
-        return [value]
+        return [value] if self._mesh is None else told_by_processes(self._mesh, value)
 
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
@@ -384,27 +392,31 @@ def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
 
 
 class LocalCommunicator:
-    """All workers of the pipeline in this process.
+    """All workers of the pipeline in this process, or in those that run one program.
 
     Args:
       places: The device of each worker.
+      mesh: Of one program.
     """
 
     sees_all = True
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, mesh: Mesh | None = None) -> None:
         self.places = places
+        several = mesh is not None and len({*processes_of(mesh)}) > 1
+        self._mesh = mesh if several else None
         self.last: StageChannels | None = None
         self._calls = itertools.count()
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
-        self.last = InProcessChannels(self.places.devices, next(self._calls))
+        made_of = self.places.devices, next(self._calls), self._mesh
+        self.last = InProcessChannels(*made_of)
         return ending(self.last)
 
     def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
         """See `Communicator`."""
-        return [value]
+        return [value] if self._mesh is None else told_by_processes(self._mesh, value)
 
     def clock_offset(self) -> float:
         """See `Communicator`: it is the same."""

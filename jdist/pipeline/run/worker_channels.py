@@ -776,7 +776,7 @@ def communicator_for(
         raise ValueError(requirement("Pipeline(mesh=...)", rule, got))
     if isinstance(workers_or_devices, Mesh):
         where = schedule, workers_or_devices, stage_axis, data_axis
-        return LocalCommunicator(places_on(*where))
+        return LocalCommunicator(places_on(*where), workers_or_devices)
     if stage_axis is not None:
         rule = "must come with one mesh for all stages"
         got = f"{stage_axis!r} with {workers_or_devices!r}"

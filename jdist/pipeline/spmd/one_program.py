@@ -31,6 +31,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.lowered import LoweredPrograms
+from jdist.pipeline.run.mesh_processes import processes_of, rows_of_processes
 from jdist.pipeline.run.micro_batch import entry_of
 from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import StageChannels, Transfer
@@ -112,8 +113,6 @@ class OneProgramExecutor(Executor):
         self._spread = Spread(places, mesh, axis)
         self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
         # Forward passes alone are run one by one, on the same devices.
         self._in_evaluation = ScheduleExecutor(programs, places.schedule, None)
 
@@ -457,10 +456,8 @@ class OneProgramExecutor(Executor):
         self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree
     ) -> None:
         """Before each step: what differs between processes would abort or hang them."""
-        devices = list(self._mesh.devices.flat)
-        processes = [device.process_index for device in devices]
         # One process calls one program: nothing can differ.
-        if len({*processes}) == 1:
+        if len({*processes_of(self._mesh)}) == 1:
             return
         # Stages are alike, which is checked next: one stands for all of a process.
         blocks, ends = self._by_part(own)
@@ -470,14 +467,8 @@ class OneProgramExecutor(Executor):
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
         text += f" {specs_of(key)} {drawn} {jax.tree.map(spec_of, first)}"
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-        layout = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        rows = jax.make_array_from_callback(
-            (len(devices), digest.size), layout, lambda _: digest[None]
-        )
-        found = np.asarray(self._everywhere(rows).addressable_data(0))
-        check_agreement(
-            {p: bytes(row).hex() for p, row in zip(processes, found, strict=True)}
-        )
+        rows = rows_of_processes(self._mesh, digest)
+        check_agreement({process: bytes(row).hex() for process, row in rows.items()})
 
     @property
     def _parts(self) -> int:

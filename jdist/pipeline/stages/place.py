@@ -212,6 +212,14 @@ def devices_of(place: Place) -> set[jax.Device]:
     return set() if place is None else {place}
 
 
+def first_process(place: Place) -> int | None:
+    """The process of a place's first device; None where there is no place."""
+    if place is None:
+        return None
+    first = place.mesh.devices.flat[0] if isinstance(place, StageMesh) else place
+    return int(first.process_index)
+
+
 def undivided(place: Place) -> Place:
     """The same place, where values are whole on every device."""
     return replace(place, data_axis=None) if isinstance(place, StageMesh) else place
@@ -315,7 +323,7 @@ def _put(leaf: Any, target: Sharding, in_one: bool = False) -> Any:
     if target.is_fully_addressable:
         return jax.device_put(leaf, target)
     if in_one:
-        return _put_over_processes(leaf, target)
+        return over_processes(leaf, target)
     # `device_put` would wait for the other processes, which may be elsewhere.
     rule = "must be devices of this process where a call runs"
     devices: set[Any] = target.device_set
@@ -326,7 +334,7 @@ def _put(leaf: Any, target: Sharding, in_one: bool = False) -> Any:
     raise ValueError(requirement(_PLACES, rule, got, remedy))
 
 
-def _put_over_processes(leaf: Any, target: Sharding) -> jax.Array:
+def over_processes(leaf: Any, target: Sharding) -> jax.Array:
     """An array over devices of several processes, each of which has all of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         # Between layouts over the same devices: a program that all of them run.

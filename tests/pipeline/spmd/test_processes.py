@@ -97,6 +97,31 @@ def test_a_model_with_ends_over_meshes_of_two_processes(pair, layout):
         np.testing.assert_allclose(found, expected, rtol=1e-11)
 
 
+def test_checkpoints_of_stages_that_span_processes(pair, tmp_path):
+    """Each stage has one writer; another layout goes on with the same loss."""
+    folder = str(tmp_path / "saved")
+    found = pair.everywhere(runs.saved, folder)
+    (steps, (again, through)), other = found
+    assert steps == [1]
+    assert again == through
+    assert other == found[0]
+    places = [jax.devices()[0]] * 2
+    options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), places, **options)
+    params, batch, weights = blocks.problem(2, np.float64)
+    with pipeline.PipelineCheckpoints(folder, pipe) as checkpoints:
+        state = checkpoints.restore(pipe.init(params))
+    _, metrics = pipe.train_step(state, batch, weights)
+    np.testing.assert_allclose(metrics.loss, through, rtol=1e-12)
+
+
+def test_checkpoints_that_another_process_would_write(pair, tmp_path):
+    """orbax would leave them out, and say nothing."""
+    for message in pair.everywhere(runs.saved_from_both, str(tmp_path / "both")):
+        assert "must have a device of process 0 first in the place of each" in message
+        assert "Got stages that begin in the processes [1]" in message
+
+
 def test_an_end_whose_parameters_a_process_has_never_seen(pair):
     """Their shapes are needed everywhere; each misses that of the other."""
     for rank, message in enumerate(pair.everywhere(runs.never_told)):
