@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.pipeline.run.mesh_processes import processes_of, told_by_processes
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.mesh_processes import processes_of, told_by_processes
 from jdist.pipeline.stages.place import (
     Place,
     common_parts,

@@ -31,7 +31,6 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.lowered import LoweredPrograms
-from jdist.pipeline.run.mesh_processes import processes_of, rows_of_processes
 from jdist.pipeline.run.micro_batch import entry_of
 from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.run.stage_channels import StageChannels, Transfer
@@ -55,6 +54,7 @@ from jdist.pipeline.stages.chain import (
     put_together,
     taken_apart,
 )
+from jdist.pipeline.stages.mesh_processes import processes_of, rows_of_processes
 from jdist.pipeline.stages.place import common_parts, moved, resident, spec_of
 from jdist.pipeline.stages.stage import outputs_by_name
 
