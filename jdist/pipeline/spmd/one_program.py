@@ -459,15 +459,22 @@ class OneProgramExecutor(Executor):
         # One process calls one program: nothing can differ.
         if len({*processes_of(self._mesh)}) == 1:
             return
-        # Stages are alike, which is checked next: one stands for all of a process.
-        blocks, ends = self._by_part(own)
-        first = blocks[min(blocks)], ends
-        kinds = specs_of(jax.tree.map(_shape, (first, batch)))
-        drawn = None if key is None else np.asarray(words(key)).tolist()
-        text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
-        text += f" {specs_of(key)} {drawn} {jax.tree.map(spec_of, first)}"
+        refused, text = None, ""
+        try:
+            # Stages are alike, which is checked next: one stands for all of a process.
+            blocks, ends = self._by_part(own)
+            first = blocks[min(blocks)], ends
+            kinds = specs_of(jax.tree.map(_shape, (first, batch)))
+            drawn = None if key is None else np.asarray(words(key)).tolist()
+            text = f"{self._places.schedule} {self._loss.kind} {kinds} "
+            text += f"{cut.order.shape} {specs_of(key)} {drawn} "
+            text += f"{jax.tree.map(spec_of, first)}"
+        except ValueError as error:
+            refused = error  # The others are about to wait for this process.
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
         rows = rows_of_processes(self._mesh, digest)
+        if refused is not None:
+            raise refused
         check_agreement({process: bytes(row).hex() for process, row in rows.items()})
 
     @property

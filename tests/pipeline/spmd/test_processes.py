@@ -122,12 +122,17 @@ def test_checkpoints_that_another_process_would_write(pair, tmp_path):
         assert "Got stages that begin in the processes [1]" in message
 
 
-def test_an_end_whose_parameters_a_process_has_never_seen(pair):
-    """Their shapes are needed everywhere; each misses that of the other."""
-    for rank, message in enumerate(pair.everywhere(runs.never_told)):
+@pytest.mark.parametrize("missing", [(0, 1), (1,)])
+def test_an_end_whose_parameters_a_process_has_never_seen(pair, missing):
+    """Their shapes are needed everywhere; who has them does not wait for the other."""
+    for rank, message in enumerate(pair.everywhere(runs.never_told, missing)):
         expected = f"must have had the parameters of stage {1 - rank} once, in each"
-        assert expected in message
-        assert "Give `Pipeline.init` or `Pipeline.place` those of all" in message
+        if rank in missing:
+            assert expected in message
+            assert "Give `Pipeline.init` or `Pipeline.place` those of all" in message
+        else:
+            assert "must have parameters and a batch of the same shapes" in message
+            assert "Got others in [1]" in message
 
 
 def test_copies_of_a_parameter_in_two_processes(pair):
