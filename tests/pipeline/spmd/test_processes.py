@@ -1,5 +1,10 @@
 """One program over two processes: each has its own stages, and both the same loss."""
 
+import re
+import signal
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -133,6 +138,19 @@ def test_an_end_whose_parameters_a_process_has_never_seen(pair, missing):
         else:
             assert "must have parameters and a batch of the same shapes" in message
             assert "Got others in [1]" in message
+
+
+def test_a_killed_process_is_named():
+    """By its launcher, and by an exception to the one that was in a stage with it."""
+    command = ["jdist.launch", "--nproc", "2", "-m", "tests.pipeline.spmd_killed"]
+    ended = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL; the others were ended." in ended.stderr
+    said = ended.stdout + ended.stderr
+    # On a busy machine JAX itself may find out first, and ends the process.
+    assert re.search("ProcessLost: Rank 1 of 2 was lost|another task died", said)
 
 
 def test_copies_of_a_parameter_in_two_processes(pair):
