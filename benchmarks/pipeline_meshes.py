@@ -2,7 +2,7 @@
 
 Beside it stand the same meshes in two processes, the same stages on single devices, and
 the whole model in one `jax.jit`, divided over as many devices by data and model, and on
-one. CPU devices of one process share its cores: eight of them compute no faster than
+one; and its blocks as equal stages of one program. CPU devices of one process share its cores: eight of them compute no faster than
 one, and what is compared is what the division costs.
 """
 
@@ -19,7 +19,7 @@ from benchmarks._harness import Case, timing
 from benchmarks._pair import Job, Pair, timed
 from examples import language_model as llama
 from experiments import language_model as trained
-from jdist import rpc
+from jdist import pipeline, rpc
 
 ROUNDS = 15
 WARMUP = 2
@@ -56,6 +56,7 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     (batch,) = llama.batches(1)
     steps = {
         MESHES: pipelined(llama.meshes(devices, (2, 2, 2)), batch),
+        "one program, 2 stages x 2 data x 2 model, GPipe": in_one(devices, batch),
         "pipeline, 2 devices": pipelined(devices[:2], batch),
         "jit, 4 data x 2 model": whole(llama.meshes(devices, (1, 4, 2))[0], batch),
         "jit, one device": whole(llama.meshes(devices, (1, 1, 1))[0], batch),
@@ -91,6 +92,39 @@ def pipelined(
         specs = jax.tree_util.tree_map_with_path(llama.spec, made.params)
     params = pipe.place(made.params, specs)
     state = pipe.init(params, made.states, jax.random.key(0))
+    weights = batch["mask"].sum(1)
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = pipe.train_step(state, batch, weights)
+        return state.params, metrics.loss
+
+    return step
+
+
+def in_one(devices: Sequence[jax.Device], batch: Any) -> Callable[[], Any]:
+    """The blocks as two equal stages of one program, embedding and head at their ends."""
+    modules, half = llama.layers(SIZES), 1 + SIZES.blocks // 2
+    groups = [modules[:1], modules[1:half], modules[half:-1], modules[-1:]]
+    names = ["tokens", "x", "h", "y", "scores"]
+    made = pipeline.stages_from_nnx(groups, names)
+    first, *stages, last = made.stages
+    mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("stage", "data", "model"))
+    pipe = pipeline.Pipeline(
+        stages,
+        llama.losses_of,
+        pipeline.gpipe(2, llama.MICRO_BATCHES),
+        mesh,
+        first=first,
+        last=last,
+        optimizer=trained.OPTIMIZER,
+    )
+
+    def by_stage(trees: Sequence[Any]) -> list[Any]:
+        return [(trees[0], trees[1]), (trees[2], trees[3])]
+
+    specs = jax.tree_util.tree_map_with_path(llama.spec, made.params)
+    state = pipe.init(pipe.place(by_stage(made.params), by_stage(specs)))
     weights = batch["mask"].sum(1)
 
     def step() -> Any:

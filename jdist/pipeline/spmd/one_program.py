@@ -163,7 +163,7 @@ class OneProgramExecutor(Executor):
         The parameters of what is before the first stage, or after the last one, have
         blanks in their place on all other devices.
         """
-        if taken_apart(self._stages[stage], params).block is not params:
+        if isinstance(self._stages[stage].fn, Chain):
             self._elsewhere[stage] = shapes_of(params)
 
     def evaluate(

@@ -14,8 +14,9 @@ from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.chain import parts_of
 from jdist.pipeline.stages.place import spec_of
 from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.stage_program import StageProgram
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
-from jdist.segment.internal import contents_of
+from jdist.segment.internal import Contents, contents_of
 
 _STAGES = "Pipeline(stages, .., mesh)"
 _REMEDY = (
@@ -38,9 +39,7 @@ def check_stages(wiring: StageWiring) -> None:
     # object.
     contents = contents_of(first.fn, "Pipeline")
     for number, stage in enumerate(others, start=1):
-        # What could not be read of two functions may differ.
-        alike = contents.complete and contents_of(stage.fn, "Pipeline") == contents
-        if stage.fn is not first.fn and not alike:
+        if not _alike(first, stage, contents):
             got = f"another one in stage {number}"
             if not contents.complete:
                 got += f", or one that cannot be compared: {contents.unread[0]}"
@@ -62,6 +61,15 @@ def check_stages(wiring: StageWiring) -> None:
         got = f"loss_inputs {wiring.loss_inputs}"
         names = ", ".join(map(repr, last))
         _refuse(f"end in the loss, which takes {names} alone", got)
+
+
+def _alike(one: Stage, other: Stage, contents: Contents) -> bool:
+    """Whether two stages have one function; of the first the contents are given."""
+    # Made of modules, they know whether they compute the same.
+    if one.fn is other.fn or isinstance(one.fn, StageProgram):
+        return bool(one.fn == other.fn)
+    # What could not be read of two functions may differ.
+    return contents.complete and contents_of(other.fn, "Pipeline") == contents
 
 
 def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:

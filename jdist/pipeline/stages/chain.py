@@ -4,7 +4,7 @@ A stage and the functions beside it are one stage: a chain of parts. Executors t
 stages one by one see nothing else; one program for equal stages takes chains apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.stage_program import StageProgram
 
 
 class Parts(NamedTuple):
@@ -108,10 +109,17 @@ def with_ends(
 
 
 def parts_of(stage: Stage) -> Parts:
-    """The stage among equal ones, and the ends that it has."""
-    if not isinstance(stage.fn, Chain):
-        return Parts(None, stage, None)
-    return _parted(stage.fn, stage.fn.parts)
+    """The stage among equal ones, and the ends that it has.
+
+    The names of the modules of the former are numbers, so that it can be equal.
+    """
+    found = Parts(None, stage, None)
+    if isinstance(stage.fn, Chain):
+        found = _parted(stage.fn, stage.fn.parts)
+    block: Stage = found.block
+    if isinstance(block.fn, StageProgram):
+        block = replace(block, fn=block.fn.renumbered())
+    return found._replace(block=block)
 
 
 def taken_apart(stage: Stage, params: PyTree) -> Parts:
@@ -120,18 +128,34 @@ def taken_apart(stage: Stage, params: PyTree) -> Parts:
     Raises:
       ValueError: There is not one for each part.
     """
-    if not isinstance(stage.fn, Chain):
-        return Parts(None, params, None)
-    _check_trees(len(stage.fn.parts), params)
-    return _parted(stage.fn, params)
+    found = Parts(None, params, None)
+    if isinstance(stage.fn, Chain):
+        _check_trees(len(stage.fn.parts), params)
+        found = _parted(stage.fn, params)
+    return found._replace(block=_renamed(found.block, _numbers(stage)))
 
 
 def put_together(stage: Stage, trees: Parts) -> PyTree:
     """The tree of a stage, of those of its parts."""
+    names = {number: name for name, number in _numbers(stage).items()}
+    trees = trees._replace(block=_renamed(trees.block, names))
     if not isinstance(stage.fn, Chain):
         return trees.block
     held = _parted(stage.fn, stage.fn.parts)
     return tuple([t for t, part in zip(trees, held, strict=True) if part is not None])
+
+
+def _numbers(stage: Stage) -> Mapping[str, str]:
+    """Of the modules of the stage among equal ones; none if it is a function."""
+    fn = stage.fn.parts[stage.fn.block].fn if isinstance(stage.fn, Chain) else stage.fn
+    return fn.numbers if isinstance(fn, StageProgram) else {}
+
+
+def _renamed(params: PyTree, names: Mapping[str, str]) -> PyTree:
+    """The parameters of modules under other names."""
+    if not (names and isinstance(params, Mapping)):
+        return params
+    return {names.get(name, name): tree for name, tree in params.items()}
 
 
 def _parted(chain: Chain, each: Sequence[Any]) -> Parts:

@@ -1,7 +1,7 @@
 """The function of a stage that is put together from modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -80,6 +80,41 @@ class StageProgram:
     def keyed(self) -> bool:
         """Whether a module takes a key."""
         return any(call.keyed for call in self.calls)
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The names of its modules, each with its number in the order of the calls."""
+        names = dict.fromkeys(call.module for call in self.calls)
+        return {name: str(number) for number, name in enumerate(names)}
+
+    def renumbered(self) -> "StageProgram":
+        """The same program with numbers for names: that of equal modules is equal."""
+        modules, values = self.numbers, dict[str, str]()
+
+        def numbered(names: Sequence[str]) -> tuple[str, ...]:
+            return tuple([values.setdefault(name, str(len(values))) for name in names])
+
+        inputs = numbered(self.inputs)
+        calls = [
+            replace(
+                call,
+                module=modules[call.module],
+                reads=numbered(call.reads),
+                writes=numbered(call.writes),
+            )
+            for call in self.calls
+        ]
+        shared = [
+            replace(each, module=modules[each.module], source=modules[each.source])
+            for each in self.shared
+        ]
+        return replace(
+            self,
+            calls=tuple(calls),
+            inputs=inputs,
+            outputs=numbered(self.outputs),
+            shared=tuple(shared),
+        )
 
     def __call__(self, params: Mapping[str, PyTree], *given: PyTree) -> PyTree:
         """Runs it; parameters and states are those of its modules by name."""
