@@ -1,9 +1,10 @@
 """What does a step of a small Llama take whose stages are divided over meshes?
 
-Beside it stand the same meshes in two processes, the same stages on single devices, and
-the whole model in one `jax.jit`, divided over as many devices by data and model, and on
-one; and its blocks as equal stages of one program. CPU devices of one process share its cores: eight of them compute no faster than
-one, and what is compared is what the division costs.
+Beside it stand the same meshes in two processes, the same stages on single devices, the
+blocks as equal stages of one program, and the whole model in one `jax.jit`, divided
+over as many devices by data and model, and on one. CPU devices of one process share its
+cores: eight of them compute no faster than one, and what is compared is what the
+division costs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,7 @@ def pipelined(
 
 
 def in_one(devices: Sequence[jax.Device], batch: Any) -> Callable[[], Any]:
-    """The blocks as two equal stages of one program, embedding and head at their ends."""
+    """The blocks as equal stages of one program, between embedding and head."""
     modules, half = llama.layers(SIZES), 1 + SIZES.blocks // 2
     groups = [modules[:1], modules[1:half], modules[half:-1], modules[-1:]]
     names = ["tokens", "x", "h", "y", "scores"]
