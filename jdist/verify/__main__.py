@@ -1,7 +1,8 @@
 """`python -m jdist.verify`: is every strategy's gradient the one-device gradient?
 
 Without a problem, the equivalence matrix over all installed strategies, a line for each
-as it is done; in float32, unless other dtypes are chosen. With `module:name`, the same
+as it is done; in float32, unless other dtypes are chosen. `--all` adds combinations of
+what these show. With `module:name`, the same
 judgement on your own loss, parameters, batch and candidates.
 
 exit status:
@@ -96,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         dest="rows",
         default="",
         metavar="TEXT",
-        help="only strategies with this in their names",
+        help="only strategies with this in their names, combinations among them",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="also combinations of what other rows show"
     )
     parser.add_argument(
         "--processes",
@@ -136,13 +140,7 @@ def _judge_matrix(options: argparse.Namespace) -> int:
     # Before the strategies are imported and the first is compiled, which take longer.
     console.print("largest error/bound (a right answer stays below 1)")
     console.print(matrix.heading(options.reductions))
-    known = matrix.strategies()
-    rows = {name: build for name, build in known.items() if options.rows in name}
-    if not rows:
-        names = ", ".join(known)
-        raise JdistError(
-            f"no strategy has {options.rows!r} in its name; known: {names}"
-        )
+    rows, left = _chosen(options)
     cells: list[matrix.Cell] = []
     for row in _rows(rows, options):
         if row[0].strategy not in {cell.strategy for cell in cells}:
@@ -151,6 +149,8 @@ def _judge_matrix(options: argparse.Namespace) -> int:
         cells += row
     for reason in sorted({f"{c.strategy}: {c.skipped}" for c in cells if c.skipped}):
         console.print(f"[yellow]skipped[/yellow] {reason}")
+    if left:
+        console.print(f"{left} more combinations of these are judged with --all")
     for cell in cells:
         if not cell.ok:
             console.print(f"\n[bold]{cell.reduction}, {cell.dtype}[/bold]", cell.report)
@@ -160,6 +160,21 @@ def _judge_matrix(options: argparse.Namespace) -> int:
     text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
     text += f" in {', '.join(options.dtypes)}"
     return _concluded([cell.report for cell in cells if cell.report], text)
+
+
+def _chosen(options: argparse.Namespace) -> tuple[Mapping[str, matrix.Strategy], int]:
+    """The rows to judge, and how many combinations are left to `--all`."""
+    known = matrix.strategies()
+    if options.all or options.rows:
+        rows = {name: build for name, build in known.items() if options.rows in name}
+        if not rows:
+            names = ", ".join(known)
+            raise JdistError(
+                f"no strategy has {options.rows!r} in its name; known: {names}"
+            )
+        return rows, 0
+    rows = matrix.strategies(combinations=False)
+    return rows, len(known) - len(rows)
 
 
 def _rows(

@@ -8,7 +8,8 @@ arguments that returns strategies by name, and a strategy is
     candidate(params, batch, weights) -> (loss, gradient)
 
 `build` raises `jdist.Unavailable` where the hardware is missing; the row is then
-skipped by name, with the reason.
+skipped by name, with the reason. In the place of a strategy there may be a mapping of
+further ones: combinations of what the other rows show, judged on request only.
 """
 
 import json
@@ -92,8 +93,11 @@ class Devices(NamedTuple):
         _compilation_cache.switch_on()
 
 
-def strategies() -> dict[str, Strategy]:
-    """All strategies of all installed packages, by name.
+def strategies(combinations: bool = True) -> dict[str, Strategy]:
+    """The strategies of all installed packages, by name.
+
+    Args:
+      combinations: Whether those in mappings of their own are among them.
 
     Raises:
       JdistError: Nothing is registered, which means that jdist itself is not installed;
@@ -101,10 +105,14 @@ def strategies() -> dict[str, Strategy]:
     """
     found: dict[str, Strategy] = {}
     for entry in metadata.entry_points(group=GROUP):
-        for name, strategy in entry.load()().items():
-            if name in found:
-                raise JdistError(f"two entry points of {GROUP!r} provide {name!r}")
-            found[name] = strategy
+        for title, given in entry.load()().items():
+            if isinstance(given, Mapping) and not combinations:
+                continue
+            own = given if isinstance(given, Mapping) else {title: given}
+            if twice := found.keys() & own.keys():
+                names = ", ".join(map(repr, sorted(twice)))
+                raise JdistError(f"two entry points of {GROUP!r} provide {names}")
+            found |= own
     if not found:
         raise JdistError(
             f"no strategy is registered under the entry-point group {GROUP!r}. Is "

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jdist import Unavailable, matrix
+from jdist import Unavailable
 from jdist.matrix import data_parallel
+from jdist.matrix.pipeline import _LAYOUTS, _ON_MESHES
 from jdist.matrix.row import devices
 from jdist.pipeline import Pipeline
-from jdist.verify.matrix import GROUP
+from jdist.verify.matrix import GROUP, strategies
 
 pytestmark = pytest.mark.compiled
 
@@ -26,7 +27,7 @@ def loss(params, batch):
 
 def test_every_strategy_has_its_rows():
     """By the family's name; those of one family do not hide another's."""
-    names = matrix.strategies()
+    names = strategies()
     families = Counter(name.split()[0] for name in names)
     assert families == {"data_parallel": 19, "pipeline": 32, "autograd": 5}
 
@@ -42,12 +43,26 @@ def test_the_table_of_schedules_over_meshes_is_whole():
         for schedule, *cells in schedules
         for layout, cell in zip(layouts, cells, strict=True)
     }
-    rows = {name for name in matrix.strategies() if "on meshes" in name}
+    rows = {name for name in strategies() if "on meshes" in name}
     assert told.keys() == rows
     assert len(rows) == 16
     for ratios in told.values():
         assert len(ratios) == 3
         assert max(ratios) < 1
+
+
+def test_by_default_each_schedule_and_each_layout_is_judged_once():
+    """Over meshes; the other combinations, and these rows alone, are for `--all`."""
+    default, every = strategies(combinations=False), strategies()
+    assert default.keys() < every.keys()
+    left = every.keys() - default.keys()
+    assert len(left) == 12
+    assert all(name.startswith("pipeline on meshes, ") for name in left)
+    pairs = [name.split(", ")[1:] for name in default if "on meshes" in name]
+    for chosen, known in zip(
+        zip(*pairs, strict=True), (_ON_MESHES, _LAYOUTS), strict=True
+    ):
+        assert sorted(chosen) == sorted(known)
 
 
 def test_the_judge_finds_them_by_one_entry_point():
@@ -74,7 +89,7 @@ def test_missing_devices_leave_a_row_out():
 )
 def test_an_unknown_reduction_leaves_a_row_out(row, message):
     with pytest.raises(Unavailable, match=message):
-        matrix.strategies()[row](loss, "max")
+        strategies()[row](loss, "max")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,7 @@ def test_a_model_axis_divides_every_parameter(monkeypatch):
     def losses(params, x):
         return ((x @ params["w"]) * params["b"][None]).sum(-1) * params["s"]
 
-    row = matrix.strategies()["pipeline on a mesh, model x2"](losses, "mean")
+    row = strategies()["pipeline on a mesh, model x2"](losses, "mean")
     x = np.linspace(-1, 2, 35).reshape(7, 5)
     loss, grads = row(params, x, None)
     wanted = jax.value_and_grad(lambda p: losses(p, x).mean())(params)

@@ -213,11 +213,11 @@ def test_every_exit_status_is_documented(capsys):
 
 
 def test_the_matrix_from_a_fresh_process(tmp_path):
-    """The command as a user runs it: all rows of one column, exit status 0."""
+    """The command as a user runs it: every row of one column, exit status 0."""
     out = tmp_path / "matrix.json"
     done = subprocess.run(
         [
-            sys.executable, "-m", "jdist.verify", "--reductions", "mean",
+            sys.executable, "-m", "jdist.verify", "--all", "--reductions", "mean",
             "--json", str(out),
         ],
         capture_output=True, text=True, timeout=300,
@@ -258,7 +258,7 @@ def absent(loss_fn, reduction):
 def test_failing_and_missing_rows(monkeypatch, capsys):
     """A wrong row fails the run; a row without its hardware is skipped by name."""
     rows = {"honest": honest, "absent": absent, "unweighted": unweighted}
-    monkeypatch.setattr(matrix, "strategies", lambda: rows)
+    monkeypatch.setattr(matrix, "strategies", lambda **_: rows)
     monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
     assert command.main(one) == 1
@@ -277,7 +277,7 @@ def test_the_heading_is_shown_before_strategies_are_imported(monkeypatch, capsys
     """And every line before the next strategy is built, also into a pipe."""
     shown = []
 
-    def strategies():
+    def strategies(**_):
         shown.append(capsys.readouterr().out)
         return {"first": absent, "second": late}
 
@@ -289,7 +289,7 @@ def test_the_heading_is_shown_before_strategies_are_imported(monkeypatch, capsys
     monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
     command.main([*one, "-k", ""])
-    heading, first = shown
+    heading, *_, first = shown
     assert heading.split()[-1] == "mean"
     assert first.split() == ["first", "float64", "skipped"]
 
@@ -302,7 +302,7 @@ def test_a_number_of_processes_is_at_least_one(capsys):
 
 def test_a_run_that_judged_nothing_does_not_pass(monkeypatch, capsys):
     """Every row skipped is no proof."""
-    monkeypatch.setattr(matrix, "strategies", lambda: {"absent": absent})
+    monkeypatch.setattr(matrix, "strategies", lambda **_: {"absent": absent})
     monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 3
 
@@ -313,29 +313,54 @@ def test_a_strategy_that_raises_is_no_wrong_gradient(monkeypatch, capsys):
     def raising(loss_fn, reduction):
         raise ValueError("no such reduction")
 
-    monkeypatch.setattr(matrix, "strategies", lambda: {"raising": raising})
+    monkeypatch.setattr(matrix, "strategies", lambda **_: {"raising": raising})
     monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
     assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 4
     assert "no such reduction" in capsys.readouterr().err
 
 
 class Entry:
-    """An entry point that provides one strategy."""
+    """An entry point that provides some strategies."""
+
+    def __init__(self, found):
+        self.found = found
 
     def load(self):
         """A function that returns strategies."""
-        return lambda: {"same name": honest}
+        return lambda: self.found
+
+
+def test_combinations_are_judged_on_request(monkeypatch, capsys):
+    """By `--all`, or by a part of a name; otherwise their number is told."""
+    more = {"honest, in twos": honest, "honest, in threes": honest}
+    entry = Entry({"honest": honest, "absent": absent, "combinations": more})
+    monkeypatch.setattr(matrix.metadata, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
+    one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
+    assert command.main(one) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 2 gradients judged" in shown
+    assert "2 more combinations of these are judged with --all" in shown
+    for options, count in ((["--all"], "3 of 4"), (["-k", "in twos"], "1 of 1")):
+        assert command.main([*one, *options]) == 0
+        shown = capsys.readouterr().out
+        assert f"{count} gradients judged" in shown
+        assert "more combinations" not in shown
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
         ([], "no strategy is registered.*Is jdist installed"),
-        ([Entry()] * 2, "two entry"),
+        ([Entry({"same": honest})] * 2, "two entry points .* provide 'same'"),
+        (
+            [Entry({"same": honest}), Entry({"more": {"same": honest}})],
+            "provide 'same'",
+        ),
     ],
 )
 def test_registration_mistakes(monkeypatch, entries, message):
-    """jdist not installed; one name used twice."""
+    """jdist not installed; one name used twice, also by a combination."""
     monkeypatch.setattr(matrix.metadata, "entry_points", lambda group: entries)
     with pytest.raises(JdistError, match=message):
         matrix.strategies()
