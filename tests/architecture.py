@@ -76,7 +76,7 @@ ROOMS = {
     "autograd": (
         "recording",
         "contexts",
-        "crossing engine modules call_primitive",
+        "rpc_hooks engine nnx_module call_primitive",
         "optimizer picture",
         "install",
     ),

@@ -15,12 +15,12 @@ Rooms, each built on those before it:
 
 - `recording`: variables, recorded values, and the nodes that computed them.
 - `contexts`: distributed computations, their ids and their end.
-- `crossing`: the send and receive functions that calls and replies leave in the graph.
+- `rpc_hooks`: the send and receive functions that calls and replies leave in the graph.
 - `engine`: backward passes.
-- `modules`, `call_primitive`, `picture` and then `optimizer`: built on all that.
+- `nnx_module`, `call_primitive`, `picture` and then `optimizer`: built on all that.
 """
 
-from jdist.autograd.call_primitive.call import remote_call
+from jdist.autograd.call_primitive.primitive import remote_call
 from jdist.autograd.contexts.api import (
     context,
     current_context,
@@ -32,14 +32,19 @@ from jdist.autograd.contexts.api import (
 from jdist.autograd.contexts.context import Context
 from jdist.autograd.engine.backward import backward, debug_info
 from jdist.autograd.engine.events import Event, record_events
-from jdist.autograd.engine.failure import BackwardError, UnusedSend
 from jdist.autograd.engine.replicated import replicated, unreplicate
 from jdist.autograd.install import install as _install
-from jdist.autograd.modules.nnx_module import TrainableModule, module
+from jdist.autograd.nnx_module import TrainableModule, module
 from jdist.autograd.optimizer.distributed_optimizer import DistributedOptimizer
 from jdist.autograd.picture.graph import Graph, graph
 from jdist.autograd.recording.apply import apply
-from jdist.autograd.recording.errors import AutogradError, ContextNotFound, GraphFreed
+from jdist.autograd.recording.errors import (
+    AutogradError,
+    BackwardError,
+    ContextNotFound,
+    GraphFreed,
+    UnusedSend,
+)
 from jdist.autograd.recording.padding import pad_to
 from jdist.autograd.recording.purity import eager
 from jdist.autograd.recording.recorded import Recorded, detach

@@ -1,23 +1,20 @@
 """What a worker needs to record calls and to take part in backward passes."""
 
+from jdist.autograd import nnx_module
 from jdist.autograd.call_primitive import callee, caller
 from jdist.autograd.contexts.context import STATE, Container
-from jdist.autograd.contexts.release import Releases
-from jdist.autograd.crossing.rpc_hooks import RpcHooks
-from jdist.autograd.engine import engine, reference_backward
-from jdist.autograd.modules import nnx_module
-from jdist.autograd.optimizer import owner_side
+from jdist.autograd.engine import backward, engine
+from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.picture import graph
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable
+from jdist.autograd.rpc_hooks import RpcHooks
 from jdist.rpc.extension import TRAINABLE, Agent
 
 
 def install(agent: Agent) -> None:
     """Gives a worker its contexts, and registers its hooks and message handlers."""
     container = Container(agent)
-    # Set behind its construction: contexts know releases by a protocol only.
-    container.releases = Releases(container)
     agent.extension_state[STATE] = container
     hooks = RpcHooks(container)
     agent.codec.register(
@@ -29,6 +26,6 @@ def install(agent: Agent) -> None:
     agent.extension_state[callee.STATE] = callee.ServedFunctions()
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)
-    reference_backward.install(container)
+    backward.install(container)
     graph.install(container)
-    owner_side.install(agent)
+    owned_optimizer.install(agent)

@@ -12,8 +12,8 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
-from jdist.autograd.contexts.locks import holding
 from jdist.autograd.engine.local_pass import StepQueue
+from jdist.autograd.recording.variable import holding
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt

@@ -8,7 +8,7 @@ import pytest
 
 from jdist import rpc
 from jdist.autograd.contexts.context import here
-from jdist.autograd.crossing.rpc_hooks import META
+from jdist.autograd.rpc_hooks import META
 from jdist.rpc.base import current
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.message_context import MessageContext

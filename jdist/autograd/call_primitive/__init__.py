@@ -2,10 +2,10 @@
 
     y = autograd.remote_call("worker1", fn, x)
 
-- `call`: the public function; `primitive`: its rules for JAX's transformations;
+- `primitive`: the public function, and its rules for JAX's transformations;
   `transforms`: transformations as data.
 - `caller` and `callee`: the two ends; `arguments` and `variables`: what they exchange.
-- `callback` and `callback_threads`: the call inside compiled programs.
+- `callback`: the call inside compiled programs.
 """
 
 __all__: list[str] = []

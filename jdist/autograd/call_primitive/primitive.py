@@ -1,6 +1,6 @@
-"""The call as a primitive of JAX, with a rule for each transformation.
+"""`remote_call`: a call as a primitive of JAX, with a rule for each transformation.
 
-`remote_call` runs a target after operations. Its rules never look inside the function:
+It runs a target after operations. Its rules never look inside the function:
 
 - vmap appends `Vmap`;
 - reverse mode appends `Pullback`: the derivative of `remote_call` is a second
@@ -11,7 +11,10 @@
 A derivative of any order and any mixture with vmap is thus one call.
 """
 
-from collections.abc import Sequence
+import functools
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -24,9 +27,15 @@ from jdist._compat import device_count_of, is_traced, unrepeatable_effect
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact
 from jdist.autograd.call_primitive import callback
-from jdist.autograd.call_primitive.arguments import AbstractArray, abstract_of
-from jdist.autograd.call_primitive.caller import Target, calling
+from jdist.autograd.call_primitive.arguments import (
+    AbstractArray,
+    abstract_of,
+    taken_apart,
+)
+from jdist.autograd.call_primitive.caller import Target, caller_of, calling
 from jdist.autograd.call_primitive.transforms import Pullback, Transform, Vmap
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import DEFAULT, check_timeout, current_agent, named
 
 Operations = tuple[Transform, ...]
 Kinds = tuple[AbstractArray, ...]
@@ -45,7 +54,105 @@ tangent_p = Primitive("remote_call_tangent")
 tangent_p.multiple_results = True
 
 
-def bind(
+def remote_call(
+    to: str | int | WorkerInfo,
+    fn: Callable[..., PyTree],
+    *args: PyTree,
+    kwargs: Mapping[str, PyTree] | None = None,
+    timeout: float = DEFAULT,
+) -> PyTree:
+    """`fn(*args, **kwargs)` computed on the worker `to`, as a function of JAX.
+
+    It can stand in `jax.grad`, `jax.vjp`, `jax.value_and_grad` and `jax.jacrev`, to any
+    order, in `jax.vmap`, `jax.jit`, `lax.scan` and `lax.cond`, in any mixture. Each
+    evaluation, derivative or batch is one call over rpc. The backward pass sends
+    arguments and cotangents, and the callee keeps nothing in between.
+
+    The function must be pure and is compiled on the callee, once for the same shapes;
+    it may make remote calls itself, also back to the caller. When it is new, or its
+    arguments have new shapes, the callee is first asked for the shapes of the result.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      fn: A function that the callee can find by its name, and allows (see `init_rpc`).
+        What a `functools.partial` or a bound method brings counts as arguments.
+      *args: Pytrees. Arrays, numbers and PRNG keys are differentiated or batched as
+        `fn` itself would; other leaves, such as texts or functions, must be hashable.
+        For an RRef to a variable of the callee `fn` gets the variable's tree. Its
+        gradient stays there: the backward call adds it to the current context, if there
+        is one.
+      kwargs: Keyword arguments, likewise. A mapping, as in `rpc_sync`, so that no name
+        of an argument is taken.
+      timeout: Seconds for each call over rpc; -1 for the default, 0 for no limit.
+
+    Returns:
+      What `fn` returns, a pytree of JAX arrays on this worker's device. The cotangent
+      of an argument is where the argument is.
+
+    Raises:
+      TypeError: `fn` cannot be called or does not return arrays; an argument cannot be
+        hashed, is recorded, or refers to something that is no variable. In forward
+        mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): use `jax.jacrev`.
+      ValueError: `fn` has no name that others could look up, or returns other shapes
+        than when it was traced.
+      NotImplementedError: It is inside `jax.checkpoint`, or in a jitted program for
+        several devices.
+      RpcTimeout, WorkerLost, ForbiddenFunction: As `rpc_sync`.
+      Exception: What `fn` raised, as its own type.
+      jax.errors.JaxRuntimeError: Inside jit, any error of a call: it has the type, the
+        text and the remote traceback in its message. So has the refusal of a call
+        that would wait on the last of XLA's threads (docs/remote_call.md).
+
+    A call is made as the worker that is current when it is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import autograd, rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     def loss(x):
+      ...         return autograd.remote_call("worker1", jnp.tanh, x).sum()
+      ...     gradient = jax.jit(jax.grad(loss))(jnp.array([0.0, 1.0]))
+      >>> [round(float(g), 3) for g in gradient]
+      [1.0, 0.42]
+    """
+    function, args, kwargs = _unbound(fn, args, named("remote_call", kwargs))
+    if not callable(function) or function.__hash__ is None:
+        rule = "must be callable, and hashable"
+        raise TypeError(requirement("remote_call(fn)", rule, function))
+    check_timeout("remote_call(timeout=...)", timeout)
+    agent = current_agent()
+    peer = agent.directory.find(to)
+    call = "remote_call(*args)"
+    arrays, references, structure = taken_apart((args, kwargs), call)
+    target = Target(
+        caller=agent.info.name,
+        to=peer.info.name,
+        function=function,
+        structure=structure,
+        kinds=tuple(map(abstract_of, arrays)),
+        timeout=float(timeout),
+        references=tuple(map(weakref.ref, references)),
+    )
+    known = caller_of(agent).known(target)
+    return known.structure.tree(_bind(target, (), known.kinds, arrays))
+
+
+def _unbound(
+    fn: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Any, tuple[PyTree, ...], dict[str, PyTree]]:
+    """A function with a name, and as arguments what was bound to it."""
+    while True:
+        if isinstance(fn, functools.partial):
+            args, kwargs = fn.args + args, {**fn.keywords, **kwargs}
+            fn = fn.func
+        elif isinstance(fn, types.MethodType) and not isinstance(fn.__self__, type):
+            args = (fn.__self__, *args)
+            fn = fn.__func__
+        else:
+            return fn, args, kwargs
+
+
+def _bind(
     target: Target, operations: Operations, results: Kinds, arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """The call of a target after operations, within whatever transformation."""
@@ -119,7 +226,7 @@ def _batch(
     pairs = zip(arrays, axes, strict=True)
     size = next(array.shape[axis] for array, axis in pairs if axis is not None)
     batched = tuple(k._replace(shape=(size, *k.shape)) for k in results)
-    found = bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
+    found = _bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
     return found, [0] * len(found)
 
 
@@ -139,7 +246,7 @@ def _differentiate(
 ) -> tuple[list[Any], list[Any]]:
     # The call itself; its derivative is bound beside it and made only if it is
     # transposed.
-    values = bind(target, operations, results, primals)
+    values = _bind(target, operations, results, primals)
     wanted = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     # Integers have no tangent that could be transposed.
     varying = tuple(i for i, k in enumerate(results) if is_inexact(k))
@@ -178,7 +285,7 @@ def _transpose(
     operation = Pullback(wanted, tuple(i for i, _ in present))
     kinds = tuple(abstract_of(primals[i])._replace(weak=False) for i in wanted)
     arrays = [*primals, *[ct for _, ct in present]]
-    found = bind(target, (*operations, operation), kinds, arrays)
+    found = _bind(target, (*operations, operation), kinds, arrays)
     beside = zip(found, (primals[i] for i in wanted), strict=True)
     placed: list[jax.Array | None] = [_beside(*pair) for pair in beside]
     return [None] * count + placed

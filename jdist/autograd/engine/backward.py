@@ -1,8 +1,9 @@
-"""`backward`: the gradients of roots, on all workers of a context."""
+"""Backward passes over all workers of a context: `backward` and `RRef.backward`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +13,24 @@ from jax.typing import ArrayLike
 from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
-from jdist.autograd.contexts.context import Context, here
+from jdist.autograd.contexts.context import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
+from jdist.autograd.engine.messages import PassFailure
 from jdist.autograd.engine.replicated import ReplicaReduction
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
-from jdist.rpc import RpcTimeout
+from jdist.rpc import Future, ProtocolError, RpcTimeout, RRef, WorkerInfo
 from jdist.rpc.extension import (
+    BACKWARD,
     DEFAULT,
     Deadline,
     await_done,
+    call_when_done,
+    cancel,
     current,
+    error_of,
     exceeded,
     releasing_all,
     resolve,
@@ -136,7 +141,7 @@ def debug_info() -> dict[str, int]:
     return engines.of(here()).counts()
 
 
-def backward_of(
+def _backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
 ) -> LocalPass:
     """Starts a SMART pass from one value; takes no thread, see `LocalPass.done`."""
@@ -270,3 +275,87 @@ def _value_of_root(position: int, root: object) -> jax.Array:
         remedy = "It does not depend on a variable, or its history was dropped."
         raise AutogradError(requirement(call, rule, root, remedy))
     return root.value
+
+
+REFERENCE = "autograd.reference"
+
+
+def install(container: Container) -> None:
+    """Lets references to values of this worker be differentiated, and from here."""
+    agent = container.agent
+
+    def answer(
+        caller: WorkerInfo, body: object, meta: dict[str, object]
+    ) -> Future[None]:
+        if type(body) is not tuple or [type(part) for part in body] != [
+            RRef, int, bool
+        ]:  # fmt: skip
+            raise ProtocolError("A reference, a context and a mode are needed.")
+        rref, context_id, retain_graph = body
+        # Taken in the call: the pass begins later, on another thread.
+        limit = current.deadline()
+
+        def begin(computed: Future[type]) -> LocalPass:
+            computed.value()
+            context = container.retrieve(context_id)
+            return _backward_of(context, rref.local_value(), retain_graph, limit)
+
+        # A value that is not computed yet is waited for without a thread.
+        begun = rref.value_type(blocking=False).then(begin)
+        outcome: Future[None] = Future()
+        call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
+        return outcome
+
+    agent.register(REFERENCE, answer)
+    agent.extension_state[BACKWARD] = _backward_of_reference
+
+
+def _backward_of_reference(
+    rref: RRef[Any], context_id: int, retain_graph: bool
+) -> None:
+    """See `RRef.backward`.
+
+    Raises:
+      AutogradError: No context was given, and there is none here.
+      Exception: As `jdist.autograd.backward`.
+    """
+    container = here()
+    if context_id == -1:
+        context = recorded_into(container)
+        if context is None:
+            rule = "must be the id of a context, outside of one"
+            remedy = "Gradients are kept in contexts, and never with a variable."
+            raise AutogradError(
+                requirement("RRef.backward(context_id)", rule, context_id, remedy)
+            )
+        context_id = context.id
+    if rref.is_owner():
+        backward(context_id, [rref.local_value()], retain_graph=retain_graph)
+    else:
+        body = (rref, context_id, bool(retain_graph))
+        container.agent.call(rref.owner(), REFERENCE, body)
+
+
+def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> None:
+    """Completes `outcome` at the end of the pass; to cancel it ends the pass."""
+    failed = error_of(begun)
+    if failed is not None:
+        cancel(outcome, failed)
+        return
+    local_pass = begun.value()
+
+    def over() -> None:
+        error = error_of(local_pass.done)
+        if error is not None:
+            cancel(outcome, error)
+        elif not outcome.done():
+            outcome.set_result(None)
+
+    def given_up() -> None:
+        error = error_of(outcome)
+        if isinstance(error, Exception) and not local_pass.done.done():
+            # The caller has given up, and its deadline is that of the pass.
+            local_pass.fail(PassFailure(worker, error))
+
+    call_when_done(local_pass.done, over)
+    call_when_done(outcome, given_up)

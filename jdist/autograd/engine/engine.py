@@ -8,19 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jdist._lru_cache import LRUCache
 from jdist.autograd.contexts.context import Container, Context, maker
-from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
     REACH,
     GradientRequest,
+    PassFailure,
     PassTerms,
     unpack_end,
     unpack_reach,
     unpack_reached,
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
+from jdist.autograd.recording.errors import BackwardError
 from jdist.autograd.recording.node import Node, reached_from
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.extension import Deadline, Reply, current, incarnation_of

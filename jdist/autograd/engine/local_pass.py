@@ -19,12 +19,12 @@ from jdist._tree import PyTree
 from jdist.autograd.contexts.context import Context, maker
 from jdist.autograd.engine import events
 from jdist.autograd.engine.events import Event, note
-from jdist.autograd.engine.failure import PassFailure, UnusedSend
 from jdist.autograd.engine.messages import (
     GRADIENTS,
     GradientAnswer,
     GradientRequest,
     MessageGradient,
+    PassFailure,
     PassTerms,
     StarvingSend,
 )
@@ -34,7 +34,7 @@ from jdist.autograd.engine.termination_detector import (
     UnansweredRequest,
     explain,
 )
-from jdist.autograd.recording.errors import AutogradError, no_context
+from jdist.autograd.recording.errors import AutogradError, UnusedSend, no_context
 from jdist.autograd.recording.node import Cotangent, Edge, Node, RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, WorkerInfo, WorkerLost

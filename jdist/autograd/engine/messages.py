@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 
-from jdist.autograd.engine.failure import PassFailure
+from jdist.autograd.recording.errors import BackwardError
 from jdist.autograd.recording.node import Cotangent
-from jdist.rpc import ProtocolError
+from jdist.rpc import ProtocolError, RpcError
 from jdist.rpc.extension import Reply
 
 GRADIENTS = "autograd.backward"
@@ -85,6 +85,45 @@ class PassTerms(NamedTuple):
     pass_id: int
     smart: bool
     retain_graph: bool
+
+
+class PassFailure(NamedTuple):
+    """An error and the worker on which it was raised; it travels as a value.
+
+    Attributes:
+      worker: Name of the worker.
+      error: What was raised there.
+    """
+
+    worker: str
+    error: Exception
+
+    def exception(self) -> Exception:
+        """The error that `backward` raises: rpc's own, or one that names the worker.
+
+        Example:
+          >>> PassFailure("worker1", KeyError("w")).exception()
+          BackwardError('worker1', "'w'")
+        """
+        # Raised as they are: each says itself what has failed, and where.
+        if isinstance(self.error, BackwardError | RpcError):
+            return self.error
+        reason = str(self.error) or repr(self.error)
+        told = BackwardError(self.worker, reason)
+        told.__cause__ = self.error
+        return told
+
+    @classmethod
+    def unpack(cls, value: object) -> "PassFailure":
+        """The failure that arrived as this value.
+
+        Raises:
+          ProtocolError: The value is no failure.
+        """
+        worker, error = value if type(value) is tuple and len(value) == 2 else (0, 0)
+        if type(worker) is not str or not isinstance(error, Exception):
+            raise ProtocolError("A failure has the name of a worker and an exception.")
+        return cls(worker, error)
 
 
 class GradientRequest(NamedTuple):

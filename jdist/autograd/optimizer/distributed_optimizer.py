@@ -1,6 +1,11 @@
-"""`DistributedOptimizer`: steps parameters on many workers, each on its owner."""
+"""`DistributedOptimizer`: steps parameters on many workers, each on its owner.
 
-from collections.abc import Callable, Iterable
+Its state on disk is written by orbax. It is gathered first, so one process writes one
+folder: no shared file system is needed, and a checkpoint is there as a whole or not at
+all. Arrays are saved under numbers, and beside them a description says whose each is.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._checkpoint import StepFolder
 from jdist._errors import requirement
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts.context import here
-from jdist.autograd.optimizer import checkpoint, owner_side
-from jdist.autograd.optimizer.checkpoint import State
+from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.optimizer.owned_optimizer import check_same
-from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.internal import shrinking, sum_of
-from jdist.rpc import RemoteModule, RRef, WorkerInfo
-from jdist.rpc.extension import DEFAULT, current_agent
+from jdist.rpc import Future, RemoteModule, RRef, WorkerInfo
+from jdist.rpc.extension import DEFAULT, NEEDS, Agent, current_agent
 
 _CALL = "DistributedOptimizer"
+
+State = dict[str, dict[str, np.ndarray]]
+"""Worker's name to path to numbers."""
 
 
 class DistributedOptimizer:
@@ -99,8 +106,8 @@ class DistributedOptimizer:
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
         self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
-        self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
-            owner_side.CREATE, bodies, DEFAULT, "Error creating optimizer."
+        self._parts: dict[WorkerInfo, RRef[Any]] = _ask_all(
+            owned_optimizer.CREATE, bodies, DEFAULT, "Error creating optimizer."
         )
 
     def step(
@@ -146,7 +153,7 @@ class DistributedOptimizer:
             norm = self._norm(context_id, max_norm, timeout)
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
-        self._ask(owner_side.STEP, "Error running optimizer.", timeout, arguments)
+        self._ask(owned_optimizer.STEP, "Error running optimizer.", timeout, arguments)
         # A context that ended meanwhile had no gradients on some owners: that is told.
         here().retrieve(context_id)
         return norm
@@ -165,7 +172,7 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error reading the optimizer's state."
-        answers = self._ask(owner_side.READ, complaint, timeout)
+        answers = self._ask(owned_optimizer.READ, complaint, timeout)
         return {worker.name: numbers for worker, numbers in answers.items()}
 
     def load_state(self, state: State, timeout: float = DEFAULT) -> None:
@@ -182,7 +189,7 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error loading the optimizer's state."
-        here = self._ask(owner_side.DESCRIBE, complaint, timeout)
+        here = self._ask(owned_optimizer.DESCRIBE, complaint, timeout)
         found = {worker.name: description for worker, description in here.items()}
         given = {
             name: {path: described(x) for path, x in numbers.items()}
@@ -192,7 +199,7 @@ class DistributedOptimizer:
         for name in sorted(found.keys() | given.keys()):
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
         bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
-        ask_all(owner_side.WRITE, bodies, timeout, complaint)
+        _ask_all(owned_optimizer.WRITE, bodies, timeout, complaint)
 
     def save(self, folder: str | Path, step: int, *, keep: int | None = 3) -> None:
         """Writes what `state` gathers to disk, by orbax, and returns when it is there.
@@ -210,7 +217,7 @@ class DistributedOptimizer:
           ValueError: That step was saved before.
           ExceptionGroup: Some owners failed.
         """
-        checkpoint.save(folder, step, self.state(), keep)
+        _write(folder, step, self.state(), keep)
 
     def restore(self, folder: str | Path, step: int | None = None) -> int:
         """Reads what `save` wrote, bit for bit; returns the number of its step.
@@ -224,7 +231,7 @@ class DistributedOptimizer:
           ValueError: There is none, or it is of another optimizer (see `load_state`).
           ExceptionGroup: Some owners failed.
         """
-        found, state = checkpoint.restore(folder, step)
+        found, state = _read(folder, step)
         self.load_state(state)
         return found
 
@@ -234,7 +241,7 @@ class DistributedOptimizer:
             raise ValueError(requirement(argument, "must be at least 0", max_norm))
         self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
-        answers = self._ask(owner_side.SQUARES, complaint, timeout, (context_id,))
+        answers = self._ask(owned_optimizer.SQUARES, complaint, timeout, (context_id,))
         found: dict[int, Any] = {}
         for squares in answers.values():
             # By position, and added in that order: the norm does not depend on the
@@ -261,7 +268,7 @@ class DistributedOptimizer:
         self, kind: str, complaint: str, timeout: float, arguments: tuple[Any, ...] = ()
     ) -> dict[WorkerInfo, Any]:
         bodies = {worker: (part, *arguments) for worker, part in self._parts.items()}
-        return ask_all(kind, bodies, timeout, complaint)
+        return _ask_all(kind, bodies, timeout, complaint)
 
 
 def _check_factory(optimizer: object) -> None:
@@ -287,3 +294,113 @@ def _number(name: str, value: PyTree) -> Any:
             raise TypeError(requirement(argument, rule, value, remedy))
         return np.asarray(value)
     return value
+
+
+def _write(folder: str | Path, step: int, state: State, keep: int | None) -> None:
+    """Writes a state under the number of its step; returns when it is on disk.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+      ValueError: That step was saved before.
+    """
+    entries = [
+        (worker, path, array)
+        for worker, numbers in state.items()
+        for path, array in numbers.items()
+    ]
+    # Numbered: names of workers and paths may hold what a file name must not.
+    arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
+    description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
+    with StepFolder(folder, keep) as saved:
+        saved.check_new("DistributedOptimizer.save(step)", step)
+        saved.write(step, {"arrays": arrays}, {"leaves": description})
+
+
+def _read(folder: str | Path, step: int | None) -> tuple[int, State]:
+    """Reads a state: its step and itself.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+      ValueError: There is none of that step, or none at all.
+    """
+    with StepFolder(folder) as saved:
+        step = saved.chosen("DistributedOptimizer.restore", step)
+        leaves = saved.description(step)["leaves"]
+        wanted = {
+            str(i): np.empty(shape, jnp.dtype(dtype))
+            for i, (_, _, dtype, shape) in enumerate(leaves)
+        }
+        arrays = saved.read(step, {"arrays": wanted})["arrays"]
+    state: State = {}
+    for i, (worker, path, _, _) in enumerate(leaves):
+        state.setdefault(worker, {})[path] = arrays[str(i)]
+    return step, state
+
+
+# An owner may be asked before it has imported autograd for its first variable.
+_META = {NEEDS: "jdist.autograd.optimizer.owned_optimizer:install"}
+
+
+def _ask_all(
+    kind: str, bodies: Mapping[WorkerInfo, Any], timeout: float, complaint: str
+) -> dict[WorkerInfo, Any]:
+    """Sends each worker a request, and waits for all answers.
+
+    Args:
+      kind: Kind of the requests.
+      bodies: The body of each worker's request.
+      timeout: Seconds for each; -1 for the default, 0 for no limit.
+      complaint: Begins the text of the error if any of them fails.
+
+    Raises:
+      ExceptionGroup: Some failed. It holds the errors of all of these, and its message
+        names them.
+    """
+    agent = current_agent()
+    *others, (last, last_body) = bodies.items()
+    asked = {
+        worker: _begun(agent, worker, kind, body, timeout) for worker, body in others
+    }
+    # One owner is asked on this thread itself, which saves a hand-off.
+    waits: dict[WorkerInfo, Callable[[], Any]] = {
+        last: lambda: agent.call(last, kind, last_body, timeout, _META),
+        **{worker: future.wait for worker, future in asked.items()},
+    }
+    answers: dict[WorkerInfo, Any] = {}
+    errors: dict[WorkerInfo, Exception] = {}
+    for worker, wait in waits.items():
+        try:
+            answers[worker] = wait()
+        except Exception as error:  # noqa: BLE001 - raised below, all together
+            errors[worker] = error
+    if errors:
+        raise _all_of(errors, answers, complaint)
+    return answers
+
+
+def _begun(
+    agent: Agent, worker: WorkerInfo, kind: str, body: object, timeout: float
+) -> Future[Any]:
+    try:
+        return agent.call_async(worker, kind, body, timeout, _META)
+    except Exception as error:  # noqa: BLE001 - it is that owner's, as if it came later
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _all_of(
+    errors: Mapping[WorkerInfo, Exception],
+    answers: Iterable[WorkerInfo],
+    complaint: str,
+) -> ExceptionGroup[Exception]:
+    # Not in the order of arrival: the message is the same in every run.
+    by_rank = sorted(errors, key=lambda worker: worker.id)
+    told = "; ".join(
+        f"{worker.name!r}: {type(errors[worker]).__name__}: {errors[worker]}"
+        for worker in by_rank
+    )
+    done = ", ".join(repr(w.name) for w in sorted(answers, key=lambda w: w.id))
+    rest = f" Done on {done}." if done else ""
+    text = f"{complaint} It failed on {told}.{rest}"
+    return ExceptionGroup(text, [errors[worker] for worker in by_rank])

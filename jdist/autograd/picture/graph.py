@@ -9,6 +9,7 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.autograd.contexts.context import Container, Context, here
 from jdist.autograd.engine import engine as engines
+from jdist.autograd.picture.drawing import mermaid, svg
 from jdist.autograd.picture.graph_node import (
     RECEIVE,
     SEND,
@@ -16,8 +17,6 @@ from jdist.autograd.picture.graph_node import (
     checked,
     graph_nodes,
 )
-from jdist.autograd.picture.mermaid import mermaid
-from jdist.autograd.picture.svg import svg
 from jdist.autograd.recording.node import Node
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable

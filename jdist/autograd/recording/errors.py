@@ -15,6 +15,37 @@ class GraphFreed(AutogradError, ValueError):
     """A backward pass needs residuals that an earlier one has let go."""
 
 
+class BackwardError(AutogradError):
+    """A backward pass failed; `__cause__` is what was raised, of its own type.
+
+    It is raised on the worker that called `backward`, whichever worker failed. The
+    text begins as torch's does, with the name in place of the node's number.
+
+    Attributes:
+      worker: Name of the worker on which it failed.
+      reason: What was raised there, in words.
+
+    Example:
+      >>> print(BackwardError("worker1", "matrix is singular"))
+      Error on worker worker1: matrix is singular
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Error on worker {self.worker}: {self.reason}"
+
+
+class UnusedSend(BackwardError):
+    """FAST mode waited for a gradient that no worker will send.
+
+    `mode="smart"` does not wait for it; torch waits for ever here.
+    """
+
+
 def no_context(context_id: object, why: str = "") -> ContextNotFound:
     """The error for a context that is not there, in the words torch's users know."""
     message = f"Could not find autograd context with id: {context_id}."

@@ -25,9 +25,8 @@ from jax.typing import ArrayLike
 from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact
-from jdist.autograd.recording.nnx_state import state_kept
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
-from jdist.autograd.recording.purity import refuse_in_pure, tracing
+from jdist.autograd.recording.purity import refuse_in_pure, state_kept, tracing
 from jdist.segment import Segment
 from jdist.segment.internal import (
     Changed,

@@ -1,9 +1,9 @@
-"""Variables, which are the leaves of the graph, and what becomes of their gradients."""
+"""Variables, which are the leaves of the graph, their gradients and their locks."""
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
-from jdist.autograd.recording.nnx_state import refuse_state
 from jdist.autograd.recording.node import Cotangent, Edge, Node
 from jdist.autograd.recording.pure import DifferentiatedTree
-from jdist.autograd.recording.purity import eager, refuse_in_pure
+from jdist.autograd.recording.purity import eager, refuse_in_pure, refuse_state
 from jdist.autograd.recording.recorded import Operators, Recorded
-from jdist.rpc.extension import InterruptSafeLock
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import InterruptSafeLock, current, exceeded, releasing_all
+
+T = TypeVar("T")
 
 Hook = Callable[[PyTree], PyTree]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -239,6 +241,34 @@ def variable(tree: PyTree) -> Variable:
       Recorded(float32[3] of <lambda>)
     """
     return Variable(tree)
+
+
+def holding(
+    locks: Sequence[InterruptSafeLock], busy: str, action: Callable[[], T]
+) -> T:
+    """Calls `action` while this thread holds all these locks; released in any case.
+
+    Args:
+      locks: In the order in which to acquire them: the same wherever several are.
+      busy: Ends the error's text if another thread holds one until the deadline.
+      action: What to call.
+
+    Raises:
+      RpcTimeout: The deadline of the call came first.
+      RuntimeError: This very thread holds one: it was interrupted meanwhile.
+    """
+    # The caller's deadline: a lock without one could hold up a worker for good.
+    limit = current.deadline()
+
+    def act() -> T:
+        for lock in locks:
+            try:
+                lock.acquire(limit.at, busy)
+            except TimeoutError as error:
+                raise RpcTimeout(f"{exceeded(limit)} {busy}.") from error
+        return action()
+
+    return releasing_all(locks, act)
 
 
 def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:

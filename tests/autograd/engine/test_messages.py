@@ -5,11 +5,11 @@ import re
 import pytest
 
 from jdist.autograd import AutogradError
-from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.messages import (
     GradientAnswer,
     GradientRequest,
     MessageGradient,
+    PassFailure,
     PassTerms,
     StarvationReport,
     StarvingSend,
@@ -17,6 +17,7 @@ from jdist.autograd.engine.messages import (
     unpack_reach,
     unpack_reached,
 )
+from jdist.autograd.recording.errors import BackwardError
 from jdist.rpc import ProtocolError, WorkerLost
 
 TERMS = PassTerms(5, 6, True, False)

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import pytest
 
 from jdist import autograd, rpc
+from jdist.autograd.picture.drawing import layout
 from jdist.autograd.picture.graph_node import GraphNode, checked
-from jdist.autograd.picture.svg import layout
 from tests.autograd.recording_world import add, leaf, mul, name, nested
 
 SVG = "{http://www.w3.org/2000/svg}"

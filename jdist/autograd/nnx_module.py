@@ -22,11 +22,10 @@ from jax.typing import ArrayLike
 from jdist._compat import placed_as
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, is_key
-from jdist.autograd.contexts.locks import holding
 from jdist.autograd.recording.pure import Constant
 from jdist.autograd.recording.purity import eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
-from jdist.autograd.recording.variable import Variable
+from jdist.autograd.recording.variable import Variable, holding
 from jdist.rpc import RRef
 from jdist.rpc.extension import (
     InterruptSafeLock,

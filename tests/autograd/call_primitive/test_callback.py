@@ -16,7 +16,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist._compat import thread_pool_size
-from jdist.autograd.call_primitive.callback_threads import (
+from jdist.autograd.call_primitive.callback import (
     CallbackThreads,
     callback_threads,
 )

@@ -1,3 +1,0 @@
-"""Flax NNX modules whose parameters are variables."""
-
-__all__: list[str] = []
