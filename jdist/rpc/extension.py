@@ -7,11 +7,12 @@ the `Agent`, and keeps what it needs in its `extension_state`.
 """
 
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import (
+from jdist.rpc.base.current import (
     DEFAULT,
     NEVER,
     Deadline,
+    Operation,
+    Scope,
     check_timeout,
     exceeded,
     resolve,
@@ -19,15 +20,14 @@ from jdist.rpc.base.deadline import (
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS, IdCounter
-from jdist.rpc.base.interceptor import Invocation, Operation, named
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import Invocation, MessageContext, named
 from jdist.rpc.base.worker_info import incarnation_of
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.extensions import extend
 from jdist.rpc.calls.function_calls import is_asynchronous
-from jdist.rpc.calls.outgoing import Outgoing
+from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import (

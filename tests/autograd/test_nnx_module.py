@@ -14,7 +14,7 @@ from flax import nnx
 
 from jdist import autograd, optim, rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER, resolve
+from jdist.rpc.base.current import NEVER, resolve
 from tests.autograd import nnx_world as world
 from tests.autograd.nnx_world import Body, Head
 from tests.autograd.recording_world import contexts, has_none

@@ -11,7 +11,7 @@ from jdist.autograd.contexts.context import here
 from jdist.autograd.rpc_hooks import META
 from jdist.rpc.base import current
 from jdist.rpc.base.extension_state import NEEDS
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.wire.frame import CALL
 from tests.autograd.recording_world import add
 from tests.rpc.hosts import names

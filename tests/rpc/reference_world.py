@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from jdist.rpc.base.ids import IdCounter
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Ref, Take
-from jdist.rpc.rref.protocol import Never, Protocol, Send, Settled
-from jdist.rpc.rref.user_fork import UserFork
+from jdist.rpc.rref.protocol import Never, Protocol, Send, Settled, UserFork
 
 
 class Message(NamedTuple):

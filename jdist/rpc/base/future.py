@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import exceeded, resolve
+from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
 __all__ = [

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jdist.rpc.base import current, deadline
-from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
+from jdist.rpc.base import current
+from jdist.rpc.base.current import DEFAULT, Deadline, Operation, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
-from jdist.rpc.base.interceptor import Interceptor, Operation
-from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
+from jdist.rpc.base.invocation import Interceptor, MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
@@ -26,8 +25,13 @@ from jdist.rpc.calls.callee import (
     Handler,
     ServedConnection,
 )
-from jdist.rpc.calls.outgoing import AsyncCall, Outgoing, Receive, SyncCall
-from jdist.rpc.calls.outstanding_calls import OutstandingCalls
+from jdist.rpc.calls.outstanding_calls import (
+    AsyncCall,
+    Outgoing,
+    OutstandingCalls,
+    Receive,
+    SyncCall,
+)
 from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
@@ -269,7 +273,7 @@ class Agent:
         if self.closed:
             raise RpcError(current.why_none())
         peer = self.directory.find(to)
-        limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
+        limit = current.resolve(timeout, self.default_timeout, current.deadline())
         operation = operation or Operation(kind)
         return Outgoing(peer, kind, body, meta or {}, limit, operation)
 
@@ -359,7 +363,7 @@ class Agent:
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
         request = AsyncCall(self, outgoing, message, execution)
-        meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
+        meta = outgoing.meta | current.to_meta(outgoing.deadline)
         if execution is not None:
             # The callee then gives it no place to wait for: see `Callee.needs_place`.
             meta[NESTED] = True
@@ -457,7 +461,7 @@ class Agent:
     ) -> RpcTimeout:
         """The error for a call whose deadline came, with what the callee is doing."""
         return RpcTimeout(
-            f"{deadline.exceeded(limit)} and will now be marked with an error: "
+            f"{current.exceeded(limit)} and will now be marked with an error: "
             f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
         )
 

@@ -17,24 +17,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jdist.rpc.base import current, deadline
-from jdist.rpc.base.current import Cancellable, Scope
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base import current
+from jdist.rpc.base.current import Cancellable, Deadline, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
-from jdist.rpc.base.interceptor import Operation
-from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
+from jdist.rpc.base.invocation import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import OutstandingCalls
+from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
-    "AFTER", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
+    "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
     "ServedConnection",
 ]  # fmt: skip
 
@@ -174,10 +172,6 @@ def _time_out(future: Future[Any], reason: str) -> None:
 TAKE_BACK = "take back"
 """Kind of the request that cancels another one, of the ticket in its body."""
 
-AFTER = "after"
-"""In the metadata of a request: the number of one on the same connection, before the
-end of which it cannot be answered."""
-
 NESTED = "nested"
 """In the metadata of a request that a called function makes."""
 
@@ -246,7 +240,7 @@ class Callee:
 
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """An incoming request, which is about to `begin`."""
-        until = deadline.from_meta(frame.meta)
+        until = current.from_meta(frame.meta)
         ticket = frame.meta.get("ticket")
         return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
@@ -309,7 +303,7 @@ class Callee:
         until = execution.deadline
         current.scope.set(Scope(self._agent, until, execution, depth))
         if until.at is not None and until.at <= time.monotonic():
-            raise RpcTimeout(f"{deadline.exceeded(until)} before the call was begun.")
+            raise RpcTimeout(f"{current.exceeded(until)} before the call was begun.")
         if execution.cancelled is not None:
             raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
         if NEEDS in frame.meta:

@@ -7,13 +7,11 @@ from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.current import RunningCall
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.current import DEFAULT, Operation, RunningCall
 from jdist.rpc.base.future import Future, collect
-from jdist.rpc.base.interceptor import (
+from jdist.rpc.base.invocation import (
     Interceptor,
     Invocation,
-    Operation,
     UnboundFunction,
     named,
     positional,
@@ -21,7 +19,7 @@ from jdist.rpc.base.interceptor import (
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.outgoing import Outgoing
+from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [

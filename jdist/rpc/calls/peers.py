@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from jdist._errors import requirement
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock

@@ -12,34 +12,50 @@ the *leaves* are the arrays of the value, untouched. What arrives is what was se
   arrival, writable, in memory of their own; NumPy scalars and dtypes;
 - JAX arrays of every dtype, weak types and PRNG keys with their implementation; on the
   receiver's device, gathered if they were sharded over devices of the sender;
-- functions, classes and bound methods by name, `functools.partial` of them;
+- functions, classes and bound methods by name, `partial` of them;
 - exceptions, as `jdist.rpc.codec.remote_exception` describes them.
 
 An array that occurs twice in a value is sent once and arrives as one; equal containers
 arrive as two. Everything else is refused with a reason, unless pickle is allowed.
 """
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+import dataclasses
+import enum
+import pickle
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jdist._errors import requirement
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.message_context import MessageContext
-from jdist.rpc.codec import callables, codes, nnx, numeric, objects, plain
-from jdist.rpc.codec import pickled as pickles
+from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
+from jdist.rpc.base.future import Future
+from jdist.rpc.base.invocation import MessageContext
+from jdist.rpc.codec import arrays, codes, nnx
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.codec.tree import Decoder, Decoding, Encoder, Encoding, parts
+from jdist.rpc.codec.remote_exception import describe, rebuild
+from jdist.rpc.codec.tree import (
+    Decoder,
+    Decoding,
+    Encoder,
+    Encoding,
+    parts,
+    parts_at_least,
+)
 
 __all__ = ["Codec"]
 
 
 Hook = Callable[[Any, MessageContext | None], Any]
 """`hook(value, message)`: see `Codec.register`."""
-
-_ENCODERS = plain.ENCODERS | numeric.ENCODERS
-_KINDS = [*numeric.KINDS, *objects.KINDS, *callables.KINDS]
 
 
 class Codec:
@@ -63,17 +79,17 @@ class Codec:
     ) -> None:
         self.functions = functions
         self._depth = depth
-        self._encoders = _ENCODERS | callables.ENCODERS
+        self._encoders = dict(_ENCODERS)
         self._decoders = _decoders(allow_pickle)
         self._registered: dict[str, Hook] = {}
         # Types whose instances arrive as something else: useless as keys.
         self._not_keys: set[type] = set()
         self._otherwise: Encoder = self._by_kind
         if allow_pickle:
-            self._otherwise = pickles.or_pickled(self._by_kind)
+            self._otherwise = _or_pickled(self._by_kind)
             # Functions without a name that others could look up: lambdas, closures.
-            for kind, encoder in callables.ENCODERS.items():
-                self._encoders[kind] = pickles.or_pickled(encoder)
+            for kind, encoder in _CALLABLES.items():
+                self._encoders[kind] = _or_pickled(encoder)
 
     def encode(
         self, value: Any, message: MessageContext | None = None
@@ -183,18 +199,14 @@ class Codec:
         tree = encoder(encoding, value)
         if tree[0] == codes.LEAF and isinstance(value, jax.Array):
             # The class of JAX's arrays is known only from an array: found at once now.
-            self._encoders[type(value)] = numeric.jax_array
+            self._encoders[type(value)] = arrays.jax_array
         return tree
 
 
 def _decoders(allow_pickle: bool) -> list[Decoder]:
     table: dict[int, Decoder] = {
-        **plain.DECODERS,
-        **numeric.DECODERS,
-        **callables.DECODERS,
-        **objects.DECODERS,
-        codes.REGISTERED: _registered,
-        codes.PICKLE: pickles.unpickled if allow_pickle else pickles.forbidden,
+        **_DECODERS,
+        codes.PICKLE: _unpickled if allow_pickle else _forbidden_pickle,
     }
     return [table[code] for code in range(len(table))]
 
@@ -216,3 +228,394 @@ def _refusal(value: Any) -> str:
     )
     shown = f"a {kind.__module__}.{kind.__qualname__}"
     return requirement("rpc(value)", rule, shown, remedy)
+
+
+# --- Python's own scalars, texts, bytes, ranges, slices and containers ---
+
+_LONG = 4096
+"""Bytes and texts of this length or more travel as leaves: in the body, not copied."""
+
+_INT64 = 1 << 63
+
+
+def _as_it_is(encoding: Encoding, value: Any) -> Any:
+    return value
+
+
+def _integer(encoding: Encoding, value: int) -> Any:
+    if -_INT64 <= value < _INT64:
+        return value
+    # One more bit for the sign.
+    size = value.bit_length() // 8 + 1
+    data = value.to_bytes(size, "little", signed=True)
+    return [codes.BIG_INT, _bytes(encoding, data)]
+
+
+def _bytes(encoding: Encoding, value: bytes) -> Any:
+    """Short bytes as they are, long ones as a leaf."""
+    return value if len(value) < _LONG else _raw(encoding, codes.BYTES, value)
+
+
+def _text(encoding: Encoding, value: str) -> Any:
+    # Short texts are copied into the header: a leaf of their own costs more.
+    if len(value) < _LONG:
+        if value.isascii():
+            return value
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            # Half a surrogate pair, as in odd file names: msgpack does not take it.
+            return _raw(encoding, codes.TEXT, value.encode("utf-8", "surrogatepass"))
+        return value
+    return _raw(encoding, codes.TEXT, value.encode("utf-8", "surrogatepass"))
+
+
+def _raw(encoding: Encoding, code: int, data: bytes) -> Any:
+    _, index = encoding.leaf(np.frombuffer(data, np.uint8))
+    return [code, index]
+
+
+def _three(code: int, encoding: Encoding, value: Any) -> Any:
+    return [code, *encoding.trees((value.start, value.stop, value.step))]
+
+
+def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    encoding.check_keys(mapping)
+    return chain.from_iterable(mapping.items())
+
+
+def _elements(encoding: Encoding, elements: Collection[Any]) -> Iterable[Any]:
+    encoding.check_keys(elements)
+    return elements
+
+
+def _decoded_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+    """The bytes in a node that holds nothing else."""
+    (tree,) = parts(node, object)
+    data = decoding.value(tree)
+    if type(data) is not bytes:
+        raise ProtocolError(f"A node of kind {node[0]} must hold bytes.")
+    return data
+
+
+def _leaf_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+    leaf = decoding.leaf(*parts(node, int))
+    if type(leaf) is not np.ndarray or leaf.dtype != np.uint8:
+        raise ProtocolError("Bytes must travel as bytes.")
+    return leaf.tobytes()
+
+
+def _leaf_text(decoding: Decoding, node: list[Any]) -> str:
+    try:
+        return _leaf_bytes(decoding, node).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"A text is not UTF-8: {error}") from error
+
+
+def _made(make: Callable[..., Any], decoding: Decoding, node: list[Any]) -> Any:
+    start, stop, step = map(decoding.value, parts(node, object, object, object))
+    try:
+        return make(start, stop, step)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"No {make.__name__}: {error}") from error
+
+
+def _hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+    """A set or dictionary of what a peer says are its elements or keys."""
+    # Decoded first: an error in there must not pass for one of hashing.
+    items = list(items)
+    try:
+        return make(items)
+    except TypeError as error:
+        raise ProtocolError(f"A key or element cannot be hashed: {error}") from error
+
+
+def _default_dict(decoding: Decoding, node: list[Any]) -> Any:
+    factory = decoding.value(parts_at_least(node, 1)[0])
+    if factory is not None and not callable(factory):
+        raise ProtocolError("A defaultdict's factory cannot be called.")
+    return _hashing(partial(defaultdict, factory), decoding.pairs(node, 2))
+
+
+# --- functions, classes and methods: by name, never by their code ---
+
+
+def _reference(encoding: Encoding, value: Any) -> Any:
+    return [codes.REFERENCE, encoding.functions.reference(value)]
+
+
+def _method(encoding: Encoding, value: types.MethodType) -> Any:
+    owner, name = value.__self__, value.__name__
+    if encoding.functions.method(owner, name) != value:
+        rule = "must be what its name means in the class of its object"
+        raise ValueError(requirement("rpc(method)", rule, value))
+    return [codes.METHOD, *encoding.trees((owner, name))]
+
+
+def _partial(encoding: Encoding, value: partial) -> Any:
+    inner = (value.func, value.args, value.keywords)
+    return [codes.PARTIAL, *encoding.trees(inner)]
+
+
+def _decoded_method(decoding: Decoding, node: list[Any]) -> Any:
+    owner, name = parts(node, object, str)
+    return decoding.functions.method(decoding.value(owner), name)
+
+
+def _decoded_partial(decoding: Decoding, node: list[Any]) -> Any:
+    trees = parts(node, object, object, object)
+    function, args, keywords = map(decoding.value, trees)
+    if not callable(function) or type(args) is not tuple or type(keywords) is not dict:
+        raise ProtocolError("A partial is malformed.")
+    if not all(type(name) is str for name in keywords):
+        raise ProtocolError("A partial's keyword is no text.")
+    return partial(function, *args, **keywords)
+
+
+# --- objects of classes that both sides can import ---
+
+# No `__init__`, `__new__` or `__post_init__` runs on arrival: an object is put together
+# again from its fields, as `copy.copy` does, so that it is what was sent.
+
+
+def _name_of(encoding: Encoding, value: Any) -> str:
+    return encoding.functions.reference(type(value))
+
+
+def _dataclass(encoding: Encoding, value: Any) -> Any:
+    name = _name_of(encoding, value)
+    try:
+        # It raises for a class with C state, which the fields would not carry.
+        object.__new__(type(value))
+    except TypeError as error:
+        rule = "must not be a dataclass with contents beside its fields"
+        raise TypeError(requirement("rpc(value)", rule, name, f"{error}.")) from error
+    fields = [field.name for field in dataclasses.fields(value)]
+    trees = encoding.trees(getattr(value, field) for field in fields)
+    pairs = zip(fields, trees, strict=True)
+    return [codes.DATACLASS, name, *(part for pair in pairs for part in pair)]
+
+
+def _namedtuple(encoding: Encoding, value: Any) -> Any:
+    return [codes.NAMEDTUPLE, _name_of(encoding, value), *encoding.trees(value)]
+
+
+def _enum(encoding: Encoding, value: enum.Enum) -> Any:
+    name = _name_of(encoding, value)
+    # A combination of flags has no name among the members.
+    if value.name in type(value).__members__:
+        return [codes.ENUM, name, value.name]
+    return [codes.FLAG, name, *encoding.trees((value.value,))]
+
+
+def _pytree(encoding: Encoding, value: Any) -> Any:
+    name = _name_of(encoding, value)
+    children, static = value.tree_flatten()
+    return [codes.PYTREE, name, *encoding.trees((static, *children))]
+
+
+def _exception(encoding: Encoding, value: BaseException) -> Any:
+    return [codes.EXCEPTION, *encoding.trees((describe(value, ""),))]
+
+
+def _future(encoding: Encoding, value: Any) -> Any:
+    # What torch says, because its users search for it.
+    rule = 'must not be a future: "Can not pickle torch.futures.Future"'
+    remedy = (
+        "Send what it waits for, `future.wait()`, or return it from a function "
+        "decorated with `@rpc.async_execution`."
+    )
+    raise TypeError(requirement("rpc(value)", rule, value, remedy))
+
+
+def _decoded_dataclass(decoding: Decoding, node: list[Any]) -> Any:
+    kind = decoding.type_named(parts_at_least(node, 1)[0])
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, BaseException):
+        raise ProtocolError(f"{kind.__name__} is no dataclass that can travel.")
+    fields = [field.name for field in dataclasses.fields(kind)]
+    values = _hashing(dict, decoding.pairs(node, 2))
+    if list(values) != fields:
+        raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
+    try:
+        # Neither constructor runs: it could do anything, and need other arguments.
+        made = object.__new__(kind)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+    except (AttributeError, TypeError) as error:
+        raise ProtocolError(f"A {kind.__name__} cannot be made: {error}") from error
+    return made
+
+
+def _decoded_namedtuple(decoding: Decoding, node: list[Any]) -> Any:
+    kind = decoding.type_named(parts_at_least(node, 1)[0])
+    fields = getattr(kind, "_fields", None)
+    if not issubclass(kind, tuple) or type(fields) is not tuple:
+        raise ProtocolError(f"{kind.__name__} is no named tuple.")
+    if len(fields) != len(node) - 2:
+        raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
+    # Past the class's own `__new__`, for the same reason.
+    return tuple.__new__(kind, decoding.values(node, 2))
+
+
+def _member(decoding: Decoding, node: list[Any]) -> enum.Enum:
+    type_name, name = parts(node, str, str)
+    kind = decoding.type_named(type_name)
+    if not issubclass(kind, enum.Enum) or name not in kind.__members__:
+        raise ProtocolError(f"{kind.__name__} has no member {name[:40]!r} here.")
+    return kind.__members__[name]
+
+
+def _flag(decoding: Decoding, node: list[Any]) -> enum.Flag:
+    name, tree = parts(node, str, object)
+    kind, number = decoding.type_named(name), decoding.value(tree)
+    try:
+        if issubclass(kind, enum.Flag) and type(number) is int:
+            return kind(number)
+    except ValueError as error:
+        raise ProtocolError(f"No {kind.__name__}: {error}") from error
+    raise ProtocolError(f"{kind.__name__} has no such combination of members.")
+
+
+def _decoded_pytree(decoding: Decoding, node: list[Any]) -> Any:
+    kind = decoding.type_named(parts_at_least(node, 2)[0])
+    if not hasattr(kind, "tree_unflatten"):
+        raise ProtocolError(f"{kind.__name__} is no pytree.")
+    static, *children = decoding.values(node, 2)
+    try:
+        return kind.tree_unflatten(static, tuple(children))
+    except Exception as error:
+        raise ProtocolError(f"A {kind.__name__} cannot be made: {error}") from error
+
+
+def _decoded_exception(decoding: Decoding, node: list[Any]) -> Exception:
+    (tree,) = parts(node, object)
+    return rebuild(decoding.value(tree), decoding.functions)
+
+
+# --- pickle as a fallback, with `allow_pickle=True` only ---
+
+# A pickle can make its reader run any code. Without the option none is read.
+
+
+def _or_pickled(encoder: Encoder) -> Encoder:
+    """`encoder`, with a pickle for what it refuses."""
+
+    def encode(encoding: Encoding, value: Any) -> Any:
+        leaves, depth = len(encoding.leaves), encoding.depth
+        try:
+            return encoder(encoding, value)
+        except (TypeError, ValueError, ForbiddenFunction) as refusal:
+            encoding.undo(leaves, depth)
+            return [codes.PICKLE, _bytes(encoding, _pickle(value, refusal))]
+
+    return encode
+
+
+def _pickle(value: Any, refusal: Exception) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        rule = "must at least be something that pickle takes"
+        shown = f"{type(value).__module__}.{type(value).__qualname__}"
+        message = requirement("rpc(value)", rule, shown, f"{refusal} {error}")
+        raise TypeError(message) from error
+
+
+def _unpickled(decoding: Decoding, node: list[Any]) -> Any:
+    """The object of a pickle; for a codec with allow_pickle=True only."""
+    data = _decoded_bytes(decoding, node)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ProtocolError(f"A pickle cannot be read: {error}") from error
+
+
+def _forbidden_pickle(decoding: Decoding, node: list[Any]) -> Any:
+    """Refuses a pickle."""
+    raise ForbiddenFunction(
+        "`rpc(value)` must not be a pickle: this worker runs with allow_pickle=False, "
+        "the peer does not."
+    )
+
+
+# --- the tables ---
+
+_CALLABLES: dict[type, Encoder] = {
+    types.FunctionType: _reference,
+    types.BuiltinFunctionType: _reference,
+    type(jnp.sin): _reference,  # What jax.jit returns.
+    type(jnp.add): _reference,
+    types.MethodType: _method,
+    partial: _partial,
+}
+
+_ENCODERS: dict[type, Encoder] = {
+    type(None): _as_it_is,
+    bool: _as_it_is,
+    float: _as_it_is,
+    int: _integer,
+    str: _text,
+    bytes: _bytes,
+    bytearray: lambda e, v: [codes.BYTE_ARRAY, _bytes(e, bytes(v))],
+    complex: lambda e, v: [codes.COMPLEX, v.real, v.imag],
+    range: partial(_three, codes.RANGE),
+    slice: partial(_three, codes.SLICE),
+    type(...): lambda e, v: [codes.ELLIPSIS],
+    tuple: lambda e, v: [codes.TUPLE, *e.trees(v)],
+    list: lambda e, v: [codes.LIST, *e.trees(v)],
+    set: lambda e, v: [codes.SET, *e.trees(_elements(e, v))],
+    frozenset: lambda e, v: [codes.FROZENSET, *e.trees(_elements(e, v))],
+    dict: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    MappingProxyType: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    OrderedDict: lambda e, v: [codes.ORDERED_DICT, *e.trees(_items(e, v))],
+    defaultdict: lambda e, v: [
+        codes.DEFAULT_DICT,
+        *e.trees(chain((v.default_factory,), _items(e, v))),
+    ],
+    **arrays.ENCODERS,
+    **_CALLABLES,
+}
+"""By exact type, for what is frequent."""
+
+_KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
+    *arrays.KINDS,
+    (lambda v: isinstance(v, Future | concurrent.futures.Future), _future),
+    (lambda v: isinstance(v, enum.Enum), _enum),
+    (lambda v: isinstance(v, tuple) and hasattr(v, "_fields"), _namedtuple),
+    (lambda v: isinstance(v, BaseException), _exception),
+    (lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type), _dataclass),
+    (lambda v: hasattr(type(v), "tree_unflatten"), _pytree),
+    (callable, _reference),
+]
+"""In this order, for a value of any other type."""
+
+_DECODERS: dict[int, Decoder] = {
+    codes.REGISTERED: _registered,
+    codes.BIG_INT: lambda d, n: int.from_bytes(
+        _decoded_bytes(d, n), "little", signed=True
+    ),
+    codes.BYTES: _leaf_bytes,
+    codes.TEXT: _leaf_text,
+    codes.BYTE_ARRAY: lambda d, n: bytearray(_decoded_bytes(d, n)),
+    codes.COMPLEX: lambda d, n: complex(*parts(n, float, float)),
+    codes.RANGE: partial(_made, range),
+    codes.SLICE: partial(_made, slice),
+    codes.ELLIPSIS: lambda d, n: ...,
+    codes.TUPLE: lambda d, n: tuple(d.values(n)),
+    codes.LIST: lambda d, n: list(d.values(n)),
+    codes.SET: lambda d, n: _hashing(set, d.values(n)),
+    codes.FROZENSET: lambda d, n: _hashing(frozenset, d.values(n)),
+    codes.DICT: lambda d, n: _hashing(dict, d.pairs(n)) if len(n) > 1 else {},
+    codes.ORDERED_DICT: lambda d, n: _hashing(OrderedDict, d.pairs(n)),
+    codes.DEFAULT_DICT: _default_dict,
+    **arrays.DECODERS,
+    codes.REFERENCE: lambda d, n: d.functions.named(*parts(n, str)),
+    codes.METHOD: _decoded_method,
+    codes.PARTIAL: _decoded_partial,
+    codes.DATACLASS: _decoded_dataclass,
+    codes.NAMEDTUPLE: _decoded_namedtuple,
+    codes.ENUM: _member,
+    codes.FLAG: _flag,
+    codes.PYTREE: _decoded_pytree,
+    codes.EXCEPTION: _decoded_exception,
+}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.codec.codes import LEAF
 from jdist.rpc.codec.functions import FunctionTable
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.options import check_seconds
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import debug

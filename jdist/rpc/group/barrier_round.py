@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jdist.rpc.base.deadline import moment
+from jdist.rpc.base.current import moment
 from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool

@@ -13,7 +13,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER, Deadline, resolve
+from jdist.rpc.base.current import NEVER, Deadline, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import (
     Future,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import Deadline, moment, resolve
+from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base.deadline import moment
+from jdist.rpc.base.current import moment
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.group.coordinator import NAME, Coordinator

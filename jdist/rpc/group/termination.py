@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import RpcError, WorkerLost
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent

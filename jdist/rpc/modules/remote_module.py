@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
-from jdist.rpc.base.interceptor import named, positional
+from jdist.rpc.base.invocation import named, positional
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent

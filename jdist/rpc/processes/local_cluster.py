@@ -14,8 +14,7 @@ import jax
 from jdist._compat import require_backend
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import Deadline, resolve
+from jdist.rpc.base.current import Deadline, Scope, resolve
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import WorkerInfo

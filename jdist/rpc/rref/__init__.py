@@ -1,6 +1,5 @@
 """Remote references: values that stay where they are, and are kept while needed."""
 
-from jdist.rpc.rref import install as _install  # noqa: F401 - registers the installer
 from jdist.rpc.rref.proxy import Proxy
 from jdist.rpc.rref.reference import RRef, remote
 

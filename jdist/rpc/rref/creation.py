@@ -5,17 +5,17 @@ from typing import Any
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.invocation import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.function_calls import execute
-from jdist.rpc.calls.outgoing import Outgoing, Submitted
+from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.messages import unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
+from jdist.rpc.rref.protocol import UserFork
 from jdist.rpc.rref.references import Handle, References
-from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["CREATE", "Creation", "check", "failure_of", "install"]
 

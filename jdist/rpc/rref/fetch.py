@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.current import DEFAULT, Operation
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, await_done, error_of
-from jdist.rpc.base.interceptor import Invocation, Operation
+from jdist.rpc.base.invocation import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.outgoing import Outgoing, Submitted
+from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.creation import failure_of
 from jdist.rpc.rref.messages import unpack_id

@@ -33,10 +33,119 @@ from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
 from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
-from jdist.rpc.rref.unacknowledged import GivenFork, Unacknowledged
-from jdist.rpc.rref.user_fork import UserFork
 
-__all__ = ["Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled"]
+__all__ = [
+    "Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled", "UserFork",
+]  # fmt: skip
+
+
+class UserFork:
+    """One fork of this worker.
+
+    It may be dropped when the owner counts it (or never will) and when all forks that
+    were made of it are counted too: until then it is what keeps the value for them.
+
+    Attributes:
+      owner: Incarnation of the worker that has the value.
+      rref: Id of the reference.
+      fork: Id of this fork.
+      giver: Incarnation of the worker from which it came; None for the creator's own.
+      counted: Whether the owner is known to count it.
+      failed: Why the owner never will, or is gone.
+      dropped: Whether the program has no use for it any more.
+      children: How many forks made of it are not counted yet.
+    """
+
+    __slots__ = (
+        "children", "counted", "dropped", "failed", "fork", "giver", "owner", "rref",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        owner: int,
+        rref: GloballyUniqueId,
+        fork: GloballyUniqueId,
+        giver: int | None,
+    ) -> None:
+        self.owner = owner
+        self.rref = rref
+        self.fork = fork
+        self.giver = giver
+        self.counted = False
+        self.failed: str | None = None
+        self.dropped = False
+        self.children = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether the owner has not answered yet."""
+        return not self.counted and self.failed is None
+
+    @property
+    def over(self) -> bool:
+        """Whether the owner may be told that it was dropped."""
+        return self.dropped and not self.children and not self.pending
+
+
+class GivenFork(NamedTuple):
+    """A fork in transit.
+
+    Attributes:
+      receiver: Incarnation of the receiver.
+      rref: Id of the reference.
+      fork: Id of the fork.
+      parent: The giver's own fork, which has to outlive this; None where the giver is
+        the owner and counts the fork from the beginning.
+    """
+
+    receiver: int
+    rref: GloballyUniqueId
+    fork: GloballyUniqueId
+    parent: UserFork | None
+
+
+class Unacknowledged:
+    """The forks in transit from one worker, by receiver."""
+
+    def __init__(self) -> None:
+        self._given: dict[GloballyUniqueId, GivenFork] = {}
+        self._numbers: collections.defaultdict[int, UnsettledNumbers]
+        self._numbers = collections.defaultdict(UnsettledNumbers)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def begin(self, given: GivenFork) -> int:
+        """It is about to be sent; the low-water mark to send with it."""
+        self._given[given.fork] = given
+        numbers = self._numbers[given.receiver]
+        numbers.begin(given.fork.local_id)
+        return numbers.low_water_mark
+
+    def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
+        """The fork, if it is under way to that worker."""
+        given = self._given.get(fork)
+        return given if given is not None and given.receiver == receiver else None
+
+    def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
+        """Ends a fork that arrived or was never sent; None when it has ended before."""
+        given = self.find(fork, receiver)
+        if given is not None:
+            del self._given[fork]
+            self._numbers[receiver].end(fork.local_id)
+        return given
+
+    def low_water_mark(self, receiver: int) -> int:
+        """All forks below it have arrived there."""
+        return self._numbers[receiver].low_water_mark
+
+    def sweep(self, receiver: int) -> list[GivenFork]:
+        """Ends and returns all forks in transit to a worker that is gone."""
+        self._numbers.pop(receiver, None)
+        lost = [given for given in self._given.values() if given.receiver == receiver]
+        for given in lost:
+            del self._given[given.fork]
+        return lost
 
 
 class Send(NamedTuple):

@@ -5,23 +5,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.errors import RpcError
+from jdist.rpc.base.current import DEFAULT
+from jdist.rpc.base.errors import ProtocolError, RpcError
 from jdist.rpc.base.future import Future, error_of
-from jdist.rpc.base.interceptor import Invocation
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import Invocation, MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
-from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.calls.outgoing import Submitted
-from jdist.rpc.rref import fetch
+from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc.calls.extensions import extend
+from jdist.rpc.calls.outstanding_calls import Submitted
+from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
-from jdist.rpc.rref.messages import Ref
+from jdist.rpc.rref.messages import REFERENCE, Ref, pack_ref, unpack_ref
 from jdist.rpc.rref.owner_value import new_owner_value
-from jdist.rpc.rref.proxy import Proxy
-from jdist.rpc.rref.references import Handle, References, references_of
+from jdist.rpc.rref.proxy import Method, Proxy
+from jdist.rpc.rref.references import (
+    Handle,
+    References,
+    references_of,
+    refuse_anywhere_else,
+)
 
-__all__ = ["BACKWARD", "RRef", "fetch_call", "remote"]
+__all__ = ["BACKWARD", "RRef", "remote"]
 
 BACKWARD = "rpc.backward"
 """In the extension state of a worker: what `RRef.backward` runs, if there is any."""
@@ -347,3 +352,51 @@ def remote(
 def fetch_call(rref: RRef[Any]) -> Invocation:
     """The call that interceptors see for `rref.to_here()`."""
     return Invocation(fetch.FETCH, RRef.to_here, (rref,), {})
+
+
+# --- every worker gets its references ---
+
+_METHOD = "rref.method"
+
+
+def install(agent: Agent) -> None:
+    """Lets `agent` have references, send and receive them."""
+    references = References(agent)
+    agent.references = references
+
+    def give(rref: RRef[Any], message: MessageContext | None) -> Any:
+        if message is None:
+            raise refuse_anywhere_else("all_gather(obj)")
+        return pack_ref(rref._give(references, message))
+
+    def take(row: Any, message: MessageContext | None) -> RRef[Any]:
+        if message is None:
+            raise ProtocolError("A reference came in something that is no call.")
+        return RRef._of(references.take(unpack_ref(row), message))
+
+    agent.codec.register(RRef, REFERENCE, give, take)
+    agent.codec.register(Method, _METHOD, _give_method, _taking_methods(agent))
+    fetch.install(agent, references, lambda handle: fetch_call(RRef._of(handle)))
+    creation.install(agent, references)
+
+
+def _give_method(method: Method, message: MessageContext | None) -> Any:
+    return (method.rref, method.name)
+
+
+def _taking_methods(agent: Agent) -> Callable[[Any, MessageContext | None], Method]:
+    def take(pair: Any, message: MessageContext | None) -> Method:
+        if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not RRef:
+            raise ProtocolError("A method has a reference and a name.")
+        rref, name = pair
+        place = rref._handle.owner_value
+        if type(name) is not str or place is None:
+            raise ProtocolError("A method goes to the owner, by its name.")
+        if message is not None and not place.done():
+            message.unsettled = [*message.unsettled, place]
+        return Method(rref, name, agent.codec.functions)
+
+    return take
+
+
+extend("jdist.rpc.rref", install)

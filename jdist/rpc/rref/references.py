@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base.current import RunningCall
-from jdist.rpc.base.deadline import NEVER, Deadline
+from jdist.rpc.base.current import NEVER, Deadline, RunningCall
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec import codes
@@ -33,9 +32,16 @@ from jdist.rpc.rref.messages import (
 )
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
-from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
+from jdist.rpc.rref.protocol import (
+    Created,
+    Effects,
+    Freed,
+    Never,
+    Protocol,
+    Settled,
+    UserFork,
+)
 from jdist.rpc.rref.reliable_delivery import GATHERING, QueuedMessage, ReliableDelivery
-from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool

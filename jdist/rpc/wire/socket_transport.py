@@ -25,7 +25,6 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
 from jdist.rpc.wire.frame import Limits
 from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Ability, Identity
-from jdist.rpc.wire.polling import Polling
 from jdist.rpc.wire.sockets import (
     LOOPBACK,
     Address,
@@ -38,7 +37,7 @@ from jdist.rpc.wire.sockets import (
     parse_address,
     same_user,
 )
-from jdist.rpc.wire.stream import ByteStream, Stream
+from jdist.rpc.wire.stream import ByteStream, Polling, Stream
 from jdist.rpc.wire.tls import (
     FIRST_BYTE,
     Credentials,

@@ -10,7 +10,7 @@ from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.engine.messages import PassTerms
 from jdist.autograd.recording.node import SendNode
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER
+from jdist.rpc.base.current import NEVER
 from tests.autograd.recording_world import has, leaf, loses, numbers, wait_for
 
 

@@ -9,7 +9,7 @@ from jdist import autograd, optim, rpc
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import OwnedOptimizer
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER
+from jdist.rpc.base.current import NEVER
 from jdist.rpc.calls.callee import Execution
 from tests.autograd import optimizer_world as world
 from tests.rpc.rref.common import close_gate, gate, settle, wait_for

@@ -6,7 +6,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.calls import extensions
 from tests.rpc.hosts import names
 

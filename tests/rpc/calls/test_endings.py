@@ -8,12 +8,12 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER, Deadline
+from jdist.rpc.base.current import NEVER, Deadline
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.invocation import Operation
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
-from jdist.rpc.calls.outgoing import SyncCall
+from jdist.rpc.calls.outstanding_calls import SyncCall
 from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group import lifecycle, termination
 from jdist.rpc.group.coordinator import Coordinator

@@ -9,8 +9,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.current import Deadline, Scope
 from jdist.rpc.group.termination import Stalemate
 from jdist.rpc.wire.frame import Frame
 from tests.rpc.collectives import SAME, averaged, do, each, seen

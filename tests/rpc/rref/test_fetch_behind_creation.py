@@ -9,7 +9,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER
+from jdist.rpc.base.current import NEVER
 from jdist.rpc.calls.callee import AFTER, Execution
 from jdist.rpc.rref import fetch
 from jdist.rpc.wire.shared_connection import SharedConnection

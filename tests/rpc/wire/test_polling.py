@@ -8,11 +8,10 @@ import types
 import numpy as np
 import pytest
 
-from jdist.rpc.wire import polling
+from jdist.rpc.wire import stream
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import Frame
-from jdist.rpc.wire.polling import Polling
-from jdist.rpc.wire.stream import Stream
+from jdist.rpc.wire.stream import Polling, Stream
 from tests.rpc.sockets import (
     ROUTES,
     Outcome,
@@ -33,7 +32,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         ticking = types.SimpleNamespace(monotonic=self.tick)
-        monkeypatch.setattr(polling, "time", ticking)
+        monkeypatch.setattr(stream, "time", ticking)
 
     def tick(self):
         self.now += LIMIT / 100
