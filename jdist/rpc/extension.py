@@ -17,15 +17,13 @@ from jdist.rpc.base.current import (
     exceeded,
     resolve,
 )
-from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS, IdCounter
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.invocation import Invocation, MessageContext, named
 from jdist.rpc.base.worker_info import incarnation_of
-from jdist.rpc.calls.agent import Agent, current_agent
-from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.extensions import extend
+from jdist.rpc.calls.agent import Agent, current_agent, extend
+from jdist.rpc.calls.callee import NEEDS, Reply
 from jdist.rpc.calls.function_calls import is_asynchronous
 from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.codec.nnx import StandIn, is_module

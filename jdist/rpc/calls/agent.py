@@ -2,15 +2,16 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Deadline, Operation, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.invocation import Interceptor, MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
@@ -41,7 +42,55 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
-__all__ = ["Agent", "current_agent"]
+__all__ = ["Agent", "current_agent", "equip", "extend"]
+
+
+Gone = Callable[[WorkerInfo, str], None]
+"""`gone(worker, reason)`: called when a worker is lost or has left."""
+
+
+class ExtensionState(dict[str, Any]):
+    """State of one worker, by the names of the packages that keep it.
+
+    An entry with a method `counts` adds what that returns to `rpc.debug_info`.
+
+    Args:
+      pool: Runs listeners.
+    """
+
+    def __init__(self, pool: ThreadPool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._on_gone: list[Gone] = []
+        self._on_close: list[Callable[[], None]] = []
+
+    def on_gone(self, listener: Gone) -> None:
+        """Has `listener(worker, reason)` called for each that is lost or leaves.
+
+        On a thread of its own, after calls to that worker have ended.
+        """
+        self._on_gone.append(listener)
+
+    def on_close(self, listener: Callable[[], None]) -> None:
+        """Has `listener()` called when this worker ends."""
+        self._on_close.append(listener)
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is lost or has left."""
+        for listener in tuple(self._on_gone):
+            # Each on a thread of its own: a listener may wait, and must not delay
+            # others.
+            self._pool.run(functools.partial(listener, worker, reason))
+
+    def close(self) -> None:
+        """This worker ends."""
+        for listener in tuple(self._on_close):
+            listener()
+
+    def counts(self) -> dict[str, Any]:
+        """For `rpc.debug_info`."""
+        counting = (getattr(part, "counts", None) for part in self.values())
+        return {key: n for counts in counting if counts for key, n in counts().items()}
 
 
 class GroupLink(Protocol):
@@ -538,3 +587,37 @@ def current_agent() -> Agent:
     found = current.worker()
     assert isinstance(found, Agent)
     return found
+
+
+# --- packages built upon rpc, whose installers run for every worker ---
+
+Installer = Callable[[Agent], None]
+_installers: dict[str, Installer] = {}
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def extend(package: str, installer: Installer) -> None:
+    """Has `installer(agent)` called once for every worker of this process.
+
+    Args:
+      package: Registers it; a second time changes nothing.
+      installer: Gives one worker what the package needs there.
+    """
+    with _lock:
+        if package in _installers:
+            return
+        _installers[package] = installer
+        agents = [agent for agent in _agents if not agent.closed]
+    for agent in agents:
+        installer(agent)
+
+
+def equip(agent: Agent) -> None:
+    """Runs all installers for a new worker."""
+    with _lock:
+        # In this order: a package that registers from now on finds the worker itself.
+        _agents.add(agent)
+        installers = list(_installers.values())
+    for installer in installers:
+        installer(agent)

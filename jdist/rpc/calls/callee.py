@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Cancellable, Deadline, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
-from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.invocation import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -32,7 +31,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
-    "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
+    "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
     "ServedConnection",
 ]  # fmt: skip
 
@@ -171,6 +170,9 @@ def _time_out(future: Future[Any], reason: str) -> None:
 
 TAKE_BACK = "take back"
 """Kind of the request that cancels another one, of the ticket in its body."""
+
+NEEDS = "needs"
+"""In the metadata of a request: `module:function` of the package that reads it."""
 
 NESTED = "nested"
 """In the metadata of a request that a called function makes."""

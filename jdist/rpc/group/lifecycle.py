@@ -15,8 +15,8 @@ from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.calls import debug, device_maps, extensions, function_calls
-from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc.calls import debug, device_maps, function_calls
+from jdist.rpc.calls.agent import Agent, current_agent, equip
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator import NAME, Coordinator
@@ -220,7 +220,7 @@ def make_agent(
     debug.install(agent)
     termination.install(agent)
     device_maps.install(agent)
-    extensions.equip(agent)
+    equip(agent)
     return agent
 
 

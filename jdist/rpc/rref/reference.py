@@ -11,8 +11,7 @@ from jdist.rpc.base.future import Future, error_of
 from jdist.rpc.base.invocation import Invocation, MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
-from jdist.rpc.calls.agent import Agent, current_agent
-from jdist.rpc.calls.extensions import extend
+from jdist.rpc.calls.agent import Agent, current_agent, extend
 from jdist.rpc.calls.outstanding_calls import Submitted
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check

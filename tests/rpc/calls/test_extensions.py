@@ -7,27 +7,27 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.invocation import MessageContext
-from jdist.rpc.calls import extensions
+from jdist.rpc.calls import agent as agents
 from tests.rpc.hosts import names
 
 
 @pytest.fixture
 def part(monkeypatch):
     """A part of this test's own: its installer, and whom it was called with."""
-    monkeypatch.setattr(extensions, "_installers", dict(extensions._installers))
+    monkeypatch.setattr(agents, "_installers", dict(agents._installers))
     seen = []
     return seen
 
 
 def test_workers_that_are_there_and_those_to_come_get_it(part):
     with rpc.local_cluster(names(2)):
-        extensions.extend("test.part", lambda agent: part.append(agent.info.name))
+        agents.extend("test.part", lambda agent: part.append(agent.info.name))
         assert sorted(part) == names(2)
-        extensions.extend("test.part", lambda agent: part.append("again"))
+        agents.extend("test.part", lambda agent: part.append("again"))
         assert len(part) == 2
     with rpc.local_cluster(["later"]):
         assert part[2:] == ["later"]
-    extensions.extend("test.other", lambda agent: part.append("closed"))
+    agents.extend("test.other", lambda agent: part.append("closed"))
     assert part[2:] == ["later"]
 
 
