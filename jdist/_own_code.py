@@ -1,12 +1,19 @@
-"""A user's own code, found by `module:name` and kept apart when it raises."""
+"""A user's own code, found by `module:name` and kept apart when it raises.
+
+And the commands that run it, whose exit status says whose fault an error is.
+"""
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from jdist._errors import JdistError, requirement
 
@@ -28,6 +35,35 @@ def own_code(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         name = type(error).__name__
         raise OwnCodeRaised(f"{what} raised {name}: {error}") from error
+
+
+def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> int:
+    """The exit status of a command; an error is told in a line on standard error.
+
+    Args:
+      run: The command, which returns its status.
+      misuse: What it raises where it was called wrongly.
+
+    Returns:
+      The command's status; 2 for misuse; 4 where code raised, with a traceback; 130
+      where it was interrupted.
+    """
+    try:
+        return run()
+    except OwnCodeRaised as error:
+        traceback.print_exception(error.__cause__)
+        told, status = str(error), 4
+    except KeyboardInterrupt:
+        told, status = "interrupted", 130
+    except misuse as error:
+        told, status = str(error) or type(error).__name__, 2
+    except Exception as error:  # noqa: BLE001
+        # Python's own exit status for it is 1, which here is a verdict.
+        traceback.print_exception(error)
+        told, status = str(error) or type(error).__name__, 4
+    # As text: rich would take brackets in a message for markup.
+    Console(stderr=True).print("[red]error:[/red]", Text(told), highlight=False)
+    return status
 
 
 def named(specification: str, argument: str) -> Any:

@@ -327,19 +327,23 @@ def inner_programs(equation: JaxprEqn) -> list[Any]:
     return list(jaxprs_in_params(equation.params))
 
 
+def equations_in(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program, each before those of the programs inside it."""
+    # From JAX 0.12 on a program without constants is a ClosedJaxpr too.
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations_in(inner)
+
+
 def picks_by_row(program: Jaxpr) -> bool:
     """Whether a program picks elements of each row by an index of that row.
 
     As `jnp.take_along_axis` does, which is a gather with batch dimensions.
     """
-    for equation in program.eqns:
-        numbers = equation.params.get("dimension_numbers")
-        if getattr(numbers, "operand_batching_dims", ()):
-            return True
-        for inner in inner_programs(equation):
-            if picks_by_row(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner):
-                return True
-    return False
+    numbers = (each.params.get("dimension_numbers") for each in equations_in(program))
+    return any(getattr(each, "operand_batching_dims", ()) for each in numbers)
 
 
 def called_program(equation: JaxprEqn) -> Jaxpr | None:

@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jdist._errors import JdistError
-from jdist._own_code import OwnCodeRaised
+from jdist._own_code import run_command
 from jdist.targets.hardware import target
 from jdist.targets.job import Job, load, program_of
 from jdist.targets.picture import write_picture
@@ -40,7 +39,6 @@ from jdist.targets.report import CompiledProgram, seconds_text, size_text
 from jdist.targets.search import Candidate, SearchResult, largest_batch, smallest_slice
 
 console = Console()
-error_console = Console(stderr=True)
 
 
 class ExitStatus(IntEnum):
@@ -59,22 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The hardware that is here is none of the targets, and its start takes seconds.
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    try:
+
+    def run() -> int:
         job = load(options.job)
         if options.largest_batch or options.smallest_slice:
             return _search(job, options)
         return _compile(job, options)
-    except OwnCodeRaised as error:
-        traceback.print_exception(error.__cause__)
-        return _failed(error, ExitStatus.RAISED)
-    except KeyboardInterrupt:
-        return _failed(JdistError("interrupted"), ExitStatus.INTERRUPTED)
-    except (JdistError, ValueError) as error:
-        return _failed(error, ExitStatus.MISUSE)
-    except Exception as error:  # noqa: BLE001
-        # Python's own exit status for it is 1, which here means that it does not fit.
-        traceback.print_exception(error)
-        return _failed(error, ExitStatus.RAISED)
+
+    return run_command(run, (JdistError, ValueError))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,12 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--picture", type=Path, help="also draw bars into this file")
     return parser
-
-
-def _failed(error: Exception, status: ExitStatus) -> ExitStatus:
-    text = str(error) or type(error).__name__
-    error_console.print("[red]error:[/red]", Text(text), highlight=False)
-    return status
 
 
 def _compile(job: Job, options: argparse.Namespace) -> ExitStatus:

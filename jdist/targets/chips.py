@@ -111,84 +111,94 @@ def _tpu(
     )
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {
-        "v5e": _tpu("v5e", 16, 819, 197, 400, 4, int8=393),
-        "v5p": _tpu("v5p", 95, 2765, 459, 1200, 6),
-        "v6e": _tpu("v6e", 32, 1600, 918, 800, 4, int8=1836),
-        "a100": Chip(
-            "a100",
-            "cuda",
-            85_100_068_864,
-            2039 * GIGA,
-            MappingProxyType(
-                {
-                    "bfloat16": 312 * TERA,
-                    "float16": 312 * TERA,
-                    "int8": 624 * TERA,
-                    "float32": 156 * TERA,
-                    "float32_highest": 19.5 * TERA,
-                    "float64": 19.5 * TERA,
-                }
-            ),
-            link_bandwidth=300 * GIGA,
-            network_bandwidth=25 * GIGA,
-            source=f"{XLA.format('a100_sxm_80')}; "
-            "https://www.nvidia.com/en-us/data-center/a100/ (peaks, NVLink); "
-            "data sheet of the DGX A100 (network: 200 Gb/s for each GPU)",
-            gpu=Gpu(
-                "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 * 2**20, 164 * 2**10
-            ),
-        ),
-        "h100": Chip(
-            "h100",
-            "cuda",
-            84_942_979_072,
-            3352 * GIGA,
-            MappingProxyType(
-                {
-                    "bfloat16": 989.4 * TERA,
-                    "float16": 989.4 * TERA,
-                    "float8": 1978.9 * TERA,
-                    "int8": 1978.9 * TERA,
-                    "float32": 494.7 * TERA,
-                    "float32_highest": 66.9 * TERA,
-                    "float64": 66.9 * TERA,
-                }
-            ),
-            link_bandwidth=450 * GIGA,
-            network_bandwidth=50 * GIGA,
-            source=f"{XLA.format('h100_sxm')}; NVIDIA H100 Tensor Core GPU "
-            "Architecture, white paper (peaks, dense); "
-            "https://www.nvidia.com/en-us/data-center/h100/ (NVLink); "
-            "data sheet of the DGX H100 (network: 400 Gb/s for each GPU)",
-            gpu=Gpu(
-                "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10
-            ),
-        ),
-        "b200": Chip(
-            "b200",
-            "cuda",
-            191_514_411_008,
-            7672 * GIGA,
-            MappingProxyType(
-                {
-                    "bfloat16": 2250 * TERA,
-                    "float16": 2250 * TERA,
-                    "float8": 4500 * TERA,
-                    "int8": 4500 * TERA,
-                    "float32": 1100 * TERA,
-                    "float32_highest": 75 * TERA,
-                    "float64": 37 * TERA,
-                }
-            ),
-            link_bandwidth=900 * GIGA,
-            network_bandwidth=50 * GIGA,
-            source=f"{XLA.format('b200')}; NVIDIA Blackwell data sheet, HGX B200 "
-            "(peaks, without sparsity; NVLink); "
-            "data sheet of the DGX B200 (network: 400 Gb/s for each GPU)",
-            gpu=Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 132_644_864, 228 * 2**10),
-        ),
-    }
+def _gpu(
+    name: str,
+    memory: int,
+    gbps: float,
+    tflops: Mapping[str, float],
+    nvlink: float,
+    network: float,
+    source: str,
+    gpu: Gpu,
+) -> Chip:
+    """A GPU; its links in GB/s, one direction."""
+    # Tensor cores have one peak for both 16-bit types.
+    peak = {**tflops, "float16": tflops["bfloat16"]}
+    return Chip(
+        name,
+        "cuda",
+        memory,
+        gbps * GIGA,
+        MappingProxyType({dtype: value * TERA for dtype, value in peak.items()}),
+        link_bandwidth=nvlink * GIGA,
+        network_bandwidth=network * GIGA,
+        source=source,
+        gpu=gpu,
+    )
+
+
+_KNOWN = (
+    _tpu("v5e", 16, 819, 197, 400, 4, int8=393),
+    _tpu("v5p", 95, 2765, 459, 1200, 6),
+    _tpu("v6e", 32, 1600, 918, 800, 4, int8=1836),
+    _gpu(
+        "a100",
+        85_100_068_864,
+        2039,
+        {
+            "bfloat16": 312,
+            "int8": 624,
+            "float32": 156,
+            "float32_highest": 19.5,
+            "float64": 19.5,
+        },
+        300,
+        25,
+        f"{XLA.format('a100_sxm_80')}; "
+        "https://www.nvidia.com/en-us/data-center/a100/ (peaks, NVLink); "
+        "data sheet of the DGX A100 (network: 200 Gb/s for each GPU)",
+        Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 * 2**20, 164 * 2**10),
+    ),
+    _gpu(
+        "h100",
+        84_942_979_072,
+        3352,
+        {
+            "bfloat16": 989.4,
+            "float8": 1978.9,
+            "int8": 1978.9,
+            "float32": 494.7,
+            "float32_highest": 66.9,
+            "float64": 66.9,
+        },
+        450,
+        50,
+        f"{XLA.format('h100_sxm')}; NVIDIA H100 Tensor Core GPU "
+        "Architecture, white paper (peaks, dense); "
+        "https://www.nvidia.com/en-us/data-center/h100/ (NVLink); "
+        "data sheet of the DGX H100 (network: 400 Gb/s for each GPU)",
+        Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10),
+    ),
+    _gpu(
+        "b200",
+        191_514_411_008,
+        7672,
+        {
+            "bfloat16": 2250,
+            "float8": 4500,
+            "int8": 4500,
+            "float32": 1100,
+            "float32_highest": 75,
+            "float64": 37,
+        },
+        900,
+        50,
+        f"{XLA.format('b200')}; NVIDIA Blackwell data sheet, HGX B200 "
+        "(peaks, without sparsity; NVLink); "
+        "data sheet of the DGX B200 (network: 400 Gb/s for each GPU)",
+        Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 132_644_864, 228 * 2**10),
+    ),
 )
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _KNOWN})
 """The chips that `target` knows, by name."""

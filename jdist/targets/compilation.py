@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,14 +12,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.stages import Compiled, Lowered
 
-from jdist._compat import inner_programs
+from jdist._compat import equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware
 from jdist.targets.report import CompiledProgram, DeviceMemory, size_text
 
-CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+CALLBACKS = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -153,7 +153,8 @@ def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> 
     try:
         return traced.lower()
     except RuntimeError as error:
-        names = sorted(set(_callbacks_of(traced.jaxpr.jaxpr)))
+        called = {each.primitive.name for each in equations_in(traced.jaxpr)}
+        names = sorted(called & CALLBACKS)
         if not names:
             raise
         rule = f"must not call back to the host: {target.name} has none here"
@@ -161,15 +162,6 @@ def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> 
         raise ValueError(
             requirement("compile(fn=...)", rule, ", ".join(names), remedy)
         ) from error
-
-
-def _callbacks_of(program: Any) -> Iterable[str]:
-    """Names of primitives that call into Python, in all programs inside too."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        if equation.primitive.name in CALLBACKS:
-            yield equation.primitive.name
-        for inner in inner_programs(equation):
-            yield from _callbacks_of(inner)
 
 
 def _places(text: str, pattern: str) -> tuple[str, ...]:

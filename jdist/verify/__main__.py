@@ -16,7 +16,6 @@ exit status:
 
 import argparse
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -28,14 +27,13 @@ from rich.text import Text
 
 from jdist._compat import require_backend
 from jdist._errors import JdistError
-from jdist._own_code import OwnCodeRaised
+from jdist._own_code import run_command
 from jdist.verify import matrix
 from jdist.verify.oracle import REDUCERS
 from jdist.verify.problem import load
 from jdist.verify.report import Report
 
 console = Console()
-error_console = Console(stderr=True)
 
 
 class Status(IntEnum):
@@ -57,26 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
-    try:
+
+    def run() -> int:
         require_backend()
         return _judge_problem(options) if options.problem else _judge_matrix(options)
-    except OwnCodeRaised as error:
-        traceback.print_exception(error.__cause__)
-        return _refused(error, Status.RAISED)
-    except KeyboardInterrupt:
-        return _refused(JdistError("interrupted"), Status.INTERRUPTED)
-    except misuse as error:
-        return _refused(error, Status.MISUSE)
-    except Exception as error:  # noqa: BLE001
-        # Python's own exit status for it is 1, which here means a wrong gradient.
-        traceback.print_exception(error)
-        return _refused(error, Status.RAISED)
 
-
-def _refused(error: Exception, status: Status) -> Status:
-    text = str(error) or type(error).__name__
-    error_console.print("[red]error:[/red]", Text(text), highlight=False)
-    return status
+    return run_command(run, misuse)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -71,7 +71,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._tree import wide_dtype
 
@@ -184,7 +184,7 @@ def measured_bound(
     return Limit(np.where(np.isnan(allowed), np.inf, allowed), size)
 
 
-def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> Any:
+def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> np.dtype:
     """The dtype in which a sum of `dtype` is accumulated.
 
     Args:
@@ -194,6 +194,18 @@ def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> Any:
     if accumulation is None or jnp.finfo(dtype).bits >= 32:
         return wide_dtype(dtype)
     return jnp.dtype(accumulation)
+
+
+def wide_of(dtype: DTypeLike) -> np.dtype:
+    """The dtype of double precision that has room for a floating dtype."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(jnp.complex128 if is_complex else jnp.float64)
+
+
+def in_double(array: ArrayLike) -> np.ndarray:
+    """A floating array on the host, in float64 or complex128."""
+    host = np.asarray(array)
+    return host.astype(wide_of(host.dtype))
 
 
 def flushes(dtype: DTypeLike) -> bool:

@@ -7,15 +7,15 @@ it judges.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves
-from jdist.verify.bound import BLIND, Limit, bound
+from jdist._tree import PyTree, is_inexact, named_leaves, words
+from jdist.verify.bound import BLIND, Limit, bound, in_double
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.processes import (
     TIMEOUT,
@@ -36,7 +36,7 @@ from jdist.verify.report import LeafReport, Report, looseness
 Named = str | tuple[str, tuple[int, ...]]
 """A candidate's leaf by path, and the order in which its axes are the reference's."""
 
-Describe = Callable[[str, Mapping[str, Any], Shard, np.ndarray], str]
+Describe = Callable[[str, Mapping[str, np.ndarray | None], Shard, np.ndarray], str]
 """`(path, wanted, shard, error/bound) -> words` for a shard that fails."""
 
 
@@ -193,20 +193,22 @@ def compare_leaves(
     Raises:
       PeersLost: A process raised, or did not come in time.
     """
-    wanted = {path: _host(leaf) for path, leaf in wanted.items()}
+    judged = _Judged(
+        name,
+        {path: _host(leaf) for path, leaf in wanted.items()},
+        limits,
+        describe or _described,
+        excuse,
+    )
     arrays = {path: None if x is None else held(x) for path, x in found.items()}
-    told = describe or _described
     findings = [
-        _structural(name, path, wanted, arrays)
-        or _numeric(name, path, wanted, arrays[path], limits[path], told, excuse)
-        for path in wanted
-        if not (wanted[path] is None and path in arrays and arrays[path] is None)
+        judged.finding(path, arrays)
+        for path, leaf in judged.wanted.items()
+        if not (leaf is None and path in arrays and arrays[path] is None)
     ]
     findings += [
-        Finding(
-            LeafReport(name, path, *_kind(arrays[path]), problem="not in the reference")
-        )
-        for path in arrays
+        Finding(LeafReport(name, path, *_kind(leaf), problem="not in the reference"))
+        for path, leaf in arrays.items()
         if path not in wanted
     ]
     if peers is None or peers.size == 1:
@@ -218,112 +220,116 @@ def compare_leaves(
     return tuple(merged(own, peers.size) for own in by_path.values())
 
 
-def _structural(
-    name: str, path: str, wanted: Mapping[str, Any], found: Mapping[str, Any]
-) -> Finding | None:
-    """A failing row if the leaf is missing or of another kind."""
-    expected = _kind(wanted[path])
-    if path not in found:
-        row = LeafReport(name, path, *expected, problem="missing from the candidate")
-        return Finding(row)
-    got = _kind(found[path])
-    if got == expected:
-        return None
-    (dtype, shape), (got_dtype, got_shape) = expected, got
-    what = "dtype" if dtype != got_dtype else "shape"
-    pair = (dtype, got_dtype) if dtype != got_dtype else (shape, got_shape)
-    problem = f"wrong {what}: expected {pair[0]}, got {pair[1]}"
-    return Finding(LeafReport(name, path, dtype, shape, problem=problem))
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """One candidate, and what it is held against; see `compare_leaves`."""
 
+    name: str
+    wanted: Mapping[str, np.ndarray | None]
+    limits: Mapping[str, Limit | None]
+    describe: Describe
+    excuse: str
 
-def _numeric(
-    name: str,
-    path: str,
-    wanted: Mapping[str, Any],
-    found: Any,
-    limit: Limit | None,
-    describe: Describe,
-    excuse: str,
-) -> Finding:
-    """The shards of one leaf, each beside the same slice of the reference."""
-    if not found.shards:  # Other processes have the leaf.
-        row = LeafReport(name, path, found.dtype, found.shape, 0, 0, 0, 0, 1)
-        return Finding(row, replicas=found.replicas)
-    own = [
-        _of_shard(name, path, wanted, x, limit, describe, excuse) for x in found.shards
-    ]
-    first = [of for (_, of), x in zip(own, found.shards, strict=True) if x.first]
-    products = Products(*map(sum, zip(Products(), *first, strict=True)))
-    return Finding(worst_of([row for row, _ in own]), products, found.replicas)
+    def finding(self, path: str, found: Mapping[str, HeldArray | None]) -> Finding:
+        """Structure first; then the shards, each beside its slice of the reference."""
+        row = LeafReport(self.name, path, *_kind(self.wanted[path]))
+        if path not in found:
+            return Finding(replace(row, problem="missing from the candidate"))
+        whole, array = self.wanted[path], found[path]
+        for what, expected, got in zip(
+            ("dtype", "shape"), _kind(whole), _kind(array), strict=True
+        ):
+            if expected != got:
+                problem = f"wrong {what}: expected {expected}, got {got}"
+                return Finding(replace(row, problem=problem))
+        assert whole is not None, "a None beside a None is not looked at"
+        assert array is not None, "its kind is the reference's"
+        if not array.shards:  # Other processes have the leaf.
+            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
+            return Finding(same, replicas=array.replicas)
+        own = [self._of_shard(row, whole, shard) for shard in array.shards]
+        first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
+        products = Products(*map(sum, zip(Products(), *first, strict=True)))
+        return Finding(worst_of([row for row, _ in own]), products, array.replicas)
 
-
-def _of_shard(
-    name: str,
-    path: str,
-    wanted: Mapping[str, Any],
-    shard: Shard,
-    limit: Limit | None,
-    describe: Describe,
-    excuse: str,
-) -> tuple[LeafReport, Products]:
-    whole = wanted[path]
-    reference, found = whole[shard.index], shard.values
-    dtype, shape = _kind(whole)
-    if limit is None:
-        equal = np.array_equal(reference, found)
-        zeros = (0.0,) * 4 if equal else (float("nan"),) * 4
-        problem = "" if equal else "values that are not floating must be equal"
-        cosine = 1.0 if equal else float("nan")
-        return LeafReport(name, path, dtype, shape, *zeros, cosine, problem), Products()
-    expected, got = _wide(reference), _wide(found)
-    allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
-    # inf - inf is NaN and fails below, as it should.
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        error = np.abs(expected - got)
-        relative = np.where(error == 0, 0, error / np.abs(expected))
-        ratio = np.where(error == 0, 0, error / allowed)
-        products = _products(
-            whole, expected, got
-        )  # For a reader; no verdict rests on it.
-    worst = float(np.max(ratio, initial=0))
-    furthest = float(np.max(ulp_distance(reference, found), initial=0))
-    problem, unjudged = "", ""
-    if excuse and 1 < worst < math.inf:
-        unjudged = excuse
-    elif not worst <= 1:
-        problem = describe(path, wanted, shard, ratio)
-    elif furthest > 0 and _blind(_wide(whole), limit):
-        unjudged = _says_nothing(_wide(whole), limit)
-    row = LeafReport(
-        name,
-        path,
-        dtype,
-        shape,
-        float(np.max(error, initial=0)),
-        float(np.max(relative, initial=0)),
-        furthest,
-        worst,
-        products.cosine,
-        problem,
-        unjudged,
-    )
-    return row, products
+    def _of_shard(
+        self, row: LeafReport, whole: np.ndarray, shard: Shard
+    ) -> tuple[LeafReport, Products]:
+        reference, found = whole[shard.index], shard.values
+        limit = self.limits[row.path]
+        if limit is None:
+            if not np.array_equal(reference, found):
+                problem = "values that are not floating must be equal"
+                return replace(row, problem=problem), Products()
+            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
+            return same, Products()
+        expected, got = in_double(reference), in_double(found)
+        allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
+        # inf - inf is NaN and fails below, as it should.
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            error = np.abs(expected - got)
+            relative = np.where(error == 0, 0, error / np.abs(expected))
+            ratio = np.where(error == 0, 0, error / allowed)
+            # For a reader; no verdict rests on it.
+            products = _products(whole, expected, got)
+        worst = float(np.max(ratio, initial=0))
+        furthest = float(np.max(ulp_distance(reference, found), initial=0))
+        problem, unjudged = "", ""
+        if self.excuse and 1 < worst < math.inf:
+            unjudged = self.excuse
+        elif not worst <= 1:
+            problem = self.describe(row.path, self.wanted, shard, ratio)
+        elif furthest > 0 and _blind(in_double(whole), limit):
+            unjudged = _says_nothing(in_double(whole), limit)
+        row = replace(
+            row,
+            max_abs=float(np.max(error, initial=0)),
+            max_rel=float(np.max(relative, initial=0)),
+            max_ulp=furthest,
+            ratio=worst,
+            cosine=products.cosine,
+            problem=problem,
+            unjudged=unjudged,
+        )
+        return row, products
 
 
 def _described(
-    path: str, wanted: Mapping[str, Any], shard: Shard, ratio: np.ndarray
+    path: str,
+    wanted: Mapping[str, np.ndarray | None],
+    shard: Shard,
+    ratio: np.ndarray,
 ) -> str:
-    """What `diagnose` says of a shard, beside the reference's leaves of its shape."""
-    if not shard.index:
-        return diagnose(path, wanted, shard.values, ratio)
-    shape = wanted[path].shape
+    """The words of `diagnose` for a shard."""
+    return described_shard(path, wanted, shard, shard.values, ratio)
+
+
+def described_shard(
+    path: str,
+    wanted: Mapping[str, np.ndarray | None],
+    shard: Shard,
+    found: np.ndarray,
+    ratio: np.ndarray,
+    what: str = "",
+) -> str:
+    """Where a shard lies, and the words of `diagnose` for it.
+
+    Args:
+      path: Of its leaf.
+      wanted: The reference's leaves by path, whole.
+      shard: Where it lies.
+      found: The candidate's numbers there.
+      ratio: error/bound of each.
+      what: Which of the leaf's numbers these are, for the words.
+    """
+    whole = wanted[path]
     slices = {
         other: leaf[shard.index]
         for other, leaf in wanted.items()
-        if leaf is not None and leaf.shape == shape
+        if leaf is not None and whole is not None and leaf.shape == whole.shape
     }
-    told = diagnose(path, slices, shard.values, ratio, shard.origin)
-    return f"in {shard.place}, {told}"
+    where = f"in {shard.place}, " if shard.index else ""
+    return f"{where}{what}{diagnose(path, slices, found, ratio, shard.origin)}"
 
 
 def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
@@ -331,7 +337,7 @@ def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
     if leaf is None or not is_inexact(leaf):
         return None
     if scale is None:
-        scale = np.max(np.abs(_wide(leaf)), initial=0)
+        scale = np.max(np.abs(in_double(leaf)), initial=0)
     return Limit(bound(leaf.dtype, leaf.size, int(terms), scale), scale)
 
 
@@ -408,8 +414,7 @@ def _host(leaf: Any) -> np.ndarray | None:
             rule = "must be whole on every process"
             got = f"an array over {leaf.sharding}"
             raise ValueError(requirement("compare(reference=...)", rule, got))
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
+        leaf = words(leaf)
     return np.asarray(leaf)
 
 
@@ -418,10 +423,6 @@ def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
         return "None", ()
     dtype = leaf.dtype if isinstance(leaf, HeldArray) else leaf.dtype.name
     return dtype, leaf.shape
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jdist.verify.bound import in_double
+
 # A suspected explanation must account for all but this share of the leaf.
 LIKENESS = 1e-4
 
@@ -85,8 +87,7 @@ def _alike(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    wide = np.complex128 if np.iscomplexobj(array) else np.float64
-    return array.astype(wide).ravel()
+    return in_double(array).ravel()
 
 
 def _at(array: np.ndarray, index: np.ndarray) -> str:

@@ -224,6 +224,13 @@ def prepared(
         def measured_again() -> Measured:
             return measure(params, batch, weights, None, SECOND_LOOK)
 
+        def answers(
+            name: str, candidate: Candidate, first: PyTree, peers: Peers
+        ) -> Iterator[Mapping[str, PyTree]]:
+            yield named_leaves(first)
+            while True:
+                yield named_leaves(_call(name, candidate, params, batch, peers)[1])
+
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {
                 name: _call(name, candidate, params, batch, peers)
@@ -236,11 +243,20 @@ def prepared(
                 # Nothing is condemned by the luck of a few draws,
                 again = measured_again()
                 # nor for drawing other numbers than the reference,
-                suspects = {n: c for n, c in candidates.items() if n in failing}
-                excuses, unsure = _excuses(
-                    loss_fn, (params, batch), suspects, found, again, peers
-                )
-                condemned = {name: found[name] for name in suspects}
+                condemned = {n: x for n, x in found.items() if n in failing}
+                excuses: dict[str, str] = {}
+                for name, (_, gradient) in condemned.items():
+                    candidate = candidates[name]
+                    excuses[name], unsure = excuse(
+                        name,
+                        candidate,
+                        (params, batch),
+                        (loss_fn, params, batch),
+                        answers(name, candidate, gradient, peers),
+                        again.limits,
+                        peers,
+                    )
+                    notes += unsure
                 second = _rows(expected, condemned, again, peers, excuses)
                 # nor otherwise than it would be alone.
                 rows = tuple(
@@ -249,7 +265,6 @@ def prepared(
                     for row in (second if name in failing else rows)
                     if row.candidate == name
                 )
-                notes += unsure
                 if peers.size == 1:
                     notes += _uses(
                         lambda p: scalar(p, batch, weights), params, condemned, second
@@ -358,74 +373,47 @@ def _rows(
     return rows
 
 
-def _excuses(
-    loss_fn: LossFn,
-    given: tuple[PyTree, PyTree],
-    suspects: Mapping[str, Candidate],
-    found: Mapping[str, tuple[Any, Any]],
-    measured: Measured,
-    peers: Peers,
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The excuse of each suspect, and notes on those without; see `excuse`."""
-    split, still = split_dependent(loss_fn, *given), draws_nothing(loss_fn, *given)
-    excuses: dict[str, str] = {}
-    notes: tuple[str, ...] = ()
-    for name, candidate in suspects.items():
-
-        def answers(
-            name: str = name, candidate: Candidate = candidate
-        ) -> Iterator[Mapping[str, Any]]:
-            yield named_leaves(found[name][1])
-            while True:
-                yield named_leaves(_call(name, candidate, *given, peers)[1])
-
-        excuses[name] = split or excuse(
-            candidate, given, still, answers(), measured.limits, peers
-        )
-        if not excuses[name]:
-            notes += unseen(name, candidate, given, still)
-    return excuses, notes
-
-
 def excuse(
-    candidate: Callable[..., Any],
+    name: str,
+    candidate: Callable[..., object],
     arguments: Sequence[PyTree],
-    still: bool,
-    answers: Iterator[Mapping[str, Any]],
+    drawn: tuple[Callable[..., PyTree], PyTree, PyTree],
+    answers: Iterator[Mapping[str, PyTree]],
     limits: Mapping[str, Limit | None],
     peers: Peers,
-) -> str:
-    """Why other numbers do not condemn a candidate; empty where they do.
+) -> tuple[str, tuple[str, ...]]:
+    """Why other numbers do not condemn a candidate, if so; or else a note on it.
 
     Only what changes at every call is excused: a candidate that returns what it
     computed before repeats itself.
 
     Args:
+      name: Of the candidate.
       candidate: A function.
       arguments: Of its call.
-      still: Whether the loss draws no random numbers.
-      answers: The leaves that it returned, and at each further call returns; without
-        an end, unless it is known to keep something from call to call.
+      drawn: The function whose random numbers count, and its arguments.
+      answers: The leaves that the candidate returned, and at each further call returns;
+        without an end, unless it is known to keep something from call to call.
       limits: Of its leaves.
       peers: The processes that judge it.
     """
-    if still and draws_of_its_own(candidate, *arguments):
-        return OWN_DRAWS
+    if split := split_dependent(*drawn):
+        return split, ()
+    still = draws_nothing(*drawn)
+    # None where it cannot be seen.
+    draws = still and draws_of_its_own(candidate, *arguments)
+    if draws:
+        return OWN_DRAWS, ()
     calls = list(islice(answers, CALLS))
     apart = len(calls) == CALLS and all(
         _apart(*pair, limits) for pair in pairwise(calls)
     )
     # Each process sees its own shards only.
-    return CHANGES if all(peers.exchange(apart)) else ""
-
-
-def unseen(
-    name: str, candidate: Callable[..., Any], arguments: Sequence[PyTree], still: bool
-) -> tuple[str, ...]:
-    """A note on a failing candidate that may draw random numbers unseen."""
-    if not still or draws_of_its_own(candidate, *arguments) is not None:
-        return ()
-    return (
+    if all(peers.exchange(apart)):
+        return CHANGES, ()
+    if draws is not None:
+        return "", ()
+    return "", (
         f"{name}: whether it draws random numbers of its own, such as dropout masks, "
         f"cannot be seen. Switch them off: the loss draws none",
     )

@@ -30,7 +30,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdist._compat import loop_counts
-from jdist.verify.bound import EXTRA, accumulated, flushes, unit_roundoff
+from jdist._tree import is_key
+from jdist.verify.bound import EXTRA, accumulated, flushes, unit_roundoff, wide_of
 
 Array = jax.Array
 
@@ -240,7 +241,7 @@ def _equation(
         ]
     if name in _CONTROL:
         return _CONTROL[name](equation, operands, noise)
-    inner = _called(equation)
+    inner = called(equation)
     if inner is not None:
         return _evaluate(inner.jaxpr, inner.consts, operands, noise, sized=sized)
     return _both_sides(equation, operands, noise, sized)
@@ -286,7 +287,7 @@ def _widely(
 ) -> Sequence[Array] | None:
     """The wide side of one equation; None if it cannot be evaluated in float64."""
     name = equation.primitive.name
-    if name in _UNMEASURED or any(_is_key(_rounded(x)) for x in operands):
+    if name in _UNMEASURED or any(is_key(_rounded(x)) for x in operands):
         return None
     terms = 1 if noise.amplitude is None else _summed(equation)
     wide = [
@@ -295,7 +296,7 @@ def _widely(
     ]
     try:
         if name in _RULES:
-            return _RULES[name](equation, operands, wide, rounded)
+            return _RULES[name](_Call(equation, operands, wide, rounded))
         found = _bind_wide(equation, wide)
     except (TypeError, ValueError, NotImplementedError):
         return None
@@ -344,7 +345,7 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
         squares = [jnp.abs(x) ** 2 if _is_float(x) else x for x in wide]
         rule = _RULES.get(name)
         found = (
-            rule(equation, operands, squares, ())
+            rule(_Call(equation, operands, squares))
             if rule
             else _bind_wide(equation, squares)
         )
@@ -437,47 +438,35 @@ def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array
 def _summed(equation: JaxprEqn) -> int:
     """How many terms each entry of the result is a sum of; 1 if it is no sum."""
     count = _SUMS.get(equation.primitive.name)
-    return count(equation.params, equation.invars) if count else 1
+    operands: list[Any] = equation.invars
+    return count(equation.params, [x.aval.shape for x in operands]) if count else 1
 
 
-def _contracted(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+Params = Mapping[str, Any]
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _contracted(params: Params, shapes: Shapes) -> int:
     (axes, _), _ = params["dimension_numbers"]
-    return math.prod(operands[0].aval.shape[axis] for axis in axes)
+    return math.prod(shapes[0][axis] for axis in axes)
 
 
-def _convolved(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
-    kernel = operands[1].aval.shape
-    return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+def _convolved(params: Params, shapes: Shapes) -> int:
+    return math.prod(shapes[1]) // shapes[1][params["dimension_numbers"].rhs_spec[0]]
 
 
-def _reduced(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
-    return math.prod(operands[0].aval.shape[axis] for axis in params["axes"])
-
-
-def _accumulated(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
-    return int(operands[0].aval.shape[params["axis"]])
-
-
-def _in_window(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
-    del operands
-    return math.prod(params["window_dimensions"])
-
-
-def _scattered(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
-    """As many as the updates, spread evenly."""
-    del params
-    return 1 + -(-operands[2].aval.size // max(operands[0].aval.size, 1))
-
-
-_SUMS: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], int]] = {
+_SUMS: dict[str, Callable[[Params, Shapes], int]] = {
     "dot_general": _contracted,
     "conv_general_dilated": _convolved,
-    "reduce_sum": _reduced,
-    "cumsum": _accumulated,
-    "cumlogsumexp": _accumulated,
-    "reduce_window_sum": _in_window,
-    "select_and_scatter_add": _in_window,
-    "scatter-add": _scattered,
+    "reduce_sum": lambda p, shapes: math.prod(shapes[0][x] for x in p["axes"]),
+    "cumsum": lambda p, shapes: shapes[0][p["axis"]],
+    "cumlogsumexp": lambda p, shapes: shapes[0][p["axis"]],
+    "reduce_window_sum": lambda p, _: math.prod(p["window_dimensions"]),
+    "select_and_scatter_add": lambda p, _: math.prod(p["window_dimensions"]),
+    # As many as the updates, spread evenly.
+    "scatter-add": lambda _, shapes: (
+        1 + -(-math.prod(shapes[2]) // max(math.prod(shapes[0]), 1))
+    ),
 }
 
 # They select, move or negate, and round nothing.
@@ -514,7 +503,7 @@ def _widens(equation: JaxprEqn) -> bool:
 # Equations that hold programs.
 
 
-def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
+def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program behind an equation that only calls it."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(key)
@@ -651,79 +640,65 @@ _CONTROL: dict[str, Callable[..., Sequence[Value]]] = {
 # Equations that need another form in float64.
 
 
-Rounded = Sequence[Array]
+class _Call(NamedTuple):
+    """An equation and its operands, on the wide side and as they are given.
+
+    Attributes:
+      equation: The equation.
+      operands: As they are given.
+      wide: In float64.
+      rounded: The results of the rounded side; none are needed for a size.
+    """
+
+    equation: JaxprEqn
+    operands: Sequence[Value]
+    wide: Sequence[Array]
+    rounded: Sequence[Array] = ()
 
 
-def _identity(
-    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
-) -> list[Array]:
-    del equation, operands, rounded
-    return [wide[0]]
-
-
-def _cast(
-    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
-) -> list[Array]:
-    del equation, operands
-    dtype = rounded[0].dtype
-    if _is_float(rounded[0]):
+def _cast(call: _Call) -> list[Array]:
+    dtype = call.rounded[0].dtype
+    if _is_float(call.rounded[0]):
         dtype = wide_of(dtype)
-    if jnp.iscomplexobj(wide[0]) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return [wide[0].real.astype(dtype)]
-    return [wide[0].astype(dtype)]
+    wide = call.wide[0]
+    if jnp.iscomplexobj(wide) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        wide = wide.real
+    return [wide.astype(dtype)]
 
 
-def _sort(
-    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
-) -> list[Array]:
+def _sort(call: _Call) -> list[Array]:
     """In the order of the rounded side, whose positions are sorted along."""
-    del rounded
-    axis = equation.params["dimension"]
-    given = [_rounded(x) for x in operands]
+    axis = call.equation.params["dimension"]
+    given = [_rounded(x) for x in call.operands]
     positions = jax.lax.broadcasted_iota(jnp.int32, given[0].shape, axis)
-    *_, order = equation.primitive.bind(*given, positions, **equation.params)
-    return [jnp.take_along_axis(x, order, axis) for x in wide]
+    *_, order = call.equation.primitive.bind(*given, positions, **call.equation.params)
+    return [jnp.take_along_axis(x, order, axis) for x in call.wide]
 
 
-def _top_k(
-    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
-) -> list[Array]:
-    del operands
-    axis = equation.params.get("axis", -1)
-    return [jnp.take_along_axis(wide[0], rounded[1], axis), rounded[1]]
+def _top_k(call: _Call) -> list[Array]:
+    axis = call.equation.params.get("axis", -1)
+    places = call.rounded[1]
+    return [jnp.take_along_axis(call.wide[0], places, axis), places]
 
 
-def _scatter(
-    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
-) -> list[Array]:
+def _scatter(call: _Call) -> list[Array]:
     """Through JAX's function: the equation holds its combination in its own dtype."""
-    del operands, rounded
-    params = equation.params
+    name, params = call.equation.primitive.name, call.equation.params
     update = params["update_jaxpr"]
-    if equation.primitive.name == "scatter" and update is not None and update.eqns:
+    if name == "scatter" and update is not None and update.eqns:
         raise NotImplementedError("a scatter that applies a function")
-    scatter = getattr(jax.lax, equation.primitive.name.replace("-", "_"))
-    operand, indices, updates = wide
-    found = scatter(
-        operand,
-        indices,
-        updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
-    return [found]
+    scatter = getattr(jax.lax, name.replace("-", "_"))
+    same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return [scatter(*call.wide, **{key: params[key] for key in same})]
 
 
-_RULES: dict[str, Callable[..., list[Array]]] = {
+_RULES: dict[str, Callable[[_Call], list[Array]]] = {
     "convert_element_type": _cast,
-    "reduce_precision": _identity,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "scatter-mul": _scatter,
-    "scatter-max": _scatter,
-    "scatter-min": _scatter,
+    "reduce_precision": lambda call: [call.wide[0]],
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"),
+        _scatter,
+    ),
     "sort": _sort,
     "top_k": _top_k,
 }
@@ -732,11 +707,8 @@ _RULES: dict[str, Callable[..., list[Array]]] = {
 def _widened(key: str, value: Any) -> Any:
     """A parameter of an equation for float64."""
     if key == "precision" and value is not None:
-        return (
-            jax.lax.Precision.HIGHEST
-            if not isinstance(value, tuple)
-            else ((jax.lax.Precision.HIGHEST,) * 2)
-        )
+        highest = jax.lax.Precision.HIGHEST
+        return (highest,) * 2 if isinstance(value, tuple) else highest
     if isinstance(value, np.dtype) and jnp.issubdtype(value, jnp.inexact):
         return wide_of(value)
     return value
@@ -757,11 +729,9 @@ def _wide(value: Value) -> Array:
 
 
 def _as_pair(value: Value) -> PrecisionPair:
-    return (
-        value
-        if isinstance(value, PrecisionPair)
-        else PrecisionPair(value, _wide(value))
-    )
+    if isinstance(value, PrecisionPair):
+        return value
+    return PrecisionPair(value, _wide(value))
 
 
 def _as_array(constant: Any) -> Array:
@@ -779,13 +749,3 @@ def _is_float(x: Any) -> bool:
 def _has_sides(x: Any) -> bool:
     """Whether a value may differ between the sides: integers and keys do not."""
     return _is_float(x) or x.dtype == jnp.bool_
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def wide_of(dtype: Any) -> Any:
-    """The dtype of the wide side of a floating dtype."""
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.dtype(jnp.complex128 if is_complex else jnp.float64)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     Limit,
@@ -29,8 +29,9 @@ from jdist.verify.bound import (
     confidence,
     measured_bound,
     unit_roundoff,
+    wide_of,
 )
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.oracle import LossFn, differentiated, finite_differences
 from jdist.verify.report import OracleCheck
 
@@ -276,20 +277,16 @@ def _add(
 
 
 def magnified(program: ClosedJaxpr) -> float:
-    """How much larger than rounding the perturbations of a program are."""
-    return 1.0 if _narrow(program.jaxpr) else MAGNIFIED
+    """How much larger than rounding the perturbations of a program are.
 
-
-def _narrow(jaxpr: Any) -> bool:
-    """Whether anything in a program is of a floating dtype narrower than float64."""
-    for equation in jaxpr.eqns:
-        for variable in (*equation.invars, *equation.outvars):
-            dtype = getattr(variable.aval, "dtype", jnp.dtype(int))
-            if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 64:
-                return True
-        if any(map(_narrow, jaxprs_in_params(equation.params))):
-            return True
-    return False
+    They are so where nothing in it is of a floating dtype narrower than float64.
+    """
+    variables = (
+        x for each in equations_in(program) for x in each.invars + each.outvars
+    )
+    dtypes = {getattr(x.aval, "dtype", jnp.dtype(int)) for x in variables}
+    floating = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+    return 1.0 if any(jnp.finfo(x).bits < 64 for x in floating) else MAGNIFIED
 
 
 def _limits(

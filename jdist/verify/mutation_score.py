@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from jdist._errors import VerificationError, requirement
 from jdist.verify.defects import ALL, Defect, NotApplicable, PlantedStep, Traits
+from jdist.verify.report import as_text
 
 Outcome = Literal["noticed", "missed", "cannot show", "not applicable", "crashed"]
 
@@ -112,10 +112,7 @@ class Score:
 
     def __str__(self) -> str:
         """The table as plain text."""
-        text = StringIO()
-        console = Console(file=text, width=110, force_terminal=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self)
 
 
 def score(

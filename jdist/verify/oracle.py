@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
-from jdist.verify.bound import confidence
+from jdist.verify.bound import confidence, wide_of
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import OracleCheck
 
@@ -147,7 +147,7 @@ def finite_differences(
         if foreign[value]:
             names = ", ".join(sorted(foreign[value]))
             return OracleCheck(skipped=f"{names} cannot be evaluated in float64")
-        rules = sorted(set(_own_rules(value.jaxpr)))
+        rules = sorted(set(_own_rules(value)))
         return replace(found, own_rules=tuple(rules)) if found.wrong else found
 
     return check
@@ -207,7 +207,7 @@ def _slopes(
 def _surroundings(params: PyTree, seed: jax.Array) -> tuple[PyTree, PyTree]:
     """A point next to the parameters and a direction, both in float64."""
     trainable, _ = split_inexact(params)
-    wide = jax.tree.map(_wide, trainable)
+    wide = jax.tree.map(lambda x: x.astype(wide_of(x.dtype)), trainable)
     # rbg compiles several times faster than the default generator.
     keys = jax.random.split(jax.random.key(seed, impl="rbg"))
     toward, aside = (_noise(key, wide) for key in keys)
@@ -264,25 +264,19 @@ def pinned(found: Slopes) -> OracleCheck:
     return OracleCheck(exact, difference, tolerance)
 
 
-def _own_rules(jaxpr: Any) -> list[str]:
+def _own_rules(program: ClosedJaxpr) -> list[str]:
     """The functions in a program with a derivative rule that is not JAX's own."""
     found = []
-    for equation in jaxpr.eqns:
+    for equation in equations_in(program):
         if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             about = equation.params["call_jaxpr"].jaxpr.debug_info
             if JAX not in Path(about.func_filename or "").parents:
                 kind = equation.primitive.name.removesuffix("_call")
                 found.append(f"{kind} of {about.func_name}")
-        for inner in jaxprs_in_params(equation.params):
-            found += _own_rules(inner)
     return found
 
 
 JAX = Path(jax.__file__).parent
-
-
-def _wide(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
 def _noise(key: jax.Array, like: PyTree) -> PyTree:

@@ -49,17 +49,8 @@ class Problem:
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
-        return gradients(
-            self.loss_fn,
-            self.params,
-            self.batch,
-            self.candidates,
-            weights=self.weights,
-            reduction=self.reduction,
-            accumulation=self.accumulation,
-            seed=self.seed,
-            timeout=self.timeout,
-        )
+        # The fields are the arguments, by the same names.
+        return gradients(**{x.name: getattr(self, x.name) for x in fields(self)})
 
     def guarded(self) -> "Problem":
         """The same, but what its functions raise becomes `OwnCodeRaised`."""

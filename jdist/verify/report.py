@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from io import StringIO
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -188,7 +187,7 @@ class Report:
     def worst(self) -> float:
         """The largest error/bound of all leaves; NaN ranks above every number."""
         ratios = (leaf.ratio for leaf in self.leaves)
-        return max(ratios, key=_nan_last, default=float("nan"))
+        return max(ratios, key=nan_last, default=float("nan"))
 
     def of(self, candidate: str) -> "Report":
         """The findings on one candidate alone."""
@@ -244,9 +243,15 @@ class Report:
 
     def __str__(self) -> str:
         """The tables as plain text."""
-        console = Console(file=StringIO(), width=110, force_terminal=False)
-        console.print(self)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        return as_text(self)
+
+
+def as_text(shown: RenderableType) -> str:
+    """What a rich console would show, as plain text."""
+    console = Console(width=110, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
@@ -287,7 +292,8 @@ def _table(leaves: Iterable[LeafReport]) -> Table:
     return table
 
 
-def _nan_last(number: float) -> float:
+def nan_last(number: float) -> float:
+    """A key by which NaN is the largest number."""
     return float("inf") if number != number else number
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jdist._tree import PyTree, named_leaves
-from jdist.verify.lockstep import bind
+from jdist.verify.lockstep import bind, called
 
 __all__ = ["uses_counted"]
 
@@ -35,11 +35,6 @@ _PASSED_ON = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze",
     "transpose",
 })  # fmt: skip
-
-# Called once, with a derivative of no rule of its own.
-_INLINED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
-)
 
 
 class _Parameter(NamedTuple):
@@ -171,10 +166,10 @@ def _evaluate(
             return bind(equation, operands)
         if name in _PASSED_ON and len(operands) == 1:
             return [_Parameter((*operands[0].moves, equation))]
-        if name in _INLINED:
-            inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-            return run(closed, operands)
+        # A rule of its own may give the parameter any derivative: then it is a use.
+        inner = None if name.startswith("custom_") else called(equation)
+        if inner is not None:
+            return run(inner, operands)
         given = [used(x, name) if isinstance(x, _Parameter) else x for x in operands]
         return bind(equation, given)
 

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._tree import PyTree, named_leaves
-from jdist.verify.defects.defect import Alteration, Defect, distance
+from jdist._tree import PyTree, is_key, named_leaves
+from jdist.verify.defects.defect import distance, of_kinds
 from jdist.verify.defects.step_call import (
     NoEffect,
     NotApplicable,
     StepCall,
     combined,
-    is_key,
     leaf_of,
     like,
     taken,
@@ -142,18 +141,8 @@ def _one_key(call: StepCall) -> Any:
     return _with_keys(call, taken(able, first))
 
 
-def _gradient(
-    name: str, sentence: str, alteration: Alteration, needs: str = ""
-) -> Defect:
-    return Defect(name, sentence, ("gradient",), alteration, needs)
-
-
-def _any_step(
-    name: str, sentence: str, alteration: Alteration, needs: str = ""
-) -> Defect:
-    return Defect(name, sentence, ("gradient", "training"), alteration, needs)
-
-
+_gradient = of_kinds("gradient")
+_any_step = of_kinds("gradient", "training")
 _PARTS = "two micro-batches that count"
 _EXAMPLES = "two examples that count"
 

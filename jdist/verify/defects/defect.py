@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves, words
+from jdist.verify.bound import in_double
 from jdist.verify.defects.step_call import (
     Kind,
     NoEffect,
@@ -16,7 +17,6 @@ from jdist.verify.defects.step_call import (
     Step,
     StepCall,
     Traits,
-    is_key,
 )
 
 Alteration = Callable[[StepCall], Any]
@@ -76,6 +76,17 @@ class Defect:
         if given.kind not in self.kinds:
             raise NotApplicable(f"no step of kind {given.kind!r} can have it")
         return PlantedStep(self, step, given)
+
+
+def of_kinds(*kinds: Kind) -> Callable[..., Defect]:
+    """A `Defect` without its kinds: `(name, sentence, alteration, needs="")`."""
+
+    def defect(
+        name: str, sentence: str, alteration: Alteration, needs: str = ""
+    ) -> Defect:
+        return Defect(name, sentence, kinds, alteration, needs)
+
+    return defect
 
 
 class PlantedStep:
@@ -190,16 +201,12 @@ def distance(right: PyTree, wrong: PyTree) -> float:
 def _leaf_distance(right: Any, wrong: Any) -> float:
     if right is None or wrong is None:
         return 0.0 if right is wrong else np.inf
-    a, b = (
-        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for leaf in (right, wrong)
-    )
+    a, b = (np.asarray(words(leaf)) for leaf in (right, wrong))
     if a.shape != b.shape or a.dtype != b.dtype:
         return np.inf
     if not is_inexact(a):
         return 0.0 if np.array_equal(a, b) else np.inf
-    kind = np.complex128 if np.iscomplexobj(a) else np.float64
-    wide_a, wide_b = a.astype(kind), b.astype(kind)
+    wide_a, wide_b = in_double(a), in_double(b)
     if np.array_equal(wide_a, wide_b, equal_nan=True):
         return 0.0
     off, own = np.linalg.norm(wide_b - wide_a), np.linalg.norm(wide_a)

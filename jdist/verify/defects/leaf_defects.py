@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jdist._tree import is_inexact, named_leaves
-from jdist.verify.defects.defect import Alteration, Defect
+from jdist.verify.defects.defect import Alteration, of_kinds
 from jdist.verify.defects.step_call import (
     NoEffect,
     NotApplicable,
@@ -164,12 +164,7 @@ def _clipped(call: StepCall) -> Any:
     return loss, clipped_by_leaf(gradient)
 
 
-def _gradient(
-    name: str, sentence: str, alteration: Alteration, needs: str = ""
-) -> Defect:
-    return Defect(name, sentence, ("gradient",), alteration, needs)
-
-
+_gradient = of_kinds("gradient")
 _NONZERO = "leaf that is not all 0"
 
 LEAF_DEFECTS = (

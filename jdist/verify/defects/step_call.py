@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import JdistError, check_choice, requirement
@@ -21,10 +20,12 @@ from jdist._tree import (
     PyTree,
     examples_in,
     is_inexact,
+    is_key,
     is_none,
     named_leaves,
     path_of,
 )
+from jdist.verify.bound import in_double
 
 Step = Callable[..., Any]
 """`(params, batch, *rest) -> (loss, gradient)`, or, of kind "training",
@@ -238,13 +239,6 @@ def taken(tree: PyTree, rows: np.ndarray) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf holds typed random keys."""
-    return isinstance(leaf, jax.Array) and bool(
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
-
-
 def combined(factors: Sequence[float], results: Sequence[Any]) -> Any:
     """The sum of results, each times its factor, rounded once to the first's dtypes.
 
@@ -255,14 +249,9 @@ def combined(factors: Sequence[float], results: Sequence[Any]) -> Any:
         if not is_inexact(first):
             return first
         leaves = zip(factors, (first, *others), strict=True)
-        return like(first, sum(factor * _wide(leaf) for factor, leaf in leaves))
+        return like(first, sum(factor * in_double(leaf) for factor, leaf in leaves))
 
     return jax.tree.map(one, *results)
-
-
-def _wide(leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def like(leaf: Any, values: Any) -> Any:

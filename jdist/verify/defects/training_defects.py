@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jdist._tree import is_inexact, named_leaves
-from jdist.verify.defects.defect import Alteration, Defect
+from jdist.verify.defects.defect import Alteration, of_kinds
 from jdist.verify.defects.leaf_defects import clipped_by_leaf
 from jdist.verify.defects.step_call import (
     NoEffect,
@@ -78,11 +78,7 @@ def _clipped(call: StepCall) -> Any:
     return combined([1.0, 1.0], [old, taken]), state
 
 
-def _training(
-    name: str, sentence: str, alteration: Alteration, needs: str = ""
-) -> Defect:
-    return Defect(name, sentence, ("training",), alteration, needs)
-
+_training = of_kinds("training")
 
 TRAINING_DEFECTS = (
     _training(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jdist.verify.processes.shards import Replicas, replicas_differ
-from jdist.verify.report import LeafReport
+from jdist.verify.report import LeafReport, nan_last
 
 
 class Products(NamedTuple):
@@ -61,12 +61,12 @@ def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
     """One row for several parts of a leaf: each largest difference, and the worst's
     words.
     """
-    worst = max(rows, key=lambda row: (bool(row.problem), _nan_last(row.ratio)))
+    worst = max(rows, key=lambda row: (bool(row.problem), nan_last(row.ratio)))
     return replace(
         worst,
-        max_abs=max((row.max_abs for row in rows), key=_nan_last),
-        max_rel=max((row.max_rel for row in rows), key=_nan_last),
-        max_ulp=max((row.max_ulp for row in rows), key=_nan_last),
+        max_abs=max((row.max_abs for row in rows), key=nan_last),
+        max_rel=max((row.max_rel for row in rows), key=nan_last),
+        max_ulp=max((row.max_ulp for row in rows), key=nan_last),
         unjudged=next((row.unjudged for row in rows if row.unjudged), ""),
     )
 
@@ -90,7 +90,3 @@ def merged(findings: Mapping[int, Finding], processes: int) -> LeafReport:
     # A row without numbers, such as one of a missing leaf, has no angle either.
     known = row.cosine == row.cosine
     return replace(row, problem=problem, cosine=cosine if known else row.cosine)
-
-
-def _nan_last(number: float) -> float:
-    return float("inf") if number != number else number

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jdist._tree import words
 
 Replicas = Mapping[str, Mapping[str, list[str]]]
 """Index to digest to the devices that hold these bits; only where several hold one."""
@@ -71,8 +72,7 @@ def held(leaf: Any) -> HeldArray:
     if not isinstance(leaf, jax.Array):
         values = np.asarray(leaf)
         return HeldArray(values.dtype.name, values.shape, (Shard((), values),))
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = words(leaf)
     index_of = leaf.sharding.devices_indices_map(leaf.shape)
     holders = Counter(map(_written, index_of.values()))
     found: dict[str, Shard] = {}

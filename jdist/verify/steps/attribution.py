@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import double_precision
-from jdist._tree import is_inexact
+from jdist._tree import is_inexact, words
+from jdist.verify.bound import in_double
 from jdist.verify.diagnosis import diagnose
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import Attribution, LeafReport
 from jdist.verify.steps.trajectory import Moment
 
@@ -59,7 +60,7 @@ class Accumulator(NamedTuple):
 
     def gradient(self, leaves: Mapping[str, Any]) -> np.ndarray:
         """The gradient that a state was made of, float64."""
-        return (_wide(leaves[self.name]) - self.origin) / self.factor
+        return (in_double(leaves[self.name]) - self.origin) / self.factor
 
     def bound(self, moment: Moment) -> np.ndarray:
         """What may lie between the gradients of two right states."""
@@ -233,8 +234,7 @@ def _whole(leaf: Any) -> np.ndarray | None:
     if isinstance(leaf, jax.Array):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return None
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
+        leaf = words(leaf)
     return None if leaf is None else np.asarray(leaf)
 
 
@@ -248,10 +248,6 @@ def _bare(path: str) -> str:
     return path.partition("/")[2] or path
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(wide_of(array.dtype))
-
-
 # --- the gradient that an optimizer state was made of ---
 
 
@@ -262,7 +258,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
         if within(path, "gradient") and x is not None
     ]  # fmt: skip
     rng = np.random.default_rng(0)
-    own = [_wide(moment.wanted[path]) for path in gradients]
+    own = [in_double(moment.wanted[path]) for path in gradients]
     direction = [rng.uniform(1, 2, size=x.shape).astype(x.dtype) for x in own]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         update = jax.jit(lambda *wide: _update(moment, list(wide)))
@@ -328,7 +324,7 @@ def _explained(
         after = _update(moment, [jnp.asarray(gradient[path]) for path in order])
     made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
     for path in failing:
-        got, reference = _wide(found[path]), _wide(moment.wanted[path])
+        got, reference = in_double(found[path]), in_double(moment.wanted[path])
         limit = moment.limits[path]
         rest, all_of_it = got - made[path], got - reference
         small = limit is not None and (np.abs(rest) <= limit.bound).all()
@@ -341,7 +337,7 @@ def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
     """The multiple of the parameters that was added to a gradient, if that is all."""
     factors = []
     for path, extra in added.items():
-        params = _wide(moment.before[path.replace("gradient", "params", 1)])
+        params = in_double(moment.before[path.replace("gradient", "params", 1)])
         power = float(np.vdot(params, params).real)
         if params.size < 2 or power == 0:
             return None

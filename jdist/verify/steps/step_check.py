@@ -23,16 +23,14 @@ from jax.typing import DTypeLike
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
 from jdist.verify.bound import BLIND
-from jdist.verify.comparison import compare_leaves
-from jdist.verify.diagnosis import diagnose
-from jdist.verify.draws import check_loss, draws_nothing, split_dependent
+from jdist.verify.comparison import compare_leaves, described_shard
+from jdist.verify.draws import check_loss
 from jdist.verify.gradient_check import (
     agreed,
     check_arguments,
     check_options,
     excuse,
     lent,
-    unseen,
 )
 from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
 from jdist.verify.report import Attribution, LeafReport, Report
@@ -344,25 +342,29 @@ def _judged(
         shown = steps.call(name, candidate, given, batch)
         rows = _rows(name, moment, shown, peers)
         if any(row.ratio > 1 for row in rows):
-            about = (steps.draws, steps.start[0], batch)
-            still = draws_nothing(*about)
 
             def answers(
                 first: _Shown = shown,
-                given: tuple[Any, ...] = given,
+                given: tuple[PyTree, ...] = given,
                 batch: PyTree = batch,
-            ) -> Iterator[Mapping[str, Any]]:
+            ) -> Iterator[Mapping[str, PyTree]]:
                 yield first.leaves
                 while first.repeatable:
                     yield steps.call(name, candidate, given, batch).leaves
 
-            why = split_dependent(*about) or excuse(
-                candidate, (*given, batch), still, answers(), moment.limits, peers
+            drawn = (steps.draws, steps.start[0], batch)
+            why, notes = excuse(
+                name,
+                candidate,
+                (*given, batch),
+                drawn,
+                answers(),
+                moment.limits,
+                peers,
             )
             if why:
                 # What follows starts from other parameters than the reference's.
                 return _rows(name, moment, shown, peers, why), (), ()
-            notes = unseen(name, candidate, (*given, batch), still)
         if any(row.problem for row in rows):
             causes = steps.attributed(rows, shown.leaves, moment, number)
             if len(steps.batches) > 1:
@@ -455,27 +457,21 @@ def _rows(
 def _described(
     moment: Moment,
     path: str,
-    wanted: Mapping[str, Any],
+    wanted: Mapping[str, np.ndarray | None],
     shard: Shard,
     ratio: np.ndarray,
 ) -> str:
     """The words for a shard that fails, in terms of the leaf's step."""
-    steps: Mapping[str, Any] = moment.moves if path in moment.moves else wanted
-    told, got = "", shard.values
-    if steps is moment.moves:
-        own = steps[path][shard.index]
+    steps: dict[str, np.ndarray | None] = {**wanted}
+    got, what = shard.values, ""
+    if path in moment.moves:
+        steps = {**moment.moves}
+        wide = moment.moves[path].dtype
         before = np.asarray(moment.before[path])[shard.index]
-        got = shard.values.astype(own.dtype) - before.astype(own.dtype)
-        told = "its step: "
-    slices = {
-        other: leaf[shard.index]
-        for other, leaf in steps.items()
-        if leaf is not None and leaf.shape == steps[path].shape
-    }
+        got, what = got.astype(wide) - before.astype(wide), "its step: "
     if path in moment.stale:
-        slices[STALE] = moment.stale[path][shard.index]
-    where = f"in {shard.place}, " if shard.index else ""
-    return f"{where}{told}{diagnose(path, slices, got, ratio, shard.origin)}"
+        steps[STALE] = moment.stale[path]
+    return described_shard(path, steps, shard, got, ratio, what)
 
 
 def _hidden(row: LeafReport, moment: Moment) -> LeafReport:

@@ -29,9 +29,16 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jdist._compat import double_precision
-from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact
-from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
+from jdist._tree import (
+    PyTree,
+    is_inexact,
+    merge,
+    named_leaves,
+    split_inexact,
+    words,
+)
+from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.measure import Measured, measurer
 from jdist.verify.oracle import reduced
 
@@ -220,15 +227,10 @@ def _measurement(training: Training) -> Callable[..., Measured]:
 
 def on_host(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Copies: what follows may be donated."""
-
-    def one(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf)
-
-    return {path: one(leaf) for path, leaf in leaves.items()}
+    return {
+        path: None if leaf is None else np.asarray(words(leaf))
+        for path, leaf in leaves.items()
+    }
 
 
 # --- the trainers that are followed ---

@@ -1,14 +1,14 @@
 """Where a tapped value has its examples: the axis, by tracing more examples."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
+from jdist._compat import equations_in
 from jdist._tree import PyTree
 
 Shape = tuple[int, ...]
@@ -109,12 +109,6 @@ def _tapped(
     loss_fn: Callable[[Any, Any], Any], params: PyTree, batch: PyTree
 ) -> list[tuple[str, Shape]]:
     program = jax.make_jaxpr(loss_fn)(params, batch)
-    return list(_taps(program.jaxpr))
-
-
-def _taps(jaxpr: Any) -> Iterator[tuple[str, Shape]]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "tap":
-            yield equation.params["name"], equation.invars[0].aval.shape
-        for inner in jaxprs_in_params(equation.params):
-            yield from _taps(inner)
+    taps = [x for x in equations_in(program) if x.primitive.name == "tap"]
+    values: list[Any] = [each.invars[0].aval for each in taps]
+    return [(x.params["name"], y.shape) for x, y in zip(taps, values, strict=True)]

@@ -133,29 +133,24 @@ def _batched(primitive: Primitive) -> Callable[..., Any]:
     return batch
 
 
-batching.primitive_batchers[tap_p] = _batched(tap_p)
-batching.primitive_batchers[tangent_p] = _batched(tangent_p)
+for primitive in (tap_p, tangent_p):
+    batching.primitive_batchers[primitive] = _batched(primitive)
 
 
 # --- derivatives ---
 
 
 def _differentiate(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
-    value = tap_p.bind(*primals, **params)
-    if type(tangents[0]) is ad.Zero:
-        return value, tangents[0]
-    return value, tangent_p.bind(tangents[0], primals[-1], **params)
-
-
-def _differentiate_tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
-    found = tangent_p.bind(*primals, **params)
-    if type(tangents[0]) is ad.Zero:
+    primitive: Primitive,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array | ad.Zero],
+    **params: object,
+) -> tuple[jax.Array, jax.Array | ad.Zero]:
+    found = primitive.bind(*primals, **params)
+    if isinstance(tangents[0], ad.Zero):
         return found, tangents[0]
-    return found, tangent_p.bind(tangents[0], primals[1], **params)
+    # The last of several is the value, beside which its tangent goes on.
+    return found, tangent_p.bind(tangents[0], primals[-1], **params)
 
 
 def _transpose(
@@ -167,6 +162,6 @@ def _transpose(
     return tap_p.bind(cotangent, value, **params), None
 
 
-ad.primitive_jvps[tap_p] = _differentiate
-ad.primitive_jvps[tangent_p] = _differentiate_tangent
+for primitive in (tap_p, tangent_p):
+    ad.primitive_jvps[primitive] = partial(_differentiate, primitive)
 ad.primitive_transposes[tangent_p] = _transpose

@@ -7,14 +7,13 @@ least squares.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._tree import PyTree, is_inexact, named_leaves
-from jdist.verify.bound import EXTRA, unit_roundoff
+from jdist.verify.bound import EXTRA, in_double, unit_roundoff
 from jdist.verify.oracle import LossFn, differentiated
 
 ENTRIES = 1 << 16
@@ -53,7 +52,7 @@ def example_gradients(
     # One after the other: their memory is that of one gradient.
     each = jax.jit(lambda p, rows: jax.lax.map(lambda row: one(p, row), rows))
     found = each(params, jax.tree.map(jnp.asarray, batch))
-    return {path: _wide(x) for path, x in found.items()}
+    return {path: in_double(x) for path, x in found.items()}
 
 
 def shares(
@@ -71,7 +70,7 @@ def shares(
       groups: Examples, each in one group.
     """
     leaves, picks = named_leaves(gradient), _picks(gradient)
-    own = np.concatenate([_wide(leaves[p]).ravel()[picks[p]] for p in paths])
+    own = np.concatenate([in_double(leaves[p]).ravel()[picks[p]] for p in paths])
     each = np.concatenate([parts[p] for p in paths], axis=1)
     difference = own - each.sum(axis=0)
     columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
@@ -104,8 +103,3 @@ def _picks(tree: PyTree) -> dict[str, np.ndarray]:
         p: np.arange(n) if n <= each else np.sort(rng.choice(n, each, replace=False))
         for p, n in sizes.items()
     }
-
-
-def _wide(array: Any) -> np.ndarray:
-    host = np.asarray(array)
-    return host.astype(np.complex128 if np.iscomplexobj(host) else np.float64)
