@@ -7,7 +7,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ __all__ = ["rows"]
 
 WORKERS = ("worker0", "worker1", "worker2", "worker3")
 
-Forward = Callable[[int, Variable, list[PyTree]], Any]
+Forward = Callable[[int, Variable, list[PyTree]], PyTree]
 """`(number of the loss, params, parts) -> losses`, recorded."""
 
 
@@ -37,7 +36,7 @@ def rows() -> dict[str, Row]:
     return {f"autograd {name}": row for name, row in named.items()}
 
 
-def _row(forward: Forward, mode: Any, loss_fn: LossFn, reduction: str) -> Candidate:
+def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candidate:
     def candidate(
         params: PyTree, batch: PyTree, weights: jax.Array | None
     ) -> tuple[jax.Array, PyTree]:
@@ -67,11 +66,11 @@ def _cuts(count: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
-def _here(number: int, params: Variable, parts: list[PyTree]) -> Any:
+def _here(number: int, params: Variable, parts: list[PyTree]) -> PyTree:
     return autograd.apply(_joined, *[_part(number, params, part) for part in parts])
 
 
-def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
+def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> PyTree:
     calls = [
         rpc.rpc_async(1 + rank, _part, args=(number, params, part))
         for rank, part in enumerate(parts)
@@ -79,13 +78,13 @@ def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
     return autograd.apply(_joined, *rpc.wait_all(calls))
 
 
-def _through_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
+def _through_workers(number: int, params: Variable, parts: list[PyTree]) -> PyTree:
     # Recorded, because a variable does not travel; its value does, with its history.
     return rpc.rpc_sync(1, _onwards, args=(1, number, params.recorded(), parts))
 
 
 @autograd.eager
-def _onwards(rank: int, number: int, params: Any, parts: list[PyTree]) -> Any:
+def _onwards(rank: int, number: int, params: PyTree, parts: list[PyTree]) -> PyTree:
     """Computes one part, and has the next worker compute the rest."""
     own = _part(number, params, parts[0])
     if not parts[1:]:
@@ -95,7 +94,7 @@ def _onwards(rank: int, number: int, params: Any, parts: list[PyTree]) -> Any:
 
 
 @autograd.eager
-def _part(number: int, params: Any, batch: PyTree) -> Any:
+def _part(number: int, params: PyTree, batch: PyTree) -> PyTree:
     """The losses of some examples."""
     return autograd.apply(_LOSSES[number], params, batch)
 
@@ -133,7 +132,7 @@ def _reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array
     return total if reduction == "sum" else total / jnp.sum(weights)
 
 
-def _zeros_for_none(param: Any, gradient: Any) -> Any:
+def _zeros_for_none(param: PyTree, gradient: PyTree) -> PyTree:
     """As `jax.grad` has them, where nothing flows."""
     if gradient is None and is_inexact(param):
         return jnp.zeros_like(param)

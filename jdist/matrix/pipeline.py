@@ -259,7 +259,9 @@ def _shares(params: PyTree, count: int) -> list[list[jax.Array]]:
     return [leaves[number::count] for number in range(count)]
 
 
-def _whole(shares: Sequence[list[jax.Array]], structure: Any) -> PyTree:
+def _whole(
+    shares: Sequence[list[jax.Array]], structure: jax.tree_util.PyTreeDef
+) -> PyTree:
     """Inverse of `_shares`."""
     leaves: list[Any] = [None] * sum(map(len, shares))
     for number, share in enumerate(shares):
@@ -296,7 +298,7 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
             for j in range(count)
         ]
 
-        def losses(found: list[jax.Array], entries: Any) -> jax.Array:
+        def losses(found: list[jax.Array], entries: PyTree) -> jax.Array:
             own = jax.tree.unflatten(structure, [copies[0] for copies in found])
             return loss_fn(merge(own, fixed), entries["batch"])
 
@@ -309,7 +311,7 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
     return candidate
 
 
-def _add(own: Any, found: list[jax.Array]) -> list[jax.Array]:
+def _add(own: PyTree, found: list[jax.Array]) -> list[jax.Array]:
     """Puts its own leaves where there are zeros."""
     return [
         value + jnp.where(mine, leaf, jnp.zeros_like(leaf))[None]

@@ -88,7 +88,7 @@ class ReplicaPair:
                 f"two processes did not start: {self._said(error)}"
             ) from error
 
-    def gradient(self, *request: Any) -> Any:
+    def gradient(self, *request: PyTree) -> PyTree:
         """Loss and gradient; raises what a process raised.
 
         Args:
@@ -195,7 +195,7 @@ def _silence() -> None:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def answer(wide: bool, *request: Any) -> Any:
+def answer(wide: bool, *request: PyTree) -> PyTree:
     """This process's loss and gradient, in double precision if `wide`."""
     if not wide:
         return _own_gradient(_meshes[0], *request)

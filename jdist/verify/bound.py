@@ -135,7 +135,7 @@ def confidence(entries: int, draws: float = math.inf) -> float:
     return math.sqrt(draws * math.expm1(squared / draws))
 
 
-def bound(dtype: DTypeLike, entries: int, terms: int, scale: Any) -> np.ndarray:
+def bound(dtype: DTypeLike, entries: int, terms: int, scale: ArrayLike) -> np.ndarray:
     """The largest difference that the rounding of a sum explains: A alone.
 
     Args:

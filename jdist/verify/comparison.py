@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
@@ -43,8 +44,8 @@ Describe = Callable[[str, Mapping[str, np.ndarray | None], Shard, np.ndarray], s
 def compare(
     reference: PyTree,
     candidate: PyTree,
-    terms: Any = None,
-    scale: Any = None,
+    terms: PyTree = None,
+    scale: PyTree = None,
     *,
     name: str = "candidate",
     names: Mapping[str, Named] | None = None,
@@ -156,7 +157,9 @@ def renamed(
     return renamed
 
 
-def _ordered(path: str, leaf: Any, axes: tuple[int, ...]) -> Any:
+def _ordered(
+    path: str, leaf: ArrayLike | None, axes: tuple[int, ...]
+) -> jax.Array | np.ndarray | None:
     """A leaf with its axes in the reference's order; None, no gradient, has none."""
     if leaf is None:
         return None
@@ -332,7 +335,9 @@ def described_shard(
     return f"{where}{what}{diagnose(path, slices, found, ratio, shard.origin)}"
 
 
-def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
+def _assumed(
+    leaf: np.ndarray | None, terms: int, scale: ArrayLike | None
+) -> Limit | None:
     """The limit of a leaf of which nothing was measured."""
     if leaf is None or not is_inexact(leaf):
         return None
@@ -387,7 +392,9 @@ def ulp_distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.where((low < 0) & (high >= 0), across, exact.astype(np.float64))
 
 
-def _per_leaf(values: Any, like: PyTree, name: str, default: Any) -> Mapping[str, Any]:
+def _per_leaf(
+    values: PyTree, like: PyTree, name: str, default: int | None
+) -> Mapping[str, Any]:
     paths = named_leaves(like)
     if values is None:
         return dict.fromkeys(paths, default)
@@ -404,7 +411,7 @@ def _per_leaf(values: Any, like: PyTree, name: str, default: Any) -> Mapping[str
     return {path: given.get(path, default) for path in paths}
 
 
-def _host(leaf: Any) -> np.ndarray | None:
+def _host(leaf: ArrayLike | None) -> np.ndarray | None:
     """The leaf's numbers on the host; a PRNG key is compared by its bits."""
     if leaf is None:
         return None

@@ -25,13 +25,13 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jdist._compat import loop_counts
 from jdist._errors import requirement
@@ -105,7 +105,7 @@ def keyed(loss_fn: Callable[..., Any]) -> Callable[[PyTree, PyTree], jax.Array]:
     return losses
 
 
-def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: Any) -> None:
+def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> None:
     """Refuses a loss that wants more than it is given, such as a key.
 
     Raises:
@@ -153,7 +153,7 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
     return ""
 
 
-def draws_of_its_own(candidate: Callable[..., Any], *arguments: Any) -> bool | None:
+def draws_of_its_own(candidate: Callable[..., Any], *arguments: PyTree) -> bool | None:
     """Whether a candidate draws random numbers; None where that cannot be seen.
 
     A jitted function is traced. So is one that refers to functions, constants and
@@ -236,7 +236,7 @@ def _restored(containers: list[Any]) -> Iterator[None]:
             (each.extend if isinstance(each, list) else each.update)(kept)
 
 
-def _identities(container: Any) -> list[int]:
+def _identities(container: Collection[object]) -> list[int]:
     held = container.values() if isinstance(container, dict) else container
     return list(map(id, held))
 
@@ -317,7 +317,7 @@ def _walk(
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
 
-    def depends(atom: Any) -> bool:
+    def depends(atom: Var | Literal) -> bool:
         return not isinstance(atom, Literal) and known.get(atom, False)
 
     found: list[Draw] = []

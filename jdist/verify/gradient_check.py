@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
@@ -61,7 +61,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     batch: PyTree,
     candidates: Mapping[str, Candidate],
     *,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     reduction: str = "mean",
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
@@ -176,7 +176,7 @@ def judge(
         batch: PyTree,
         candidates: Mapping[str, Candidate],
         *,
-        weights: Any = None,
+        weights: ArrayLike | None = None,
         seed: int | None = 0,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
@@ -215,7 +215,7 @@ def prepared(
     measure = measurer(loss_fn, reduction, accumulation, programs)
 
     def prepare(
-        params: PyTree, batch: PyTree, weights: Any, seed: int | None
+        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int | None
     ) -> Prepared:
         expected = reference(params, batch, weights)
         measured = measure(params, batch, weights, seed)
@@ -465,7 +465,7 @@ def check_arguments(
     params: PyTree,
     batch: PyTree,
     candidates: Mapping[str, Any],
-    weights: Any,
+    weights: ArrayLike | None,
     reduction: str,
 ) -> None:
     """Refuses what cannot be judged."""

@@ -35,10 +35,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from jdist._compat import loop_counts
-from jdist._tree import is_key
+from jdist._tree import PyTree, Shaped, is_key
 from jdist.verify.bound import EXTRA, accumulated, flushes, unit_roundoff, wide_of
 
 Array = jax.Array
@@ -209,7 +210,7 @@ def _evaluate(
     """One program, some of whose inputs are pairs; `sized` if results need a size."""
     values: dict[Any, Value] = {}
 
-    def read(atom: Any) -> Value:
+    def read(atom: Var | Literal) -> Value:
         if isinstance(atom, Literal):
             # A Python number would become a 64-bit one here.
             value = np.asarray(atom.val)
@@ -393,7 +394,7 @@ _SCALED: dict[str, Callable[..., Array]] = {
 # Perturbation.
 
 
-def _perturb(wide: Array, dtype: Any, terms: int, noise: Perturbation) -> Array:
+def _perturb(wide: Array, dtype: np.dtype, terms: int, noise: Perturbation) -> Array:
     """A result of `dtype` as if it had been rounded."""
     unit = unit_roundoff(dtype)
     if terms > 1:
@@ -551,7 +552,7 @@ def _scan(
     along = _Flat([isinstance(x, PrecisionPair) for x in slices])
     stacked = _Flat([_has_sides(v.aval) for v in body.jaxpr.outvars[carried:]])
 
-    def step(state: Any, taken: Any) -> Any:
+    def step(state: list[Array], taken: PyTree) -> PyTree:
         index, arrays = taken
         given = [*fixed, *carry.values(state), *along.values(arrays)]
         found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
@@ -579,12 +580,12 @@ def _while(
     carry = _Flat([_has_sides(_rounded(operands[i])) for i in start])
     loop = noise.loop()
 
-    def go_on(state: Any) -> Array:
+    def go_on(state: tuple[Array, list[Array]]) -> Array:
         given = [*(operands[i] for i in for_test), *carry.values(state[1])]
         rounded = [_rounded(x) for x in given]
         return _rounded(_evaluate(test.jaxpr, test.consts, rounded, noise)[0])
 
-    def step(state: Any) -> Any:
+    def step(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
         index, arrays = state
         given = [*(operands[i] for i in for_body), *carry.values(arrays)]
         found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
@@ -599,7 +600,8 @@ def _cond(
 ) -> list[Value]:
     index, *rest = operands
     given = _Flat([isinstance(x, PrecisionPair) for x in rest])
-    result = _Flat([_has_sides(v.aval) for v in equation.outvars])
+    results: list[Any] = equation.outvars
+    result = _Flat([_has_sides(v.aval) for v in results])
 
     def branch(program: ClosedJaxpr) -> Callable[..., list[Array]]:
         def evaluate(inside: Perturbation, *arrays: Array) -> list[Array]:
@@ -704,7 +706,7 @@ _RULES: dict[str, Callable[[_Call], list[Array]]] = {
 }
 
 
-def _widened(key: str, value: Any) -> Any:
+def _widened(key: str, value: object) -> object:
     """A parameter of an equation for float64."""
     if key == "precision" and value is not None:
         highest = jax.lax.Precision.HIGHEST
@@ -734,18 +736,19 @@ def _as_pair(value: Value) -> PrecisionPair:
     return PrecisionPair(value, _wide(value))
 
 
-def _as_array(constant: Any) -> Array:
+def _as_array(constant: ArrayLike) -> Array:
     return constant if isinstance(constant, Array) else jnp.asarray(constant)
 
 
-def _dtype_of(variable: Any) -> Any:
-    return variable.aval.dtype
+def _dtype_of(atom: Var | Literal) -> np.dtype:
+    shaped: Any = atom.aval
+    return shaped.dtype
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: Shaped) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _has_sides(x: Any) -> bool:
+def _has_sides(x: Shaped) -> bool:
     """Whether a value may differ between the sides: integers and keys do not."""
     return _is_float(x) or x.dtype == jnp.bool_

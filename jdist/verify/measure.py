@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
@@ -89,7 +89,11 @@ def measurer(
     check = finite_differences(loss_fn, reduction)
 
     def measure(
-        params: PyTree, batch: PyTree, weights: Any, seed: int | None, more: int = 1
+        params: PyTree,
+        batch: PyTree,
+        weights: ArrayLike | None,
+        seed: int | None,
+        more: int = 1,
     ) -> Measured:
         """Measures the bounds, and pins the oracle unless `seed` is None.
 
@@ -197,8 +201,8 @@ class LossPrograms:
         program: ClosedJaxpr,
         params: PyTree,
         batch: PyTree,
-        shares: Any,
-        draws: Any,
+        shares: jax.Array,
+        draws: jax.Array,
     ) -> tuple[_Collected, jax.Array]:
         """One example and one draw at a time, so that memory does not grow with them.
 
@@ -208,7 +212,7 @@ class LossPrograms:
         factor = magnified(program)
         count = max(shares.size, 1)
 
-        def evaluate(index: Any, draw: Any) -> list[PrecisionPair]:
+        def evaluate(index: jax.Array, draw: jax.Array) -> list[PrecisionPair]:
             row = batch
             if shares.ndim:
                 take = jax.lax.dynamic_slice_in_dim
@@ -218,13 +222,13 @@ class LossPrograms:
             noise = Perturbation(amplitude, seed, self._accumulation, missed)
             return run(program, jax.tree.leaves((params, row)), noise)
 
-        def step(at: Any, state: PyTree) -> PyTree:
+        def step(at: jax.Array, state: PyTree) -> PyTree:
             index, draw = at // (draws + 1), at % (draws + 1)
             # Of an example that does not count, nothing but its loss is wanted.
             idle = (draw > 0) & (shares.reshape(-1)[index] == 0)
             return jax.lax.cond(idle, lambda *_: state, advance, index, draw, state)
 
-        def advance(index: Any, draw: Any, state: PyTree) -> Any:
+        def advance(index: jax.Array, draw: jax.Array, state: PyTree) -> PyTree:
             sums, exact, losses = state
             pairs = evaluate(index, draw)
             share = shares.reshape(-1)[index]
@@ -336,7 +340,7 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
 
 
 def _shares(
-    losses: np.ndarray, blur: float, weights: Any, reduction: str
+    losses: np.ndarray, blur: float, weights: ArrayLike | None, reduction: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """c_i: what each example's gradient is multiplied by in the batch's.
 

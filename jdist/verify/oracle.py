@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.typing import ArrayLike
 
 from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
@@ -56,7 +57,7 @@ def reduced(loss_fn: LossFn, reduction: str) -> Callable[[Any, Any, Any], jax.Ar
       ValueError: On calling: losses that are neither a scalar nor one per weight.
     """
 
-    def scalar(params: PyTree, batch: PyTree, weights: Any) -> jax.Array:
+    def scalar(params: PyTree, batch: PyTree, weights: ArrayLike | None) -> jax.Array:
         losses = loss_fn(params, batch)
         shape = jnp.shape(losses)
         if shape == ():
@@ -131,7 +132,9 @@ def finite_differences(
 
     slopes_of = jax.jit(noting, static_argnums=(0, 1))
 
-    def check(params: PyTree, batch: PyTree, weights: Any, seed: int) -> OracleCheck:
+    def check(
+        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int
+    ) -> OracleCheck:
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))
         value = value_of.trace(*given).jaxpr

@@ -85,7 +85,7 @@ def load(specification: str) -> Problem:
     return _as_problem(specification, named(specification, "problem"))
 
 
-def _as_problem(specification: str, found: Any) -> Problem:
+def _as_problem(specification: str, found: object) -> Problem:
     if callable(found):
         with own_code(f"{specification}()"):
             found = found()

@@ -297,7 +297,7 @@ def nan_last(number: float) -> float:
     return float("inf") if number != number else number
 
 
-def _finite(record: Any) -> Any:
+def _finite(record: object) -> object:
     """JSON has no NaN: such numbers become the strings "nan", "inf" and "-inf"."""
     if isinstance(record, dict):
         return {key: _finite(value) for key, value in record.items()}

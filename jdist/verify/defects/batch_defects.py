@@ -22,15 +22,15 @@ from jdist.verify.defects.step_call import (
 # --- micro-batches and shards: combinations of the parts' own results ---
 
 
-def _without(call: StepCall, rows: np.ndarray) -> Any:
+def _without(call: StepCall, rows: np.ndarray) -> PyTree:
     return combined([1.0, -call.share(rows)], [call.right, call.over(rows)])
 
 
-def _twice(call: StepCall, rows: np.ndarray) -> Any:
+def _twice(call: StepCall, rows: np.ndarray) -> PyTree:
     return combined([1.0, call.share(rows)], [call.right, call.over(rows)])
 
 
-def _mean_of_means(call: StepCall) -> Any:
+def _mean_of_means(call: StepCall) -> PyTree:
     if call.traits.reduction == "sum":
         raise NotApplicable("the step returns a sum")
     shares = [call.share(rows) for rows in call.parts]
@@ -40,10 +40,10 @@ def _mean_of_means(call: StepCall) -> Any:
     return combined(factors, [call.over(rows) for rows in call.parts])
 
 
-def _accumulated(call: StepCall) -> Any:
+def _accumulated(call: StepCall) -> PyTree:
     """The running sum of the micro-batches, each sum rounded to bfloat16."""
 
-    def rounded(leaf: Any) -> np.ndarray:
+    def rounded(leaf: PyTree) -> np.ndarray:
         # NumPy rounds each result; XLA may keep float32 in between.
         return np.asarray(leaf).astype(jnp.bfloat16)
 
@@ -59,7 +59,7 @@ def _accumulated(call: StepCall) -> Any:
 # --- the arguments of the step ---
 
 
-def _one_for_another(call: StepCall) -> Any:
+def _one_for_another(call: StepCall) -> PyTree:
     (lost,) = call.one_example()
     others = np.flatnonzero(call.weights)
     others = others[others != lost]
@@ -68,7 +68,7 @@ def _one_for_another(call: StepCall) -> Any:
     return call.on(taken(call.batch, rows))
 
 
-def _unweighted(call: StepCall) -> Any:
+def _unweighted(call: StepCall) -> PyTree:
     ones = call.reweighted(lambda leaf: like(leaf, np.ones(leaf.shape)))
     if not np.ptp(call.weights) and not _has_zeros(call):
         raise NoEffect("every weight is the same")
@@ -81,7 +81,7 @@ def _has_zeros(call: StepCall) -> bool:
     return not np.asarray(leaf).all()
 
 
-def _stale(call: StepCall) -> Any:
+def _stale(call: StepCall) -> PyTree:
     if call.previous is None:
         raise NoEffect("there was no call before this one", final=False)
     params, *rest = call.arguments
@@ -111,15 +111,15 @@ def _keys(call: StepCall) -> dict[str, Any]:
     return found
 
 
-def _with_keys(call: StepCall, keys: dict[str, Any]) -> Any:
+def _with_keys(call: StepCall, keys: dict[str, Any]) -> PyTree:
     given: PyTree = call.arguments[call.batch_at :]
     for path, leaf in keys.items():
         given = with_leaf(given, path, leaf)
     return call.step(*call.arguments[: call.batch_at], *given)
 
 
-def _other_keys(call: StepCall) -> Any:
-    def other(leaf: Any) -> Any:
+def _other_keys(call: StepCall) -> PyTree:
+    def other(leaf: PyTree) -> PyTree:
         if not is_key(leaf):
             return like(leaf, np.asarray(leaf) + 1)
         bits = np.asarray(jax.random.key_data(leaf))
@@ -129,7 +129,7 @@ def _other_keys(call: StepCall) -> Any:
     return _with_keys(call, {path: other(x) for path, x in _keys(call).items()})
 
 
-def _one_key(call: StepCall) -> Any:
+def _one_key(call: StepCall) -> PyTree:
     able = {
         path: leaf
         for path, leaf in _keys(call).items()

@@ -19,7 +19,7 @@ from jdist.verify.defects.step_call import (
     Traits,
 )
 
-Alteration = Callable[[StepCall], Any]
+Alteration = Callable[[StepCall], PyTree]
 """From a call of the right step to the wrong result."""
 
 
@@ -122,7 +122,7 @@ class PlantedStep:
         self._traits = traits
         self._previous: tuple[Any, ...] | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> PyTree:
         """The wrong result."""
         previous, self._previous = self._previous, arguments
         call = StepCall(
@@ -137,7 +137,7 @@ class PlantedStep:
                 return call.right
             raise
 
-    def _wrong(self, call: StepCall) -> Any:
+    def _wrong(self, call: StepCall) -> PyTree:
         _check(call.arguments, self._traits.kind)
         right = call.right
         _check_kept(call.arguments)
@@ -148,7 +148,7 @@ class PlantedStep:
         self.size = max(self.size, size)
         return wrong
 
-    def _right(self, *arguments: Any) -> Any:
+    def _right(self, *arguments: PyTree) -> PyTree:
         try:
             result = self._step(*arguments)
         except Exception as error:
@@ -198,7 +198,7 @@ def distance(right: PyTree, wrong: PyTree) -> float:
     )
 
 
-def _leaf_distance(right: Any, wrong: Any) -> float:
+def _leaf_distance(right: PyTree, wrong: PyTree) -> float:
     if right is None or wrong is None:
         return 0.0 if right is wrong else np.inf
     a, b = (np.asarray(words(leaf)) for leaf in (right, wrong))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist._tree import is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.defects.defect import Alteration, of_kinds
 from jdist.verify.defects.step_call import (
     NoEffect,
@@ -22,14 +22,14 @@ NOISE = 1e-3
 
 
 def _times(factor: float) -> Alteration:
-    def alteration(call: StepCall) -> Any:
+    def alteration(call: StepCall) -> PyTree:
         loss, gradient = call.right
         return loss, combined([factor], [gradient])
 
     return alteration
 
 
-def _sum_for_mean(call: StepCall) -> Any:
+def _sum_for_mean(call: StepCall) -> PyTree:
     total = float(call.weights.sum())
     if total == 1:
         raise NoEffect("the weights add up to 1, so that the sum is the mean")
@@ -52,7 +52,7 @@ def _one_leaf(
       wanted: Which leaf that is, for the error's text.
     """
 
-    def alteration(call: StepCall) -> Any:
+    def alteration(call: StepCall) -> PyTree:
         loss, gradient = call.right
         leaves = named_leaves(gradient)
         chosen = _chosen(call, [p for p, x in _floating(gradient) if able(x)], wanted)
@@ -61,7 +61,7 @@ def _one_leaf(
     return alteration
 
 
-def _floating(gradient: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _floating(gradient: PyTree) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in named_leaves(gradient).items():
         if leaf is not None and is_inexact(leaf):
             yield path, np.asarray(leaf)
@@ -81,7 +81,7 @@ def _matrix(leaf: np.ndarray) -> bool:
     return leaf.ndim >= 2 and min(leaf.shape[-2:]) > 1 and _nonzero(leaf)
 
 
-def _transposed(leaf: Any) -> Any:
+def _transposed(leaf: PyTree) -> PyTree:
     # In a leaf that is not square, the same numbers read in the other order.
     return like(leaf, np.asarray(leaf).swapaxes(-1, -2).reshape(leaf.shape))
 
@@ -89,7 +89,7 @@ def _transposed(leaf: Any) -> Any:
 def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Changes the largest entry of a leaf."""
 
-    def changed(leaf: Any) -> Any:
+    def changed(leaf: PyTree) -> PyTree:
         at = int(np.abs(np.asarray(leaf)).argmax())
         wrong = np.array(leaf)
         wrong.reshape(-1)[at] = change(wrong.reshape(-1)[at])
@@ -98,7 +98,7 @@ def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return changed
 
 
-def _swapped(call: StepCall) -> Any:
+def _swapped(call: StepCall) -> PyTree:
     loss, gradient = call.right
     leaves = dict(_floating(gradient))
     pairs = [
@@ -117,7 +117,7 @@ def _swapped(call: StepCall) -> Any:
     return loss, with_leaf(swapped, second, own[first])
 
 
-def _noise(call: StepCall) -> Any:
+def _noise(call: StepCall) -> PyTree:
     loss, gradient = call.right
     leaves = dict(_floating(gradient))
     unused = [path for path, leaf in leaves.items() if leaf.size and not _nonzero(leaf)]
@@ -133,7 +133,7 @@ def _noise(call: StepCall) -> Any:
     return loss, with_leaf(gradient, chosen, like(leaf, drawn))
 
 
-def _tied_twice(call: StepCall) -> Any:
+def _tied_twice(call: StepCall) -> PyTree:
     if call.traits.tied is None:
         raise NotApplicable("no tied parameter is known: name it, Traits(tied=)")
     loss, gradient = call.right
@@ -141,7 +141,7 @@ def _tied_twice(call: StepCall) -> Any:
     return loss, with_leaf(gradient, call.traits.tied, combined([2.0], [leaf]))
 
 
-def clipped_by_leaf(tree: Any) -> Any:
+def clipped_by_leaf(tree: PyTree) -> PyTree:
     """Each floating leaf clipped by its own norm, to half the norm of all.
 
     Raises:
@@ -159,7 +159,7 @@ def clipped_by_leaf(tree: Any) -> Any:
     return tree
 
 
-def _clipped(call: StepCall) -> Any:
+def _clipped(call: StepCall) -> PyTree:
     loss, gradient = call.right
     return loss, clipped_by_leaf(gradient)
 

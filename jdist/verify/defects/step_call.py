@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._errors import JdistError, check_choice, requirement
 from jdist._tree import (
@@ -108,7 +109,7 @@ class StepCall:
     name: str
 
     @cached_property
-    def right(self) -> Any:
+    def right(self) -> PyTree:
         """What the right step returns."""
         return self.step(*self.arguments)
 
@@ -129,7 +130,7 @@ class StepCall:
         """The batch."""
         return self.arguments[self.batch_at]
 
-    def on(self, batch: PyTree) -> Any:
+    def on(self, batch: PyTree) -> PyTree:
         """The step's result on another batch."""
         at = self.batch_at
         return self.step(*self.arguments[:at], batch, *self.arguments[at + 1 :])
@@ -204,12 +205,12 @@ class StepCall:
             return 1.0
         return float(self.weights[rows].sum() / self.weights.sum())
 
-    def over(self, rows: np.ndarray) -> Any:
+    def over(self, rows: np.ndarray) -> PyTree:
         """The result of some rows alone, as if they were the batch."""
         if self.traits.weights is not None:
             kept = np.isin(np.arange(self.examples), rows)
 
-            def only(leaf: Any) -> Any:
+            def only(leaf: PyTree) -> PyTree:
                 wide = kept.reshape(-1, *[1] * (np.ndim(leaf) - 1))
                 return like(leaf, np.where(wide, leaf, 0))
 
@@ -232,20 +233,20 @@ class StepCall:
 def taken(tree: PyTree, rows: np.ndarray) -> PyTree:
     """The rows of each leaf."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: PyTree) -> PyTree:
         # Keys cannot be looked at as NumPy arrays.
         return leaf[rows] if is_key(leaf) else like(leaf, np.asarray(leaf)[rows])
 
     return jax.tree.map(one, tree)
 
 
-def combined(factors: Sequence[float], results: Sequence[Any]) -> Any:
+def combined(factors: Sequence[float], results: Sequence[Any]) -> PyTree:
     """The sum of results, each times its factor, rounded once to the first's dtypes.
 
     Leaves that are not floating are the first one's.
     """
 
-    def one(first: Any, *others: Any) -> Any:
+    def one(first: PyTree, *others: PyTree) -> PyTree:
         if not is_inexact(first):
             return first
         leaves = zip(factors, (first, *others), strict=True)
@@ -254,7 +255,7 @@ def combined(factors: Sequence[float], results: Sequence[Any]) -> Any:
     return jax.tree.map(one, *results)
 
 
-def like(leaf: Any, values: Any) -> Any:
+def like(leaf: PyTree, values: ArrayLike) -> PyTree:
     """Values on the host, in the dtype of a leaf, as the kind of array that it is."""
     rounded = np.asarray(values).astype(leaf.dtype if hasattr(leaf, "dtype") else float)
     if not isinstance(leaf, jax.Array):
@@ -262,7 +263,7 @@ def like(leaf: Any, values: Any) -> Any:
     return jax.device_put(rounded, leaf.sharding if leaf.committed else None)
 
 
-def leaf_of(tree: PyTree, path: str, argument: str) -> Any:
+def leaf_of(tree: PyTree, path: str, argument: str) -> PyTree:
     """The leaf at a path.
 
     Raises:
@@ -273,7 +274,7 @@ def leaf_of(tree: PyTree, path: str, argument: str) -> Any:
     return leaves[path]
 
 
-def with_leaf(tree: PyTree, path: str, leaf: Any) -> PyTree:
+def with_leaf(tree: PyTree, path: str, leaf: PyTree) -> PyTree:
     """The tree with another leaf at a path."""
     return jax.tree.map_with_path(
         lambda keys, own: leaf if path_of(keys) == path else own, tree, is_leaf=is_none

@@ -1,10 +1,8 @@
 """Defects of an optimizer's step: its size, its count, its state, its clipping."""
 
-from typing import Any
-
 import numpy as np
 
-from jdist._tree import is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.defects.defect import Alteration, of_kinds
 from jdist.verify.defects.leaf_defects import clipped_by_leaf
 from jdist.verify.defects.step_call import (
@@ -18,19 +16,19 @@ from jdist.verify.defects.step_call import (
 
 
 def _learning_rate(factor: float) -> Alteration:
-    def alteration(call: StepCall) -> Any:
+    def alteration(call: StepCall) -> PyTree:
         params, state = call.right
         return _moved(call.arguments[0], params, factor), state
 
     return alteration
 
 
-def _moved(old: Any, new: Any, factor: float) -> Any:
+def _moved(old: PyTree, new: PyTree, factor: float) -> PyTree:
     """The step from old to new parameters, times a factor."""
     return combined([factor, 1 - factor], [new, old])
 
 
-def _count_off_by_one(call: StepCall) -> Any:
+def _count_off_by_one(call: StepCall) -> PyTree:
     params, old, *rest = call.arguments
     before, after = named_leaves(old), named_leaves(call.right[1])
     counts = [path for path in before if _counted(before[path], after.get(path))]
@@ -45,7 +43,7 @@ def _count_off_by_one(call: StepCall) -> Any:
     return found, state
 
 
-def _counted(old: Any, new: Any) -> bool:
+def _counted(old: PyTree, new: PyTree) -> bool:
     """Whether a leaf is a number to which the step adds 1; some counts are floating."""
     if old is None or new is None or np.ndim(old) or not hasattr(old, "dtype"):
         return False
@@ -53,11 +51,11 @@ def _counted(old: Any, new: Any) -> bool:
     return bool(real and np.asarray(new) == np.asarray(old) + 1)
 
 
-def _state_lost(call: StepCall) -> Any:
+def _state_lost(call: StepCall) -> PyTree:
     return call.right[0], call.arguments[1]
 
 
-def _leaf_left(call: StepCall) -> Any:
+def _leaf_left(call: StepCall) -> PyTree:
     params, state = call.right
     before, after = named_leaves(call.arguments[0]), named_leaves(params)
     moved = [
@@ -71,7 +69,7 @@ def _leaf_left(call: StepCall) -> Any:
     return with_leaf(params, chosen, before[chosen]), state
 
 
-def _clipped(call: StepCall) -> Any:
+def _clipped(call: StepCall) -> PyTree:
     params, state = call.right
     old = call.arguments[0]
     taken = clipped_by_leaf(combined([1.0, -1.0], [params, old]))

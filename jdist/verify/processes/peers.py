@@ -54,7 +54,7 @@ class Peers:
         self._judgement = next(_judgements) if size > 1 else 0
         self._next = self._fresh()
 
-    def exchange(self, record: Any) -> list[Any]:
+    def exchange(self, record: object) -> list[Any]:
         """Every process's record, by rank; the same list on all of them.
 
         Args:
@@ -102,7 +102,7 @@ class Peers:
             return
         self._post({"error": f"{type(error).__name__}: {error}"})
 
-    def _post(self, content: Any) -> None:
+    def _post(self, content: object) -> None:
         key = f"{self._next}{self.rank}"
         distributed_client().key_value_set(key, json.dumps(content))
         _posted.append(key)

@@ -10,10 +10,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._tree import words
 
@@ -63,7 +63,7 @@ class HeldArray:
     replicas: Replicas = field(default_factory=dict)
 
 
-def held(leaf: Any) -> HeldArray:
+def held(leaf: ArrayLike) -> HeldArray:
     """The shards of a leaf in this process; a PRNG key stands for its bits.
 
     Args:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._compat import double_precision
-from jdist._tree import is_inexact, words
+from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
@@ -229,7 +230,7 @@ def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(leaf: Any) -> np.ndarray | None:
+def _whole(leaf: ArrayLike | None) -> np.ndarray | None:
     """On this host; None where no host has all of it."""
     if isinstance(leaf, jax.Array):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
@@ -238,7 +239,7 @@ def _whole(leaf: Any) -> np.ndarray | None:
     return None if leaf is None else np.asarray(leaf)
 
 
-def _alike(leaf: Any, reference: Any) -> bool:
+def _alike(leaf: Shaped | None, reference: Shaped | None) -> bool:
     if reference is None:
         return leaf is None
     return leaf is not None and leaf.shape == reference.shape

@@ -82,7 +82,7 @@ class ReferenceStep:
             call = "step(reference_step=...)"
             raise ValueError(requirement(call, rule, got, remedy))
 
-    def state_of(self, result: Any) -> PyTree:
+    def state_of(self, result: PyTree) -> PyTree:
         """The new state in what a step returns; a TypeError if there is none."""
         if not self._beside:
             return result
@@ -140,7 +140,9 @@ class ReferenceStep:
         """One step of each of them, of which 0 is exact, and its size."""
         entries = sum(x[0].size for x in others)
 
-        def one(each: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        def one(
+            each: tuple[jax.Array, list[jax.Array]],
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             number, wide = each
             amplitude = jnp.where(number == 0, 0.0, factor * confidence(entries))
             noise = Perturbation(

@@ -87,7 +87,7 @@ def step(
 def step(  # noqa: PLR0913 - options, by keyword
     loss_fn: Any,
     update: Callable[..., Any],
-    state: Any,
+    state: PyTree,
     batches: Sequence[Any],
     candidates: Mapping[str, Callable[..., Any]] | None = None,
     *,
@@ -380,7 +380,7 @@ def _judged(
 
 def _called(
     name: str, candidate: Callable[..., Any], given: tuple[PyTree, ...], batch: PyTree
-) -> Any:
+) -> PyTree:
     try:
         return candidate(*lent((*given, batch)))
     except Exception as error:

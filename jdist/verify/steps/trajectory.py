@@ -26,19 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import double_precision
-from jdist._tree import (
-    PyTree,
-    is_inexact,
-    merge,
-    named_leaves,
-    split_inexact,
-    words,
-)
+from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
 from jdist.verify.measure import Measured, measurer
 from jdist.verify.oracle import reduced
 
@@ -64,14 +57,14 @@ class Training(NamedTuple):
     reduction: str
     accumulation: DTypeLike | None
 
-    def losses(self, params: PyTree, batch: PyTree, states: PyTree) -> Any:
+    def losses(self, params: PyTree, batch: PyTree, states: PyTree) -> jax.Array:
         """The examples' losses alone."""
         if self.stateful:
             return self.loss_fn(params, batch, states=states)[0]
         return self.loss_fn(params, batch)
 
     def gradient(
-        self, params: PyTree, batch: PyTree, weights: Any, states: PyTree
+        self, params: PyTree, batch: PyTree, weights: ArrayLike | None, states: PyTree
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """The loss, its gradient, and the model's new state (`()` without one)."""
         trainable, fixed = split_inexact(params)
@@ -265,7 +258,7 @@ def _moved(
     stateful: bool,
     taken: _Taken,
     others: PyTree,
-    seed: Any,
+    seed: jax.Array,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     differentiate, update = programs
     leaves = jax.tree.leaves(taken.state)
@@ -273,7 +266,9 @@ def _moved(
     count = len(jax.tree.leaves(taken.gradient))
     entries = sum(x.size for x in jax.tree.leaves(taken.gradient))
 
-    def one(each: Any) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    def one(
+        each: tuple[jax.Array, list[jax.Array]],
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         number, wide = each
         moving = jnp.where(number == 0, 0.0, confidence(entries))
         own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
@@ -315,7 +310,7 @@ def _shifted(
     return shifted
 
 
-def unsized(value: Any) -> Any:
+def unsized(value: Value) -> Value:
     """A leaf of the state, of which no size is counted: only of what it is moved by."""
     if not isinstance(value, PrecisionPair):
         return value

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves
@@ -34,7 +34,7 @@ def trace(
     batch: PyTree,
     candidate: Candidate,
     *,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     reduction: str = "mean",
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
@@ -97,7 +97,7 @@ def tracer(
     params: PyTree,
     batch: PyTree,
     *,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     reduction: str = "mean",
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
@@ -175,7 +175,7 @@ def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Ca
 
     # Marked as a wrapper: the judge looks for random numbers in what is wrapped.
     @wraps(candidate)
-    def recorded(params: PyTree, batch: PyTree) -> Any:
+    def recorded(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         # It may be called again, to see whether its results repeat.
         if first:
             return candidate(params, batch)
@@ -191,7 +191,7 @@ def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Ca
 def _beyond_taps(
     report: Report,
     findings: Findings,
-    gradient: Any,
+    gradient: PyTree,
     parts: Callable[[], dict[str, np.ndarray] | None],
     weights: np.ndarray,
 ) -> Difference:

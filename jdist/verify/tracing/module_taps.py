@@ -1,8 +1,9 @@
 """Taps at every submodule of a Flax NNX model."""
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from jdist._tree import PyTree
 from jdist.verify.tracing.taps import tap
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def tapped(model: Model) -> Model:
 def _marked(kind: type) -> type:
     """The subclass of a module's class: one for each, or programs would differ."""
 
-    def called(self: Any, *args: Any, **options: Any) -> Any:
+    def called(self: object, *args: PyTree, **options: PyTree) -> PyTree:
         return tap(kind.__call__(self, *args, **options), getattr(self, NAME))
 
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -42,14 +42,14 @@ def show(*arrays: jax.Array, name: str, receive: Receiver, axes: int = 0) -> jax
     return tap_p.bind(*arrays, name=name, receive=receive, axes=axes)
 
 
-def _first(x: ShapedArray, *_: Any, **__: Any) -> ShapedArray:
+def _first(x: ShapedArray, *_: object, **__: object) -> ShapedArray:
     return x
 
 
 # --- without a transformation, and compiled ---
 
 
-def _run(*arrays: Any, name: str, receive: Receiver, axes: int) -> Any:
+def _run(*arrays: jax.Array, name: str, receive: Receiver, axes: int) -> jax.Array:
     receive(name, axes, [np.array(x) for x in arrays])
     return arrays[0]
 
@@ -59,7 +59,7 @@ def _staged_on_cpu(
 ) -> jax.Array:
     dtypes = [x.dtype for x in arrays]
 
-    def run(context: Any, buffers: Any, *inputs: ArrayLike) -> None:
+    def run(context: object, buffers: Sequence[np.ndarray], *inputs: ArrayLike) -> None:
         del context
         # XLA's memory is another value's when this returns.
         views = zip(map(np.asarray, inputs), dtypes, strict=True)
@@ -92,7 +92,9 @@ def _staged_elsewhere(
 
 
 def _lower(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def lower(context: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    def lower(
+        context: mlir.LoweringRuleContext, *values: object, **params: object
+    ) -> object:
         own = partial(stage, partitioned=is_partitioned(context), **params)
         staged = mlir.lower_fun(own, multiple_results=False)
         return staged(context, *values)
@@ -118,8 +120,8 @@ def _batched(primitive: Primitive) -> Callable[..., Any]:
         axes_of: Sequence[int | None],
         *,
         axes: int,
-        **params: Any,
-    ) -> tuple[Any, int]:
+        **params: object,
+    ) -> tuple[jax.Array, int]:
         pairs = list(zip(arrays, axes_of, strict=True))
         size = next(x.shape[axis] for x, axis in pairs if axis is not None)
         rows = [
@@ -154,8 +156,11 @@ def _differentiate(
 
 
 def _transpose(
-    cotangent: Any, tangent: Any, value: Any, **params: Any
-) -> tuple[Any, None]:
+    cotangent: jax.Array | ad.Zero,
+    tangent: jax.Array,
+    value: jax.Array,
+    **params: object,
+) -> tuple[jax.Array | ad.Zero, None]:
     del tangent
     if type(cotangent) is ad.Zero:
         return cotangent, None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import double_precision
 from jdist._tree import PyTree
@@ -66,7 +66,7 @@ def passages(
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
-    weights: Any,
+    weights: ArrayLike | None,
     reduction: str,
     accumulation: DTypeLike | None,
     examples: int | None,

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact, path_of
+from jdist._tree import PyTree, is_inexact, path_of
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import deliver, under_way
 
@@ -38,7 +38,7 @@ def tap(x: Tree, name: str) -> Tree:
     if not under_way.value:
         return x
 
-    def marked(keys: tuple[Any, ...], leaf: Any) -> Any:
+    def marked(keys: tuple[Any, ...], leaf: PyTree) -> PyTree:
         if not (hasattr(leaf, "dtype") and is_inexact(leaf)):
             return leaf
         own = f"{name}/{path_of(keys)}" if keys else name
