@@ -67,7 +67,7 @@ def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> 
 
 
 def named(specification: str, argument: str) -> Any:
-    """What a module calls so; modules are also looked for in the current folder.
+    """The object that `module:name` names; the current folder is searched too.
 
     Args:
       specification: `module:name`.

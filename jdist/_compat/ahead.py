@@ -67,7 +67,7 @@ class Ahead:
     def _places_of_results(
         self, lowered: jax.stages.Lowered, places: Sequence[Sharding]
     ) -> list[Sharding]:
-        """What the compiler chooses."""
+        """The shardings of results that the compiler chooses."""
         if self._called:
             return jax.tree.leaves(lowered.compile().output_shardings)
         # Results are named by the paths in their tree, which change no program.

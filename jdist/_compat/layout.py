@@ -34,7 +34,7 @@ def alike(array: jax.Array, like: jax.Array) -> jax.Array:
 def _batch(
     arrays: Sequence[jax.Array], axes: Sequence[int | None]
 ) -> tuple[jax.Array, int]:
-    """Both with the batch first: a group has arrays of one shape."""
+    """Batches both arrays in front: a sharding group has arrays of one shape."""
     size = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
     batched = (
         jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)

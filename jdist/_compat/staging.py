@@ -25,7 +25,7 @@ def unrepeatable_effect(text: str) -> Effect:
 
 
 def device_count_of(context: Any) -> int:
-    """For how many devices the program that is being lowered will be compiled.
+    """The number of devices for which a program that is being lowered is compiled.
 
     Args:
       context: What a lowering rule is given first.

@@ -25,7 +25,7 @@ Forward = Callable[[int, Variable, list[PyTree]], PyTree]
 
 
 def rows() -> dict[str, Row]:
-    """Here; over three workers in both modes; and from each worker to the next."""
+    """Rows here, over three workers in both modes, and from each worker to the next."""
     named: dict[str, Row] = {
         "here, in parts": partial(_row, _here, "smart"),
         "smart, over 3 workers": partial(_row, _over_workers, "smart"),
@@ -61,7 +61,7 @@ def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candid
 
 
 def _cuts(count: int) -> list[slice]:
-    """A half, two thirds of the rest, and what is left."""
+    """Slices of uneven parts: a half, two thirds of the rest, and what is left."""
     ends = [0, -(-count // 2), -(-5 * count // 6), count]
     return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
@@ -105,7 +105,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _registered(loss_fn: LossFn) -> Iterator[int]:
-    """A number by which this process's workers find the loss while the block runs.
+    """Registers a loss under a number by which this process's workers find it.
 
     Functions travel by name, and a loss of the judge's may have none.
     """
@@ -133,7 +133,7 @@ def _reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array
 
 
 def _zeros_for_none(param: PyTree, gradient: PyTree) -> PyTree:
-    """As `jax.grad` has them, where nothing flows."""
+    """Replaces a missing gradient by zeros, as `jax.grad` returns them."""
     if gradient is None and is_inexact(param):
         return jnp.zeros_like(param)
     return gradient

@@ -358,7 +358,7 @@ class Workers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """What all workers of one cluster have in common; `ray` is the module."""
+    """Settings that all workers of a cluster share; `ray` is the module."""
 
     ray: ModuleType
     group: Any
@@ -420,7 +420,7 @@ class _PlacedWorker:
         )
 
     def joined(self, terms: _Terms) -> None:
-        """It belongs to the group."""
+        """Marks the worker as a member of the group, and notes its machine."""
         self.present = True
         table = terms.ray.util.placement_group_table(terms.group)
         self.node = table["bundles_to_node_id"][self.info.id - 1]
@@ -469,7 +469,7 @@ def _placed(
 def _meeting(
     rank: int, size: int, address: str, ports: tuple[int, int], key: str
 ) -> Rendezvous:
-    """Where a worker meets the others, of which this process is the first.
+    """The rendezvous of a worker with the others, of which this process is the first.
 
     Ray shows each worker its own devices alone, as if it had a machine for itself.
     """

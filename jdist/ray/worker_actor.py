@@ -39,7 +39,7 @@ class WorkerActor:
                 _preparing.clear()
 
     def ready(self) -> None:
-        """Returns: the actor has been placed and could be made."""
+        """Returns once the actor has been placed and constructed."""
 
     def join(
         self, name: str, world_size: int, allow: Sequence[str], options: rpc.RpcOptions

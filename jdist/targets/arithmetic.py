@@ -87,7 +87,7 @@ def bytes_accessed(
 def _own_bytes(
     instruction: Instruction, arrays: Sequence[tuple[ArrayShape, ...]]
 ) -> int:
-    """Of an instruction that is no fusion, by the shapes of its operands."""
+    """Bytes of an instruction that is no fusion, by the shapes of its operands."""
     opcode = instruction.opcode
     written = sum(map(_traffic, instruction.shapes))
     if opcode in ("dynamic-slice", "slice", "gather"):
@@ -151,7 +151,7 @@ def _taps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
 
 
 def _cudnn(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
-    """A backward convolution has the window and the work of its forward one."""
+    """Operations of a cuDNN convolution; a backward one has the forward window."""
     first, second = arrays[:2]
     if "BackwardInput" in instruction.target:
         return _convolution(instruction, [out, second], first)

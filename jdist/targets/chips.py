@@ -9,7 +9,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What XLA must know of a GPU to compile for it without having it.
+    """The description of a GPU from which XLA compiles without having it.
 
     Example:
       >>> h200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10)

@@ -106,7 +106,7 @@ def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
 def _default_sharding(
     shapes: PyTree, target: Hardware, devices: tuple[jax.Device, ...]
 ) -> Sharding:
-    """Where an argument is that does not say it: everywhere."""
+    """The sharding of arguments that have none: replicated over the same mesh."""
     mesh = None
     for leaf in jax.tree.leaves(shapes):
         sharding = getattr(leaf, "sharding", None)
@@ -165,7 +165,7 @@ def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> 
 
 
 def _places(text: str, pattern: str) -> tuple[str, ...]:
-    """Where the traced function does what a line of its program shows."""
+    """Places of the traced function whose instructions match a pattern."""
     found: dict[str, None] = {}
     for line in text.splitlines()[1:]:
         # An instruction has " = "; the head of a computation names its types only.
@@ -177,7 +177,7 @@ def _places(text: str, pattern: str) -> tuple[str, ...]:
 
 
 def _refused(found: CompiledProgram, message: str) -> CompiledProgram:
-    """The compiler's refusal: what it wants, in its own words."""
+    """Adds the compiler's refusal to a report, in its own words."""
     text = message.partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0] or message
     patterns = (
         r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds",

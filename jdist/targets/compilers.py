@@ -104,7 +104,7 @@ def _cpu_devices(count: int) -> tuple[jax.Device, ...]:
 
 
 def _check_versions(platform: str) -> None:
-    """The compiler is a package of its own, and must be the one that JAX asks for."""
+    """Refuses a compiler that is missing, or not of the version that JAX asks for."""
     for name, wanted in _packages(platform).items():
         remedy = (
             f"{extra(platform)} installs the compiler that fits; no hardware is needed."

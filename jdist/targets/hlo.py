@@ -1,4 +1,4 @@
-"""XLA's text of a scheduled program, read: computations, instructions, shapes.
+"""Parses XLA's text of a scheduled program: computations, instructions, shapes.
 
 Of the text this needs only its form, `%name = type opcode(operands), attributes`, which
 is the same on all platforms and has been for years. What an attribute means is known
@@ -103,7 +103,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Who reads each instruction's result."""
+        """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
         for each in self.instructions:
             for operand in dict.fromkeys(each.operands):
@@ -168,7 +168,7 @@ class HloModule:
 
 
 def parse(text: str) -> HloModule:
-    """Reads what `Compiled.as_text()` returned.
+    """Parses what `Compiled.as_text()` returned.
 
     Args:
       text: The whole text, from `HloModule` on.

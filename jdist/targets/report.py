@@ -1,4 +1,4 @@
-"""What a compiled program needs and does, as the compiler told it, and estimates."""
+"""The report on a compiled program: memory, collectives, operations, estimates."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A step's time from its program: operations over peak, bytes over bandwidth."""
+"""Roofline estimate of a step's time: operations over peak, bytes over bandwidth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of a computation costs one device."""
+    """Operations, bytes, seconds and collectives of one run on one device."""
 
     flops: int = 0
     bytes: int = 0
@@ -220,7 +220,7 @@ class _Walk:
 
 
 def cost(module: HloModule, chip: Chip, per_host: int) -> Cost:
-    """What a program costs one device in one run.
+    """The cost of a program on one device in one run.
 
     Args:
       module: The scheduled program.

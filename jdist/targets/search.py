@@ -1,4 +1,4 @@
-"""The largest batch that fits, the smallest slice that does: by compiling a few."""
+"""Searches for the largest batch or the smallest slice that fits, by compiling."""
 
 from __future__ import annotations
 

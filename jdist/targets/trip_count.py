@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs, by running its counter alone.
+"""Trip counts of a compiled program's loops, by interpreting their counters.
 
 The compiler of GPUs and CPUs states it. A TPU's does not, and writes a counter in many
 ways: copied, in two halves of 32 bits, against a limit that is carried along. Of these

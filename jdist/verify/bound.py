@@ -1,4 +1,4 @@
-"""How far apart two right answers may be: the bound, derived.
+"""A rounding-error bound on the difference of two right gradients, derived.
 
 One entry of a gradient is a sum g = t_1 + .. + t_n over examples, t_i = c_i g_i with
 c_i the example's share (w_i / sum w for a mean). A program computes the terms, adds

@@ -1,4 +1,4 @@
-"""Comparing two gradient trees, leaf by leaf, on the host in float64.
+"""Compares two gradient trees leaf by leaf, on the host in float64.
 
 Structure comes first, then dtype and shape, then every number. NaN and infinity never
 pass, not even when both sides have them. NumPy only: the judge shares no code with what
@@ -234,7 +234,7 @@ class _Judged:
     excuse: str
 
     def finding(self, path: str, found: Mapping[str, HeldArray | None]) -> Finding:
-        """Structure first; then the shards, each beside its slice of the reference."""
+        """Compares structure, then each shard with its slice of the reference."""
         row = LeafReport(self.name, path, *_kind(self.wanted[path]))
         if path not in found:
             return Finding(replace(row, problem="missing from the candidate"))

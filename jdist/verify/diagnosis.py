@@ -1,4 +1,4 @@
-"""Words for a wrong leaf: the usual mistakes are recognised by their numbers."""
+"""Words for a wrong leaf: usual mistakes, recognised by their numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -223,7 +223,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "jdist")
 
 @contextlib.contextmanager
 def _restored(containers: list[Any]) -> Iterator[None]:
-    """Puts back, at the end, what was in them at the beginning."""
+    """Restores the contents of containers when the block ends."""
     before = [(each, each.copy(), _identities(each)) for each in containers]
     try:
         yield
@@ -256,7 +256,7 @@ def _is_frozen(kind: Any) -> bool:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """That of a function, and of the functions that it defines."""
+    """The code of a function and of the functions defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -264,7 +264,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _assigns(code: types.CodeType) -> bool:
-    """Whether it assigns to names outside of it."""
+    """Whether code assigns to names outside of its function."""
     outside = ("STORE_GLOBAL", "DELETE_GLOBAL")
     return any(
         step.opname in outside

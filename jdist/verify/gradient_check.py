@@ -1,4 +1,4 @@
-"""The judge: is what a candidate returns the gradient of this loss?"""
+"""Judges whether candidates return the gradient of a loss, and explains where not."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def prepared(
     accumulation: DTypeLike | None,
     programs: LossPrograms | None = None,
 ) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
-    """The judge in two halves, of which the first computes and measures the reference.
+    """A judge in two halves: one measures the reference, one judges candidates by it.
 
     Judges of one loss for several reductions may share `programs`.
 
@@ -331,7 +331,7 @@ def agreed(report: Report, peers: Peers) -> Report:
 
 
 def check_options(reduction: str, accumulation: DTypeLike | None) -> None:
-    """Refuses unknown ones."""
+    """Refuses an unknown reduction, and an accumulation that is no floating dtype."""
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
         got = repr(reduction)
@@ -382,7 +382,7 @@ def excuse(
     limits: Mapping[str, Limit | None],
     peers: Peers,
 ) -> tuple[str, tuple[str, ...]]:
-    """Why other numbers do not condemn a candidate, if so; or else a note on it.
+    """The reason why wrong numbers are not judged, if there is one, and else notes.
 
     Only what changes at every call is excused: a candidate that returns what it
     computed before repeats itself.
@@ -468,7 +468,7 @@ def check_arguments(
     weights: ArrayLike | None,
     reduction: str,
 ) -> None:
-    """Refuses what cannot be judged."""
+    """Refuses arguments that cannot be judged."""
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))

@@ -1,4 +1,4 @@
-"""Runs one program in two precisions at once: as it is, and in float64.
+"""Shadow execution: runs a program in its own precision and in float64 at once.
 
 The program is a jaxpr, traced in the user's own settings and already differentiated, so
 that custom derivatives, casts and default dtypes mean here what they mean to JAX. Every
@@ -47,7 +47,7 @@ Array = jax.Array
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPair:
-    """One value on both sides.
+    """A value in the precision of the program and in float64.
 
     Attributes:
       rounded: As the program computes it.
@@ -76,7 +76,7 @@ Observer = Callable[[str, Position, Sequence[PrecisionPair]], PrecisionPair]
 
 @dataclass(slots=True)
 class Perturbation:
-    """The source of d for one scope: a program, or one iteration of a loop.
+    """A source of random rounding errors for one scope: a program or an iteration.
 
     Attributes:
       amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
@@ -110,22 +110,22 @@ class Perturbation:
     POOL: ClassVar[int] = 4099
 
     def inner(self, step: Array) -> "Perturbation":
-        """That of iteration `step` of a loop inside this scope."""
+        """A perturbation for iteration `step` of a loop inside this scope."""
         seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
         own = _mix(seed ^ step.astype(jnp.uint32))
         return self.within(own)
 
     def within(self, seed: Array) -> "Perturbation":
-        """A scope of its own."""
+        """A perturbation with another seed, for a scope of its own."""
         return replace(self, seed=seed, _pools={}, _count=0)
 
     def loop(self) -> "Perturbation":
-        """That of a loop inside this scope; all of its iterations share its seed."""
+        """A perturbation for a loop inside this scope; iterations share the seed."""
         own = self.inner(jnp.uint32(0))
         return replace(own, loops=(*self.loops, next(self._places)))
 
     def iteration(self, index: Array) -> "Perturbation":
-        """That of one iteration of the loop that this scope is."""
+        """A perturbation for one iteration of the loop that this scope is."""
         own = self.within(_mix(self.seed + index.astype(jnp.uint32)))
         return replace(own, loops=(*self.loops, index))
 
@@ -207,7 +207,7 @@ def _evaluate(
     *,
     sized: bool = False,
 ) -> list[Value]:
-    """One program, some of whose inputs are pairs; `sized` if results need a size."""
+    """Evaluates a program on both sides; results have sizes if `sized`."""
     values: dict[Any, Value] = {}
 
     def read(atom: Var | Literal) -> Value:
@@ -251,7 +251,7 @@ def _equation(
 def _both_sides(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
 ) -> Sequence[Value]:
-    """An equation without a program inside, of which an operand has two sides."""
+    """Evaluates an equation without inner programs; an operand of it is a pair."""
     name = equation.primitive.name
     rounded = bind(equation, [_rounded(x) for x in operands])
     if not any(_has_sides(x) for x in rounded):
@@ -275,7 +275,7 @@ def _both_sides(
 
 
 def _first(wide: Array, axis: str) -> Array:
-    """That of index 0, for all along an axis of `vmap`."""
+    """The value at index 0, broadcast along an axis of `vmap`."""
     own = jnp.where(jax.lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
     return jax.lax.psum(own, axis)
 
@@ -309,7 +309,7 @@ def _widely(
 
 
 def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
-    """The equation as it stands."""
+    """Binds the equation as it stands."""
     params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:
         found = equation.primitive.bind(*operands, **params)
@@ -317,7 +317,7 @@ def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
 
 
 def _bind_wide(equation: JaxprEqn, wide: Sequence[Array]) -> Sequence[Array]:
-    """The equation with its operands in float64."""
+    """Binds the equation with its operands in float64."""
     params = {key: _widened(key, value) for key, value in equation.params.items()}
     found = equation.primitive.bind(*wide, **params)
     return list(found) if equation.primitive.multiple_results else [found]
@@ -669,7 +669,7 @@ def _cast(call: _Call) -> list[Array]:
 
 
 def _sort(call: _Call) -> list[Array]:
-    """In the order of the rounded side, whose positions are sorted along."""
+    """Permutes the wide side as the rounded side is sorted; ties stay in order."""
     axis = call.equation.params["dimension"]
     given = [_rounded(x) for x in call.operands]
     positions = jax.lax.broadcasted_iota(jnp.int32, given[0].shape, axis)
@@ -684,7 +684,7 @@ def _top_k(call: _Call) -> list[Array]:
 
 
 def _scatter(call: _Call) -> list[Array]:
-    """Through JAX's function: the equation holds its combination in its own dtype."""
+    """Scatters by JAX's function: the equation combines in its own narrow dtype."""
     name, params = call.equation.primitive.name, call.equation.params
     update = params["update_jaxpr"]
     if name == "scatter" and update is not None and update.eqns:

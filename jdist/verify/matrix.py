@@ -75,7 +75,7 @@ class Cell:
 
 
 class Devices(NamedTuple):
-    """What a process computes on.
+    """The devices that a process computes on.
 
     Attributes:
       cpu_count: How many CPU devices it has.
@@ -86,7 +86,7 @@ class Devices(NamedTuple):
     platform: str | None
 
     def set_up(self) -> None:
-        """To be called before the process's first computation."""
+        """Selects the devices; before the process's first computation only."""
         set_cpu_device_count(self.cpu_count)
         if self.platform:
             jax.config.update("jax_platforms", self.platform)
@@ -142,7 +142,7 @@ def judge_in_processes(
     count: int,
     devices: Devices,
 ) -> Iterator[list[Cell]]:
-    """As `judge`, by several processes side by side.
+    """Judges the matrix like `judge`, in several processes side by side.
 
     To trace and lower programs takes most of the time, and one core.
 

@@ -1,4 +1,4 @@
-"""Measures the terms of each sum, their magnitudes and rounding errors.
+"""Measures the magnitudes and rounding errors of the terms of each sum.
 
 The gradient program of one example is traced once, in the user's own settings. It is
 then run on each example alone, as it is and in float64, in lockstep (`lockstep`): once
@@ -342,7 +342,7 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
 def _shares(
     losses: np.ndarray, blur: float, weights: ArrayLike | None, reduction: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """c_i: what each example's gradient is multiplied by in the batch's.
+    """The factors c_i of the examples' gradients in the gradient of the batch.
 
     `blur` is the rounding error of a loss: an extreme that leads by less is a note.
     """
@@ -366,7 +366,7 @@ def _shares(
 
 
 def _leading(batch: PyTree) -> int:
-    """The number of terms behind a scalar loss: its examples, where that is plain."""
+    """The number of examples behind a scalar loss; 1 where leaves differ in length."""
     lengths = {np.shape(leaf)[:1] for leaf in named_leaves(batch).values()}
     return (
         examples_in(batch, "gradients")

@@ -1,4 +1,4 @@
-"""Scores a test: which planted defects does it notice?"""
+"""Mutation testing of a user's test: which planted defects does it notice?"""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _outcome(
     step: Callable[..., Any],
     notices: tuple[type[BaseException], ...],
 ) -> tuple[Outcome, str]:
-    """What became of the test, and what it said."""
+    """Runs the test once: its outcome, and what it said."""
     try:
         result = test(step)
     except BaseException as error:

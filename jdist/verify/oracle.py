@@ -187,7 +187,7 @@ def _slopes(
         return _paired(given, moved)
 
     def shifted(shift: jax.Array) -> jax.Array:
-        """The loss `shift` from the point, where what is detached stays."""
+        """The loss at a distance from the point; what is detached does not move."""
         held = Perturbation(None, seed, None, missed, SHIFT)
         both = jax.vmap(
             lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
@@ -227,7 +227,7 @@ def _surroundings(params: PyTree, seed: jax.Array) -> tuple[PyTree, PyTree]:
 
 
 def _paired(given: PyTree, moved: PyTree) -> list[Any]:
-    """Arguments as they are, the parameters' wide sides at another point."""
+    """A program's arguments, with other values on the wide side of the parameters."""
     params, *rest = given
     trainable, fixed = split_inexact(params)
     pairs = jax.tree.map(PrecisionPair, trainable, moved)

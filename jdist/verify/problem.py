@@ -1,4 +1,4 @@
-"""A problem for the judge: a loss, parameters, a batch, and who claims to solve it."""
+"""A problem for the judge: loss, parameters, batch and candidates, in one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace

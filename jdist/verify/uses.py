@@ -1,4 +1,4 @@
-"""Which uses of a parameter a wrong gradient counts too little or too often.
+"""A least-squares estimate of how often a gradient counts each use of a parameter.
 
 A parameter that a program uses in several places has the sum of their gradients, of
 which a pipeline with tied parameters, or a psum in a wrong place, may leave some out or
@@ -72,7 +72,7 @@ def uses_counted(
 def _counted(
     program: ClosedJaxpr, leaves: Sequence[Any], place: int, gradient: np.ndarray
 ) -> str:
-    """The words about one leaf; empty if its uses explain nothing."""
+    """The counts of one leaf in words; empty if they explain nothing."""
     names: list[str] = []
 
     def loss(copies: Iterator[jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Defects of what is computed: which examples, weights, keys and parameters."""
+"""Defects of the inputs: examples, weights, random keys and parameters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One call of a user's step, as a defect sees it: arguments, right result, parts.
+"""One call of a user's step, from which defects make wrong results.
 
 A defect combines results of the right step. It calls the step only with batches of the
 shape that it was given, so that a step compiled for one shape or a mesh will do:
@@ -54,7 +54,7 @@ class NoEffect(JdistError):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a defect has to know of a step.
+    """Properties of a step that defects cannot see.
 
     Attributes:
       kind: "gradient": `step(params, batch, *rest) -> (loss, gradient)`. "training":
@@ -110,7 +110,7 @@ class StepCall:
 
     @cached_property
     def right(self) -> PyTree:
-        """What the right step returns."""
+        """The result of the right step."""
         return self.step(*self.arguments)
 
     @cached_property
@@ -200,7 +200,7 @@ class StepCall:
         return counted[[self.choices.integers(len(counted))]]
 
     def share(self, rows: np.ndarray) -> float:
-        """What the result of some rows alone is multiplied by in the whole's."""
+        """The factor of the result of some rows in the result of all."""
         if self.traits.reduction == "sum":
             return 1.0
         return float(self.weights[rows].sum() / self.weights.sum())

@@ -1,4 +1,4 @@
-"""What one process finds about a leaf, and the one row that all findings make."""
+"""Findings of the processes about a leaf, merged into one row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +31,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one process finds about its shards of a leaf.
+    """The finding of one process about its shards of a leaf.
 
     Attributes:
       row: The largest differences, and the words for the worst shard.
@@ -45,7 +45,7 @@ class Finding:
 
 
 def record(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON can hold it."""
+    """Converts a finding to what JSON can hold."""
     return asdict(finding)
 
 

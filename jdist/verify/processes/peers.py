@@ -74,7 +74,7 @@ class Peers:
         return [json.loads(text)["record"] for text in found]
 
     def computed(self, arrays: PyTree) -> PyTree:
-        """The same arrays, once they are computed, in which all processes take part.
+        """Waits until arrays that all processes compute together are computed.
 
         Raises:
           PeersLost: A process raised meanwhile, or `timeout` has passed.

@@ -48,7 +48,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class HeldArray:
-    """What one process holds of an array.
+    """The shards of an array that one process holds.
 
     Attributes:
       dtype: Its name.

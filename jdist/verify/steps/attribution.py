@@ -73,7 +73,7 @@ class Accumulator(NamedTuple):
 def attributed(
     rows: Sequence[LeafReport], found: Mapping[str, Any], moment: Moment, step: int
 ) -> tuple[Attribution, ...]:
-    """What was wrong in the first wrong step of a trainer.
+    """Attributes the first wrong step of a trainer to its parts.
 
     Args:
       rows: Of all its leaves at that step; some fail.
@@ -106,7 +106,7 @@ def attributed_of_whole(
     moment: Moment,
     step: int,
 ) -> tuple[Attribution, ...]:
-    """What was wrong in the first wrong step of a trainer without a known gradient.
+    """Attributes the first wrong step of a trainer without a known gradient.
 
     Args:
       of_batch: Whether each leaf of the new state is made of the batch.
@@ -231,7 +231,7 @@ def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(leaf: ArrayLike | None) -> np.ndarray | None:
-    """On this host; None where no host has all of it."""
+    """The leaf on this host; None where no host has all of it."""
     if isinstance(leaf, jax.Array):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             return None
@@ -253,7 +253,7 @@ def _bare(path: str) -> str:
 
 
 def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
-    """One for each leaf of the gradient, by path; None if a leaf has none."""
+    """An accumulator for each leaf of the gradient; None if a leaf has none."""
     gradients = [
         path for path, x in moment.wanted.items()
         if within(path, "gradient") and x is not None
@@ -283,7 +283,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
 
 
 def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
-    """By which the direction was multiplied, to 12 digits; None if by no number."""
+    """The ratio of a tangent to its direction, to 12 digits; None if it varies."""
     if tangent.shape != along.shape or not tangent.size or not tangent.any():
         return None
     ratio = tangent / along
@@ -308,7 +308,7 @@ def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
 
 
 def _floating(moment: Moment) -> list[str]:
-    """What the update returns in float64, by path."""
+    """Paths of the leaves that the update returns in float64."""
     updated = _updated(moment.wanted).items()
     return [path for path, x in updated if x is not None and is_inexact(x)]
 

@@ -1,4 +1,4 @@
-"""A right step that is one function: how far other right steps may be from it.
+"""A reference that is one step function, and bounds on other right steps.
 
 Of `reference_step(state, batch) -> state` no loss and no gradient is known. Its program
 is followed as a whole in float64, in lockstep with itself (`lockstep`): once exactly,
@@ -98,7 +98,7 @@ class ReferenceStep:
         batches: Sequence[PyTree],
         accumulation: DTypeLike | None,
     ) -> Iterator[Moment]:
-        """Its steps, one after the other.
+        """Runs the reference, step by step.
 
         Args:
           state: Where it starts.
@@ -137,7 +137,7 @@ class ReferenceStep:
         others: list[jax.Array],
         seed: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """One step of each of them, of which 0 is exact, and its size."""
+        """Takes one step from each state, of which 0 is exact; returns its size too."""
         entries = sum(x[0].size for x in others)
 
         def one(
@@ -185,7 +185,7 @@ def _alike(found: PyTree, state: PyTree) -> bool:
 
 
 def _another_state(found: PyTree, state: PyTree) -> str:
-    """Where the new state is another kind of thing than the old one."""
+    """The refusal of a new state that differs in structure, dtype or shape."""
     rule = "must return a state like the one that it is given"
     new, old = named_leaves(found), named_leaves(state)
     for path in [*old, *new]:

@@ -45,7 +45,7 @@ from jdist.verify.steps.trajectory import Moment, Training, trajectory
 
 
 class Trained(NamedTuple):
-    """What a trainer shows after a step; None for what it keeps to itself.
+    """A trainer's state after a step; None for the parts that it does not show.
 
     Attributes:
       params: The new parameters.
@@ -191,7 +191,7 @@ def _of_composed(
     candidates: Mapping[str, Callable[..., Any]],
     peers: Peers,
 ) -> Report:
-    """Trainers of parameters and states, by the gradient and the update."""
+    """Judges trainers of parameters and states by the gradient and the update."""
     states = tuple(state[2:]) or ((),)
     own = training.loss_fn
     if training.stateful:
@@ -221,7 +221,7 @@ def _of_whole_steps(
     accumulation: DTypeLike | None,
     peers: Peers,
 ) -> Report:
-    """Steps of a whole state, by another one."""
+    """Judges steps of a whole state by a reference step."""
     if isinstance(step_fn, Mapping) and not step_fn:
         rule = "must be a function, or name at least one"
         raise ValueError(requirement("step(step_fn=...)", rule, step_fn))
@@ -293,7 +293,7 @@ def _weighted(
 
 
 class _Shown(NamedTuple):
-    """What a candidate shows after a step.
+    """The state that a candidate shows after a step.
 
     Attributes:
       leaves: By path.
@@ -310,7 +310,7 @@ class _Shown(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """What is judged: how a candidate is called, and what it is judged by.
+    """The reference's steps, and how candidates are called and compared with them.
 
     Attributes:
       start: What the first step is given, before its batch.
@@ -395,7 +395,7 @@ def _trained(
     given: tuple[PyTree, ...],
     batch: PyTree,
 ) -> _Shown:
-    """What a candidate shows of one step of parameters and states."""
+    """Takes one step of a candidate with parameters and states."""
     result = _called(name, candidate, given, batch)
     parts = "params, opt_state, states" if len(given) == 3 else "params, opt_state"
     call = f"candidates[{name!r}]({parts}, batch)"
@@ -428,7 +428,7 @@ def _advanced(
     given: tuple[PyTree, ...],
     batch: PyTree,
 ) -> _Shown:
-    """What a candidate shows of one step of a whole state."""
+    """Takes one step of a candidate with one whole state."""
     new = peers.computed(reference.state_of(_called(name, candidate, given, batch)))
     leaves, of_batch = named_state(new), reference.of_batch
     kept = tuple(p for p, x in leaves.items() if x is None and p not in of_batch)
@@ -442,7 +442,7 @@ def _advanced(
 def _rows(
     name: str, moment: Moment, shown: _Shown, peers: Peers, excuse: str = ""
 ) -> tuple[LeafReport, ...]:
-    """Of the parts that a candidate shows."""
+    """The rows of the parts that a candidate shows."""
     judged = {
         path: x for path, x in moment.wanted.items()
         if not any(within(path, part) for part in shown.kept)
@@ -475,7 +475,7 @@ def _described(
 
 
 def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
-    """Not judged, where no step at all would pass as well."""
+    """Marks a row as not judged where no step at all would pass too."""
     limit, own = moment.limits.get(row.path), moment.moves.get(row.path)
     if limit is None or own is None or not row.ok or row.bit_equal:
         return row
@@ -494,7 +494,7 @@ def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
 
 
 def _equalities(name: str, rows: Sequence[LeafReport]) -> tuple[str, ...]:
-    """Says where no bit differs."""
+    """Notes on parameters that are bit-equal to the reference's."""
     params = [row for row in rows if within(row.path, "params")]
     if params and all(row.bit_equal for row in params):
         return (f"{name}: every parameter is bit-equal to the reference's",)

@@ -1,4 +1,4 @@
-"""The reference's training run, and how far other right trainers may be from it.
+"""The reference trajectory of a training run, and bounds on other right ones.
 
 The reference is composed: the one-device gradient of each batch, then the optimizer's
 update. How far two right trainers may be apart is found by following other right ones
@@ -40,7 +40,7 @@ FOLLOWED = 16
 
 
 class Training(NamedTuple):
-    """What the judge knows of a training run.
+    """A training run: its loss, its update, and how losses are reduced.
 
     Attributes:
       loss_fn: `loss_fn(params, batch) -> losses`; with a model's state
@@ -86,7 +86,7 @@ class Training(NamedTuple):
 
 
 class Composed(NamedTuple):
-    """What a step of the composed reference was made of.
+    """The inputs and the program of an update.
 
     Attributes:
       inputs: `(params, gradient, opt_state)`, what the update was given.
@@ -245,7 +245,7 @@ def _move(
     others: list[np.ndarray],
     seed: int,
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """One step of each of them; their states after it, their gradients, and sizes."""
+    """Takes one step of each trainer; returns states, gradients and sizes."""
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         found = _moved(programs, stateful, taken, others, jnp.uint32(seed))
         after, slopes, sizes = jax.tree.map(np.asarray, found)
@@ -298,7 +298,7 @@ def _moved(
 def _shifted(
     taken: _Taken, slopes: list[PrecisionPair], seed: jax.Array, moving: jax.Array
 ) -> list[PrecisionPair]:
-    """The gradient, each entry up or down by its bound."""
+    """The gradient with each entry moved up or down by its bound."""
     leaves = jax.tree.leaves(taken.gradient)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), max(len(leaves), 1))
     shifted = []
@@ -311,7 +311,7 @@ def _shifted(
 
 
 def unsized(value: Value) -> Value:
-    """A leaf of the state, of which no size is counted: only of what it is moved by."""
+    """A leaf of the state with size 0, so that only the size of its step counts."""
     if not isinstance(value, PrecisionPair):
         return value
     return replace(value, size=jnp.zeros(value.wide.shape, jnp.float64))

@@ -1,4 +1,4 @@
-"""Which rows of a candidate are which examples: found by their values.
+"""Assigns the rows of a candidate's taps to examples, by their values.
 
 A candidate's micro-batches, shards and workers pass a tap in any order, pad with copies
 and run bubbles on anything. So a row belongs to the passage and the example of the
@@ -21,7 +21,7 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passed:
-    """What one direction has of one tap: the rows of all records, one after the other.
+    """All records of one tap in one direction, row after row.
 
     Attributes:
       values: `(rows, entries)`.
@@ -130,7 +130,7 @@ def _matched(
 
 
 def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Of each row: whether it has the same infinities, and else is within the bound."""
+    """Whether each row has the same infinities, and else is within the bound."""
     apart = np.abs(finite_part(found) - finite_part(expected))
     same = infinities(found) == infinities(expected)
     close: np.ndarray = (same & (apart <= bounds)).all(axis=-1)

@@ -1,4 +1,4 @@
-"""The judge that says where: a candidate's gradient, and its first wrong value."""
+"""Fault localization: judges a gradient, and names the first wrong value behind it."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def tracer(
 
 
 def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
-    """The candidate, of whose first call the taps and the result are put by."""
+    """Wraps a candidate: records the taps and the result of its first call."""
 
     # Marked as a wrapper: the judge looks for random numbers in what is wrapped.
     @wraps(candidate)

@@ -1,4 +1,4 @@
-"""Where a tapped value has its examples: the axis, by tracing more examples."""
+"""The axis of examples of a tapped value, found by tracing more examples."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The taps of the reference: what right values and cotangents are, and their bounds.
+"""Right values and cotangents at all taps of the reference, with their bounds.
 
 The reference's gradient program is run on the whole batch in lockstep with itself in
 float64 (`lockstep`), once exactly and `DRAWS` times perturbed as rounding would. Every
@@ -123,7 +123,7 @@ def _evaluate(
 
 
 class _Seen:
-    """What the taps of the reference show, as it arrives on XLA's threads."""
+    """Collects what the reference's taps show, on XLA's threads."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -131,7 +131,7 @@ class _Seen:
         self._draws: dict[Any, dict[int, list[np.ndarray]]] = defaultdict(dict)
 
     def receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
-        """One passage of one draw; the sides of one value or, backwards, of two."""
+        """Stores one passage of a draw: the sides of a value or, backwards, of two."""
         del axes
         *sides, position, draw = arrays
         key = (tuple(position.tolist()), name, len(sides) > 2)
@@ -143,7 +143,7 @@ class _Seen:
         where: dict[tuple[str, Shape], Layout],
         accumulation: DTypeLike | None,
     ) -> list[Passage]:
-        """All of it, with bounds; cotangents beside their values."""
+        """Makes the passages: values with bounds, and cotangents beside them."""
         pairs = self._pairs()
         count = Counter(name for (_, name, _), _ in pairs)
         number: dict[str, int] = defaultdict(int)

@@ -29,7 +29,7 @@ STALE = (
 
 @dataclass(slots=True)
 class Findings:
-    """What the taps tell.
+    """The result of a search.
 
     Attributes:
       difference: The first one; None if all taps are right.
@@ -76,7 +76,7 @@ def search(
 def _aligned(
     passages: Sequence[Passage], records: Sequence[TapRecord], notes: list[str]
 ) -> dict[int, Aligned]:
-    """By place: what the candidate has of that tap, where it has anything."""
+    """The candidate's records by place, where it reached that tap."""
     places: dict[tuple[str, object], list[int]] = {}
     for place, passage in enumerate(passages):
         places.setdefault((passage.name, passage.layout), []).append(place)
@@ -203,7 +203,7 @@ def _assigned(
     missing: list[int],
     orders: set[tuple[int, ...]],
 ) -> dict[int, int]:
-    """For each missing example the row that is most likely to be its.
+    """The most likely row of each missing example.
 
     The rows of a call are the examples of a call at the tap before. Where there is a
     choice, and where that does not tell, the row of the nearest direction is taken.

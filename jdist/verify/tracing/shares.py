@@ -1,4 +1,4 @@
-"""How often each example's gradient is in a wrong gradient: 0 if lost, 2 if doubled.
+"""A least-squares estimate of how often each example counts: 0 if lost, 2 if doubled.
 
 Where every tap is right, what is wrong is how gradients were added up. The wrong leaves
 are then fitted by the gradients of the calls that the backward pass was made in, by
