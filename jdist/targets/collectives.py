@@ -123,6 +123,7 @@ def transfer_seconds(found: FoundCollective, chip: Chip, per_host: int) -> float
             steps = 1.0
         else:
             bandwidth = _bandwidth(group, chip, per_host, ring=True)
+            # A ring reduces while it scatters, and then gathers: two passes.
             passes = 2 if found.kind == "all-reduce" else 1
             steps = passes * (len(group) - 1) / len(group)
         seconds = steps * found.bytes / bandwidth if bandwidth else math.inf

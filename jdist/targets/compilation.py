@@ -86,6 +86,7 @@ def compile(
 
 
 def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
+    # Before XLA optimizes, which may fuse these places into others.
     before = lowered.as_text("hlo")
     found = CompiledProgram(
         target.name,
@@ -97,6 +98,7 @@ def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
     try:
         compiled = lowered.compile(compilers.compiler_options(target.chip))
     except jax.errors.JaxRuntimeError as error:
+        # A refusal for want of memory is an answer; any other error is none.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _refused(found, str(error))

@@ -115,6 +115,7 @@ class Hardware:
                 tuple(axes.values()),
                 tuple(axes),
                 devices=self.devices,
+                # As for `jax.sharding.Mesh`, whose axes are automatic in every version.
                 axis_types=(AxisType.Auto,) * len(axes),
             )
         devices = np.array(self.devices, dtype=object).reshape(tuple(axes.values()))

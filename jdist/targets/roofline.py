@@ -197,6 +197,7 @@ class _Walk:
         if instruction.opcode == "conditional":
             names = ("branch_computations", "true_computation", "false_computation")
             branches = map(self._inner, instruction.called(*names))
+            # Which branch is taken is not known: the longest is counted.
             return max(
                 branches, key=lambda cost: (cost.kernels, cost.bytes, cost.flops)
             )
@@ -239,6 +240,7 @@ def estimate(found: Cost, chip: Chip) -> Estimate:
         count = len(set(found.unknown_loops))
         model += f" {count} loops of unknown length are counted as one turn each."
     return Estimate(
+        # Copies beside kernels take no time of their own, but their share of bandwidth.
         max(found.kernels, memory) + exposed,
         found.compute,
         memory,

@@ -22,6 +22,7 @@ SLICES = {
 HOSTS = "1x1 1x2 1x4 1x8 2x8 4x8 8x8 16x8 32x8 64x8 128x8"
 """GPUs of one host, and then hosts of eight."""
 
+# A job that fits with so many examples does not depend on their number.
 LARGEST_BATCH = 2**40
 
 

@@ -78,6 +78,7 @@ def trip_count(
             index: _value(body.root.operands[index], body, (state,), module)
             for index in needed
         }
+        # Nothing that the condition reads changes any more: it would never end.
         if following == state:
             return None
         state = following

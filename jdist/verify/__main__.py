@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, see `Status`."""
     options = _parser().parse_args(arguments)
     options.devices = matrix.Devices(options.cpu_devices, options.device)
+    # JAX takes the number of CPU devices only before its first computation.
     options.devices.set_up()
     # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 def _judge_problem(options: argparse.Namespace) -> int:
     problem = load(options.problem).guarded()
     if not options.finite_differences:
+        # Without a seed there are no finite differences.
         problem = replace(problem, seed=None)
     report = problem.judge()
     console.print(report)
@@ -167,6 +169,7 @@ def _rows(
     chosen = options.reductions, options.dtypes
     # Two processes cannot share an accelerator.
     processes = options.processes or (2 if jax.default_backend() == "cpu" else 1)
+    # A process without a row would only be started and ended.
     count = min(processes, len(rows))
     if count == 1:
         return matrix.judge(rows, *chosen)
@@ -185,6 +188,7 @@ def _concluded(reports: Sequence[Report], text: str) -> Status:
     if any(map(_wrong, reports)):
         console.print("[bold red]FAILED[/bold red]")
         return Status.WRONG
+    # Nothing judged proves nothing, although `all` of nothing is true.
     if not reports or not all(report.ok for report in reports):
         console.print("[bold yellow]NOT JUDGED[/bold yellow]")
         return Status.NOT_JUDGED

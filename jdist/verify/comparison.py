@@ -251,6 +251,7 @@ class _Judged:
             same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
             return Finding(same, replicas=array.replicas)
         own = [self._of_shard(row, whole, shard) for shard in array.shards]
+        # In the angle each replica would otherwise count anew.
         first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
         products = Products(*map(sum, zip(Products(), *first, strict=True)))
         return Finding(worst_of([row for row, _ in own]), products, array.replicas)
@@ -278,10 +279,13 @@ class _Judged:
         worst = float(np.max(ratio, initial=0))
         furthest = float(np.max(ulp_distance(reference, found), initial=0))
         problem, unjudged = "", ""
+        # NaN and infinity are wrong whatever a candidate draws.
         if self.excuse and 1 < worst < math.inf:
             unjudged = self.excuse
+        # Not `worst > 1`, which is false for NaN.
         elif not worst <= 1:
             problem = self.describe(row.path, self.wanted, shard, ratio)
+        # What equals the reference bit by bit needs no bound.
         elif furthest > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
         row = replace(
@@ -399,6 +403,7 @@ def _per_leaf(
     if values is None:
         return dict.fromkeys(paths, default)
     given = named_leaves(values)
+    # One number for all leaves is itself a tree of one leaf.
     if list(given) == ["(root)"] and np.ndim(values) == 0:
         return dict.fromkeys(paths, values)
     absent = [path for path, leaf in paths.items() if leaf is not None]

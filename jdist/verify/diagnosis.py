@@ -54,6 +54,7 @@ def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
       found: The candidate's leaf.
     """
     reference = wanted[path]
+    # Any number is a multiple of any other.
     if found.size > 1:
         factor = _factor(reference, found)
         if factor is not None:

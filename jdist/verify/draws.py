@@ -136,6 +136,7 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
     whole = _draws(loss_fn, params, batch)
     if not whole:
         return ""
+    # What is drawn for one example shows what grows with their number.
     row = jax.tree.map(lambda x: x[:1] if jnp.ndim(x) else x, batch)
     try:
         alone = _draws(loss_fn, params, row)
@@ -207,12 +208,14 @@ def _inside_of(value: Any) -> list[object] | None:
         inside = [value.__func__, value.__self__]
     elif dataclasses.is_dataclass(value) and _is_frozen(type(value)):
         inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    # What assigns to outer names may keep values out of sight.
     elif isinstance(value, types.FunctionType) and not _assigns(value.__code__):
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
         inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         known = value.__globals__
         # What these packages keep between calls is their own affair.
         if known.get("__name__", "").partition(".")[0] not in _PACKAGES:
+            # Names of attributes too: more than the globals that it reads.
             names = {name for code in _codes(value.__code__) for name in code.co_names}
             inside += [known[name] for name in names if name in known]
     return inside
@@ -341,6 +344,7 @@ def _walk(
 def _draw(equation: JaxprEqn, from_batch: bool, loops: tuple[int, ...]) -> Draw:
     name = equation.primitive.name
     taken: Any = equation.invars[0].aval
+    # The last result, because `rng_bit_generator` returns its next key first.
     given: Any = equation.outvars[-1].aval
     keys, made = taken.shape, given.shape
     if name == "rng_bit_generator":
@@ -372,6 +376,7 @@ def _carried(
     body: Jaxpr, given: list[bool], constants: int, carries: int
 ) -> list[bool]:
     """Which arguments of a loop's body depend on the batch, in some iteration."""
+    # What one iteration makes of the batch is a carry of the next: a fixed point.
     while True:
         _, results = _walk(body, given, ())
         after = list(given)

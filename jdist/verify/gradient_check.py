@@ -297,6 +297,7 @@ def _uses(
             and row.path in leaves
             and not jnp.iscomplexobj(own[row.path])
         }
+        # Each costs a trace of the loss, and the first few show what is wrong.
         few = dict(islice(failing.items(), EXPLAINED))
         counts = uses_counted(loss, params, few) if few else {}
         notes += tuple(
@@ -433,6 +434,7 @@ def _apart(
             return True
         allowed = np.broadcast_to(limit.bound, a.shape)
         for x, y in zip(a.shards, b.shards, strict=True):
+            # 16-bit numbers would be subtracted, and rounded, in 16 bits.
             wide = np.result_type(allowed, x.values.dtype)
             difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
             if (difference > allowed[x.index]).any():
@@ -457,6 +459,7 @@ def _call(
         rule = "must return (loss, gradient)"
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
+    # Not by `block_until_ready`, which notices no process that has raised.
     return peers.computed(result)
 
 
@@ -478,6 +481,7 @@ def check_arguments(
     check_loss("gradients", loss_fn, params, batch)
     shape = jax.eval_shape(loss_fn, params, batch).shape
     if shape == ():
+        # A scalar has been reduced already, so these would have no effect.
         if weights is not None or reduction != "mean":
             rule = "need one loss per example"
             raise ValueError(

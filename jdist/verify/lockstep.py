@@ -111,6 +111,7 @@ class Perturbation:
 
     def inner(self, step: Array) -> "Perturbation":
         """A perturbation for iteration `step` of a loop inside this scope."""
+        # The golden ratio in 32 bits: consecutive scopes get seeds far apart.
         seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
         own = _mix(seed ^ step.astype(jnp.uint32))
         return self.within(own)
@@ -144,10 +145,12 @@ class Perturbation:
         real = self._draw(like.shape, pool)
         if not jnp.iscomplexobj(like):
             return real
+        # Both parts of a complex number are rounded, each by itself.
         return real + 1j * (self._draw(like.shape, pool) - 1)
 
     def _draw(self, shape: tuple[int, ...], pool: Array) -> Array:
         size = math.prod(shape)
+        # Prime to the pool's size: arrays begin at places far apart in it.
         start = self._tick() * 1009 % self.POOL
         if start + size > self.POOL:
             times = -(-(start + size) // self.POOL)
@@ -255,6 +258,7 @@ def _both_sides(
     name = equation.primitive.name
     rounded = bind(equation, [_rounded(x) for x in operands])
     if not any(_has_sides(x) for x in rounded):
+        # Its result is an integer, through which a perturbation does not pass.
         if name == "bitcast_convert_type":
             noise.unmeasured.add(name)
         return rounded
@@ -299,8 +303,10 @@ def _widely(
         if name in _RULES:
             return _RULES[name](_Call(equation, operands, wide, rounded))
         found = _bind_wide(equation, wide)
+    # What JAX raises for a primitive, or parameters of it, that allow no float64.
     except (TypeError, ValueError, NotImplementedError):
         return None
+    # Parameters may fix the dtype or the shape of the result: it is then not wider.
     same = all(
         w.shape == r.shape and (not _is_float(r) or w.dtype == wide_of(r.dtype))
         for w, r in zip(found, rounded, strict=True)
@@ -406,6 +412,7 @@ def _perturb(wide: Array, dtype: np.dtype, terms: int, noise: Perturbation) -> A
     if flushes(dtype):
         return wide * factors
     # Below the smallest normal number the spacing grows no finer.
+    # Below it the relative error of a rounding grows without limit.
     tiny = float(jnp.finfo(dtype).smallest_normal)
     least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
     return wide + least * (factors - 1)
@@ -562,6 +569,7 @@ def _scan(
     last, ys = jax.lax.scan(
         step,
         carry.arrays(start),
+        # A reversed scan begins with the last slice, which is its iteration 0.
         (order[::-1] if params["reverse"] else order, along.arrays(slices)),
         length=params["length"],
         reverse=params["reverse"],
@@ -582,6 +590,7 @@ def _while(
 
     def go_on(state: tuple[Array, list[Array]]) -> Array:
         given = [*(operands[i] for i in for_test), *carry.values(state[1])]
+        # The rounded side decides for both how many iterations there are.
         rounded = [_rounded(x) for x in given]
         return _rounded(_evaluate(test.jaxpr, test.consts, rounded, noise)[0])
 
@@ -623,6 +632,7 @@ def _linear_solve(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation
 ) -> list[Value]:
     lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
+    # The other programs serve derivatives, which are in the program already.
     before = lengths.matvec + lengths.vecmat
     constants = operands[before : before + lengths.solve]
     right_hand = operands[sum(lengths) :]

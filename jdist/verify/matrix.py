@@ -213,6 +213,7 @@ class _Columns:
             candidate = build(self._problem.loss_fn, reduction)
         except Unavailable as missing:
             return Cell(name, reduction, self._dtype, None, str(missing))
+        # After the strategy was built: a skipped row needs no reference.
         if reduction not in self._prepared:
             self._prepared[reduction] = self._reference(reduction)
         with joined(TIMEOUT) as peers:

@@ -102,6 +102,7 @@ def measurer(
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         losses = programs.losses(params, batch)
         apart = losses.exact.ndim > 0
+        # Of these reductions rounding may decide which example counts.
         blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
         shares, notes = _shares(losses.exact, blur, weights, reduction)
         terms = int(np.count_nonzero(shares)) if apart else _leading(batch)
@@ -218,6 +219,7 @@ class LossPrograms:
                 take = jax.lax.dynamic_slice_in_dim
                 row = jax.tree.map(lambda x: take(x, index, 1), batch)
             amplitude = jnp.where(draw == 0, 0.0, factor)
+            # A prime above the number of draws: no two draws share a seed.
             seed = (index * 65537 + draw).astype(jnp.uint32)
             noise = Perturbation(amplitude, seed, self._accumulation, missed)
             return run(program, jax.tree.leaves((params, row)), noise)
@@ -307,6 +309,7 @@ def _limits(
     for dtype, total, magnitude, square, drift, own, drawn in zip(
         dtypes, *sums, strict=True
     ):
+        # Either estimate of the variance alone may be too small by chance.
         measured = Sums(total, magnitude, square, drift, np.maximum(own, drawn))
         adding = accumulated(dtype, accumulation)
         found.append(measured_bound(dtype, measured, terms, draws, adding))
@@ -356,6 +359,7 @@ def _shares(
     ties = ranked == ranked.max()
     rest = ranked[~ties].max(initial=-np.inf)
     gap = ranked.max() - rest
+    # The lead must exceed what rounding may do to either of the two losses.
     if gap > confidence(losses.size) * blur:
         return ties / ties.sum(), ()
     note = (

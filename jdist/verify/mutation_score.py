@@ -173,6 +173,7 @@ def score(
         rule = "must have at least one defect"
         raise ValueError(requirement("score(planted=...)", rule, "none"))
     outcome, reason = _outcome(test, step, notices)
+    # A test that passes has noticed nothing, as it must on a right step.
     if outcome != "missed":
         return Score(f"the test does not pass on the right step: {reason}", ())
     trials = (_trial(test, step, given, defect, notices) for defect in chosen)
@@ -212,11 +213,13 @@ def _outcome(
     """Runs the test once: its outcome, and what it said."""
     try:
         result = test(step)
+    # What `pytest.fail` raises is no `Exception`.
     except BaseException as error:
         if not isinstance(error, notices) and not isinstance(error, Exception):
             raise  # Such as Ctrl-C.
         lines = str(error).strip().splitlines()
         said = ": ".join([type(error).__name__, *lines[:1]])
+        # The step crashed, which is not the test's judgement of a result.
         if isinstance(step, PlantedStep) and error is step.error:
             return "crashed", f"the step itself raised {said}"
         return ("noticed" if isinstance(error, notices) else "crashed"), said

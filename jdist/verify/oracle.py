@@ -255,8 +255,10 @@ def pinned(found: Slopes) -> OracleCheck:
     middle = abs(losses[SHIFTS.size // 2])
     if deviation > SCATTERED and size > COARSE * middle:
         return OracleCheck(skipped="the loss is chaotic next to the parameters")
+    # The standard error of a slope fitted by least squares.
     error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
     line = float(SHIFTS @ centred / (SHIFTS @ SHIFTS))
+    # 0 for a line: curvature moves the slope, and a kink makes the sides differ.
     bend = abs(cubic[1] - line) + abs(centred[-1] + centred[0])
     unit = size / REACH
     tolerance = float(unit * (confidence(1, freedom) * error + bend) + LOST)

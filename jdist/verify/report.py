@@ -256,6 +256,7 @@ def as_text(shown: RenderableType) -> str:
 
 def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
     """A note if the bound is far above every error: a blunt judge proves little."""
+    # Leaves without a difference say nothing of how wide the bound is.
     ratios = [leaf.ratio for leaf in leaves if leaf.ok and leaf.ratio > 0]
     if not ratios or max(ratios) >= SUSPICIOUSLY_LOOSE:
         return ()

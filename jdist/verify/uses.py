@@ -78,6 +78,7 @@ def _counted(
     def loss(copies: Iterator[jax.Array]) -> jax.Array:
         return _evaluate(program, leaves, place, copies, names)
 
+    # Traced once for the names of the uses, and so for the number of copies.
     jax.eval_shape(lambda leaf: loss(repeat(leaf)), leaves[place])
     if not 2 <= len(names) <= MOST:
         return ""

@@ -140,6 +140,7 @@ class PlantedStep:
     def _wrong(self, call: StepCall) -> PyTree:
         _check(call.arguments, self._traits.kind)
         right = call.right
+        # Only a call shows whether a step donates what it is given.
         _check_kept(call.arguments)
         wrong = self._defect.alteration(call)
         size = distance(right, wrong)

@@ -116,6 +116,7 @@ class StepCall:
     @cached_property
     def choices(self) -> np.random.Generator:
         """Random numbers that depend on the seed and on the defect alone."""
+        # By name, so that a selection of defects plants what all of them would.
         return np.random.default_rng([self.traits.seed, *self.name.encode()])
 
     # --- the batch ---
@@ -260,6 +261,7 @@ def like(leaf: PyTree, values: ArrayLike) -> PyTree:
     rounded = np.asarray(values).astype(leaf.dtype if hasattr(leaf, "dtype") else float)
     if not isinstance(leaf, jax.Array):
         return rounded
+    # Where the leaf is: a step that is compiled for a mesh refuses other places.
     return jax.device_put(rounded, leaf.sharding if leaf.committed else None)
 
 

@@ -61,6 +61,7 @@ def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
     """One row for several parts of a leaf: each largest difference, and the worst's
     words.
     """
+    # A problem in words, such as a wrong replica, outweighs any ratio.
     worst = max(rows, key=lambda row: (bool(row.problem), nan_last(row.ratio)))
     return replace(
         worst,

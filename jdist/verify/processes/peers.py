@@ -98,6 +98,7 @@ class Peers:
 
     def failed(self, error: BaseException) -> None:
         """Tells the others that this process goes no further, and why."""
+        # Of a process that is lost the others learn by themselves.
         if self.size == 1 or isinstance(error, PeersLost):
             return
         self._post({"error": f"{type(error).__name__}: {error}"})

@@ -83,6 +83,7 @@ def held(leaf: ArrayLike) -> HeldArray:
         if place not in found or first:
             found[place] = Shard(shard.index, values, first)
         if holders[place] > 1:
+            # Records pass through the coordinator: they hold no arrays.
             digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
             same = replicas.setdefault(place, {}).setdefault(digest, [])
             same.append(str(shard.device))

@@ -260,6 +260,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
     ]  # fmt: skip
     rng = np.random.default_rng(0)
     own = [in_double(moment.wanted[path]) for path in gradients]
+    # Far from 0, because the tangent is divided by it.
     direction = [rng.uniform(1, 2, size=x.shape).astype(x.dtype) for x in own]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         update = jax.jit(lambda *wide: _update(moment, list(wide)))
@@ -274,6 +275,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
             continue  # Of the step, not of the gradient alone.
         for path, point, along in zip(gradients, own, direction, strict=True):
             factor = _factor(first, along)
+            # A slope that depends on the gradient: not linear, as a square.
             if path in known or factor is None or _factor(second, along) != factor:
                 continue
             origin = value - factor * SMALL[0] * point
@@ -290,6 +292,7 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
     factor = float(ratio.ravel()[0].real)
     if factor == 0 or not np.allclose(ratio, factor, rtol=1e-12, atol=0):
         return None
+    # So that the slopes at two gradients compare equal if the update is linear.
     return float(f"{factor:.11e}")
 
 
@@ -346,4 +349,5 @@ def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:
         if np.linalg.norm(extra - factor * params) > REST * np.linalg.norm(extra):
             return None
         factors.append(factor)
+    # A decay has one rate for all leaves.
     return factors[0] if np.allclose(factors, factors[0], rtol=REST) else None

@@ -64,6 +64,7 @@ class ReferenceStep:
             )
             raise
         if not _alike(found, state):
+            # Training steps often return (state, metrics).
             self._beside = isinstance(found, tuple) and len(found) == 2
             if not (self._beside and _alike(found[0], state)):
                 raise TypeError(_another_state(found, state))

@@ -201,6 +201,7 @@ def _of_composed(
     for batch, weight in batches:
         check_arguments(losses, state[0], batch, candidates, weight, training.reduction)
     start = jax.tree.map(jnp.asarray, (*state[:2], *states))
+    # Kept, because each candidate takes these steps anew.
     moments = list(trajectory(training, start, batches))
     steps = _Steps(
         start[: len(state)],
@@ -374,6 +375,7 @@ def _judged(
                     for row in rows
                 )
             return rows, causes, notes
+        # A candidate goes on from its own state, as in a training run.
         given = shown.then
     return rows, (), notes
 

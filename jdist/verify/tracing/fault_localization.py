@@ -135,6 +135,7 @@ def tracer(
         rule = "must mark values with verify.tap"
         remedy = "verify.gradients judges without taps."
         raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
+    # A scalar loss of unlike leaves counts as one example.
     w = np.ones(examples or 1) if weights is None else np.asarray(weights, np.float64)
     apart = jax.eval_shape(loss_fn, params, batch).shape != ()
 
@@ -200,6 +201,7 @@ def _beyond_taps(
     if not leaves:
         (row,) = report.failures
         return Difference("loss", LOSS, (), row.ratio, row.problem)
+    # NaN would compare false with every ratio.
     worst = max(leaves, key=lambda row: np.nan_to_num(row.ratio, nan=np.inf))
     words = worst.problem
     if len(leaves) > 1:

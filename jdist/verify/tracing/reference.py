@@ -163,6 +163,7 @@ class _Seen:
 
         `jax.checkpoint` shows a value again, to which no cotangent of its own comes.
         """
+        # By position, because XLA's threads show taps in any order.
         keys = sorted(self._draws)
         backward = {key: self._draws[key][0][2] for key in keys if key[2]}
         values: dict[str, list[np.ndarray]] = defaultdict(list)

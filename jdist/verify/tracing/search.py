@@ -284,12 +284,14 @@ class _Backward:
     ) -> Difference | None:
         whole = passage.layout.axis is None
         factors = self.findings.factors
+        # Values of the whole batch have cotangents that are sums over all calls.
         if whole and len({round(abs(f), 6) for f in factors.values()}) > 1:
             return None  # A sum over calls, each with a factor of its own.
         wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         starts = not whole and not factors
         for label in dict.fromkeys(own.classes_at(place)):
             members = own.members(label)
+            # From the last tap to the first, the last place of a class comes first.
             if max(p for p, _ in members) != place:
                 continue  # Equal values at several passages were judged with the last.
             if not (whole or any(self.counted[e] for _, e in members)):

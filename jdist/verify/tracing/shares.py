@@ -98,6 +98,7 @@ def _picks(tree: PyTree) -> dict[str, np.ndarray]:
     """Entries of each floating leaf, the same for all trees of one structure."""
     sizes = {p: np.size(x) for p, x in named_leaves(tree).items() if is_inexact(x)}
     each = max(ENTRIES // max(len(sizes), 1), 1)
+    # The same entries of the gradient and of each example's part of it.
     rng = np.random.default_rng(0)
     return {
         p: np.arange(n) if n <= each else np.sort(rng.choice(n, each, replace=False))
