@@ -62,7 +62,8 @@ def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> 
         traceback.print_exception(error)
         told, status = str(error) or type(error).__name__, 4
     # As text: rich would take brackets in a message for markup.
-    Console(stderr=True).print("[red]error:[/red]", Text(told), highlight=False)
+    console = Console(stderr=True)
+    console.print("[red]error:[/red]", Text(told), highlight=False)
     return status
 
 

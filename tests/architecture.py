@@ -55,7 +55,8 @@ ROOMS = {
         "registry internal",
     ),
     "verify": (
-        "bound defects draws report",
+        "bound",
+        "defects draws report",
         "diagnosis lockstep mutation_score processes",
         "comparison oracle uses",
         "measure",

@@ -224,13 +224,6 @@ def prepared(
         def measured_again() -> Measured:
             return measure(params, batch, weights, None, SECOND_LOOK)
 
-        def answers(
-            name: str, candidate: Candidate, first: PyTree, peers: Peers
-        ) -> Iterator[Mapping[str, PyTree]]:
-            yield named_leaves(first)
-            while True:
-                yield named_leaves(_call(name, candidate, params, batch, peers)[1])
-
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {
                 name: _call(name, candidate, params, batch, peers)
@@ -244,20 +237,11 @@ def prepared(
                 again = measured_again()
                 # nor for drawing other numbers than the reference,
                 condemned = {n: x for n, x in found.items() if n in failing}
-                excuses: dict[str, str] = {}
-                for name, (_, gradient) in condemned.items():
-                    candidate = candidates[name]
-                    excuses[name], unsure = excuse(
-                        name,
-                        candidate,
-                        (params, batch),
-                        (loss_fn, params, batch),
-                        answers(name, candidate, gradient, peers),
-                        again.limits,
-                        peers,
-                    )
-                    notes += unsure
+                excuses, unsure = _excuses(
+                    loss_fn, (params, batch), candidates, condemned, again, peers
+                )
                 second = _rows(expected, condemned, again, peers, excuses)
+                notes += unsure
                 # nor otherwise than it would be alone.
                 rows = tuple(
                     row
@@ -372,6 +356,34 @@ def _rows(
             name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
         )
     return rows
+
+
+def _excuses(
+    loss_fn: LossFn,
+    given: tuple[PyTree, PyTree],
+    candidates: Mapping[str, Candidate],
+    found: Mapping[str, tuple[Any, Any]],
+    measured: Measured,
+    peers: Peers,
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The excuse of each candidate with findings, and notes; see `excuse`."""
+    excuses: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    for name, (_, gradient) in found.items():
+
+        def answers(
+            name: str = name, first: PyTree = gradient
+        ) -> Iterator[Mapping[str, PyTree]]:
+            yield named_leaves(first)
+            while True:
+                yield named_leaves(_call(name, candidates[name], *given, peers)[1])
+
+        drawn = (loss_fn, *given)
+        excuses[name], own = excuse(
+            name, candidates[name], given, drawn, answers(), measured.limits, peers
+        )
+        notes += own
+    return excuses, notes
 
 
 def excuse(
