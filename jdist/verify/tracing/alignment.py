@@ -124,7 +124,10 @@ def _matched(
         return np.zeros(0, int)
     numbers = ~np.isnan(found).any(axis=1)
     known = np.where(numbers[:, None], found, 0)
-    nearest = _distances(known, expected).argmin(axis=1)
+    unit = _unit(expected)
+    # Of a row that is far from all, a distance may overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        nearest = _distances(known / unit, expected / unit).argmin(axis=1)
     near = numbers & _within(known, expected[nearest], bounds[nearest])
     return np.where(near, label[nearest], NONE)
 
@@ -140,15 +143,24 @@ def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.n
 def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """The first row that each row is equal to, within both bounds."""
     label = np.arange(len(expected))
-    reach = np.linalg.norm(bounds, axis=1)
-    squares = _distances(expected, expected)
+    unit = _unit(expected)
+    reach, rows = np.linalg.norm(bounds / unit, axis=1), expected / unit
+    squares = _distances(rows, rows)
     # Products cancel where rows are close: none that is equal must be left out.
-    slack = 1e-12 * (np.abs(finite_part(expected)) ** 2).sum(axis=1)
+    slack = 1e-12 * (np.abs(finite_part(rows)) ** 2).sum(axis=1)
     near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
     for i, j in np.argwhere(np.triu(near, 1)):
         if _within(expected[i], expected[j], bounds[i] + bounds[j]):
             label[label == label[j]] = label[i]
     return label
+
+
+def _unit(array: np.ndarray) -> float:
+    """The largest number of an array: squares of numbers in it neither vanish nor
+    overflow.
+    """
+    largest = float(np.max(np.abs(finite_part(array)), initial=0))
+    return largest if largest > 0 and np.isfinite(largest) else 1.0
 
 
 def _distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
