@@ -29,7 +29,7 @@ __all__ = [
     "DEFAULT", "LONGEST", "NEVER", "NOT_INITIALIZED", "Cancellable", "Deadline",
     "Operation", "RunningCall", "Scope", "Worker", "acting_as", "add", "becoming",
     "check_timeout", "deadline", "exceeded", "from_meta", "moment", "remove", "resolve",
-    "scope", "to_meta", "use_worker", "why_none", "worker",
+    "scope", "use_worker", "why_none", "with_deadline", "worker",
 ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
     else:
         check_timeout("timeout", timeout)
         seconds, firm = timeout, timeout > 0
-    at = moment(seconds)
+    at = time.monotonic() + seconds if 0 < seconds <= LONGEST else None
     if enclosing.at is not None and (at is None or enclosing.at < at):
         return enclosing
     return Deadline(at, seconds, firm)
@@ -103,18 +103,19 @@ def check_timeout(call: str, timeout: object) -> None:
         raise ValueError(requirement(call, rule, timeout, remedy))
 
 
-def to_meta(deadline: Deadline) -> dict[str, Any]:
-    """Metadata of a request: seconds left, because clocks of two machines differ."""
-    if deadline.at is None:
-        return {}
-    meta: dict[str, Any] = {"deadline": deadline.at - time.monotonic()}
-    if deadline.firm:
-        meta["firm"] = True
+def with_deadline(meta: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+    """A copy of a request's metadata, with its deadline."""
+    meta = meta.copy()
+    if deadline.at is not None:
+        # The seconds that are left, because clocks of two machines differ.
+        meta["deadline"] = deadline.at - time.monotonic()
+        if deadline.firm:
+            meta["firm"] = True
     return meta
 
 
 def from_meta(meta: dict[str, Any]) -> Deadline:
-    """The inverse of `to_meta`; what is not a number counts as no deadline."""
+    """The deadline in metadata; what is not a number counts as none."""
     seconds = meta.get("deadline")
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return NEVER

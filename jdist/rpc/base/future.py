@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
@@ -102,7 +102,7 @@ class Future(Generic[T]):
             raise self._error.with_traceback(self._traceback)
         if not self._done:
             raise RpcError("The future has no value yet. Call wait() first.")
-        return cast(T, self._value)
+        return self._value  # type: ignore[return-value]
 
     def then(self, callback: "Callable[[Future[T]], U]") -> "Future[U]":
         """A future of what `callback(self)` returns once this one is completed.

@@ -49,18 +49,19 @@ class InterruptSafeLock:
           RuntimeError: This very thread holds it: a signal handler, or a finalizer,
             called the function that it interrupted.
         """
-        if self.held:
+        lock = self._lock
+        if lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(f"{busy}: this one, which was interrupted meanwhile")
-        if self._lock.acquire(blocking=False):
+        if lock.acquire(blocking=False):
             return
         if deadline is None:
-            self._lock.acquire()
-        elif not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            lock.acquire()
+        elif not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimeoutError(busy)
 
     def release(self) -> None:
         """Releases it if this thread holds it; any number of times."""
-        if self.held:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
     def releasing(self, action: Callable[[], T]) -> T:

@@ -4,7 +4,6 @@ An interceptor around calls is the one hook that rpc offers to packages built up
 Distributed autograd registers one; rpc itself knows nothing of gradients.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,8 +20,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-class UnboundFunction(ABC):
-    """Stands for a function that is looked up when the call to it begins."""
+class UnboundFunction:
+    """Base of what stands for a function that is looked up when its call begins."""
 
     __slots__ = ()
 
@@ -30,9 +29,9 @@ class UnboundFunction(ABC):
         """Looks the function up and calls it."""
         return self.bound()(*args, **kwargs)
 
-    @abstractmethod
     def bound(self) -> Callable[..., Any]:
         """The function itself."""
+        raise NotImplementedError
 
 
 class Invocation(NamedTuple):

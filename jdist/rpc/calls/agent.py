@@ -328,32 +328,26 @@ class Agent:
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a pooled connection and waits for the answer."""
-        peer, kind, body, meta, limit, operation, receive, *_ = outgoing
-        message = MessageContext(peer.info, meta, operation)
-        tree, leaves = self.encode(body, message)
-        waiting = SyncCall(peer, limit, operation)
+        peer, meta = outgoing.peer, outgoing.meta
+        message = MessageContext(peer.info, meta, outgoing.operation)
+        tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
-
-        def end() -> None:
-            waiting.release("the call was interrupted")
-            if execution is not None:
-                execution.end(waiting)
-            self.outstanding.end(waiting)
-
+        waiting = SyncCall(peer, outgoing.deadline, outgoing.operation, execution)
         try:
             try:
                 self.outstanding.send(waiting)
                 if execution is not None:
                     meta = meta | self._cancellable(waiting, peer)
                     execution.begin(waiting)
-                due = waiting.run((kind, meta, tree, leaves))
+                due = waiting.run(outgoing.kind, meta, tree, leaves)
                 if due is not None:  # several connections are idle now
                     self.alarm.set(due)
             finally:
-                end()
+                self._end(waiting)
         except BaseException as error:
-            end()  # again: an interrupt may have kept the first one from its end
+            # Again: an interrupt may have kept the first one from its end.
+            self._end(waiting)
             self.undelivered(message)
             if waiting.answer is not None:  # the interrupt came after the answer
                 self.references.decline(waiting.answer.tree, peer.info)
@@ -366,11 +360,17 @@ class Agent:
         if answer.kind != REPLY:
             self.undelivered(message)
         try:
-            return self.value_of(answer, receive, peer.info)
+            return self.value_of(answer, outgoing.receive, peer.info)
         except KeyboardInterrupt:
             # The program gets nothing of it, so no finalizer drops what it brought.
             self.references.decline(answer.tree, peer.info)
             raise
+
+    def _end(self, waiting: SyncCall) -> None:
+        waiting.release("the call was interrupted")
+        if waiting.execution is not None:
+            waiting.execution.end(waiting)
+        self.outstanding.end(waiting)
 
     def _failure(
         self, waiting: SyncCall, peer: Peer, error: BaseException
@@ -412,7 +412,7 @@ class Agent:
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
         request = AsyncCall(self, outgoing, message, execution)
-        meta = outgoing.meta | current.to_meta(outgoing.deadline)
+        meta = current.with_deadline(outgoing.meta, outgoing.deadline)
         if execution is not None:
             # The callee then gives it no place to wait for: see `Callee.needs_place`.
             meta[NESTED] = True

@@ -28,7 +28,7 @@ from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
-from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
+from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
     "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
@@ -72,7 +72,7 @@ class Execution:
         self.cancelled: str | None = None
         self._pool = pool
         self._lock = threading.Lock()
-        self._followers: tuple[Callable[[], None], ...] | None = ()
+        self._followers: list[Callable[..., None]] | None = []
         self._futures: list[Future[Any]] = []
         self._nested: set[Cancellable] | None = None
         self._undelivered: Callable[[], None] | None = None
@@ -92,15 +92,23 @@ class Execution:
         """Whether it goes on without a thread, as a future."""
         return bool(self._futures)
 
-    def follow(self, serve: Callable[[], None]) -> bool:
+    def follow(self, serve: Callable[..., None]) -> bool:
         """Has its thread call `serve` next; False if that thread is done with it."""
         with self._lock:
             if self._followers is None:
                 return False
-            self._followers = (*self._followers, serve)
+            self._followers.append(serve)
             return True
 
-    def followed(self) -> list[Callable[[], None]]:
+    def next_follower(self) -> Callable[..., None] | None:
+        """What its thread has to call next, if there is something by now."""
+        with self._lock:
+            if not self._followers:
+                return None
+            first, *self._followers = self._followers
+            return first
+
+    def followed(self) -> list[Callable[..., None]]:
         """What its thread has to call next; from now on nothing more can follow."""
         with self._lock:
             followers, self._followers = self._followers, None
@@ -449,10 +457,11 @@ class ServedConnection:
         # Looked up before this one is noted: a peer could name the request itself.
         before = self._running.get(after) if type(after) is int else None
         self._running[frame.id] = execution
-        serve = functools.partial(self._serve, execution, frame)
         if not frame.shared:
-            serve()
-        elif before is not None and before.follow(serve):
+            self._serve(execution, frame)
+            return True
+        serve = functools.partial(self._serve, execution, frame)
+        if before is not None and before.follow(serve):
             pass  # without a thread of its own, which could only wait for that one
         elif callee.needs_place(frame):
             pool.run_limited(serve)
@@ -460,21 +469,48 @@ class ServedConnection:
             pool.run(serve)
         return True
 
-    def _serve(self, execution: Execution, frame: Frame) -> None:
+    def _serve(
+        self,
+        execution: Execution,
+        frame: Frame,
+        before: tuple[Execution, Frame] | None = None,
+    ) -> None:
+        """Executes a request and answers it.
+
+        Args:
+          execution: Of the request.
+          frame: The request.
+          before: A request that this one followed, and its answer, which is None and
+            has not been sent.
+        """
         try:
             answer = self._agent.callee.execute(execution, frame)
+            if before is not None:
+                # One message for both, unless that would delay the first one.
+                if isinstance(answer, Frame):
+                    answer = answer._replace(meta={**answer.meta, ALSO: before[1].id})
+                else:
+                    self._answer(before[0], before[1])
+                    before = None
             if isinstance(answer, Execution):
                 future = answer.answer
-                call_when_done(
-                    future, lambda: self._answer(execution, frame.id, future.value())
-                )
+                call_when_done(future, lambda: self._answer(execution, future.value()))
+                return
+            is_none = answer[2:5] == ({}, None, []) and answer.kind == REPLY
+            follower = execution.next_follower() if is_none else None
+            if follower is None:
+                self._answer(execution, answer)
             else:
-                self._answer(execution, frame.id, answer)
+                follower(before=(execution, answer))
         finally:
+            if before is not None:
+                self._running.pop(before[1].id, None)
+                self._agent.outstanding.end(before[0])
             if frame.shared:  # on no other connection can a request follow
                 run_all(execution.followed())
 
-    def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
+    def _answer(self, execution: Execution, answer: Frame) -> None:
+        number = answer.id
         # In this order: a cancellation finds it in one of the two at any time.
         if execution.brings_references:
             self._bringing[number] = execution
@@ -494,7 +530,10 @@ class ServedConnection:
                 # It is beyond the limits, or packing it failed: an array was donated,
                 # or its deferred computation raised. Nothing of it was sent.
                 execution.cancel(f"its answer was not sent ({type(error).__name__})")
-                self._channel.send(self._agent.callee.failure(answer.id, error))
+                failure = self._agent.callee.failure(answer.id, error)
+                if ALSO in answer.meta:
+                    failure.meta[ALSO] = answer.meta[ALSO]
+                self._channel.send(failure)
         except ChannelClosed as error:
             execution.cancel(f"{self._caller.name!r} gave up the call: {error}")
 

@@ -1,5 +1,6 @@
 """Calls of functions on other workers: what `rpc` is for."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -153,7 +154,10 @@ def run(call: Invocation) -> Any:
         it is; and whatever it raised.
     """
     function = call.function
-    with TraceAnnotation(_label(function)):
+    if TraceAnnotation.is_enabled():
+        with TraceAnnotation("rpc " + getattr(function, "__qualname__", "call")):
+            result = function(*call.args, **call.kwargs)
+    else:  # an annotation costs 1.5 us also where no profiler reads it
         result = function(*call.args, **call.kwargs)
     if is_asynchronous(function):
         check_result(function, result)
@@ -209,12 +213,8 @@ def outgoing(
         meta,
         found.deadline,
         found.operation,
-        lambda value, meta: interceptor.reply(info, value, meta),
+        functools.partial(interceptor.reply, info),
     )
-
-
-def _label(function: Callable[..., Any]) -> str:
-    return "rpc " + getattr(function, "__qualname__", "call")
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from jdist.rpc.base.current import Deadline, Operation, RunningCall, to_meta
+from jdist.rpc.base.current import Deadline, Operation, RunningCall, with_deadline
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
 from jdist.rpc.base.invocation import MessageContext
@@ -252,15 +252,26 @@ class CallingWorker(Protocol):
 
 
 class SyncCall:
-    """A synchronous call: a thread waits on a pooled connection."""
+    """A synchronous call: a thread waits on a pooled connection.
+
+    Attributes:
+      execution: The call within which it is made, if there is one.
+    """
 
     __slots__ = (
-        "_peer", "answer", "connection", "deadline", "given_up", "operation", "since",
-        "take_back",
+        "_peer", "answer", "connection", "deadline", "execution", "given_up",
+        "operation", "since", "take_back",
     )  # fmt: skip
 
-    def __init__(self, peer: Peer, deadline: Deadline, operation: Operation) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        deadline: Deadline,
+        operation: Operation,
+        execution: RunningCall | None = None,
+    ) -> None:
         self._peer = peer
+        self.execution = execution
         self.deadline = deadline
         self.operation = operation
         self.since = time.monotonic()
@@ -287,46 +298,41 @@ class SyncCall:
         if self.take_back is not None:
             self.take_back()
 
-    def run(self, request: tuple[str, dict[str, Any], Any, list[Any]]) -> float | None:
-        """Sends a request, as kind, metadata, tree and leaves, and receives its answer.
+    def run(
+        self, kind: str, meta: dict[str, Any], tree: Any, leaves: list[Any]
+    ) -> float | None:
+        """Sends a request and receives its answer.
 
         Returns:
           What `Peer.give` returns.
 
         Raises: what `Peer.take` and `Channel.exchange` raise.
         """
+        peer, deadline = self._peer, self.deadline
         while True:
-            connection = self._peer.take(self, self.deadline)
+            connection = peer.take(self, deadline)
             # It may have been given up before it had a connection to be closed.
             if self.given_up is not None:
                 raise ChannelClosed(self.given_up)
+            number = next(connection.numbers)
+            frame = Frame(kind, number, with_deadline(meta, deadline), tree, leaves)
             try:
-                return self._exchange(connection, request)
+                self.answer = connection.channel.exchange(frame, deadline.at)
             except NotSent as error:
                 if connection.unused or self.given_up is not None:
                     raise
                 # It had closed while no call used it, so this one may use another.
                 self.release(f"it was closed: {error}")
-
-    def _exchange(
-        self,
-        connection: PooledConnection,
-        request: tuple[str, dict[str, Any], Any, list[Any]],
-    ) -> float | None:
-        kind, meta, tree, leaves = request
-        meta = meta | to_meta(self.deadline)
-        frame = Frame(kind, next(connection.numbers), meta, tree, leaves)
-        try:
-            self.answer = connection.channel.exchange(frame, self.deadline.at)
-        except TimeoutError:
-            # The answer may still come, and must not be taken for that of a later call.
-            self.release("the call was given up at its deadline")
-            raise
-        except ValueError:
-            # Refused before a byte was sent, so the connection is as good as before.
-            self._peer.give(self)
-            raise
-        return self._peer.give(self)
+            except TimeoutError:
+                # The answer may still come, and is not that of a later call.
+                self.release("the call was given up at its deadline")
+                raise
+            except ValueError:
+                # Refused before a byte was sent: the connection is as good as before.
+                peer.give(self)
+                raise
+            else:
+                return peer.give(self)
 
     def release(self, reason: str) -> None:
         """Closes the channel if the call still has one; any number of times."""

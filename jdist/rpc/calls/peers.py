@@ -96,12 +96,19 @@ class Peer:
 
         Raises: what `Transport.connect` raises.
         """
-        while self._take_idle(caller):
-            assert caller.connection is not None
-            if caller.connection.channel.usable():
-                return caller.connection
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                # An interrupt may leave it with both; the one that drops it closes it.
+                caller.connection = connection = self._idle[-1]
+                connection.unused = False
+                self._busy.add(connection)
+                self._idle.pop()
+            if connection.channel.usable():
+                return connection
             # The peer, or what lies between, has closed it since.
-            self.drop(caller.connection, "it was closed while no call used it")
+            self.drop(connection, "it was closed while no call used it")
             caller.connection = None
         caller.connection = connection = PooledConnection(self._connect(deadline))
         with self._lock:
@@ -110,17 +117,6 @@ class Peer:
                 self._busy.add(connection)
         self._check_present(connection.channel)
         return connection
-
-    def _take_idle(self, caller: ConnectionHolder) -> bool:
-        with self._lock:
-            if not self._idle:
-                return False
-            # An interrupt may leave it with both; the one that drops it closes it.
-            caller.connection = connection = self._idle[-1]
-            connection.unused = False
-            self._busy.add(connection)
-            self._idle.pop()
-            return True
 
     def give(self, caller: ConnectionHolder) -> float | None:
         """The call is over and its answer was received; when to `expire` channels."""
@@ -288,7 +284,7 @@ class Directory:
           RpcError: There is none of that name or rank.
           ValueError: `to` is none of the three.
         """
-        peer = self._look_up(to)
+        peer = self._by_name.get(to) if type(to) is str else self._look_up(to)
         if self._coming and (peer is None or peer.departed is not None):
             self._await(to)
             peer = self._look_up(to)
@@ -334,7 +330,7 @@ class Directory:
             of_name = self._by_name.get(to.name)
             incarnation = to.incarnation
             peer = of_name if incarnation is None else self.of_incarnation(incarnation)
-            return peer if peer is not None and peer.info == to else None
+            return peer if peer and (peer.info is to or peer.info == to) else None
         if isinstance(to, int) and not isinstance(to, bool):
             return self._by_rank.get(to)
         if isinstance(to, str):

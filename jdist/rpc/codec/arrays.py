@@ -182,7 +182,7 @@ def _any_jax_array(encoding: Encoding, value: jax.Array) -> Any:
         return jax_array(encoding, value)
     # A key array has no bytes of its own; its implementation travels by name.
     data = jax.random.key_data(value)
-    return [codes.KEY, str(jax.random.key_impl(value)), *encoding.trees((data,))]
+    return encoding.node([codes.KEY, str(jax.random.key_impl(value))], (data,))
 
 
 def _scalar(encoding: Encoding, value: np.generic) -> Any:

@@ -28,7 +28,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -162,11 +161,8 @@ class Codec:
             raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
 
         def encoder(encoding: Encoding, value: Any) -> Any:
-            return [
-                codes.REGISTERED,
-                code,
-                *encoding.trees((encode(value, encoding.message),)),
-            ]
+            other = encode(value, encoding.message)
+            return encoding.node([codes.REGISTERED, code], (other,))
 
         self._encoders[kind] = encoder
         self._registered[code] = decode
@@ -238,10 +234,6 @@ _LONG = 4096
 _INT64 = 1 << 63
 
 
-def _as_it_is(encoding: Encoding, value: Any) -> Any:
-    return value
-
-
 def _integer(encoding: Encoding, value: int) -> Any:
     if -_INT64 <= value < _INT64:
         return value
@@ -276,17 +268,31 @@ def _raw(encoding: Encoding, code: int, data: bytes) -> Any:
 
 
 def _three(code: int, encoding: Encoding, value: Any) -> Any:
-    return [code, *encoding.trees((value.start, value.stop, value.step))]
+    return encoding.node([code], (value.start, value.stop, value.step))
+
+
+def _sequence(code: int, encoding: Encoding, values: Iterable[Any]) -> Any:
+    return encoding.node([code], values)
+
+
+def _set(code: int, encoding: Encoding, elements: Collection[Any]) -> Any:
+    encoding.check_keys(elements)
+    return encoding.node([code], elements)
+
+
+def _mapping(code: int, encoding: Encoding, mapping: Mapping[Any, Any]) -> Any:
+    return encoding.node([code], _items(encoding, mapping))
 
 
 def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
-    encoding.check_keys(mapping)
+    if mapping:
+        encoding.check_keys(mapping)
     return chain.from_iterable(mapping.items())
 
 
-def _elements(encoding: Encoding, elements: Collection[Any]) -> Iterable[Any]:
-    encoding.check_keys(elements)
-    return elements
+def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Any:
+    items = _items(encoding, value)
+    return encoding.node([codes.DEFAULT_DICT], chain((value.default_factory,), items))
 
 
 def _decoded_bytes(decoding: Decoding, node: list[Any]) -> bytes:
@@ -322,15 +328,13 @@ def _made(make: Callable[..., Any], decoding: Decoding, node: list[Any]) -> Any:
 
 def _hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
     """A set or dictionary of what a peer says are its elements or keys."""
-    # Decoded first: an error in there must not pass for one of hashing.
-    items = list(items)
     try:
         return make(items)
     except TypeError as error:
         raise ProtocolError(f"A key or element cannot be hashed: {error}") from error
 
 
-def _default_dict(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_default_dict(decoding: Decoding, node: list[Any]) -> Any:
     factory = decoding.value(parts_at_least(node, 1)[0])
     if factory is not None and not callable(factory):
         raise ProtocolError("A defaultdict's factory cannot be called.")
@@ -349,12 +353,17 @@ def _method(encoding: Encoding, value: types.MethodType) -> Any:
     if encoding.functions.method(owner, name) != value:
         rule = "must be what its name means in the class of its object"
         raise ValueError(requirement("rpc(method)", rule, value))
-    return [codes.METHOD, *encoding.trees((owner, name))]
+    return encoding.node([codes.METHOD], (owner, name))
 
 
 def _partial(encoding: Encoding, value: partial) -> Any:
     inner = (value.func, value.args, value.keywords)
-    return [codes.PARTIAL, *encoding.trees(inner)]
+    return encoding.node([codes.PARTIAL], inner)
+
+
+def _referenced(decoding: Decoding, node: list[Any]) -> Any:
+    (name,) = parts(node, str)
+    return decoding.functions.named(name)
 
 
 def _decoded_method(decoding: Decoding, node: list[Any]) -> Any:
@@ -391,13 +400,13 @@ def _dataclass(encoding: Encoding, value: Any) -> Any:
         rule = "must not be a dataclass with contents beside its fields"
         raise TypeError(requirement("rpc(value)", rule, name, f"{error}.")) from error
     fields = [field.name for field in dataclasses.fields(value)]
-    trees = encoding.trees(getattr(value, field) for field in fields)
+    trees = encoding.node([], (getattr(value, field) for field in fields))
     pairs = zip(fields, trees, strict=True)
     return [codes.DATACLASS, name, *(part for pair in pairs for part in pair)]
 
 
 def _namedtuple(encoding: Encoding, value: Any) -> Any:
-    return [codes.NAMEDTUPLE, _name_of(encoding, value), *encoding.trees(value)]
+    return encoding.node([codes.NAMEDTUPLE, _name_of(encoding, value)], value)
 
 
 def _enum(encoding: Encoding, value: enum.Enum) -> Any:
@@ -405,17 +414,17 @@ def _enum(encoding: Encoding, value: enum.Enum) -> Any:
     # A combination of flags has no name among the members.
     if value.name in type(value).__members__:
         return [codes.ENUM, name, value.name]
-    return [codes.FLAG, name, *encoding.trees((value.value,))]
+    return encoding.node([codes.FLAG, name], (value.value,))
 
 
 def _pytree(encoding: Encoding, value: Any) -> Any:
     name = _name_of(encoding, value)
     children, static = value.tree_flatten()
-    return [codes.PYTREE, name, *encoding.trees((static, *children))]
+    return encoding.node([codes.PYTREE, name], (static, *children))
 
 
 def _exception(encoding: Encoding, value: BaseException) -> Any:
-    return [codes.EXCEPTION, *encoding.trees((describe(value, ""),))]
+    return encoding.node([codes.EXCEPTION], (describe(value, ""),))
 
 
 def _future(encoding: Encoding, value: Any) -> Any:
@@ -549,10 +558,10 @@ _CALLABLES: dict[type, Encoder] = {
     partial: _partial,
 }
 
-_ENCODERS: dict[type, Encoder] = {
-    type(None): _as_it_is,
-    bool: _as_it_is,
-    float: _as_it_is,
+_ENCODERS: dict[type, Encoder | None] = {
+    type(None): None,
+    bool: None,
+    float: None,
     int: _integer,
     str: _text,
     bytes: _bytes,
@@ -561,17 +570,14 @@ _ENCODERS: dict[type, Encoder] = {
     range: partial(_three, codes.RANGE),
     slice: partial(_three, codes.SLICE),
     type(...): lambda e, v: [codes.ELLIPSIS],
-    tuple: lambda e, v: [codes.TUPLE, *e.trees(v)],
-    list: lambda e, v: [codes.LIST, *e.trees(v)],
-    set: lambda e, v: [codes.SET, *e.trees(_elements(e, v))],
-    frozenset: lambda e, v: [codes.FROZENSET, *e.trees(_elements(e, v))],
-    dict: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
-    MappingProxyType: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
-    OrderedDict: lambda e, v: [codes.ORDERED_DICT, *e.trees(_items(e, v))],
-    defaultdict: lambda e, v: [
-        codes.DEFAULT_DICT,
-        *e.trees(chain((v.default_factory,), _items(e, v))),
-    ],
+    tuple: partial(_sequence, codes.TUPLE),
+    list: partial(_sequence, codes.LIST),
+    set: partial(_set, codes.SET),
+    frozenset: partial(_set, codes.FROZENSET),
+    dict: partial(_mapping, codes.DICT),
+    types.MappingProxyType: partial(_mapping, codes.DICT),
+    OrderedDict: partial(_mapping, codes.ORDERED_DICT),
+    defaultdict: _default_dict,
     **arrays.ENCODERS,
     **_CALLABLES,
 }
@@ -607,9 +613,9 @@ _DECODERS: dict[int, Decoder] = {
     codes.FROZENSET: lambda d, n: _hashing(frozenset, d.values(n)),
     codes.DICT: lambda d, n: _hashing(dict, d.pairs(n)) if len(n) > 1 else {},
     codes.ORDERED_DICT: lambda d, n: _hashing(OrderedDict, d.pairs(n)),
-    codes.DEFAULT_DICT: _default_dict,
+    codes.DEFAULT_DICT: _decoded_default_dict,
     **arrays.DECODERS,
-    codes.REFERENCE: lambda d, n: d.functions.named(*parts(n, str)),
+    codes.REFERENCE: _referenced,
     codes.METHOD: _decoded_method,
     codes.PARTIAL: _decoded_partial,
     codes.DATACLASS: _decoded_dataclass,

@@ -79,6 +79,8 @@ def names_code(tree: object) -> bool:
     if not isinstance(tree, list) or not tree:
         return False
     code = tree[0]
+    if code == LEAF:  # as most answers are
+        return False
     if not isinstance(code, int) or (code >= REFERENCE and code != REGISTERED):
         return True
-    return any(names_code(part) for part in tree[1:])
+    return any(map(names_code, tree))

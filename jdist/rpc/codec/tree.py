@@ -24,7 +24,7 @@ class Encoding:
 
     Args:
       functions: Names functions and classes.
-      encoders: By exact type, for what is frequent.
+      encoders: By exact type, for what is frequent; None for values that are trees.
       otherwise: For a value of any other type.
       depth: How many levels are left.
       message: For the hooks of registered types.
@@ -39,7 +39,7 @@ class Encoding:
     def __init__(
         self,
         functions: FunctionTable,
-        encoders: dict[type, Encoder],
+        encoders: Mapping[type, Encoder | None],
         otherwise: Encoder,
         depth: int,
         message: MessageContext | None,
@@ -57,10 +57,11 @@ class Encoding:
 
     def tree(self, value: Any) -> Any:
         """The tree of a value."""
-        return self._encoders.get(type(value), self._otherwise)(self, value)
+        encoder = self._encoders.get(type(value), self._otherwise)
+        return value if encoder is None else encoder(self, value)
 
-    def trees(self, values: Iterable[Any]) -> list[Any]:
-        """The trees of values one level deeper.
+    def node(self, head: list[Any], values: Iterable[Any]) -> list[Any]:
+        """`head` with the trees of values, which are one level deeper, at its end.
 
         Raises:
           ValueError: There is no level left: the value probably contains itself.
@@ -70,9 +71,13 @@ class Encoding:
             raise ValueError(requirement("rpc(value)", rule, "one level too many"))
         # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
-        trees = list(map(self.tree, values))
+        encoder_of, otherwise = self._encoders.get, self._otherwise
+        for value in values:
+            # As in `tree`, without a call for each value.
+            encoder = encoder_of(type(value), otherwise)
+            head.append(value if encoder is None else encoder(self, value))
         self.depth += 1
-        return trees
+        return head
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuses keys of a dictionary, or elements of a set, that would be lost.
@@ -80,11 +85,10 @@ class Encoding:
         Raises:
           TypeError: One arrives as something that cannot be found by it.
         """
-        if not self._not_keys:
-            return
-        lost = next((key for key in keys if type(key) in self._not_keys), None)
-        if lost is not None:
-            kind = type(lost).__name__
+        for key in keys if self._not_keys else ():
+            if type(key) not in self._not_keys:
+                continue
+            kind = type(key).__name__
             rule = f"must have no {kind} as a key or in a set: it arrives as its arrays"
             remedy = (
                 f"Send what belongs to it under a name of your own, or an RRef to the "
@@ -93,7 +97,7 @@ class Encoding:
             raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
 
     def leaf(self, array: Any) -> list[Any]:
-        """The tree of an array that travels as it is; the same one only once."""
+        """The node of an array, which is a leaf; the same array is one leaf only."""
         # `leaves` keeps each array alive, so that its id stays its own.
         new = len(self.leaves)
         index = self._places.setdefault(id(array), new)
@@ -163,16 +167,19 @@ class Decoding:
         self._depth += 1
         return value
 
-    def values(self, node: list[Any], start: int = 1) -> Iterator[Any]:
+    def values(self, node: list[Any], start: int = 1) -> list[Any]:
         """The values of the trees in a node, from `start` on."""
-        return map(self.value, node[start:])
+        # Scalars as in `value`, without a call for each.
+        return [
+            tree if type(tree) in _PLAIN else self.value(tree) for tree in node[start:]
+        ]
 
     def pairs(self, node: list[Any], start: int = 1) -> Iterator[tuple[Any, Any]]:
         """The values of the trees in a node, two by two."""
         if (len(node) - start) % 2:
             raise ProtocolError("A node has a key without a value.")
         values = self.values(node, start)
-        return zip(values, values, strict=True)
+        return zip(values[::2], values[1::2], strict=True)
 
     def leaf(self, index: Any) -> Any:
         """The array of this index."""

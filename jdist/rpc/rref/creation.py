@@ -66,10 +66,11 @@ class Creation:
         agent = self._references.agent
         rref, fork, low_water_mark = self._name
         name = (rref.packed(), fork.packed(), low_water_mark)
-        outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
-        if handle.owner_value is None:
-            return agent.submit(outgoing._replace(ended=self._end)).submitted
-        asked, place = agent.request(outgoing), handle.owner_value
+        body, place = (name, *self._outgoing.body), handle.owner_value
+        if place is None:
+            outgoing = self._outgoing._replace(body=body, ended=self._end)
+            return agent.submit(outgoing).submitted
+        asked = agent.request(self._outgoing._replace(body=body))
         call_when_done(asked, lambda: self._end_here(asked, place))
         return None
 

@@ -1,5 +1,6 @@
 """Fetching the value of a reference, or its type."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["FETCH", "fetch", "install", "local", "value_type"]
 
 FETCH = "rref.fetch"
 TYPE = "rref.type"
+_TO_HERE = Operation("to_here")
 
 _ARRAYS: dict[str, type] = {"jax:Array": jax.Array, "numpy:ndarray": np.ndarray}
 _PLAIN: dict[str, type] = {
@@ -82,17 +84,19 @@ def fetch(
       asked: The request to create the value, if that was sent.
     """
     agent, creation, until = handle.agent, handle.creation, handle.until
-    outgoing = agent.outgoing(handle.owner(), FETCH, handle.rref.packed(), timeout)
-    outgoing = outgoing._replace(operation=Operation("to_here"))
+    outgoing = agent.outgoing(
+        handle.owner(), FETCH, handle.rref.packed(), timeout, None, _TO_HERE
+    )
     outgoing = _intercepted(agent, outgoing, call)
     if creation is None or creation.done():
         return agent.exchange(outgoing)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
-        outgoing = outgoing._replace(deadline=until)
+        limit = until
+    outgoing = outgoing._replace(deadline=limit, after=asked)
     try:
-        return _fetch_created(agent, outgoing._replace(after=asked), creation)
+        return _fetch_created(agent, outgoing, creation)
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -124,9 +128,8 @@ def _intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing
         return outgoing
     info = outgoing.peer.info
     _, meta = interceptor.request(info, call)
-    return outgoing._replace(
-        meta=meta, receive=lambda value, meta: interceptor.reply(info, value, meta)
-    )
+    receive = functools.partial(interceptor.reply, info)
+    return outgoing._replace(meta=meta, receive=receive)
 
 
 def local(owner_value: OwnerValue, agent: Agent, timeout: float) -> Any:

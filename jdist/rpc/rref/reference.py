@@ -1,7 +1,6 @@
 """`RRef`, a reference to a value on one worker, and `remote`, which makes one."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
@@ -147,8 +146,8 @@ class RRef(Generic[T]):
         """
         agent, place = self._handle.agent, self._handle.owner_value
         if place is None:
-            with self._using("to_here()"):
-                return fetch.fetch(self._handle, fetch_call(self), timeout, self._asked)
+            self._check_usable("to_here()")
+            return fetch.fetch(self._handle, fetch_call(self), timeout, self._asked)
         value = fetch.local(place, agent, timeout)
         return value if agent.interceptor is None else agent.interceptor.local(value)
 
@@ -185,8 +184,8 @@ class RRef(Generic[T]):
         """
         kind = self._type
         if kind is None or (kind.done() and error_of(kind) is not None):
-            with self._using("value_type()"):
-                kind = self._type = fetch.value_type(self._handle, timeout)
+            self._check_usable("value_type()")
+            kind = self._type = fetch.value_type(self._handle, timeout)
         if not blocking:
             return kind
         try:
@@ -255,15 +254,13 @@ class RRef(Generic[T]):
         if place is not None:
             return references.give_owned(rref, place, message)
         assert fork is not None
-        with self._using("fork an UserRRef"):
-            return references.give(fork, message)
+        self._check_usable("fork an UserRRef")
+        return references.give(fork, message)
 
-    @contextlib.contextmanager
-    def _using(self, operation: str) -> Iterator[None]:
+    def _check_usable(self, operation: str) -> None:
         """Refuses what cannot be done with this reference any more."""
         references, user_fork = self._handle.references, self._handle.user_fork
         if user_fork is None:
-            yield
             return
         if references.released:
             what = (
@@ -274,7 +271,6 @@ class RRef(Generic[T]):
             raise references.failure(user_fork, operation)
         if self._creation is not None and self._creation.done():
             check(self._creation, references.agent.codec.functions)
-        yield
 
     def __str__(self) -> str:
         rref, fork = self._handle.rref, self._handle.user_fork

@@ -104,14 +104,17 @@ class Connection:
         """Sends one frame; see `Channel.send`."""
         let_go()  # The answer may then come in the memory of an earlier one.
         packed, descriptors = self._pack(frame)
-
-        def put() -> None:
-            self._sending.acquire(deadline, "another thread was still sending")
+        sending = self._sending
+        busy = "another thread was still sending"
+        if sending.held:
+            memory.close_all(descriptors)
+            sending.acquire(None, busy)  # refused: this thread was interrupted there
+        try:
             try:
+                sending.acquire(deadline, busy)
                 if self._reason is not None:
                     raise NotSent(self._reason)
-                pieces: list[bytes | memoryview] = [packed.head, *packed.body]
-                self._stream.send(pieces, deadline, descriptors)
+                self._stream.send([packed.head, *packed.body], deadline, descriptors)
             except TimeoutError as error:
                 # Without a byte sent the channel is as good as before.
                 if isinstance(error, CutOff):
@@ -122,12 +125,16 @@ class Connection:
             except BaseException:
                 self._cut("sending was interrupted")
                 raise
-
-        try:
-            self._in_turn(self._sending, put)
+            finally:
+                sending.release()
+        except BaseException:
+            sending.release()  # an interrupt may have come before the first release
+            raise
         finally:
             if descriptors:
                 memory.close_all(descriptors)
+            if self._reason is not None:
+                self._release()
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
         maps, devices = self._terms.device_maps, None
@@ -141,11 +148,14 @@ class Connection:
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
                 packed = pack(frame, None, devices)
-        try:
-            self._check_size(packed, len(frame.leaves))
-        except ValueError:
-            memory.close_all(descriptors)
-            raise
+        # Nearly all frames are small, and these two lengths say so.
+        header = len(packed.head) - PREFIX_BYTES
+        if frame.leaves or header > self._terms.limits.header_bytes:
+            try:
+                self._check_size(packed, len(frame.leaves))
+            except ValueError:
+                memory.close_all(descriptors)
+                raise
         return packed, descriptors
 
     def _check_size(self, packed: Packed, leaves: int) -> None:
@@ -189,11 +199,18 @@ class Connection:
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
         let_go()  # Nothing is kept from the other side while this one waits.
-
-        def get() -> Frame:
-            self._receiving.acquire(deadline, "another thread was still receiving")
+        receiving = self._receiving
+        busy = "another thread was still receiving"
+        if receiving.held:
+            receiving.acquire(None, busy)  # refused, as above
+        try:
             try:
-                return self._new(deadline)
+                receiving.acquire(deadline, busy)
+                while True:
+                    frame = self._next(deadline)
+                    # A request that was received before is dropped.
+                    if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
+                        return frame
             except ChannelClosed as error:
                 raise self._ended(error) from error
             except ProtocolError as error:
@@ -205,15 +222,14 @@ class Connection:
                 # Bytes may have come and not been counted: a frame would have no begin.
                 self._cut("receiving was interrupted")
                 raise
-
-        return self._in_turn(self._receiving, get)
-
-    def _new(self, deadline: float | None) -> Frame:
-        """The next frame that is not a request received before."""
-        while True:
-            frame = self._next(deadline)
-            if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
-                return frame
+            finally:
+                receiving.release()
+        except BaseException:
+            receiving.release()  # an interrupt may have come before the first release
+            raise
+        finally:
+            if self._reason is not None:
+                self._release()
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """Sends a request and returns its answer; see `Channel.exchange`."""
@@ -228,20 +244,20 @@ class Connection:
             self.close(reason)
             raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
 
-    def _await_begin(self, deadline: float | None) -> None:
-        self._check_open()
+    def _next(self, deadline: float | None) -> Frame:
+        if self._reason is not None:
+            raise ChannelClosed(self._reason)
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _BUFFER:
                 self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
             self._end = self._stream.receive_into(self._buffer, deadline)
-
-    def _next(self, deadline: float | None) -> Frame:
-        self._await_begin(deadline)
         limits = self._terms.limits
         try:
             sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
             header = parse_header(self._parse(sizes.header, deadline), sizes, limits)
+            if not header.leaves:
+                return assemble(header, (), None)
             buffers = allocate(header)
             self._receive_body(buffers, sizes.body, deadline)
             apart = self._claim(header) if sizes.apart else ()
@@ -257,12 +273,12 @@ class Connection:
         """The next `size` bytes, valid until more is received."""
         if size > self._end - self._start:
             self._make_room(size)
-        while size > self._end - self._start:
-            free = self._buffer[self._end :]
-            self._end += self._stream.receive_into(free, self._patience(deadline))
+            while size > self._end - self._start:
+                free = self._buffer[self._end :]
+                self._end += self._stream.receive_into(free, self._patience(deadline))
         start = self._start
-        self._start = start + size
-        return self._buffer[start : start + size]
+        self._start = end = start + size
+        return self._buffer[start:end]
 
     def _make_room(self, size: int) -> None:
         kept = self._buffer[self._start : self._end]
@@ -327,18 +343,6 @@ class Connection:
     def _ended(self, error: ChannelClosed) -> ChannelClosed:
         self._cut(str(error))
         return type(error)(self._reason)
-
-    def _check_open(self) -> None:
-        if self._reason is not None:
-            raise ChannelClosed(self._reason)
-
-    def _in_turn(self, turn: InterruptSafeLock, action: Callable[[], T]) -> T:
-        """Calls `action`, which takes the turn; what remains is done in any case."""
-        try:
-            return turn.releasing(action)
-        finally:
-            if self._reason is not None:
-                self._release()
 
     def _release(self) -> None:
         """Gives the socket back, unless a thread is still inside the stream.

@@ -22,7 +22,7 @@ Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothi
 import functools
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -36,7 +36,7 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.arrays import aligned, dtype_name, dtype_named, host
 
 __all__ = [
-    "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
+    "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
     "Duplicates", "Frame", "Header", "Limits", "Packed", "allocate", "assemble", "pack",
     "parse_header", "parse_prefix",
 ]  # fmt: skip
@@ -47,6 +47,10 @@ CALL = "call"
 REPLY = "reply"
 ERROR = "error"
 CANCEL = "cancel"
+
+ALSO = "also"
+"""In the metadata of an answer on a shared connection: the number of another request,
+whose answer is None and comes with this one."""
 
 ANSWERS = frozenset((REPLY, ERROR))
 # These bear the number of the request that they are about, so it comes again.
@@ -205,13 +209,8 @@ class _Leaf(NamedTuple):
     offset: int | None  # In the slab; None for a leaf with memory of its own.
 
 
-class _Layout(NamedTuple):
-    """Where the bytes of some leaves are; see `Header`."""
-
-    leaves: tuple[_Leaf, ...]
-    slab: int
-    large: tuple[int, ...]
-    apart: tuple[int, ...]
+_Layout = tuple[tuple[_Leaf, ...], int, tuple[int, ...], tuple[int, ...]]
+"""Where the bytes of some leaves are: all of `Header` but the message."""
 
 
 class Header(NamedTuple):
@@ -276,21 +275,16 @@ def pack(
             slab += (bytes(gap), array.tobytes())
             filled += gap + nbytes
         described.append((flags, dtype_name(array.dtype), array.shape))
-    header = _encoded(frame, described)
-    body = [memoryview(b"".join(slab)), *large] if filled else large
-    size = sum(map(len, body))
-    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
-    return Packed(prefix + header, body, separate)
-
-
-def _encoded(frame: Frame, leaves: list[Any]) -> bytes:
-    fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, leaves)
-    header = _encoder.encode(fields)
+    kind, number, meta, tree, _, shared = frame
+    header = _encoder.encode((kind, number, meta, tree, shared, described))
     if len(header) >= 1 << 32:
         rule = "must have fewer than 4 GiB outside its arrays"
         remedy = "Send large data as arrays, bytes or text."
         raise ValueError(requirement("rpc(value)", rule, len(header), remedy))
-    return header
+    body = [memoryview(b"".join(slab)), *large] if filled else large
+    size = sum(map(len, body))
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
+    return Packed(prefix + header, body, separate)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -340,12 +334,12 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
         raise _beyond("number of arrays", got, limits.leaves, "leaves")
     few = len(message.leaves) <= _FEW
     layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
-    header = Header(message, *layout)
-    if header.slab + sum(header.large) != sizes.body:
+    leaves, slab, large, apart = layout
+    if slab + sum(large) != sizes.body:
         raise ProtocolError(f"The arrays do not fill the body of {sizes.body} bytes.")
-    if len(header.apart) != sizes.apart:
+    if len(apart) != sizes.apart:
         raise ProtocolError(f"Not {sizes.apart} arrays travel apart, as announced.")
-    return header
+    return Header(message, leaves, slab, large, apart)
 
 
 def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
@@ -367,7 +361,7 @@ def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
     total = filled + sum(large) + sum(apart)
     if total > limit:
         raise _beyond("body", total, limit, "body_bytes")
-    return _Layout(tuple(leaves), filled, tuple(large), tuple(apart))
+    return tuple(leaves), filled, tuple(large), tuple(apart)
 
 
 _FEW = 8
@@ -423,19 +417,24 @@ def assemble(
     Raises:
       ProtocolError: The memory is not as described, or JAX cannot hold an array.
     """
-    slab: Any = buffers[0] if header.slab else bytearray()
-    large = iter(_fitting(buffers[bool(header.slab) :], header.large))
-    separate = iter(_fitting(apart, header.apart))
+    message, described, slab_size, sizes, separate_sizes = header
+    slab: Any = buffers[0] if slab_size else bytearray()
+    large: Iterator[memoryview] = iter(())
+    separate = large
+    if sizes or separate_sizes or apart or len(buffers) > 1:
+        large = iter(_fitting(buffers[bool(slab_size) :], sizes))
+        separate = iter(_fitting(apart, separate_sizes))
     leaves: list[Any] = []
-    for dtype, shape, flags, offset in header.leaves:
+    for dtype, shape, flags, offset in described:
         if offset is None:
             memory = next(separate if flags & _APART else large)
             array = np.ndarray(shape, dtype, memory)
         else:
             array = np.ndarray(shape, dtype, slab, offset)
         leaves.append(_received(array, flags, device) if flags & _JAX else array)
-    kind, number, meta, tree, shared, _ = msgspec.structs.astuple(header.message)
-    return Frame(kind, number, meta, tree, leaves, shared)
+    return Frame(
+        message.kind, message.id, message.meta, message.tree, leaves, message.shared
+    )
 
 
 def _fitting(

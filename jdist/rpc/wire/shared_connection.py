@@ -16,7 +16,7 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
-from jdist.rpc.wire.frame import CANCEL, Frame
+from jdist.rpc.wire.frame import ALSO, CANCEL, REPLY, Frame
 
 __all__ = ["Callbacks", "Pending", "SharedConnection"]
 
@@ -183,11 +183,19 @@ class SharedConnection:
     def _read_one(self) -> None:
         # A function of its own, so that the thread keeps no answer while it waits.
         frame = self._channel.receive()
-        pending = self._pending.pop(frame.id, None)
-        if pending is not None:
-            self._run_later(pending.answered(frame))
-        elif self._on_push is not None:
+        also = frame.meta.get(ALSO)
+        if type(also) is int:
+            self._answer(also, Frame(REPLY, also, {}, None, []))
+        if not self._answer(frame.id, frame) and self._on_push is not None:
             self._on_push(frame)
+
+    def _answer(self, number: int, frame: Frame) -> bool:
+        """Hands an answer to its request; False if none of this number waits."""
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return False
+        self._run_later(pending.answered(frame))
+        return True
 
     def _end(self, reason: str) -> None:
         self.closed = reason

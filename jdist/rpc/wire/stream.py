@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from jdist.rpc.base.errors import ProtocolError
@@ -50,7 +51,6 @@ _SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
 # As plain numbers: the enumeration's members cost more than the rest of a call.
 _NOW = int(socket.MSG_DONTWAIT)
 _WHOLE = int(socket.MSG_WAITALL)
-_LOOK = int(socket.MSG_PEEK) | _NOW
 _ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
@@ -110,30 +110,38 @@ class Polling:
         elif self._needed:
             self._needed -= 1
 
-    def poll(self, look: Callable[[], int | None]) -> int | None:
-        """Calls `look` until it returns a value; returns that, or None after too long.
+    def poll(self, look: Callable[[], object]) -> object:
+        """Calls `look` until it returns something true; that, or None after too long.
 
         None also while another thread of this process is polling.
         """
-        return _turn.releasing(lambda: self._poll(look))
-
-    def _poll(self, look: Callable[[], int | None]) -> int | None:
-        if not _turn.try_acquire():
+        if _turn.held:  # by what this thread has interrupted
             return None
-        now = time.monotonic()
+        try:
+            try:
+                return self._poll(look) if _turn.try_acquire() else None
+            finally:
+                _turn.release()
+        except BaseException:
+            _turn.release()  # an interrupt may have come before the first release
+            raise
+
+    def _poll(self, look: Callable[[], object]) -> object:
+        monotonic = time.monotonic
+        now = monotonic()
         until = now + self._seconds
-        found = None
-        while found is None and now < until:
+        found: object = None
+        while not found and now < until:
             found = look()
-            if found is None:
+            if not found:
                 _give_way()
-            now = time.monotonic()
+            now = monotonic()
         if now < until:
             self._doubt = max(0, self._doubt - 1)
         else:
             self._doubt = min(self._doubt + 1, _MOST_DOUBT)
             self._needed = 1 << self._doubt
-        return found
+        return found or None
 
 
 # --- streams ---
@@ -194,6 +202,10 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(sock)
         self._socket = sock
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        # Without an exception where nothing has come, which costs more than the call.
+        self._look: Callable[[], list[tuple[int, int]]] = partial(poll.poll, 0)
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
         self.passes_descriptors = False
@@ -217,15 +229,11 @@ class Stream:
         """
         if whole:
             return self._receive(view, deadline, _WHOLE)
-        if self.polling is None:
+        polling = self.polling
+        if polling is None:
             return self._receive(view, deadline, 0)
-        return self._poll_and_receive(self.polling, view, deadline)
-
-    def _poll_and_receive(
-        self, polling: Polling, view: memoryview, deadline: float | None
-    ) -> int:
-        if polling.worthwhile:
-            got = polling.poll(lambda: self._receive_once(view, _NOW))
+        if polling.worthwhile and polling.poll(self._look):
+            got = self._receive_once(view, _NOW)
             if got is not None:
                 return got
         since = time.monotonic()
@@ -313,13 +321,7 @@ class Stream:
 
     def silent(self) -> bool:
         """Whether it is open and nothing has come that was not received."""
-        try:
-            self._socket.recv(1, _LOOK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not self._look()
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.profiler import TraceAnnotation
 
 from jdist import rpc
+from jdist.rpc.calls import function_calls
 
 NEXT = {f"worker{i}": f"worker{(i + 1) % 4}" for i in range(4)}
 
@@ -370,3 +372,21 @@ def test_jax_arrays_are_shared_in_process():
     with rpc.local_cluster(["a", "b"], devices=devices, allow=["tests"]):
         array = jnp.arange(3.0)
         assert rpc.rpc_sync("b", name_and, args=(array,))[1] is array
+
+
+def test_a_profiler_gets_the_names_of_called_functions(monkeypatch, tmp_path):
+    """And without one nothing is made for it."""
+    made = []
+
+    class Annotation(TraceAnnotation):
+        def __init__(self, name):
+            made.append(name)
+            super().__init__(name)
+
+    monkeypatch.setattr(function_calls, "TraceAnnotation", Annotation)
+    with rpc.local_cluster(["worker0", "worker1"], allow=["tests"]):
+        assert rpc.rpc_sync("worker1", add, (1, 2)) == 3
+        assert made == []
+        with jax.profiler.trace(tmp_path):
+            assert rpc.rpc_sync("worker1", add, (1, 2)) == 3
+    assert made == ["rpc add"]

@@ -86,7 +86,7 @@ def call(peer):
 
 def test_a_call_that_is_given_up_late_closes_no_other_calls_connection(peer):
     first = call(peer)
-    first.run(REQUEST)
+    first.run(*REQUEST)
     (channel,) = peer._transport.channels
     second = call(peer)
     peer.take(second, NEVER)  # the connection that the first one gave back
@@ -108,7 +108,7 @@ def test_a_call_that_is_given_up_while_it_waits_is_cut(peer):
 
     peer._transport.connect = connect
     with pytest.raises(ChannelClosed, match="no use for it"):
-        waiting.run(REQUEST)
+        waiting.run(*REQUEST)
     waiting.release("it ended")
     assert (peer._idle, peer._busy) == ([], set())
 
