@@ -40,7 +40,7 @@ DEFAULT = -1.0
 
 
 class Deadline(NamedTuple):
-    """When to give up, and whether a timeout was given.
+    """The moment at which to give up, and whether a timeout was given.
 
     Attributes:
       at: Moment of `time.monotonic()`, or None.
@@ -65,7 +65,7 @@ and a lock refuses to wait for more than some centuries."""
 
 
 def moment(seconds: float) -> float | None:
-    """When that many seconds are over; None for 0, and beyond LONGEST."""
+    """The moment that many seconds from now; None for 0, and beyond LONGEST."""
     return time.monotonic() + seconds if 0 < seconds <= LONGEST else None
 
 
@@ -151,7 +151,7 @@ class Operation(NamedTuple):
 
 
 class Worker(Protocol):
-    """A worker, as far as this room needs it; `jdist.rpc.calls.agent.Agent` is one."""
+    """The part of `jdist.rpc.calls.agent.Agent` that this room uses."""
 
     info: WorkerInfo
     closed: bool
@@ -282,7 +282,7 @@ def worker() -> Worker:
 
 
 def why_none() -> str:
-    """Why this process has no worker."""
+    """The reason why this process has no worker, for messages."""
     if not _inherited:
         return NOT_INITIALIZED
     names = ", ".join(_inherited)

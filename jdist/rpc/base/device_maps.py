@@ -75,7 +75,7 @@ def device_of(number: int) -> jax.Device:
     """The device of this number on this worker.
 
     Raises:
-      ProtocolError: There is none.
+      ProtocolError: No device has this number.
     """
     devices = jax.local_devices()
     if not 0 <= number < len(devices):

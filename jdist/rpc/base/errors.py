@@ -1,7 +1,7 @@
 """Exceptions of rpc.
 
-All derive from `RpcError`. An exception of the called *function* is none of these: it
-arrives at the caller as its own type, see `jdist.rpc.codec.remote_exception`.
+All derive from `RpcError`. An exception that the called *function* raises arrives at
+the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 """
 
 from jdist._errors import JdistError

@@ -277,7 +277,7 @@ def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
 
 
 def await_done(future: Future[Any], until: float | None) -> bool:
-    """Blocks until completed; False when the moment came first."""
+    """Blocks until completed; False if the moment comes first."""
     return future._sleep(until)
 
 

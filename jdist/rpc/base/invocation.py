@@ -47,7 +47,7 @@ class Invocation(NamedTuple):
         """The call that arrived.
 
         Raises:
-          ProtocolError: It is none.
+          ProtocolError: `body` is not a call.
         """
         # A peer may send anything.
         if type(body) is tuple and len(body) == 3:
@@ -130,7 +130,7 @@ class MessageContext:
 
 
 class ReferenceCounting(Protocol):
-    """Reference counting, as far as calls and the end of a worker need it."""
+    """Reference counting as calls and the shutdown of a worker use it."""
 
     def begin(self, incarnation: int) -> None:
         """The worker belongs to a group."""

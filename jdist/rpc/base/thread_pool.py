@@ -3,9 +3,9 @@
 A task goes to the thread that became idle last, because its stack is warm; without an
 idle thread a new one starts. A thread that is idle for 10 s ends.
 
-Two kinds of tasks differ in one point. Users' functions (`run_limited`) have a number
-of places and wait in order when all are taken. What the library does itself (`run`) is
-not limited: a function that has a place may wait for it.
+Two kinds of tasks differ in one point. Users' functions (`run_limited`) share a fixed
+number of places and wait in order when all are taken. The library's own tasks (`run`)
+are not limited, because a function that has a place may wait for one.
 """
 
 import logging
@@ -46,7 +46,7 @@ class ThreadPool:
 
     @property
     def free(self) -> int:
-        """How many more limited tasks could start at once."""
+        """The number of limited tasks that could start at once."""
         with self._lock:
             return max(0, self.places - self._taken)
 
@@ -193,7 +193,7 @@ class ThreadPool:
 
 
 class _IdleThread:
-    """Where an idle thread finds its next task."""
+    """The slot in which an idle thread finds its next task."""
 
     __slots__ = ("ready", "task")
 

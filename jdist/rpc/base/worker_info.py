@@ -73,7 +73,7 @@ class PeerRecord(NamedTuple):
     address: Any
 
     def row(self) -> list[Any]:
-        """As plain values, for the wire."""
+        """The record as plain values, for the wire."""
         info = self.info
         named = [info.name, info.id, info.incarnation]
         return [*named, self.transport_name, self.address]

@@ -1,4 +1,4 @@
-"""A worker: the calls it makes, the calls it serves, and what both need."""
+"""A worker: the calls that it makes and serves, its peers, its threads and timer."""
 
 import contextlib
 import contextvars
@@ -93,13 +93,17 @@ class ExtensionState(dict[str, Any]):
         return {key: n for counts in counting if counts for key, n in counts().items()}
 
 
+Contents = tuple[str, dict[str, Any], Any, list[Any]]
+"""Kind, metadata, tree and leaves of a request that has no number yet."""
+
+
 class GroupLink(Protocol):
     """A worker's place in its group; `jdist.rpc.group` has it."""
 
     elastic: bool
 
     def expelled(self) -> str | None:
-        """Why the others take this worker for lost, if they do."""
+        """The reason why the others consider this worker lost, if they do."""
 
     def workers(self) -> list[WorkerInfo]:
         """All workers, by rank; departed ones only in a group of fixed size."""
@@ -203,7 +207,7 @@ class Agent:
 
     @property
     def address(self) -> Any:
-        """Where the others reach this worker."""
+        """The address at which others reach this worker."""
         return self._transport.address
 
     def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
@@ -416,15 +420,15 @@ class Agent:
         if execution is not None:
             # The callee then gives it no place to wait for: see `Callee.needs_place`.
             meta[NESTED] = True
-        frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
+        contents = (outgoing.kind, meta, tree, leaves)
         peer = outgoing.peer
         try:
             # Before it is sent: a shutdown must not find this worker without calls
             # while the request is in flight.
             self.outstanding.send(request)
-            if not self._submit(request, peer.shared, frame):
+            if not self._submit(request, peer.shared, contents):
                 # Connecting may take long, and this call must not.
-                self.pool.run(lambda: self._connect_and_submit(request, peer, frame))
+                self.pool.run(lambda: self._connect_and_submit(request, peer, contents))
         except BaseException:
             self.outstanding.end(request)
             self.undelivered(request.message)
@@ -432,25 +436,27 @@ class Agent:
         return request
 
     def _submit(
-        self, request: AsyncCall, shared: SharedConnection | None, frame: Frame
+        self, request: AsyncCall, shared: SharedConnection | None, contents: Contents
     ) -> bool:
         """Sends a request on the shared connection; False if that is not open."""
         if shared is None or shared.closed is not None:
             return False
         try:
-            request.submit(shared, frame)
+            request.submit(shared, *contents)
         except NotSent:
             return False
         self.alarm.set(request.deadline.at)
         return True
 
-    def _connect_and_submit(self, request: AsyncCall, peer: Peer, frame: Frame) -> None:
+    def _connect_and_submit(
+        self, request: AsyncCall, peer: Peer, contents: Contents
+    ) -> None:
         error: BaseException
         try:
             # The first one may have closed without having been noticed.
             for _ in range(2):
                 shared = peer.open_shared(request.deadline)
-                if self._submit(request, shared, frame):
+                if self._submit(request, shared, contents):
                     return
             raise ChannelClosed(shared.closed or "its connection closed")
         except ChannelClosed as closed:
@@ -491,7 +497,7 @@ class Agent:
         if frame.kind == REPLY:
             return value if receive is None else receive(value, frame.meta)
         if frame.kind != ERROR:
-            raise ProtocolError(f"An answer of kind {frame.kind!r} is none.")
+            raise ProtocolError(f"A frame of kind {frame.kind!r} is not an answer.")
         raise rebuild(value, self.codec.functions)
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:

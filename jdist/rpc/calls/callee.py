@@ -101,7 +101,7 @@ class Execution:
             return True
 
     def next_follower(self) -> Callable[..., None] | None:
-        """What its thread has to call next, if there is something by now."""
+        """Takes out what its thread has to call next, if there is anything yet."""
         with self._lock:
             if not self._followers:
                 return None
@@ -109,7 +109,7 @@ class Execution:
             return first
 
     def followed(self) -> list[Callable[..., None]]:
-        """What its thread has to call next; from now on nothing more can follow."""
+        """Takes out all that its thread has to call next; nothing more can follow."""
         with self._lock:
             followers, self._followers = self._followers, None
         return list(followers or ())
@@ -152,10 +152,10 @@ class Execution:
                 self._nested.discard(nested)
 
     def cancel(self, reason: str) -> None:
-        """Ends what can be ended: the caller has no use for the result any more.
+        """Ends what can be ended, because the caller does not wait for the result.
 
-        Does not wait: callbacks of the futures that end are users' functions, and run
-        on the pool.
+        Returns at once: the callbacks of futures are users' functions and run on the
+        pool.
         """
         with self._lock:
             if self.cancelled is not None:
@@ -168,7 +168,7 @@ class Execution:
         if undelivered is not None:
             ends.append(undelivered)
         for end in ends:
-            # Each on its own: a callback that waits must not keep a nested call alive.
+            # Separately: a callback that waits must not keep a nested call alive.
             self._pool.run(end)
 
 

@@ -1,4 +1,4 @@
-"""Calls of functions on other workers: what `rpc` is for."""
+"""`rpc_sync` and `rpc_async`: calls of functions on other workers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ def rpc_async(
     """As `rpc_sync`, but returns at once, with a future of the result.
 
     Calls run on the callee side by side, in no particular order. The future can be
-    dropped: the call is made all the same. Arrays among the arguments may be read until
+    dropped: the call is made nevertheless. Arrays among the arguments may be read until
     the call is answered, so do not write to them before.
 
     Raises:
@@ -150,8 +150,8 @@ def run(call: Invocation) -> Any:
     """Runs the function: its value, or its future where it is marked as asynchronous.
 
     Raises:
-      TypeError: The function returned a future without being marked, or none although
-        it is; and whatever it raised.
+      TypeError: The function is marked and did not return a future.
+      Exception: Whatever the function raised.
     """
     function = call.function
     if TraceAnnotation.is_enabled():
@@ -175,7 +175,7 @@ def _intercepted(
         # What the answer is made of is given up with it.
         _execution().defer(value)
         return value.then(lambda done: Reply(done.value(), answer_meta))
-    if type(value) is Reply:  # a future that is none of ours to wait for
+    if type(value) is Reply:  # its value is a future, which is to be refused
         return value
     return Reply(value, answer_meta)
 
@@ -193,7 +193,7 @@ def outgoing(
     """A call of a function, as a request of this kind.
 
     Raises:
-      TypeError: `func` cannot be called, or `args` or `kwargs` is none.
+      TypeError: `func` cannot be called, or `args` or `kwargs` is of a wrong type.
     """
     if not callable(func):
         rule = "function should be callable"
@@ -262,7 +262,7 @@ def is_asynchronous(function: Callable[..., Any]) -> bool:
 
 
 def check_result(function: Callable[..., Any], result: Any) -> None:
-    """Refuses what is no future from a marked function.
+    """Refuses a result of a marked function that is not a future.
 
     Raises:
       TypeError: With the words that torch's users search for.

@@ -49,11 +49,11 @@ class Entry(Protocol):
 
     @property
     def since(self) -> float:
-        """When it began, in `time.monotonic()` seconds."""
+        """The moment at which it began, of `time.monotonic()`."""
 
     @property
     def deadline(self) -> Deadline:
-        """When it must be over."""
+        """The moment at which it must be over."""
 
     @property
     def has_answer(self) -> bool:
@@ -180,7 +180,7 @@ class OutstandingCalls:
             return None if self._sent or self._served else self._begun
 
     def wake(self) -> None:
-        """Has those who wait in `when_empty` check again."""
+        """Has the threads that wait in `when_empty` check again."""
         with self._lock:
             self._empty.notify_all()
 
@@ -213,9 +213,9 @@ class Submitted(NamedTuple):
 class Outgoing(NamedTuple):
     """A request to be sent, and its destination.
 
-    Of an asynchronous call `ended` is told the error, or None. It runs on the thread
-    that learns of it, before anything else, and must not wait. `after` is a request
-    that the callee has to end before it can answer this one.
+    Of an asynchronous call `ended` is called with the error, or None, on the thread
+    that receives it, before anything else; it must not wait. `after` is a request that
+    the callee has to end before it can answer this one.
     """
 
     peer: Peer
@@ -389,17 +389,24 @@ class AsyncCall:
         """Whether its answer came, so that only callbacks still run."""
         return self.future.done()
 
-    def submit(self, shared: SharedConnection, frame: Frame) -> None:
+    def submit(
+        self,
+        shared: SharedConnection,
+        kind: str,
+        meta: dict[str, Any],
+        tree: Any,
+        leaves: list[Any],
+    ) -> None:
         """Sends it; from here on exactly one of the three ends below comes.
 
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        meta, after = frame.meta, self._after
+        after = self._after
         # On another connection that number is another request's.
         if after is not None and after.shared is shared:
             meta = meta | {AFTER: after.number}
-        number = shared.submit(self, frame.kind, meta, frame.tree, frame.leaves)
+        number = shared.submit(self, kind, meta, tree, leaves)
         self.submitted = Submitted(shared, number)
         if self._execution is not None and not self.future.done():
             self._execution.begin(self)
@@ -423,7 +430,7 @@ class AsyncCall:
 
     def disconnected(self, reason: str) -> Callbacks:
         """See `Pending`."""
-        # Not on the reader: to find out who is lost may take a moment.
+        # Not on the reader: finding out which worker is lost may take a moment.
         return [lambda: self._lose(reason)]
 
     def expired(self) -> Callbacks:

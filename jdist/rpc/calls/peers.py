@@ -281,8 +281,8 @@ class Directory:
         one has its name and rank meanwhile.
 
         Raises:
-          RpcError: There is none of that name or rank.
-          ValueError: `to` is none of the three.
+          RpcError: No worker has that name or rank.
+          ValueError: `to` is of another type.
         """
         peer = self._by_name.get(to) if type(to) is str else self._look_up(to)
         if self._coming and (peer is None or peer.departed is not None):
@@ -319,7 +319,7 @@ class Directory:
         return None if peer is None or peer.departed is not None else peer.info
 
     def departed(self, name: str) -> str | None:
-        """Why that worker is gone, if it is."""
+        """The reason why that worker is gone, if it is."""
         peer = self._by_name.get(name)
         return None if peer is None else peer.departed
 

@@ -128,7 +128,7 @@ def dtype_named(name: str) -> np.dtype:
     """The dtype of this name.
 
     Raises:
-      ProtocolError: There is none.
+      ProtocolError: No dtype has this name.
     """
     dtype = _NATIVE.get(name)
     if dtype is not None:

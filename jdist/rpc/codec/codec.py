@@ -244,7 +244,7 @@ def _integer(encoding: Encoding, value: int) -> Any:
 
 
 def _bytes(encoding: Encoding, value: bytes) -> Any:
-    """Short bytes as they are, long ones as a leaf."""
+    """Short bytes unchanged, long ones as a leaf."""
     return value if len(value) < _LONG else _raw(encoding, codes.BYTES, value)
 
 

@@ -226,7 +226,7 @@ class FunctionTable:
         return raw.__get__(None if of_class else owner, kind)
 
     def _check_public(self, found: Any, ref: str) -> None:
-        """Refuses a private function of a class; a private class is no less a type."""
+        """Refuses a private function of a class, but not a private class."""
         inner = ref.partition(":")[2].split(".")[1:]
         private = any(part.startswith("_") for part in inner)
         if private and not isinstance(found, type) and ref not in self._objects:
@@ -307,9 +307,9 @@ class _Found(NamedTuple):
 
 
 def own_name(thing: Any) -> str | None:
-    """`module:qualname` as `thing` itself says it; None if it does not.
+    """The name `module:qualname` in the attributes of `thing`; None without them.
 
-    The main program is `__main__` for everybody, whatever multiprocessing calls it.
+    The main program is `__main__` on all workers, whatever multiprocessing calls it.
     """
     module = getattr(thing, "__module__", None)
     qualname = getattr(thing, "__qualname__", None)

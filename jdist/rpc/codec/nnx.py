@@ -40,7 +40,7 @@ def is_module(value: Any) -> bool:
 
 
 def refusal(value: Any) -> str:
-    """Why a value of Flax's own cannot travel, and what can; "" for any other value."""
+    """The refusal of a value of Flax's own, with a remedy; "" for any other value."""
     nnx = sys.modules.get("flax.nnx")
     names = ("GraphDef", "Pytree", "State", "Variable")
     kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])

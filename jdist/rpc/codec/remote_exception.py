@@ -39,7 +39,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def describe(error: BaseException, worker: str) -> dict[str, Any]:
-    """All that is to be known of an exception, as values that the codec takes.
+    """Type, text, attributes and traceback of an exception, as values for the codec.
 
     Arguments and attributes that are not plain scalars, texts and containers of them
     stay behind; an exception with such arguments arrives as a `RemoteError`. Causes
@@ -73,7 +73,7 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
 def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     """The exception again: its own type, or `RemoteError` where that cannot be.
 
-    Its own type it is if `functions` lets one name it and the rebuilt exception has
+    It has its own type if `functions` allows that name and the rebuilt exception has
     the text of the original. Attributes `remote_worker` and `remote_traceback` say
     where it was first raised, and for every worker that it came through there is a
     note with the traceback there. `KeyboardInterrupt` and its like arrive as
@@ -106,7 +106,7 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
 def _attempt(read: Callable[[], T], otherwise: T) -> T:
     try:
         return read()
-    except BaseException:  # noqa: BLE001 - the exception is told without this part
+    except BaseException:  # noqa: BLE001 - the exception is described without this part
         return otherwise
 
 

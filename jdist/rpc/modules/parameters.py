@@ -1,4 +1,4 @@
-"""The parameters of a module that lives on a worker: what its owner does with them."""
+"""The parameters of a module on a worker: cells, and how its owner lists them."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Parameter:
         self.value = new
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
-        """How it travels: the value and the name."""
+        """The value and the name, which travel."""
         return (self.value,), self.name
 
     @classmethod

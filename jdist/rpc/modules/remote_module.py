@@ -21,7 +21,7 @@ __all__ = ["TRAINABLE", "RemoteModule", "remote_module"]
 
 
 TRAINABLE = "rpc.trainable_module"
-"""Under which a worker has what makes a trainable module, if something offers it."""
+"""The key of the function, in the extension state, that makes a trainable module."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

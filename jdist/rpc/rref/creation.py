@@ -75,7 +75,7 @@ class Creation:
         return None
 
     def give_up(self, error: BaseException) -> None:
-        """Undoes it; the owner is told if it may have been asked."""
+        """Undoes the creation; notifies the owner if it may have been asked."""
         references = self._references
         if self._local is not None:
             references.created_here(self._local)

@@ -61,7 +61,7 @@ def install(
                 )
             )
 
-        # No thread waits for a value that is still to come.
+        # A value that has not been created yet occupies no thread.
         return answer() if found.done() else found.then(lambda done: answer())
 
     def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:

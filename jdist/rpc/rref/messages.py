@@ -131,7 +131,7 @@ def unpack_id(number: Any) -> GloballyUniqueId:
     """An id of the number that it travels as.
 
     Raises:
-      ProtocolError: It is none.
+      ProtocolError: `number` is not an id.
     """
     if type(number) is not int or not 0 <= number < 1 << 64:
         raise ProtocolError("An id is a number of 64 bits.")

@@ -1,4 +1,4 @@
-"""The owner's side of the protocol: values of this worker and the forks that count."""
+"""The owner's side of the protocol: its values, and the forks that keep them."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class OwnedValues:
 
     @property
     def forks(self) -> int:
-        """How many forks are counted."""
+        """The number of forks that are counted."""
         return sum(len(entry.holders) for entry in self._entries.values())
 
     def find(self, rref: GloballyUniqueId) -> OwnedEntry | None:

@@ -5,7 +5,7 @@ clocks or sockets: methods are events, and each returns the effects to be perfor
 
 Two guarantees carry it (torch's names):
 
-- G1. The owner is told when a holder drops its fork.
+- G1. A holder that drops its fork notifies the owner.
 - G2. A fork is not dropped before every fork made of it is counted by the owner.
 
 Hence at any time each holder is counted itself, or descends by forks that are not yet

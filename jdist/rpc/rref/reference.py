@@ -177,7 +177,7 @@ class RRef(Generic[T]):
           blocking: Whether to wait. Otherwise a future is returned, the same each time.
 
         Raises:
-          ForbiddenFunction: The type is none that this worker can import and may name.
+          ForbiddenFunction: This worker cannot import the type, or must not name it.
           Exception: As `to_here`.
 
         Source: `torch.distributed.rpc.RRef._get_type`.

@@ -95,7 +95,7 @@ class References:
         self.agent = agent
         self.released = False
         self.begin(agent.info.id)
-        # Taken as it is, not by its condition: see `interrupt_safe_lock`.
+        # `with` this lock, not the condition: see `interrupt_safe_lock`.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
@@ -126,7 +126,7 @@ class References:
             return self._protocol.name()
 
     def find(self, rref: GloballyUniqueId) -> OwnerValue:
-        """Where the value of this id is or will be.
+        """The place of the value of this id, which may not be there yet.
 
         Raises:
           RpcError: It was freed.
@@ -432,7 +432,7 @@ class References:
         return peer.info
 
     def failure(self, user_fork: UserFork, operation: str) -> RpcError:
-        """Why a reference cannot be used."""
+        """The exception for the use of a reference that has failed."""
         owner = self.agent.directory.of_incarnation(user_fork.owner)
         if owner is not None and owner.departed is not None:
             name, reason = owner.info.name, owner.departed

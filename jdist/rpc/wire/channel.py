@@ -71,7 +71,7 @@ class Transport(Protocol):
     """Listens for one worker and connects it to others."""
 
     address: Any
-    """Where others reach this worker: msgpack-able, given to their `connect`."""
+    """The argument of others' `connect` that leads to this worker; msgpack-able."""
 
     device_maps: DeviceMaps
     """On which of their devices this worker's arrays arrive."""

@@ -198,7 +198,7 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
-        let_go()  # Nothing is kept from the other side while this one waits.
+        let_go()  # The other side may use the memory while this one waits.
         receiving = self._receiving
         busy = "another thread was still receiving"
         if receiving.held:

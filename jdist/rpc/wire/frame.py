@@ -210,7 +210,7 @@ class _Leaf(NamedTuple):
 
 
 _Layout = tuple[tuple[_Leaf, ...], int, tuple[int, ...], tuple[int, ...]]
-"""Where the bytes of some leaves are: all of `Header` but the message."""
+"""The places of the bytes of some leaves: all of `Header` but the message."""
 
 
 class Header(NamedTuple):

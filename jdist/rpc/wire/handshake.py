@@ -176,7 +176,7 @@ def refuse(sock: socket.socket) -> None:
     """Answers a connector that this process has neither descriptor nor thread for it.
 
     The answer has a hello's size and proves nothing: to believe it costs the connector
-    no more than a closed connection would. Where TLS is expected it is none.
+    no more than a closed connection would. Where TLS is expected it is no answer.
     """
     sock.setblocking(False)
     sock.send(_REFUSAL.ljust(_HELLO.size, b"\x00"))

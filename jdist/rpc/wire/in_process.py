@@ -42,7 +42,7 @@ _DEEPEST = 16
 
 
 class Hub:
-    """Where the workers of one cluster in this process find each other."""
+    """The transports of the workers of one cluster in this process, by name."""
 
     def __init__(self) -> None:
         self.transports: dict[str, InProcessTransport] = {}
@@ -188,7 +188,7 @@ class _End:
             except queue.Empty:
                 raise TimeoutError("no frame arrived in time") from None
             if frame is None:
-                self._arrived.put(None)  # for the next one who asks
+                self._arrived.put(None)  # for the next call of `receive`
                 raise ChannelClosed(self._closed or "closed")
             if (
                 frame.kind in UNNUMBERED

@@ -1,4 +1,4 @@
-"""Where a worker can be reached, and the sockets that lead there.
+"""Addresses of workers, and the sockets that lead there.
 
 A worker listens on TCP and, for peers of its machine, on a Unix socket, which is twice
 as fast and can pass memory. On Linux the Unix socket's name is abstract,
@@ -40,7 +40,7 @@ _OUTWARD = ("192.0.2.1", 9)  # RFC 5737: never a real host. Nothing is sent.
 
 
 class Address(NamedTuple):
-    """Where a worker listens.
+    """The addresses at which a worker listens.
 
     Attributes:
       host: Name or number of its machine, as others reach it.

@@ -148,7 +148,7 @@ class Polling:
 
 
 class CutOff(TimeoutError):
-    """The deadline passed after a part had been sent: the stream is of no more use."""
+    """The deadline passed after a part had been sent, so the stream is unusable."""
 
 
 class ByteStream(Protocol):
