@@ -26,7 +26,7 @@ from jdist.rpc.base.options import DEFAULT_TIMEOUT
 from jdist.rpc.base.worker_info import WorkerInfo
 
 __all__ = [
-    "DEFAULT", "LONGEST", "NEVER", "NOT_INITIALIZED", "Cancellable", "Deadline",
+    "DEFAULT", "LONGEST", "NEVER", "NOT_INITIALIZED", "Cancellable", "Deadline", "Meta",
     "Operation", "RunningCall", "Scope", "Worker", "acting_as", "add", "becoming",
     "check_timeout", "deadline", "exceeded", "from_meta", "moment", "remove", "resolve",
     "scope", "use_worker", "why_none", "with_deadline", "worker",
@@ -37,6 +37,10 @@ __all__ = [
 
 DEFAULT = -1.0
 """The timeout that stands for the worker's default."""
+
+
+Meta = dict[str, Any]
+"""Metadata of a message: small values by name that travel beside its body."""
 
 
 class Deadline(NamedTuple):
@@ -103,7 +107,7 @@ def check_timeout(call: str, timeout: object) -> None:
         raise ValueError(requirement(call, rule, timeout, remedy))
 
 
-def with_deadline(meta: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+def with_deadline(meta: Meta, deadline: Deadline) -> Meta:
     """A copy of a request's metadata, with its deadline."""
     meta = meta.copy()
     if deadline.at is not None:
@@ -114,7 +118,7 @@ def with_deadline(meta: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
     return meta
 
 
-def from_meta(meta: dict[str, Any]) -> Deadline:
+def from_meta(meta: Meta) -> Deadline:
     """The deadline in metadata; what is not a number counts as none."""
     seconds = meta.get("deadline")
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):

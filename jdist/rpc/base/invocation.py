@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jdist._errors import requirement
-from jdist.rpc.base.current import Deadline, Operation, RunningCall
+from jdist.rpc.base.current import Deadline, Meta, Operation, RunningCall
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId
@@ -60,24 +60,22 @@ class Invocation(NamedTuple):
 class Interceptor(Protocol):
     """Sees every user-level call on its way out, at the callee, and back."""
 
-    def request(
-        self, to: WorkerInfo, call: Invocation
-    ) -> tuple[Invocation, dict[str, Any]]:
+    def request(self, to: WorkerInfo, call: Invocation) -> tuple[Invocation, Meta]:
         """On the caller, before encoding: the call to send, and metadata for it."""
 
     def execute(
         self,
         caller: WorkerInfo,
         call: Invocation,
-        meta: dict[str, Any],
+        meta: Meta,
         run: Callable[[Invocation], Any],
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, Meta]:
         """On the callee: runs the call by `run`; its result and the reply's metadata.
 
         The result may be a Future when the function is an async_execution one.
         """
 
-    def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
+    def reply(self, to: WorkerInfo, value: Any, meta: Meta) -> Any:
         """On the caller, after decoding: the value that the user gets."""
 
     def local(self, value: Any) -> Any:
@@ -116,12 +114,12 @@ class MessageContext:
     def __init__(
         self,
         worker: WorkerInfo,
-        meta: dict[str, Any] | None = None,
+        meta: Meta | None = None,
         operation: Operation = _NONE,
     ) -> None:
         self.worker = worker
         self.operation = operation
-        self.meta: dict[str, Any] = {} if meta is None else meta
+        self.meta: Meta = {} if meta is None else meta
         self.crossing: Any = None
         # Shared empty tuples: most messages need none of the three.
         self.forks: Sequence[GloballyUniqueId] = ()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from jdist.rpc.base import current
-from jdist.rpc.base.current import DEFAULT, Deadline, Operation, moment
+from jdist.rpc.base.current import DEFAULT, Deadline, Meta, Operation, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.invocation import Interceptor, MessageContext, ReferenceCounting
@@ -35,6 +35,7 @@ from jdist.rpc.calls.outstanding_calls import (
 )
 from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec import Codec
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
@@ -93,7 +94,7 @@ class ExtensionState(dict[str, Any]):
         return {key: n for counts in counting if counts for key, n in counts().items()}
 
 
-Contents = tuple[str, dict[str, Any], Any, list[Any]]
+Contents = tuple[str, Meta, Tree, list[Any]]
 """Kind, metadata, tree and leaves of a request that has no number yet."""
 
 
@@ -284,7 +285,7 @@ class Agent:
         kind: str,
         body: Any,
         timeout: float = DEFAULT,
-        meta: dict[str, Any] | None = None,
+        meta: Meta | None = None,
     ) -> Any:
         """Asks `to` and waits for the answer.
 
@@ -308,7 +309,7 @@ class Agent:
         kind: str,
         body: Any,
         timeout: float = DEFAULT,
-        meta: dict[str, Any] | None = None,
+        meta: Meta | None = None,
     ) -> Future[Any]:
         """Asks `to`; the answer will be in the future, as will the errors of `call`."""
         return self.request(self.outgoing(to, kind, body, timeout, meta))
@@ -319,7 +320,7 @@ class Agent:
         kind: str,
         body: Any,
         timeout: float,
-        meta: dict[str, Any] | None = None,
+        meta: Meta | None = None,
         operation: Operation | None = None,
     ) -> Outgoing:
         """A request, with its destination looked up and its deadline computed."""
@@ -388,7 +389,7 @@ class Agent:
             return self.timed_out(peer, waiting.operation, waiting.deadline)
         return None
 
-    def _cancellable(self, waiting: SyncCall, peer: Peer) -> dict[str, Any]:
+    def _cancellable(self, waiting: SyncCall, peer: Peer) -> Meta:
         """Lets a blocking call be cancelled out of band; the metadata for that.
 
         The callee's thread that reads the call's own connection is executing the call.
@@ -469,7 +470,7 @@ class Agent:
 
     # --- answers ---
 
-    def encode(self, value: Any, message: MessageContext) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, message: MessageContext) -> tuple[Tree, list[Any]]:
         """The tree and leaves of a value that is about to be sent in a call."""
         try:
             return self.codec.encode(value, message)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Cancellable, Deadline, Operation, Scope
+from jdist.rpc.base.current import Cancellable, Deadline, Meta, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.invocation import MessageContext, ReferenceCounting
@@ -26,6 +26,7 @@ from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
 from jdist.rpc.codec import Codec
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
@@ -187,7 +188,7 @@ NESTED = "nested"
 
 _MOST_EARLY = 1024
 
-Handler = Callable[[WorkerInfo, Any, dict[str, Any]], Any]
+Handler = Callable[[WorkerInfo, Any, Meta], Any]
 """`handler(caller, body, meta)`: a value, a `Reply`, or a Future of either."""
 
 
@@ -195,7 +196,7 @@ class Reply(NamedTuple):
     """A handler's answer when it has metadata too."""
 
     value: Any
-    meta: dict[str, Any]
+    meta: Meta
 
 
 class ServingWorker(Protocol):
@@ -209,7 +210,7 @@ class ServingWorker(Protocol):
     callee: "Callee"
     references: ReferenceCounting
 
-    def encode(self, value: Any, message: MessageContext) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, message: MessageContext) -> tuple[Tree, list[Any]]:
         """The tree and leaves of a value that is about to be sent."""
 
 
@@ -261,7 +262,7 @@ class Callee:
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
 
-    def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
+    def _take_back(self, caller: WorkerInfo, ticket: Any, meta: Meta) -> None:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # Noted first, because the request may still be on its way on another channel.

@@ -3,6 +3,7 @@
 import contextvars
 from typing import Any
 
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
@@ -19,7 +20,7 @@ _MOST = 5
 def install(agent: Agent) -> None:
     """Lets `agent` say what it does, and ask when one of its calls takes too long."""
 
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> str:
+    def answer(caller: WorkerInfo, body: Any, meta: Meta) -> str:
         return "; ".join(activity(agent)[:_MOST])
 
     agent.register(_KIND, answer)

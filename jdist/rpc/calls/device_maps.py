@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.device_maps import CALL
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -19,7 +20,7 @@ _KIND = "device map"
 def install(agent: Agent) -> None:
     """Lets others tell `agent` how their arrays are to come back."""
 
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def answer(caller: WorkerInfo, body: Any, meta: Meta) -> None:
         if type(body) is not dict or not all(type(n) is int for n in body.values()):
             raise ProtocolError("A device map is a dictionary of numbers.")
         devices = jax.local_devices()

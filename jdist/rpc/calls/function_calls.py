@@ -8,7 +8,7 @@ from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.current import DEFAULT, Operation, RunningCall
+from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
 from jdist.rpc.base.future import Future, collect
 from jdist.rpc.base.invocation import (
     Interceptor,
@@ -114,7 +114,7 @@ def rpc_async(
 def install(agent: Agent) -> None:
     """Lets `agent` answer calls of functions."""
 
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def answer(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         return execute(agent, caller, Invocation.unpack(CALL, body), meta)
 
     # Limited: users' functions may hold their threads for ever, and what the library
@@ -122,9 +122,7 @@ def install(agent: Agent) -> None:
     agent.register(CALL, answer, limited=True)
 
 
-def execute(
-    agent: Agent, caller: WorkerInfo, call: Invocation, meta: dict[str, Any]
-) -> Any:
+def execute(agent: Agent, caller: WorkerInfo, call: Invocation, meta: Meta) -> Any:
     """Runs a call that has arrived: a value, a Future, or a Reply with metadata.
 
     Raises:
@@ -168,7 +166,7 @@ def run(call: Invocation) -> Any:
 
 
 def _intercepted(
-    interceptor: Interceptor, caller: WorkerInfo, call: Invocation, meta: dict[str, Any]
+    interceptor: Interceptor, caller: WorkerInfo, call: Invocation, meta: Meta
 ) -> Any:
     value, answer_meta = interceptor.execute(caller, call, meta, run)
     if isinstance(value, Future):

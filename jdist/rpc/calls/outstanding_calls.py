@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from jdist.rpc.base.current import Deadline, Operation, RunningCall, with_deadline
+from jdist.rpc.base.current import Deadline, Meta, Operation, RunningCall, with_deadline
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
 from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.peers import Peer, PooledConnection
-from jdist.rpc.codec.codes import names_code
+from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
@@ -199,7 +199,7 @@ def describe(entry: Entry) -> str:
 
 # --- calls that this worker makes ---
 
-Receive = Callable[[Any, dict[str, Any]], Any]
+Receive = Callable[[Any, Meta], Any]
 """Makes the result of a call of the value and the metadata of its answer."""
 
 
@@ -221,7 +221,7 @@ class Outgoing(NamedTuple):
     peer: Peer
     kind: str
     body: Any
-    meta: dict[str, Any]
+    meta: Meta
     deadline: Deadline
     operation: Operation
     receive: Receive | None = None
@@ -298,9 +298,7 @@ class SyncCall:
         if self.take_back is not None:
             self.take_back()
 
-    def run(
-        self, kind: str, meta: dict[str, Any], tree: Any, leaves: list[Any]
-    ) -> float | None:
+    def run(self, kind: str, meta: Meta, tree: Tree, leaves: list[Any]) -> float | None:
         """Sends a request and receives its answer.
 
         Returns:
@@ -393,8 +391,8 @@ class AsyncCall:
         self,
         shared: SharedConnection,
         kind: str,
-        meta: dict[str, Any],
-        tree: Any,
+        meta: Meta,
+        tree: Tree,
         leaves: list[Any],
     ) -> None:
         """Sends it; from here on exactly one of the three ends below comes.

@@ -19,6 +19,7 @@ from jdist._errors import requirement
 from jdist.rpc.base.device_maps import Table, device_of, number_of
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.tree import Decoder, Decoding, Encoder, Encoding, parts
 
 __all__ = [
@@ -144,16 +145,16 @@ def dtype_named(name: str) -> np.dtype:
 # --- trees of arrays, scalars, dtypes and keys ---
 
 
-def _numpy_array(encoding: Encoding, value: np.ndarray) -> Any:
+def _numpy_array(encoding: Encoding, value: np.ndarray) -> Tree:
     dtype_name(value.dtype)  # Refused here, so that no transport takes more.
     return encoding.leaf(value)
 
 
-def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Any:
+def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Tree:
     return encoding.leaf(np.asarray(value))
 
 
-def jax_array(encoding: Encoding, value: jax.Array) -> Any:
+def jax_array(encoding: Encoding, value: jax.Array) -> Tree:
     """The tree of a JAX array that is no tracer and holds no keys."""
     # Checked here, with a remedy: JAX's own error would come from the transport.
     if value.is_deleted():
@@ -170,7 +171,7 @@ def jax_array(encoding: Encoding, value: jax.Array) -> Any:
     return encoding.leaf(value)
 
 
-def _any_jax_array(encoding: Encoding, value: jax.Array) -> Any:
+def _any_jax_array(encoding: Encoding, value: jax.Array) -> Tree:
     if is_traced(value):
         rule = "must have a value"
         remedy = (
@@ -185,17 +186,17 @@ def _any_jax_array(encoding: Encoding, value: jax.Array) -> Any:
     return encoding.node([codes.KEY, str(jax.random.key_impl(value))], (data,))
 
 
-def _scalar(encoding: Encoding, value: np.generic) -> Any:
+def _scalar(encoding: Encoding, value: np.generic) -> Tree:
     # An empty text has no size, but NumPy gives it room for one character.
     data = value.tobytes()[: value.dtype.itemsize]
     return [codes.SCALAR, dtype_name(value.dtype), data]
 
 
-def _dtype(encoding: Encoding, value: np.dtype) -> Any:
+def _dtype(encoding: Encoding, value: np.dtype) -> Tree:
     return [codes.DTYPE, dtype_name(value)]
 
 
-def _dtype_class(encoding: Encoding, value: type[np.generic]) -> Any:
+def _dtype_class(encoding: Encoding, value: type[np.generic]) -> Tree:
     return [codes.DTYPE_CLASS, dtype_name(np.dtype(value))]
 
 
@@ -216,13 +217,13 @@ KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
 ]
 
 
-def _leaf(decoding: Decoding, node: list[Any]) -> Any:
+def _leaf(decoding: Decoding, node: list[Tree]) -> Any:
     if len(node) != 2:
         raise ProtocolError("An array's node is malformed.")
     return decoding.leaf(node[1])
 
 
-def _decoded_scalar(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_scalar(decoding: Decoding, node: list[Tree]) -> Any:
     name, data = parts(node, str, bytes)
     dtype = dtype_named(name)
     if len(data) != dtype.itemsize:
@@ -230,7 +231,7 @@ def _decoded_scalar(decoding: Decoding, node: list[Any]) -> Any:
     return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
 
 
-def _key(decoding: Decoding, node: list[Any]) -> jax.Array:
+def _key(decoding: Decoding, node: list[Tree]) -> jax.Array:
     name, tree = parts(node, str, object)
     data = decoding.value(tree)
     if not isinstance(data, jax.Array):

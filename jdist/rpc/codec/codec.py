@@ -39,6 +39,7 @@ from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.codec import arrays, codes, nnx
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.codec.tree import (
@@ -92,7 +93,7 @@ class Codec:
 
     def encode(
         self, value: Any, message: MessageContext | None = None
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Tree, list[Any]]:
         """The tree of a value, and its arrays in the order in which they appear.
 
         Args:
@@ -117,7 +118,7 @@ class Codec:
         return encoding.tree(value), encoding.leaves
 
     def decode(
-        self, tree: Any, leaves: Sequence[Any], message: MessageContext | None = None
+        self, tree: Tree, leaves: Sequence[Any], message: MessageContext | None = None
     ) -> Any:
         """The value of a tree and its leaves; `message` as for `encode`.
 
@@ -160,7 +161,7 @@ class Codec:
             rule = "must be new"
             raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
 
-        def encoder(encoding: Encoding, value: Any) -> Any:
+        def encoder(encoding: Encoding, value: Any) -> Tree:
             other = encode(value, encoding.message)
             return encoding.node([codes.REGISTERED, code], (other,))
 
@@ -193,7 +194,8 @@ class Codec:
         if encoder is None:
             raise TypeError(_refusal(value))
         tree = encoder(encoding, value)
-        if tree[0] == codes.LEAF and isinstance(value, jax.Array):
+        is_leaf = isinstance(tree, list) and tree[0] == codes.LEAF
+        if is_leaf and isinstance(value, jax.Array):
             # The class of JAX's arrays is known only from an array: found at once now.
             self._encoders[type(value)] = arrays.jax_array
         return tree
@@ -207,7 +209,7 @@ def _decoders(allow_pickle: bool) -> list[Decoder]:
     return [table[code] for code in range(len(table))]
 
 
-def _registered(decoding: Decoding, node: list[Any]) -> Any:
+def _registered(decoding: Decoding, node: list[Tree]) -> Any:
     code, tree = parts(node, str, object)
     decode = decoding.registered.get(code)
     if decode is None:
@@ -234,7 +236,7 @@ _LONG = 4096
 _INT64 = 1 << 63
 
 
-def _integer(encoding: Encoding, value: int) -> Any:
+def _integer(encoding: Encoding, value: int) -> Tree:
     if -_INT64 <= value < _INT64:
         return value
     # One more bit for the sign.
@@ -243,12 +245,12 @@ def _integer(encoding: Encoding, value: int) -> Any:
     return [codes.BIG_INT, _bytes(encoding, data)]
 
 
-def _bytes(encoding: Encoding, value: bytes) -> Any:
+def _bytes(encoding: Encoding, value: bytes) -> Tree:
     """Short bytes unchanged, long ones as a leaf."""
     return value if len(value) < _LONG else _raw(encoding, codes.BYTES, value)
 
 
-def _text(encoding: Encoding, value: str) -> Any:
+def _text(encoding: Encoding, value: str) -> Tree:
     # Short texts are copied into the header: a leaf of their own costs more.
     if len(value) < _LONG:
         if value.isascii():
@@ -262,25 +264,25 @@ def _text(encoding: Encoding, value: str) -> Any:
     return _raw(encoding, codes.TEXT, value.encode("utf-8", "surrogatepass"))
 
 
-def _raw(encoding: Encoding, code: int, data: bytes) -> Any:
+def _raw(encoding: Encoding, code: int, data: bytes) -> Tree:
     _, index = encoding.leaf(np.frombuffer(data, np.uint8))
     return [code, index]
 
 
-def _three(code: int, encoding: Encoding, value: Any) -> Any:
+def _three(code: int, encoding: Encoding, value: Any) -> Tree:
     return encoding.node([code], (value.start, value.stop, value.step))
 
 
-def _sequence(code: int, encoding: Encoding, values: Iterable[Any]) -> Any:
+def _sequence(code: int, encoding: Encoding, values: Iterable[Any]) -> Tree:
     return encoding.node([code], values)
 
 
-def _set(code: int, encoding: Encoding, elements: Collection[Any]) -> Any:
+def _set(code: int, encoding: Encoding, elements: Collection[Any]) -> Tree:
     encoding.check_keys(elements)
     return encoding.node([code], elements)
 
 
-def _mapping(code: int, encoding: Encoding, mapping: Mapping[Any, Any]) -> Any:
+def _mapping(code: int, encoding: Encoding, mapping: Mapping[Any, Any]) -> Tree:
     return encoding.node([code], _items(encoding, mapping))
 
 
@@ -290,35 +292,35 @@ def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
     return chain.from_iterable(mapping.items())
 
 
-def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Any:
+def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Tree:
     items = _items(encoding, value)
     return encoding.node([codes.DEFAULT_DICT], chain((value.default_factory,), items))
 
 
-def _decoded_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+def _decoded_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
     """The bytes in a node that holds nothing else."""
     (tree,) = parts(node, object)
     data = decoding.value(tree)
     if type(data) is not bytes:
-        raise ProtocolError(f"A node of kind {node[0]} must hold bytes.")
+        raise ProtocolError(f"A node of kind {node[0]!r} must hold bytes.")
     return data
 
 
-def _leaf_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+def _leaf_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
     leaf = decoding.leaf(*parts(node, int))
     if type(leaf) is not np.ndarray or leaf.dtype != np.uint8:
         raise ProtocolError("Bytes must travel as bytes.")
     return leaf.tobytes()
 
 
-def _leaf_text(decoding: Decoding, node: list[Any]) -> str:
+def _leaf_text(decoding: Decoding, node: list[Tree]) -> str:
     try:
         return _leaf_bytes(decoding, node).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise ProtocolError(f"A text is not UTF-8: {error}") from error
 
 
-def _made(make: Callable[..., Any], decoding: Decoding, node: list[Any]) -> Any:
+def _made(make: Callable[..., Any], decoding: Decoding, node: list[Tree]) -> Any:
     start, stop, step = map(decoding.value, parts(node, object, object, object))
     try:
         return make(start, stop, step)
@@ -334,7 +336,7 @@ def _hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
         raise ProtocolError(f"A key or element cannot be hashed: {error}") from error
 
 
-def _decoded_default_dict(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_default_dict(decoding: Decoding, node: list[Tree]) -> Any:
     factory = decoding.value(parts_at_least(node, 1)[0])
     if factory is not None and not callable(factory):
         raise ProtocolError("A defaultdict's factory cannot be called.")
@@ -344,11 +346,11 @@ def _decoded_default_dict(decoding: Decoding, node: list[Any]) -> Any:
 # --- functions, classes and methods: by name, never by their code ---
 
 
-def _reference(encoding: Encoding, value: Any) -> Any:
+def _reference(encoding: Encoding, value: Any) -> Tree:
     return [codes.REFERENCE, encoding.functions.reference(value)]
 
 
-def _method(encoding: Encoding, value: types.MethodType) -> Any:
+def _method(encoding: Encoding, value: types.MethodType) -> Tree:
     owner, name = value.__self__, value.__name__
     if encoding.functions.method(owner, name) != value:
         rule = "must be what its name means in the class of its object"
@@ -356,22 +358,22 @@ def _method(encoding: Encoding, value: types.MethodType) -> Any:
     return encoding.node([codes.METHOD], (owner, name))
 
 
-def _partial(encoding: Encoding, value: partial) -> Any:
+def _partial(encoding: Encoding, value: partial) -> Tree:
     inner = (value.func, value.args, value.keywords)
     return encoding.node([codes.PARTIAL], inner)
 
 
-def _referenced(decoding: Decoding, node: list[Any]) -> Any:
+def _referenced(decoding: Decoding, node: list[Tree]) -> Any:
     (name,) = parts(node, str)
     return decoding.functions.named(name)
 
 
-def _decoded_method(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_method(decoding: Decoding, node: list[Tree]) -> Any:
     owner, name = parts(node, object, str)
     return decoding.functions.method(decoding.value(owner), name)
 
 
-def _decoded_partial(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_partial(decoding: Decoding, node: list[Tree]) -> Any:
     trees = parts(node, object, object, object)
     function, args, keywords = map(decoding.value, trees)
     if not callable(function) or type(args) is not tuple or type(keywords) is not dict:
@@ -391,7 +393,7 @@ def _name_of(encoding: Encoding, value: Any) -> str:
     return encoding.functions.reference(type(value))
 
 
-def _dataclass(encoding: Encoding, value: Any) -> Any:
+def _dataclass(encoding: Encoding, value: Any) -> Tree:
     name = _name_of(encoding, value)
     try:
         # It raises for a class with C state, which the fields would not carry.
@@ -405,11 +407,11 @@ def _dataclass(encoding: Encoding, value: Any) -> Any:
     return [codes.DATACLASS, name, *(part for pair in pairs for part in pair)]
 
 
-def _namedtuple(encoding: Encoding, value: Any) -> Any:
+def _namedtuple(encoding: Encoding, value: Any) -> Tree:
     return encoding.node([codes.NAMEDTUPLE, _name_of(encoding, value)], value)
 
 
-def _enum(encoding: Encoding, value: enum.Enum) -> Any:
+def _enum(encoding: Encoding, value: enum.Enum) -> Tree:
     name = _name_of(encoding, value)
     # A combination of flags has no name among the members.
     if value.name in type(value).__members__:
@@ -417,17 +419,17 @@ def _enum(encoding: Encoding, value: enum.Enum) -> Any:
     return encoding.node([codes.FLAG, name], (value.value,))
 
 
-def _pytree(encoding: Encoding, value: Any) -> Any:
+def _pytree(encoding: Encoding, value: Any) -> Tree:
     name = _name_of(encoding, value)
     children, static = value.tree_flatten()
     return encoding.node([codes.PYTREE, name], (static, *children))
 
 
-def _exception(encoding: Encoding, value: BaseException) -> Any:
+def _exception(encoding: Encoding, value: BaseException) -> Tree:
     return encoding.node([codes.EXCEPTION], (describe(value, ""),))
 
 
-def _future(encoding: Encoding, value: Any) -> Any:
+def _future(encoding: Encoding, value: Any) -> Tree:
     # What torch says, because its users search for it.
     rule = 'must not be a future: "Can not pickle torch.futures.Future"'
     remedy = (
@@ -437,7 +439,7 @@ def _future(encoding: Encoding, value: Any) -> Any:
     raise TypeError(requirement("rpc(value)", rule, value, remedy))
 
 
-def _decoded_dataclass(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_dataclass(decoding: Decoding, node: list[Tree]) -> Any:
     kind = decoding.type_named(parts_at_least(node, 1)[0])
     if not dataclasses.is_dataclass(kind) or issubclass(kind, BaseException):
         raise ProtocolError(f"{kind.__name__} is no dataclass that can travel.")
@@ -455,7 +457,7 @@ def _decoded_dataclass(decoding: Decoding, node: list[Any]) -> Any:
     return made
 
 
-def _decoded_namedtuple(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_namedtuple(decoding: Decoding, node: list[Tree]) -> Any:
     kind = decoding.type_named(parts_at_least(node, 1)[0])
     fields = getattr(kind, "_fields", None)
     if not issubclass(kind, tuple) or type(fields) is not tuple:
@@ -466,7 +468,7 @@ def _decoded_namedtuple(decoding: Decoding, node: list[Any]) -> Any:
     return tuple.__new__(kind, decoding.values(node, 2))
 
 
-def _member(decoding: Decoding, node: list[Any]) -> enum.Enum:
+def _member(decoding: Decoding, node: list[Tree]) -> enum.Enum:
     type_name, name = parts(node, str, str)
     kind = decoding.type_named(type_name)
     if not issubclass(kind, enum.Enum) or name not in kind.__members__:
@@ -474,7 +476,7 @@ def _member(decoding: Decoding, node: list[Any]) -> enum.Enum:
     return kind.__members__[name]
 
 
-def _flag(decoding: Decoding, node: list[Any]) -> enum.Flag:
+def _flag(decoding: Decoding, node: list[Tree]) -> enum.Flag:
     name, tree = parts(node, str, object)
     kind, number = decoding.type_named(name), decoding.value(tree)
     try:
@@ -485,7 +487,7 @@ def _flag(decoding: Decoding, node: list[Any]) -> enum.Flag:
     raise ProtocolError(f"{kind.__name__} has no such combination of members.")
 
 
-def _decoded_pytree(decoding: Decoding, node: list[Any]) -> Any:
+def _decoded_pytree(decoding: Decoding, node: list[Tree]) -> Any:
     kind = decoding.type_named(parts_at_least(node, 2)[0])
     if not hasattr(kind, "tree_unflatten"):
         raise ProtocolError(f"{kind.__name__} is no pytree.")
@@ -496,7 +498,7 @@ def _decoded_pytree(decoding: Decoding, node: list[Any]) -> Any:
         raise ProtocolError(f"A {kind.__name__} cannot be made: {error}") from error
 
 
-def _decoded_exception(decoding: Decoding, node: list[Any]) -> Exception:
+def _decoded_exception(decoding: Decoding, node: list[Tree]) -> Exception:
     (tree,) = parts(node, object)
     return rebuild(decoding.value(tree), decoding.functions)
 
@@ -509,7 +511,7 @@ def _decoded_exception(decoding: Decoding, node: list[Any]) -> Exception:
 def _or_pickled(encoder: Encoder) -> Encoder:
     """`encoder`, with a pickle for what it refuses."""
 
-    def encode(encoding: Encoding, value: Any) -> Any:
+    def encode(encoding: Encoding, value: Any) -> Tree:
         leaves, depth = len(encoding.leaves), encoding.depth
         try:
             return encoder(encoding, value)
@@ -530,7 +532,7 @@ def _pickle(value: Any, refusal: Exception) -> bytes:
         raise TypeError(message) from error
 
 
-def _unpickled(decoding: Decoding, node: list[Any]) -> Any:
+def _unpickled(decoding: Decoding, node: list[Tree]) -> Any:
     """The object of a pickle; for a codec with allow_pickle=True only."""
     data = _decoded_bytes(decoding, node)
     try:
@@ -539,7 +541,7 @@ def _unpickled(decoding: Decoding, node: list[Any]) -> Any:
         raise ProtocolError(f"A pickle cannot be read: {error}") from error
 
 
-def _forbidden_pickle(decoding: Decoding, node: list[Any]) -> Any:
+def _forbidden_pickle(decoding: Decoding, node: list[Tree]) -> Any:
     """Refuses a pickle."""
     raise ForbiddenFunction(
         "`rpc(value)` must not be a pickle: this worker runs with allow_pickle=False, "

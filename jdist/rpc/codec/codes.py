@@ -30,6 +30,8 @@ code. "Tree" stands for any tree below, "name" for `module:qualname`:
     PICKLE        bytes tree; only with allow_pickle=True
 """
 
+Tree = None | bool | int | float | str | bytes | list["Tree"]
+
 (
     LEAF,
     TUPLE,

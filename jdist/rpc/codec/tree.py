@@ -9,13 +9,13 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.invocation import MessageContext
-from jdist.rpc.codec.codes import LEAF
+from jdist.rpc.codec.codes import LEAF, Tree
 from jdist.rpc.codec.functions import FunctionTable
 
 __all__ = ["Decoder", "Decoding", "Encoder", "Encoding", "parts", "parts_at_least"]
 
 
-Encoder = Callable[["Encoding", Any], Any]
+Encoder = Callable[["Encoding", Any], Tree]
 """Makes a tree of a value of one kind; asks the `Encoding` for the trees within."""
 
 
@@ -55,12 +55,12 @@ class Encoding:
         # By id: arrays cannot be hashed.
         self._places: dict[int, int] = {}
 
-    def tree(self, value: Any) -> Any:
+    def tree(self, value: Any) -> Tree:
         """The tree of a value."""
         encoder = self._encoders.get(type(value), self._otherwise)
         return value if encoder is None else encoder(self, value)
 
-    def node(self, head: list[Any], values: Iterable[Any]) -> list[Any]:
+    def node(self, head: list[Tree], values: Iterable[Any]) -> list[Tree]:
         """`head` with the trees of values, which are one level deeper, at its end.
 
         Raises:
@@ -96,7 +96,7 @@ class Encoding:
             )
             raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
 
-    def leaf(self, array: Any) -> list[Any]:
+    def leaf(self, array: Any) -> list[Tree]:
         """The node of an array, which is a leaf; the same array is one leaf only."""
         # `leaves` keeps each array alive, so that its id stays its own.
         new = len(self.leaves)
@@ -113,7 +113,7 @@ class Encoding:
         del self.leaves[leaves:]
 
 
-Decoder = Callable[["Decoding", list[Any]], Any]
+Decoder = Callable[["Decoding", list[Tree]], Any]
 """Makes the value of a node of one kind."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -149,7 +149,7 @@ class Decoding:
         self._decoders = decoders
         self._depth = depth
 
-    def value(self, tree: Any) -> Any:
+    def value(self, tree: Tree) -> Any:
         """The value of a tree."""
         if type(tree) is not list:
             if type(tree) in _PLAIN:
@@ -167,14 +167,14 @@ class Decoding:
         self._depth += 1
         return value
 
-    def values(self, node: list[Any], start: int = 1) -> list[Any]:
+    def values(self, node: list[Tree], start: int = 1) -> list[Any]:
         """The values of the trees in a node, from `start` on."""
         # Scalars as in `value`, without a call for each.
         return [
             tree if type(tree) in _PLAIN else self.value(tree) for tree in node[start:]
         ]
 
-    def pairs(self, node: list[Any], start: int = 1) -> Iterator[tuple[Any, Any]]:
+    def pairs(self, node: list[Tree], start: int = 1) -> Iterator[tuple[Any, Any]]:
         """The values of the trees in a node, two by two."""
         if (len(node) - start) % 2:
             raise ProtocolError("A node has a key without a value.")
@@ -200,16 +200,16 @@ class Decoding:
         return found
 
 
-def parts(node: list[Any], *kinds: type) -> list[Any]:
+def parts(node: list[Tree], *kinds: type) -> list[Any]:
     """The elements after the code of a node: exactly one of each of `kinds`."""
     rest = node[1:]
     if len(rest) != len(kinds) or not all(map(isinstance, rest, kinds)):
-        raise ProtocolError(f"A node of kind {node[0]} is malformed.")
+        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
     return rest
 
 
-def parts_at_least(node: list[Any], count: int) -> list[Any]:
+def parts_at_least(node: list[Tree], count: int) -> list[Any]:
     """The elements after the code of a node: `count` or more."""
     if len(node) <= count:
-        raise ProtocolError(f"A node of kind {node[0]} is malformed.")
+        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
     return node[1:]

@@ -296,9 +296,9 @@ class CoordinatorClient:
 
     def _parts(self, frame: Frame) -> dict[str, Any]:
         gathered, start = {}, 0
-        for name, tree, size in zip(
-            frame.meta["names"], frame.tree, frame.meta["sizes"], strict=True
-        ):
+        assert isinstance(frame.tree, list)
+        names, sizes = frame.meta["names"], frame.meta["sizes"]
+        for name, tree, size in zip(names, frame.tree, sizes, strict=True):
             leaves = frame.leaves[start : start + size]
             gathered[name] = self._agent.codec.decode(tree, leaves)
             start += size

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
@@ -114,7 +115,7 @@ class Creation:
 def install(agent: Agent, references: References) -> None:
     """Registers the handler that creates values for others."""
 
-    def create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def create(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         name, call = _parts(body)
         owner_value = _place(references, caller, name)
         try:

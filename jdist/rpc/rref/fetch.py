@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.rpc.base.current import DEFAULT, Operation
+from jdist.rpc.base.current import DEFAULT, Meta, Operation
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, await_done, error_of
 from jdist.rpc.base.invocation import Invocation
@@ -47,7 +47,7 @@ def install(
     """
     table = agent.codec.functions
 
-    def value(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def value(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         rref = unpack_id(body)
         found = references.find(rref)
 
@@ -64,7 +64,7 @@ def install(
         # A value that has not been created yet occupies no thread.
         return answer() if found.done() else found.then(lambda done: answer())
 
-    def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def kind(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         found = references.find(unpack_id(body))
         return found.then(lambda done: _name(read(found, table)))
 

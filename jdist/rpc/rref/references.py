@@ -16,6 +16,7 @@ from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec import codes
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.rref.messages import (
     KINDS,
     REFERENCE,
@@ -271,7 +272,7 @@ class References:
             self._answers.update(dict.fromkeys(message.forks, execution))
         execution.bring(lambda: self.undelivered(message))
 
-    def decline(self, tree: Any, giver: WorkerInfo) -> None:
+    def decline(self, tree: Tree, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
         refs, of = list(self._refs_in(tree)), incarnation_of(giver)
         for ref in refs:
@@ -512,7 +513,7 @@ class References:
             with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
 
-    def _refs_in(self, tree: Any) -> Iterator[Ref]:
+    def _refs_in(self, tree: Tree) -> Iterator[Ref]:
         """The references in a tree that could not be decoded as a whole."""
         rest = [tree]
         while rest:

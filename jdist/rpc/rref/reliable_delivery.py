@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
@@ -230,7 +231,7 @@ class ReliableDelivery:
         handler: Handler,
         sender: WorkerInfo,
         body: Any,
-        meta: dict[str, Any],
+        meta: Meta,
     ) -> Any:
         if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
             raise ProtocolError("A batch has a number, a low-water mark and messages.")

@@ -31,9 +31,11 @@ import numpy as np
 
 from jdist._compat import placed
 from jdist._errors import requirement
+from jdist.rpc.base.current import Meta
 from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.arrays import aligned, dtype_name, dtype_named, host
+from jdist.rpc.codec.codes import Tree
 
 __all__ = [
     "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
@@ -75,8 +77,8 @@ class Frame(NamedTuple):
 
     kind: str
     id: int
-    meta: dict[str, Any]
-    tree: Any
+    meta: Meta
+    tree: Tree
     leaves: list[Any]
     shared: bool = False
 
@@ -196,7 +198,7 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     kind: Annotated[str, msgspec.Meta(max_length=64)]
     id: Annotated[int, msgspec.Meta(ge=0)]
-    meta: dict[str, Any]
+    meta: Meta
     tree: Any
     shared: bool
     leaves: tuple[_Described, ...]

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jdist.rpc.base.current import Deadline
+from jdist.rpc.base.current import Deadline, Meta
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool
+from jdist.rpc.codec.codes import Tree
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ALSO, CANCEL, REPLY, Frame
 
@@ -78,7 +79,7 @@ class SharedConnection:
             raise
 
     def submit(
-        self, pending: Pending, kind: str, meta: dict[str, Any], tree: Any, leaves: Any
+        self, pending: Pending, kind: str, meta: Meta, tree: Tree, leaves: list[Any]
     ) -> int:
         """Sends a request; returns its number, for `withdraw`.
 
