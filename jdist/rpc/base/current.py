@@ -18,7 +18,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import RpcError
@@ -43,7 +45,7 @@ Meta = dict[str, Any]
 """Metadata of a message: small values by name that travel beside its body."""
 
 
-class Deadline(NamedTuple):
+class Deadline(msgspec.Struct, frozen=True):
     """The moment at which to give up, and whether a timeout was given.
 
     Attributes:
@@ -137,7 +139,7 @@ def exceeded(deadline: Deadline) -> str:
 # --- the running call ---
 
 
-class Operation(NamedTuple):
+class Operation(msgspec.Struct, frozen=True):
     """An operation for messages and logs, put into words only when it is printed."""
 
     verb: str
@@ -188,7 +190,7 @@ class RunningCall(Protocol):
         """The answer brings references; called if nothing waits for it any more."""
 
 
-class Scope(NamedTuple):
+class Scope(msgspec.Struct, frozen=True):
     """The worker as which a thread of control acts, and its deadline.
 
     Attributes:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Cancellable, Deadline, Meta, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
@@ -489,7 +491,8 @@ class ServedConnection:
             if before is not None:
                 # One message for both, unless that would delay the first one.
                 if isinstance(answer, Frame):
-                    answer = answer._replace(meta={**answer.meta, ALSO: before[1].id})
+                    meta = {**answer.meta, ALSO: before[1].id}
+                    answer = msgspec.structs.replace(answer, meta=meta)
                 else:
                     self._answer(before[0], before[1])
                     before = None
@@ -497,7 +500,7 @@ class ServedConnection:
                 future = answer.answer
                 call_when_done(future, lambda: self._answer(execution, future.value()))
                 return
-            is_none = answer[2:5] == ({}, None, []) and answer.kind == REPLY
+            is_none = answer.kind == REPLY and answer.tree is None and not answer.meta
             follower = execution.next_follower() if is_none else None
             if follower is None:
                 self._answer(execution, answer)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from jdist.rpc.base.current import moment
 from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
@@ -186,7 +188,7 @@ class BarrierRound:
         for name, one in due:
             # The values are released: the round may be kept for workers that come late.
             self._came[name] = one._replace(request=0, tree=None, leaves=[])
-        return [(one.member, self._answer._replace(id=one.request)) for _, one in due]
+        return [(one.member, replace(self._answer, id=one.request)) for _, one in due]
 
     def _operation(self) -> str:
         # All came for the same one; with a mismatch there is an answer already.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+from msgspec.structs import replace
+
 from jdist._errors import requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import NEVER, Deadline, resolve
@@ -318,7 +320,7 @@ class CoordinatorClient:
         body: tuple[Any, list[Any]],
         purpose: str,
     ) -> Future[Frame]:
-        late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
+        late = limit if limit.at is None else replace(limit, at=limit.at + _GRACE)
         asked = _Asked(self, purpose, late)
         try:
             self._shared.submit(asked, kind, meta, *body)

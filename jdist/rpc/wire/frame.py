@@ -59,7 +59,7 @@ ANSWERS = frozenset((REPLY, ERROR))
 UNNUMBERED = ANSWERS | {CANCEL}
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """One message.
 
     Attributes:
@@ -161,7 +161,7 @@ class Limits(NamedTuple):
     leaves: int = 1 << 16
 
 
-class Sizes(NamedTuple):
+class Sizes(msgspec.Struct, frozen=True):
     """The sizes that a prefix announces.
 
     Attributes:
@@ -175,7 +175,7 @@ class Sizes(NamedTuple):
     apart: int
 
 
-class Packed(NamedTuple):
+class Packed(msgspec.Struct, frozen=True):
     """A frame as bytes, in the order in which they are sent.
 
     Attributes:
@@ -215,7 +215,7 @@ _Layout = tuple[tuple[_Leaf, ...], int, tuple[int, ...], tuple[int, ...]]
 """The places of the bytes of some leaves: all of `Header` but the message."""
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """A header, read and checked: what to receive, and what it will become.
 
     Attributes:
@@ -277,8 +277,8 @@ def pack(
             slab += (bytes(gap), array.tobytes())
             filled += gap + nbytes
         described.append((flags, dtype_name(array.dtype), array.shape))
-    kind, number, meta, tree, _, shared = frame
-    header = _encoder.encode((kind, number, meta, tree, shared, described))
+    fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, described)
+    header = _encoder.encode(fields)
     if len(header) >= 1 << 32:
         rule = "must have fewer than 4 GiB outside its arrays"
         remedy = "Send large data as arrays, bytes or text."
@@ -419,15 +419,15 @@ def assemble(
     Raises:
       ProtocolError: The memory is not as described, or JAX cannot hold an array.
     """
-    message, described, slab_size, sizes, separate_sizes = header
+    message, slab_size = header.message, header.slab
     slab: Any = buffers[0] if slab_size else bytearray()
     large: Iterator[memoryview] = iter(())
     separate = large
-    if sizes or separate_sizes or apart or len(buffers) > 1:
-        large = iter(_fitting(buffers[bool(slab_size) :], sizes))
-        separate = iter(_fitting(apart, separate_sizes))
+    if header.large or header.apart or apart or len(buffers) > 1:
+        large = iter(_fitting(buffers[bool(slab_size) :], header.large))
+        separate = iter(_fitting(apart, header.apart))
     leaves: list[Any] = []
-    for dtype, shape, flags, offset in described:
+    for dtype, shape, flags, offset in header.leaves:
         if offset is None:
             memory = next(separate if flags & _APART else large)
             array = np.ndarray(shape, dtype, memory)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from jdist.rpc.base import current
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.future import Future, call_when_done
@@ -261,7 +263,6 @@ def _moved(
 ) -> Frame:
     if not frame.leaves:
         return frame
-    kind, number, meta, tree, leaves, shared = frame
-    devices = sender.device_maps.towards(receiver.name, kind in ANSWERS)
-    moved = adopt(leaves, receiver.device, devices)
-    return Frame(kind, number, meta, tree, moved, shared)
+    devices = sender.device_maps.towards(receiver.name, frame.kind in ANSWERS)
+    moved = adopt(frame.leaves, receiver.device, devices)
+    return msgspec.structs.replace(frame, leaves=moved)

@@ -4,6 +4,7 @@ import weakref
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from jdist import autograd, optim, rpc
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
@@ -183,7 +184,7 @@ def test_a_step_whose_caller_is_gone():
         agent = scope.agent
         execution = Execution(agent.info, "optimizer.step", NEVER, None, agent.pool)
         execution.cancel("'worker7' is gone")
-        token = current.scope.set(scope._replace(execution=execution))
+        token = current.scope.set(replace(scope, execution=execution))
         try:
             with pytest.raises(
                 rpc.RpcTimeout, match="Nothing was changed: 'worker7' is gone"
