@@ -18,7 +18,9 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """Two workers: both have the end-to-end script, worker0 the rest."""
     rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
     t1, t2, t4 = (autograd.variable(models.small(i)) for i in (1, 2, 4))
+    x = jnp.asarray(models.small(1))
     calls = {
+        models.ECHO: partial(rpc.rpc_sync, "worker1", echo, args=(x,)),
         models.FAST: partial(_example, t1, t2, t4, "fast"),
         models.SMART: partial(_example, t1, t2, t4, "smart"),
         models.COMPILED: partial(_compiled, t1, t2, t4),
@@ -44,6 +46,11 @@ def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
         yield {models.CHAIN: partial(timed, partial(_chain, layers, x), _nothing)}
         del layers
     rpc.shutdown()
+
+
+def echo(value: Any) -> Any:
+    """Gives it back."""
+    return value
 
 
 def _example(t1: Any, t2: Any, t4: Any, mode: str) -> Any:

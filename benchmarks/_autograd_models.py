@@ -2,6 +2,7 @@
 
 import numpy as np
 
+ECHO = "rpc_sync of a 3 x 3 array, which comes back"
 EXAMPLE = "example (iv): t5 = mul(remote add(t1, t2), t4), forward and backward"
 FAST, SMART = f"{EXAMPLE}, FAST", f"{EXAMPLE}, SMART"
 COMPILED = f"{SMART}, mul and sum as one segment"

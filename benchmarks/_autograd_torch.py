@@ -25,9 +25,15 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     _join(rank, 2)
     t1, t2, t4 = (_variable(models.small(i)) for i in (1, 2, 4))
     example = partial(_example, t1, t2, t4)
+    echoed = partial(rpc.rpc_sync, "worker1", echo, args=(t1.detach(),))
     script = partial(_end_to_end, f"worker{1 - rank}", rank)
+    calls = {models.ECHO: echoed, models.FAST: example}
+    jobs: dict[str, Job] = {
+        name: partial(timed, call, _nothing) if rank == 0 else idle
+        for name, call in calls.items()
+    }
     yield {
-        models.FAST: partial(timed, example, _nothing) if rank == 0 else idle,
+        **jobs,
         models.END_TO_END: partial(timed, script, _nothing),
     }
     rpc.shutdown()
@@ -63,6 +69,11 @@ def _join(rank: int, workers: int) -> None:
 
 def _variable(array: Any) -> Any:
     return torch.from_numpy(array).requires_grad_()
+
+
+def echo(value: Any) -> Any:
+    """Gives it back."""
+    return value
 
 
 def _example(t1: Any, t2: Any, t4: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 GROUND = {
     "_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_own_code",
-    "_compat",
+    "_scheduling", "_compat",
 }  # fmt: skip
 NOTHING: set[str] = set()
 MAY_IMPORT = {

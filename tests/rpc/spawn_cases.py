@@ -34,6 +34,36 @@ def echo(rank, value):
     return rank, value, sys.stdin.read()
 
 
+def classes_of_a_worker(rank, first):
+    """The scheduling classes of its threads, by who started them; who did so first."""
+    import jax
+
+    from jdist import data_parallel, rpc
+
+    def threads():
+        return set(map(int, os.listdir("/proc/self/task")))
+
+    def started_by(act):
+        before = threads()
+        act()
+        return {os.sched_getscheduler(thread) for thread in threads() - before}
+
+    def compute():
+        with data_parallel.process_group():
+            jax.block_until_ready(jax.numpy.zeros(3) + 1)
+
+    def work():
+        rpc.init_rpc("worker", rank=0, world_size=1)
+
+    acts = {"jax": compute, "rpc": work}
+    seen = {"begun": {os.sched_getscheduler(0)}}
+    for name in sorted(acts, key=lambda name: name != first):
+        seen[name] = started_by(acts[name])
+    seen["main"] = {os.sched_getscheduler(0)}
+    rpc.shutdown()
+    return seen
+
+
 def raise_beside(rank, port, gate):
     """Rank 1 raises when the test opens the gate; rank 0 would go on for ever."""
     report_with_child(port, f"rank{rank}")

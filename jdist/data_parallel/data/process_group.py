@@ -42,6 +42,7 @@ from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
 from jdist._errors import JdistError, requirement
+from jdist._scheduling import in_batch_class
 
 if TYPE_CHECKING:
     from jdist.rpc.extension import RunPlace
@@ -144,8 +145,10 @@ def process_group(
     _check_seconds("heartbeat", heartbeat)
     owned = _join(cluster, timeout, heartbeat)
     try:
-        require_backend()
-        yield Mesh(np.array(jax.devices()), (axis,))
+        with in_batch_class():  # XLA's and gloo's threads inherit it
+            require_backend()
+            devices = jax.devices()
+        yield Mesh(np.array(devices), (axis,))
     # Interrupts too: the others would wait for a process that is gone.
     except BaseException as error:
         # `sys.exit(0)` is an end like any other.

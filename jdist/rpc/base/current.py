@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jdist._errors import requirement
+from jdist._scheduling import leave_batch_class
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import DEFAULT_TIMEOUT
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -244,6 +245,8 @@ def becoming() -> Iterator[None]:
             )
         _becoming = True
     try:
+        # This thread calls and awaits answers; the workers' threads inherit its class.
+        leave_batch_class()
         yield
     finally:
         _becoming = False

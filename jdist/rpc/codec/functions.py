@@ -59,6 +59,7 @@ _BUILTINS = (
 
 _CLOSED = (
     "jdist._compat", "jdist._compilation_cache", "jdist._own_code",
+    "jdist._scheduling",
     "jdist.data_parallel.data.process_group",
     "jdist.matrix.processes", "jdist.launch", "jdist.ray", "jdist.rpc",
     "jdist.targets", "jdist.verify",

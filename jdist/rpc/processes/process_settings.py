@@ -18,9 +18,7 @@ from pathlib import Path
 
 from jdist import _compilation_cache as compilation_cache
 from jdist._errors import requirement
-
-VARIABLE = "JDIST_PROCESS_SETTINGS"
-"""Name of the variable in which a child finds what was applied to it."""
+from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
 # memory at the heap's top is kept; one arena serves all threads.
@@ -45,9 +43,11 @@ class ProcessSettings:
     user's environment already has is left as it is.
 
     Attributes:
-      batch_scheduling: Run under the scheduling class `SCHED_BATCH` (Linux): a thread
+      batch_scheduling: Begin in the scheduling class `SCHED_BATCH` (Linux): a thread
         that wakes up does not interrupt the one that computes. Without it gloo's
-        collectives wait for the scheduler's tick when a process has one core.
+        collectives wait for the scheduler's tick when a process has one core. A process
+        that becomes a worker of rpc leaves the class; threads that JAX has started by
+        then stay in it.
       keep_freed_memory: Let glibc's allocator keep freed memory instead of returning
         and re-faulting it for each large array. Resident memory does not shrink.
       large_pages: Let glibc's allocator (2.35 or newer) ask Linux for pages of 2 MiB in
@@ -236,7 +236,7 @@ def applied() -> dict[str, str]:
       >>> applied()
       {}
     """
-    return json.loads(os.environ.get(VARIABLE, "{}"))
+    return json.loads(os.environ.get(SETTINGS, "{}"))
 
 
 def available_cores() -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jdist import _scheduling
 from jdist.rpc.processes import process_settings, trampoline
 from jdist.rpc.processes.process_settings import (
     OFF,
@@ -242,6 +243,42 @@ def test_a_forbidden_class_is_said(monkeypatch):
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     reason = "not applied: Operation not permitted"
     assert trampoline.schedule_in_batches() == reason
+
+
+@pytest.mark.parametrize("first", ["jax", "rpc"])
+def test_a_worker_leaves_the_batch_class_and_jax_does_not(first):
+    """A woken thread of the batch class would wait for a neighbour's time slice."""
+    batch, ordinary = {os.SCHED_BATCH}, {os.SCHED_OTHER}
+    (seen,) = spawn(cases.classes_of_a_worker, args=(first,), nprocs=1)
+    assert seen == {"begun": batch, "jax": batch, "rpc": ordinary, "main": ordinary}
+
+
+def test_without_the_batch_class_all_are_in_the_ordinary_one():
+    chosen = ProcessSettings(batch_scheduling=False)
+    (seen,) = spawn(cases.classes_of_a_worker, ("rpc",), nprocs=1, settings=chosen)
+    assert set.union(*seen.values()) == {os.SCHED_OTHER}
+
+
+def test_a_batch_class_of_the_users_own_stays(monkeypatch):
+    """Only what the launcher did is undone."""
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *args: pytest.fail("entered"))
+    for told in ("{}", '{"scheduling": "not applied: Operation not permitted"}'):
+        monkeypatch.setenv(_scheduling.SETTINGS, told)
+        _scheduling.leave_batch_class()
+        with _scheduling.in_batch_class():
+            pass
+
+
+def test_where_a_class_is_forbidden_a_thread_keeps_its_own(monkeypatch):
+    def refuse(pid, policy, param):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setenv(_scheduling.SETTINGS, '{"scheduling": "batch class"}')
+    before = os.sched_getscheduler(0)
+    _scheduling.leave_batch_class()
+    with _scheduling.in_batch_class():
+        assert os.sched_getscheduler(0) == before
 
 
 def test_physical_cores_come_before_their_second_threads(monkeypatch, tmp_path):
