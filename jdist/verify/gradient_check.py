@@ -345,9 +345,11 @@ def _rows(
     value, wanted = np.asarray(expected[0]), named_leaves(expected[1])
     rows: tuple[LeafReport, ...] = ()
     for name, (loss, gradient) in found.items():
-        own = loss if isinstance(loss, jax.Array) else np.asarray(loss)
+        is_array = loss is None or isinstance(loss, jax.Array)
+        own = loss if is_array else np.asarray(loss)
         # The loss may come in a wider dtype than the reference's; it is judged in that.
-        if jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
+        floating = own is not None and jnp.issubdtype(own.dtype, jnp.floating)
+        if floating and own.shape == ():
             own = own.astype(value.dtype)
         limits = {LOSS: measured.loss_limit, **measured.limits}
         leaves = {LOSS: own, **named_leaves(gradient)}
@@ -448,7 +450,9 @@ def _apart(
         for x, y in zip(a.shards, b.shards, strict=True):
             # 16-bit numbers would be subtracted, and rounded, in 16 bits.
             wide = np.result_type(allowed, x.values.dtype)
-            difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
+            # inf - inf is NaN, which is no change.
+            with np.errstate(invalid="ignore"):
+                difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
             if (difference > allowed[x.index]).any():
                 return True
     return False

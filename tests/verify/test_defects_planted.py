@@ -439,6 +439,9 @@ def test_a_leaf_left_behind(started):
     moved = [k for k in params if np.array_equal(found[k], right[k])]
     assert len([k for k in kept if k not in moved]) == 1
     assert set(kept) | set(moved) == set(params)
+    still = BY_NAME["leaf left behind"].plant(lambda p, s, b: (p, s), TRAINING)
+    with pytest.raises(NoEffect, match="no parameter moves"):
+        still(*started)
 
 
 def test_a_step_clipped_leaf_by_leaf():
