@@ -108,8 +108,17 @@ def placed(
     )
 
 
-def beside(array: jax.Array, value: jax.Array) -> jax.Array:
+def beside(array: jax.Array | np.ndarray, value: jax.Array) -> jax.Array:
     """The cotangent of a value where the value is, committed if that is."""
+    if isinstance(array, np.ndarray):
+        devices = list(value.devices())
+        if len(devices) > 1:
+            return jax.device_put(array, value.sharding)
+        abstract = _abstract(array.shape, array.dtype, False)
+        return xla_client.batched_device_put(
+            abstract, value.sharding, [array], devices, value.committed,
+            enable_x64=True,
+        )  # fmt: skip
     same = array.sharding == value.sharding
     if value.committed:
         done = same and array.committed

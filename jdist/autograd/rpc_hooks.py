@@ -24,20 +24,30 @@ from jdist.autograd.contexts.context import (
 from jdist.autograd.recording.node import (
     LAST,
     Edge,
-    Reach,
     RecvNode,
     SendNode,
     join,
+    light,
     next_order,
 )
 from jdist.autograd.recording.purity import is_pure, refuse_in_pure
 from jdist.autograd.recording.recorded import Recorded, record
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
-from jdist.rpc.extension import NEEDS, Invocation, MessageContext, is_module
+from jdist.rpc.extension import (
+    NEEDS,
+    Invocation,
+    MessageContext,
+    incarnation_of,
+    is_module,
+)
 
 META = "autograd"
 """Under which a message's metadata has its `CrossingHeader`, as a list."""
+
+ENDED = "autograd.ended"
+"""Under which a request's metadata has the ids of contexts that its sender has left,
+and that of the answer the same ids."""
 
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
 
@@ -101,6 +111,8 @@ class RpcHooks:
 
     def __init__(self, container: Container) -> None:
         self._container = container
+        # Incarnations of the workers that certainly have imported autograd.
+        self._prepared: set[int] = set()
 
     # --- around calls, see `Interceptor` ---
 
@@ -116,7 +128,13 @@ class RpcHooks:
         # too.
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
-        return call, {META: row, NEEDS: _NEEDED}
+        meta: dict[str, object] = {META: row}
+        if to.incarnation not in self._prepared:
+            meta[NEEDS] = _NEEDED
+        ended = self._container.releases.untold(incarnation_of(to))
+        if ended:
+            meta[ENDED] = ended
+        return call, meta
 
     def execute(
         self,
@@ -129,11 +147,15 @@ class RpcHooks:
         header = CrossingHeader.of(meta)
         if header is None:
             return run(call), {}
+        ended = meta.get(ENDED)
+        if ended is not None:
+            if type(ended) is not list or not _are_ids(ended):
+                raise ProtocolError("Contexts are named by their ids.")
+            self._container.releases.hear(caller, ended)
         context = self._container.get_or_create(header.context)
-        context.meet(caller)
-        # Its loss was noticed before this message was read, and will not be noticed
+        # If its loss was noticed before this message was read, it will not be noticed
         # again.
-        if self._container.is_gone(caller.incarnation):
+        if context.meet(caller) and self._container.is_gone(caller.incarnation):
             self._container.releases.seek_end([context])
         if header.slots:
             _refuse_untrainable(call.function)
@@ -143,7 +165,10 @@ class RpcHooks:
             call = Invocation(kind, _Applied(function), args, kwargs)
         with Recording(context, header.message):
             value = run(call)
-        return value, {META: _row(context.id, header.message, 0)}
+        answer: dict[str, object] = {META: _row(context.id, header.message, 0)}
+        if ended is not None:
+            answer[ENDED] = ended
+        return value, answer
 
     def local(self, value: object) -> object:
         """The result of `to_here` on the owner: as another worker would get it."""
@@ -155,6 +180,11 @@ class RpcHooks:
 
     def reply(self, to: WorkerInfo, value: object, meta: dict[str, object]) -> object:
         """The answer as it is: the codec's hooks have recorded what is in it."""
+        if META in meta:
+            self._prepared.add(incarnation_of(to))
+        ended = meta.get(ENDED)
+        if type(ended) is list and _are_ids(ended):
+            self._container.releases.told(incarnation_of(to), ended)
         return value
 
     # --- values on their way ---
@@ -165,26 +195,27 @@ class RpcHooks:
         # Outside of contexts nothing is recorded: the receiver gets the plain array.
         if row is None or message is None:
             return value.value
-        send = message.crossing
-        if send is None:
-            send = message.crossing = self._send_function(row, message)
+        send = message.crossing or self._send_function(row, message)
         _, (array,), (edge,) = value.flat()
         # The header is packed after the body, so it has the last count and reach.
         before = send.reach
         slot = send.slot(edge, array)
         row[_SLOTS] = send.outputs
         if send.reach is not before or not slot:
-            mine = frozenset((send.message_id,))
-            row[_REACH] = _packed(join(mine, send.reach))
-        return (slot, array)
+            reach = join(frozenset((send.message_id,)), send.reach)
+            row[_REACH] = None if reach is None else sorted(reach)
+        return (slot, light(array) if send.light else array)
 
     def give_variable(
         self, variable: Variable, message: MessageContext | None
     ) -> PyTree:
         """Encodes a variable: its tree, recorded within a context."""
+        row = None if message is None else message.meta.get(META)
+        if row is None or message is None:
+            return variable.value
         # Within a context each leaf is recorded by itself and travels by `give`.
-        inside = message is not None and META in message.meta
-        return variable.recorded() if inside else variable.value
+        send = message.crossing or self._send_function(row, message)
+        return variable.recorded(light=send.light)
 
     def take(self, row: object, message: MessageContext | None) -> object:
         """Decodes a recorded value, or an array that was sent outside of contexts."""
@@ -198,7 +229,7 @@ class RpcHooks:
         slot, array = row
         if type(slot) is not int or not 0 <= slot < receive.outputs:
             raise ProtocolError("A recorded value has a slot of its message.")
-        return Recorded(array, Edge(receive, slot))
+        return Recorded(self._container.received(array), Edge(receive, slot))
 
     def _send_function(self, row: Row, message: MessageContext) -> SendNode:
         context = self._container.retrieve(row[0])
@@ -210,14 +241,14 @@ class RpcHooks:
             if answers:
                 row[_MESSAGE] = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()
-            label = (
-                f"answer of {message.operation}" if answers else str(message.operation)
-            )
-            made = SendNode(row[_MESSAGE], message.worker, label, order)
+            label = _AnswerOf(message.operation) if answers else message.operation
+            takes_numpy = self._container.takes_numpy(incarnation_of(message.worker))
+            made = SendNode(row[_MESSAGE], message.worker, label, order, takes_numpy)
             context.sends[made.message_id] = made
         # A call that fails sends no cotangent back, and a FAST pass would wait for one.
         lost = functools.partial(_forget, context, made.message_id)
         message.if_lost = [*message.if_lost, lost]
+        message.crossing = made
         return made
 
     def _receive_function(self, message: MessageContext) -> RecvNode:
@@ -243,6 +274,15 @@ class RpcHooks:
                 return made
             # A request may arrive twice on two threads, and has one receive function.
             return context.recvs.setdefault(header.message, made)
+
+
+class _AnswerOf(NamedTuple):
+    """Describes an answer; put into words only where it is shown."""
+
+    operation: object
+
+    def __str__(self) -> str:
+        return f"answer of {self.operation}"
 
 
 class _Applied:
@@ -276,7 +316,3 @@ def _forget(context: Context, message_id: int) -> None:
 
 def _are_ids(values: Row) -> bool:
     return set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 1 << 64
-
-
-def _packed(reach: Reach | None) -> list[int] | None:
-    return None if reach is None else sorted(reach)

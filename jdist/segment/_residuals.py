@@ -12,6 +12,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import jax
+import numpy as np
 from jax.sharding import (
     NamedSharding,
     PartitionSpec,
@@ -164,8 +165,8 @@ def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] 
         return None
     shapes = jax.tree.leaves(residuals.plan.outputs)
     for shape, value in zip(shapes, cotangents, strict=True):
-        # None and NumPy's arrays have no such attribute; `backward` knows what to do.
-        if getattr(value, "weak_type", True):
+        # None has no such attribute; `backward` knows what to do.
+        if type(value) is not np.ndarray and getattr(value, "weak_type", True):
             return None
         if value.shape != shape.shape or value.dtype != shape.dtype:
             return None

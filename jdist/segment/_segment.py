@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
 from jdist._errors import requirement
@@ -313,6 +314,25 @@ class Segment:
         return tuple(
             None if i in places else x for i, x in enumerate(inputs, start=1)
         ), static
+
+
+def forward_arrays(
+    segment: Segment, arrays: tuple[ArrayLike, ...]
+) -> tuple[PyTree, Residuals]:
+    """`segment.forward((), *arrays)`, in half of its Python.
+
+    Args:
+      segment: Without static arguments.
+      arrays: Its inputs. Those of NumPy are kept as they are: they must not be written
+        to any more.
+    """
+    outputs, saved = segment._call("forward", (), arrays, ())
+    plan = saved.plan
+    kept: tuple[Any, ...] = ()
+    if plan.kept:
+        leaves = jax.tree.leaves(outputs)
+        kept = plan.locations.gather(arrays, leaves, saved.arrays)
+    return outputs, Residuals(plan, kept, None, layout_of(arrays))
 
 
 def backward_deferring(

@@ -22,7 +22,12 @@ from jdist.segment._lookup.traced import (
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES
 from jdist.segment._residuals import Deferred, passed_on
-from jdist.segment._segment import Segment, backward_deferring, join_deferred
+from jdist.segment._segment import (
+    Segment,
+    backward_deferring,
+    forward_arrays,
+    join_deferred,
+)
 
 __all__ = [
     "PATIENCE_WITH_MODELS",
@@ -39,6 +44,7 @@ __all__ = [
     "TracedProgram",
     "backward_deferring",
     "contents_of",
+    "forward_arrays",
     "identity_of",
     "is_fixed",
     "join_deferred",

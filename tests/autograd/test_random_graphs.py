@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,7 +60,10 @@ def right(program, inputs, found):
         return loss_of(world.run_plain(program, *params))
 
     expected = jax.grad(loss)([jnp.asarray(x) for x in inputs])
-    given = [jnp.zeros((3, 3)) if x is None else jnp.asarray(x) for x in found]
+    given = [
+        jnp.zeros_like(x) if gradient is None else jnp.asarray(gradient)
+        for x, gradient in zip(inputs, found, strict=True)
+    ]
     # An entry of a product of matrices has three terms.
     terms = 3 * world.calls(program) + len(program.results)
     verify.compare(expected, given, terms=terms).raise_if_failed()
@@ -137,9 +141,11 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_programs_worth_keeping(cluster, name):
-    inputs = world.numbers(5, 2)
+def test_programs_worth_keeping(cluster, name, dtype):
+    """Small arrays of 32 bits travel as NumPy's, and the bits are the same."""
+    inputs = [x.astype(dtype) for x in world.numbers(5, 2)]
     found = cluster.run(0, check, EXAMPLES[name], inputs)
     right(EXAMPLES[name], inputs, found)
 

@@ -508,3 +508,30 @@ def _gone(context_id):
 def test_an_answer_after_the_end(cluster):
     for _ in range(20):
         assert cluster.run(0, late_answer)
+
+
+@autograd.eager
+def looks(x):
+    """What a user's function finds, of a small array of 32 bits too."""
+    return x * 2, type(x.value) is type(jnp.ones(1)), x.value.tolist()
+
+
+def sees(seen):
+    x = leaf(1, shape=(2, 2), dtype=np.float32)
+    x.register_hook(lambda gradient: seen.append(gradient))
+    with autograd.context() as context_id:
+        y, is_jax, values = rpc.rpc_sync(name(1), looks, args=(x,))
+        assert is_jax
+        assert values == x.value.tolist()
+        assert isinstance(y.value, jax.Array)
+        z = rpc.rpc_sync(name(1), add, args=(y, x))
+        autograd.backward(context_id, [z.sum()])
+        found = autograd.get_gradients(context_id)[x]
+    assert all(isinstance(one, jax.Array) for one in (*seen, found, z.value))
+    assert found.tolist() == [[3, 3], [3, 3]]
+    return len(seen)
+
+
+def test_users_code_sees_arrays_of_jax(cluster):
+    """However they travelled."""
+    assert cluster.run(0, sees, []) == 1

@@ -8,17 +8,22 @@ that took part, and a `Recording` says which of them a thread of control is in.
 import contextvars
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
+from jdist._compat import placed
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees
 from jdist.autograd.recording.errors import ContextNotFound, no_context
 from jdist.autograd.recording.node import (
+    LIGHT,
+    Numbering,
     Numbers,
     RecvNode,
     SendNode,
@@ -47,6 +52,11 @@ T = TypeVar("T")
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
 _RELEASED = "It was released."
+_SOON = 0.01
+"""Seconds for which the end of a context waits for a request that takes it along."""
+
+_MOST_ALONG = 100
+"""So many ends go along with one request."""
 
 # Ended contexts are remembered, to refuse messages that the end has overtaken.
 _MOST_ENDED = 4096
@@ -187,15 +197,21 @@ class Context:
         if self.ended is not None:
             raise no_context(self.id, self.ended)
 
-    def meet(self, worker: WorkerInfo) -> None:
+    def meet(self, worker: WorkerInfo) -> bool:
         """Notes a worker that exchanges messages with this one, to be told of the end.
+
+        Returns:
+          Whether it is a new one.
 
         Raises:
           ContextNotFound: It was released.
         """
+        incarnation = incarnation_of(worker)
         with self.lock:
             self.check()
-            self.known[incarnation_of(worker)] = worker.name
+            new = incarnation not in self.known
+            self.known[incarnation] = worker.name
+        return new
 
     def accumulate(self, gradients: Mapping[Variable, PyTree]) -> None:
         """Adds the gradients of one backward pass.
@@ -287,6 +303,22 @@ class Container:
             return True
         peer = self.agent.directory.of_incarnation(incarnation)
         return peer is None or peer.departed is not None
+
+    def takes_numpy(self, incarnation: int) -> bool:
+        """Whether small arrays go to that worker as NumPy's: see `node.light`."""
+        peer = self.agent.directory.of_incarnation(incarnation)
+        # A device map says where JAX's arrays arrive.
+        return peer is not None and not peer.device_maps.in_force
+
+    def received(self, array: Numbers) -> Numbers:
+        """An array that came: on this worker's own device, if it has one."""
+        device = self.agent.device
+        # 64-bit types stay what they are, also where they are switched off.
+        if not isinstance(array, np.ndarray) or (
+            device is None and array.dtype in LIGHT
+        ):
+            return array
+        return placed(array, device)
 
     def new(self) -> Context:
         """A new context, made by this worker.
@@ -394,7 +426,7 @@ class Recording:
 
     __slots__ = ("_message_id", "_tokens", "context")
 
-    _tokens: tuple[Token["Recording | None"], Token[Numbers]]
+    _tokens: tuple[Token["Recording | None"], Token[Numbering]]
 
     def __init__(self, context: Context, message_id: int = 0) -> None:
         self.context = context
@@ -429,9 +461,11 @@ class Releases:
 
     Each worker forgets the context and tells those it exchanged messages with, who do
     the same, and answers when they have. Messages are delivered reliably, as long as
-    their receivers belong to the group. The workers hold a context on behalf of its
-    maker, and let it go when the maker is gone. A worker that learned of a context from
-    one that is gone asks the maker to be told of the end instead.
+    their receivers belong to the group; the end of a context that was left rides on the
+    next request to a worker, if that comes soon and is answered. The workers hold a
+    context on behalf of its maker, and let it go when the maker is gone. A worker that
+    learned of a context from one that is gone asks the maker to be told of the end
+    instead.
 
     Args:
       container: The worker's container.
@@ -446,6 +480,9 @@ class Releases:
         self.delivery = ReliableDelivery(self._agent)
         self.delivery.handle(_RELEASE, _id, self._on_release)
         self.delivery.handle(_HOLD, _id, self._on_hold)
+        # By incarnation and context: until when its end may wait for a request.
+        self._untold: dict[int, dict[int, float]] = {}
+        self._alarm = self._agent.timer.alarm(self._remind)
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.extension_state.on_close(self._on_close)
 
@@ -455,9 +492,43 @@ class Releases:
 
     def leave(self, context_id: int) -> None:
         """Ends a context here at once, and soon on all workers that took part."""
+        # A message for each end would cost as much as a call, and nothing waits. So it
+        # goes along with the next request to that worker, if there is one soon.
+        until = time.monotonic() + _SOON
         for worker in self._end_here(context_id, _RELEASED):
-            # A message for each end would cost as much as a call, and nothing waits.
-            self.delivery.send(worker, _RELEASE, context_id, gather=True)
+            self._untold.setdefault(worker, {})[context_id] = until
+            self._alarm.set(until)
+
+    def untold(self, worker: int) -> list[int]:
+        """The contexts that were left and of whose end that worker was not told."""
+        waiting = self._untold.get(worker)
+        return list(waiting)[:_MOST_ALONG] if waiting else []
+
+    def told(self, worker: int, ids: Iterable[int]) -> None:
+        """Takes note that a worker was told of these ends."""
+        waiting = self._untold.get(worker, {})
+        for context_id in ids:
+            waiting.pop(context_id, None)
+
+    def hear(self, caller: WorkerInfo, ids: Iterable[int]) -> None:
+        """Ends contexts of whose end a request has told."""
+        by = incarnation_of(caller)
+        for context_id in ids:
+            reason = f"{caller.name!r} released it."
+            for worker in self._end_here(context_id, reason, by):
+                self.delivery.send(worker, _RELEASE, context_id)
+
+    def _remind(self, now: float) -> float | None:
+        """Sends the ends that no request has taken along; the next moment to look."""
+        upcoming: float | None = None
+        for worker, waiting in list(self._untold.items()):
+            for context_id, until in list(waiting.items()):
+                if until > now:
+                    upcoming = until if upcoming is None else min(upcoming, until)
+                elif waiting.pop(context_id, None) is not None:
+                    # Even if a request under way tells it: its answer may never come.
+                    self.delivery.send(worker, _RELEASE, context_id)
+        return upcoming
 
     def _end(
         self, context_id: int, reason: str, told_by: int | None = None
@@ -472,6 +543,8 @@ class Releases:
         """Incarnations of the workers to be told, in the order of their names."""
         known = self._container.end(context_id, reason)
         tell = known - {told_by, self._agent.info.incarnation}
+        if not tell:
+            return []
         peers = [self._agent.directory.of_incarnation(one) for one in tell]
         infos = sorted(peer.info for peer in peers if peer is not None)
         return [incarnation_of(info) for info in infos]
@@ -526,6 +599,7 @@ class Releases:
             elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
         # Nothing is delivered to it any more, nor waited for.
+        self._untold.pop(incarnation_of(worker), None)
         self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
 

@@ -228,13 +228,13 @@ def _scalar_root(position: int, root: Recorded) -> Root:
         raise AutogradError(
             requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
         )
-    shape, dtype, place = value.shape, value.dtype, value.sharding
-
-    def ones() -> jax.Array:
-        return beside(jax.device_put(np.ones(shape, dtype), place), value)
-
     # Kept, because to make one takes longer than a small backward pass.
-    seed = _ONES.get_or_make((shape, dtype, place, value.committed), ones)
+    key = value.shape, value.dtype, value.sharding, value.committed
+    seed = _ONES.get(key)
+    # A gradient may be the seed itself, and its user may have donated it.
+    if seed is None or seed.is_deleted():
+        seed = beside(np.ones(value.shape, value.dtype), value)
+        _ONES.put(key, seed)
     return Root(root.edge, seed)
 
 

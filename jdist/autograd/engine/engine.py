@@ -154,7 +154,8 @@ class Engine:
                 return self._passes.setdefault(made.terms[:2], made)
 
     def _on_context_end(self, context: Context, reason: str) -> None:
-        for each in self.live():
+        # Mostly there is none: a context ends when its pass is long over.
+        for each in self.live() if self._passes else ():
             if each.terms.context_id == context.id:
                 each.released(reason)
 

@@ -296,7 +296,7 @@ class LocalPass:
         call_when_done(future, lambda: self._put(step))
 
     def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
-        body, meta = request.pack()
+        body, meta = request.pack(self._container.takes_numpy(peer))
         to = self._container.worker(peer)
         firm, unlimited = self.deadline.firm, self.deadline.at is None
         seconds = 0.0 if firm or unlimited else DEFAULT
@@ -373,7 +373,8 @@ class LocalPass:
                 note(Event(self._me, events.RECEIVED, *known))
             for index, value in enumerate(cotangents):
                 if value is not None:
-                    self._sweep.add(node, index, ((), 0, value))
+                    received = self._container.received(value)
+                    self._sweep.add(node, index, ((), 0, received))
             self._sweep.arrive(node)
 
     def _send_function(self, sends: dict[int, SendNode], message_id: int) -> SendNode:
@@ -468,7 +469,11 @@ class LocalPass:
         """Adds the gradients here to the context's, once all nodes here have run."""
         if self._staged:
             # A device that fails must do so before others are told of the end.
-            jax.block_until_ready(list(self._staged.values()))
+            for gradient in self._staged.values():
+                if isinstance(gradient, jax.Array):  # the common case needs no tree
+                    gradient.block_until_ready()
+                else:
+                    jax.block_until_ready(gradient)
             self._context.accumulate(self._staged)
             self._staged = {}
         self._committed = True
@@ -499,7 +504,7 @@ class LocalPass:
         """Waits for the device, whose failure belongs here and not at the receiver."""
         for gradient in gradients:
             for cotangent in gradient.cotangents:
-                if cotangent is not None:
+                if isinstance(cotangent, jax.Array):
                     # Before it is sent: what fails on a device here must not appear as
                     # the receiver's.
                     cotangent.block_until_ready()

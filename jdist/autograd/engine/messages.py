@@ -9,10 +9,8 @@ in the metadata. An absent cotangent is a missing position and takes no bytes at
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-import jax
-
 from jdist.autograd.recording.errors import BackwardError
-from jdist.autograd.recording.node import Cotangent
+from jdist.autograd.recording.node import Cotangent, Numbers, light
 from jdist.rpc import ProtocolError, RpcError
 from jdist.rpc.extension import Reply
 
@@ -139,9 +137,15 @@ class GradientRequest(NamedTuple):
     marks: Sequence[int] | None
     gradients: Sequence[MessageGradient]
 
-    def pack(self) -> tuple[list[jax.Array], dict[str, object]]:
-        """The body and the metadata of the message."""
+    def pack(self, to_numpy: bool = False) -> tuple[list[Numbers], dict[str, object]]:
+        """The body and the metadata of the message.
+
+        Args:
+          to_numpy: Whether small arrays go as NumPy's.
+        """
         rows, arrays = _flat(self.gradients)
+        if to_numpy:
+            arrays = [light(array) for array in arrays]
         marks = None if self.marks is None else list(self.marks)
         return arrays, {_FIELD: [*self.terms, marks, rows]}
 
@@ -240,9 +244,9 @@ def unpack_reached(body: object) -> tuple[set[int], set[int]]:
 
 def _flat(
     gradients: Sequence[MessageGradient],
-) -> tuple[list[list[object]], list[jax.Array]]:
+) -> tuple[list[list[object]], list[Numbers]]:
     rows: list[list[object]] = []
-    arrays: list[jax.Array] = []
+    arrays: list[Numbers] = []
     for message_id, cotangents in gradients:
         there = []
         for position, value in enumerate(cotangents):

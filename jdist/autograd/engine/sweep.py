@@ -10,11 +10,9 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import jax
+from jdist.autograd.recording.node import Cotangent, Node, Numbers, plus
 
-from jdist.autograd.recording.node import Cotangent, Node, plus
-
-Summand = tuple[tuple[int, ...], int, jax.Array]
+Summand = tuple[tuple[int, ...], int, Numbers]
 """A summand of a cotangent: its place in the sum, which has two parts, and the array.
 
 First comes the order of the node that it comes from, empty for a root; then the
@@ -99,7 +97,7 @@ class Sweep:
                 self.arrive(edge[0])
 
 
-def total(summands: Sequence[Summand]) -> jax.Array:
+def total(summands: Sequence[Summand]) -> Numbers:
     """The sum, in an order that does not depend on which came first.
 
     Example:

@@ -8,11 +8,14 @@ that were computed from them; a context only lists the nodes that cross workers.
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jdist.autograd.recording.errors import GraphFreed
 from jdist.rpc import WorkerInfo
@@ -20,15 +23,43 @@ from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
 from jdist.segment.internal import passed_on
 
-Cotangent = jax.Array | None
+Numbers = jax.Array | np.ndarray
+"""An array as compiled functions take it: NumPy's only if it came in a message."""
+
+Cotangent = Numbers | None
 """None where no cotangent flows."""
 
 
-def plus(one: jax.Array, other: jax.Array) -> jax.Array:
+def light(value: Numbers) -> Numbers:
+    """A small array as NumPy's, to be sent; any other as it is.
+
+    To put an array on its device costs a receiver more than a small computation, and a
+    compiled function takes NumPy's as they are.
+    """
+    if (
+        isinstance(value, np.ndarray)
+        or value.dtype not in LIGHT
+        or value.size > _MOST_LIGHT
+        or value.weak_type
+        or value.committed  # within one process it stays on its device
+        or value.is_deleted()  # the codec says what to do
+        or type(value.sharding) is not SingleDeviceSharding
+    ):
+        return value
+    return np.asarray(value)
+
+
+LIGHT = frozenset(map(np.dtype, ("float16", jnp.bfloat16, "float32", "complex64")))
+"""Dtypes that are the same under all settings of JAX."""
+
+_MOST_LIGHT = 1024
+
+
+def plus(one: Numbers, other: Numbers) -> jax.Array:
     """The sum of two arrays, on the device of the first one."""
-    place = getattr(one, "sharding", None)
-    if place != getattr(other, "sharding", None):
-        # The two may come from functions on different devices of one worker.
+    place, other_place = (getattr(x, "sharding", None) for x in (one, other))
+    # They may come from functions on different devices of one worker.
+    if place is not None and other_place is not None and place != other_place:
         other = jax.device_put(other, place)
     return _add(one, other)
 
@@ -45,20 +76,20 @@ Order = tuple[int, int]
 LAST = 1 << 62
 """The counter of a reply's send function, which comes after all nodes of its call."""
 
-Numbers = tuple[int, Iterator[int]]
+Numbering = tuple[int, Iterator[int]]
 """The message id of a call, and the counter of the nodes that are made in it."""
 
 # One counter for all that is computed where contexts are made: what was computed before
 # a context comes before what is in it.
-_OUTSIDE_CALLS: Numbers = (0, itertools.count())
+_OUTSIDE_CALLS: Numbering = (0, itertools.count())
 
 # A context variable, because a call and its callbacks may change threads.
-numbers: ContextVar[Numbers] = ContextVar(
+numbers: ContextVar[Numbering] = ContextVar(
     "jdist.autograd.node_numbers", default=_OUTSIDE_CALLS
 )
 
 
-def numbers_in(message_id: int) -> Numbers:
+def numbers_in(message_id: int) -> Numbering:
     """The numbering of nodes in the call of this message id; 0 outside of calls."""
     return (message_id, itertools.count()) if message_id else _OUTSIDE_CALLS
 
@@ -91,7 +122,7 @@ class Node:
     """A function that was called, as its backward pass sees it.
 
     Args:
-      name: Shown in messages and pictures.
+      name: Shown in messages and pictures; or a function that makes it.
       inputs: For each input the edge along which its cotangent goes, or None.
       outputs: Number of outputs.
       order: Position in a total order that repeats from run to run.
@@ -102,20 +133,26 @@ class Node:
     """
 
     # Slots: a training step makes as many nodes as it calls functions.
-    __slots__ = ("__weakref__", "inputs", "name", "order", "outputs", "reach")
+    __slots__ = ("__weakref__", "_name", "inputs", "order", "outputs", "reach")
 
     def __init__(
         self,
-        name: str,
+        name: str | Callable[[], str],
         inputs: tuple[Edge | None, ...],
         outputs: int,
         order: Order = (0, 0),
     ) -> None:
-        self.name = name
+        self._name = name
         self.inputs = inputs
         self.outputs = outputs
         self.order = order
         self.reach: Reach | None = below(inputs)
+
+    @property
+    def name(self) -> str:
+        """The name as a text."""
+        name = self._name
+        return name if isinstance(name, str) else name()
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """Computes the cotangents of the inputs from those of the outputs.
@@ -198,27 +235,35 @@ class SendNode(Node):
     Args:
       message_id: Of the message.
       worker: The receiver.
-      label: Description of the message, for error messages.
+      label: Describes the message as a text, for error messages.
       order: See `Node`.
+      light: Whether small arrays go as NumPy's.
 
     Attributes:
       message_id: Of the message.
       worker: Name of the receiver.
       incarnation: Of the receiver, which no successor of the same name shares.
+      light: As given.
     """
 
-    __slots__ = ("_places", "_slots", "incarnation", "message_id", "worker")
+    __slots__ = ("_places", "_slots", "incarnation", "light", "message_id", "worker")
 
     def __init__(
-        self, message_id: int, worker: WorkerInfo, label: str, order: Order
+        self,
+        message_id: int,
+        worker: WorkerInfo,
+        label: object,
+        order: Order,
+        light: bool = False,
     ) -> None:
-        super().__init__(f"send {label} to {worker.name}", (), 0, order)
+        super().__init__(lambda: f"send {label} to {worker.name}", (), 0, order)
         self.message_id = message_id
+        self.light = light
         self.worker, self.incarnation = worker.name, incarnation_of(worker)
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
 
-    def slot(self, edge: Edge, value: jax.Array) -> int:
+    def slot(self, edge: Edge, value: Numbers) -> int:
         """The number of a value in the message; the same value has one only."""
         # By edge, so that a value that occurs twice gets one cotangent, already summed.
         known = self._slots.setdefault(edge, len(self._slots))
@@ -226,18 +271,26 @@ class SendNode(Node):
             self.inputs = (*self.inputs, edge)
             self.outputs += 1
             # A value that is not committed may be anywhere, and so its cotangent.
-            self._places.append(value.sharding if value.committed else None)
+            if isinstance(value, np.ndarray) or not value.committed:
+                self._places.append(None)
+            else:
+                self._places.append(value.sharding)
             self.reach = join(self.reach, edge.node.reach)
         return known
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`."""
+        pairs = zip(cotangents, self._places, strict=True)
         return [
-            value
-            if value is None or place is None or value.sharding == place
-            else jax.device_put(value, place)
-            for value, place in zip(cotangents, self._places, strict=True)
+            value if value is None or place is None else _moved(value, place)
+            for value, place in pairs
         ]
+
+
+def _moved(value: Numbers, place: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(value, jax.Array) and value.sharding == place:
+        return value
+    return jax.device_put(value, place)
 
 
 class RecvNode(Node):
@@ -268,7 +321,7 @@ class RecvNode(Node):
         outputs: int,
         reach: Reach | None,
     ) -> None:
-        super().__init__(f"receive from {worker.name}", (), outputs)
+        super().__init__(lambda: f"receive from {worker.name}", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
         self.worker, self.incarnation = worker.name, incarnation_of(worker)

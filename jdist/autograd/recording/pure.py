@@ -33,6 +33,7 @@ from jdist.segment.internal import (
     ForwardPlan,
     FunctionCache,
     contents_of,
+    forward_arrays,
     is_fixed,
     pure_segment,
     value_of,
@@ -122,17 +123,16 @@ def call(
     # A call within a traced function would be recorded once, at compilation.
     name = _name(fn)
     refuse_in_pure("a call of {} with recorded values", name)
-    _refuse_closure(fn)
     function, spec = _function_of(fn), ArgumentSpec(structure, tuple(kinds))
-    segment = function.segment(spec)
+    segment, given = function.segment(spec), tuple(arrays)
     try:
-        outputs, residuals = segment.forward((), *arrays)
+        outputs, residuals = forward_arrays(segment, given)
     except Changed:
         # It was found by the contents of another function, which have changed since.
         # The entry goes: a function of these contents would find the changed one again.
         _COMPILED.drop(function)
         segment = function.alone(fn).segment(spec)
-        outputs, residuals = segment.forward((), *arrays)
+        outputs, residuals = forward_arrays(segment, given)
     made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
     if True in live:
@@ -143,15 +143,18 @@ def call(
 
 def _function_of(fn: PureCallable) -> "PureFunction":
     """The compiled function, or one of the same code and contents."""
+    # By identity: some functions of JAX compute a hash, in Python, from their parts.
+    known = _LIBRARY.get(id(fn))
+    if known is not None and known.fn is fn:
+        return known
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         # A function of a library cannot change, so its contents are not read.
-        return _function_of_library(fn)
+        found = _LIBRARY[id(fn)] = PureFunction(fn, fn)
+        if len(_LIBRARY) > _MOST_OF_LIBRARIES:
+            _LIBRARY.pop(next(iter(_LIBRARY)), None)
+        return found
+    _refuse_closure(fn)
     return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents.code))
-
-
-@functools.lru_cache(maxsize=1024)
-def _function_of_library(fn: PureCallable) -> "PureFunction":
-    return PureFunction(fn, fn)
 
 
 class PureFunction:
@@ -161,10 +164,13 @@ class PureFunction:
       fn: The function.
       code: Its code, by which versions of it are counted.
       alone: See `Traced`.
+
+    Attributes:
+      fn: As given.
     """
 
     def __init__(self, fn: PureCallable, code: Hashable, alone: bool = False) -> None:
-        self._fn = fn
+        self.fn = fn
         self._code = code
         self._alone = alone
         self._lock = threading.Lock()
@@ -178,7 +184,7 @@ class PureFunction:
         if found is not None:
             return found
         with self._lock:
-            made = _segment(self._fn, self._code, spec, self._alone)
+            made = _segment(self.fn, self._code, spec, self._alone)
             found = self._segments.setdefault(spec, made)
             # The oldest goes: segments that were handed out stay valid.
             if len(self._segments) > _SPECS:
@@ -283,6 +289,10 @@ ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
 _COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
+_LIBRARY: dict[int, PureFunction] = {}
+"""Functions of libraries by their ids, which are theirs as long as they are here."""
+
+_MOST_OF_LIBRARIES = 1024
 _SPECS = 256
 """So many argument specs of each function are held compiled."""
 
@@ -308,7 +318,8 @@ def _take(
             rule = "must not be given traced arrays beside recorded values"
             remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
             raise TypeError(requirement("apply(*args)", rule, str(leaf), remedy))
-        arrays.append(leaf)
+        # A copy: the caller may write to it before the backward pass reads it.
+        arrays.append(np.array(leaf) if type(leaf) is np.ndarray else leaf)
         edges.append(None)
         return _PLAIN
     if isinstance(leaf, Constant):

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._compat import is_traced, refuse_as_argument
+from jdist._compat import is_traced, placed, refuse_as_argument
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.recording import pure
 from jdist.autograd.recording.errors import AutogradError
-from jdist.autograd.recording.node import Edge
+from jdist.autograd.recording.node import Edge, Numbers
 from jdist.autograd.recording.pure import ONE, Recordable
 from jdist.autograd.recording.purity import refuse_in_pure
 
@@ -57,17 +57,13 @@ def record(
     # Nothing to record, and nothing to compile for.
     if not pure.have_history(leaves):
         return fn(*args, **kwargs)
-    called = pure.call(fn, leaves, structure, numbers)
-    outputs: list[Computed] = list(called.outputs)
-    if called.node is not None:
-        node = called.node
-        outputs = [
-            Recorded(array, Edge(node, index)) if is_live else array
-            for index, (array, is_live) in enumerate(
-                zip(outputs, called.live, strict=True)
-            )
-        ]
-    return called.structure.unflatten(outputs)
+    arrays, made, node, live = pure.call(fn, leaves, structure, numbers)
+    if node is None:
+        return made.unflatten(arrays)
+    pairs = enumerate(zip(arrays, live, strict=True))
+    return made.unflatten(
+        [Recorded(x, Edge(node, n)) if is_live else x for n, (x, is_live) in pairs]
+    )
 
 
 def detach(tree: PyTree) -> PyTree:
@@ -393,7 +389,7 @@ class Recorded(Operators):
     Made by `apply`, by operators, and by calls of other workers. It cannot be changed.
 
     Args:
-      value: The array.
+      value: The array. One of NumPy must not be written to any more.
       edge: The node that made it, and as which of its outputs.
 
     Example:
@@ -407,7 +403,7 @@ class Recorded(Operators):
 
     __slots__ = ("__weakref__", "_edge", "_value")
 
-    def __init__(self, value: jax.Array, edge: Edge) -> None:
+    def __init__(self, value: Numbers, edge: Edge) -> None:
         self._value = value
         self._edge = edge
 
@@ -415,6 +411,9 @@ class Recorded(Operators):
     def value(self) -> Computed:
         """The array, without its history."""
         refuse_in_pure("the array of a recorded value that is no argument")
+        if type(self._value) is np.ndarray:
+            # Only here, for users' code: compiled functions take it as it came.
+            self._value = placed(self._value, None)
         return self._value
 
     @property

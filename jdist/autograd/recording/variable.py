@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
-from jdist.autograd.recording.node import Cotangent, Edge, Node
+from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import DifferentiatedTree
 from jdist.autograd.recording.purity import eager, refuse_in_pure, refuse_state
 from jdist.autograd.recording.recorded import Operators, Recorded
@@ -32,13 +32,20 @@ class _FlatTree(NamedTuple):
     tree: PyTree
     kind: DifferentiatedTree
     leaves: list[jax.Array]
+    sent: list[Numbers]
 
     @classmethod
     def of(cls, tree: PyTree) -> "_FlatTree":
         leaves, structure = jax.tree.flatten(tree)
-        return cls(
-            tree, DifferentiatedTree(structure, tuple(map(is_inexact, leaves))), leaves
-        )
+        kind = DifferentiatedTree(structure, tuple(map(is_inexact, leaves)))
+        return cls(tree, kind, leaves, [])
+
+    def light(self) -> Sequence[Numbers]:
+        """The leaves for a message: small ones as NumPy's, made once for all calls."""
+        # Of a deleted array, which may have been donated, the memory is another's.
+        if not self.sent or True in [leaf.is_deleted() for leaf in self.leaves]:
+            self.sent[:] = map(light, self.leaves)
+        return self.sent
 
     def is_like(self, other: "_FlatTree") -> bool:
         """Whether structure, shapes and dtypes are the same."""
@@ -132,12 +139,18 @@ class Variable(Operators):
                 self._node = weakref.ref(found)
             return found
 
-    def recorded(self) -> PyTree:
-        """The tree with recorded values in place of the floating arrays."""
-        kind, leaves, edges = self.flat()
+    def recorded(self, light: bool = False) -> PyTree:
+        """The tree with recorded values in place of the floating arrays.
+
+        Args:
+          light: Whether small arrays are to be NumPy's, for a message.
+        """
+        held = self._held  # once: another thread may set another value
+        given: Sequence[Numbers] = held.light() if light else held.leaves
+        kind, _, edges = self.flat()
         values = [
             leaf if to is None else Recorded(leaf, to)
-            for leaf, to in zip(leaves, edges, strict=True)
+            for leaf, to in zip(given, edges, strict=True)
         ]
         return kind.structure.unflatten(values)
 
@@ -181,27 +194,32 @@ class Variable(Operators):
           ValueError: A hook returned another structure, shape or dtype.
           Exception: Whatever a hook raised.
         """
-        structure = self.structure
-        gradient = structure.unflatten(cotangents)
-        for hook in self.hooks:
+        gradient = self._placed(cotangents)
+        hooks = self.hooks
+        for hook in hooks:
             changed = hook(gradient)
             if changed is not None:
                 _check_hooked(gradient, changed)
                 gradient = changed
+        if not hooks:
+            return gradient
         # A hook may have returned other containers with equal leaves.
-        found = structure.flatten_up_to(gradient)
+        return self._placed(self.structure.flatten_up_to(gradient))
+
+    def _placed(self, cotangents: Sequence[Cotangent]) -> PyTree:
         # Placed as the variable is: what an optimizer makes of both is then placed so
         # too, and the next step finds all programs compiled.
-        pairs = zip(found, self._held.leaves, strict=True)
-        return structure.unflatten(
-            [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]
+        pairs = zip(cotangents, self._held.leaves, strict=True)
+        return self.structure.unflatten(
+            [None if x is None else beside(x, leaf) for x, leaf in pairs]
         )
 
     def flat(
         self,
     ) -> tuple[DifferentiatedTree, Sequence[jax.Array], Sequence[Edge | None]]:
         """See `Recordable`."""
-        _, kind, leaves = self._held
+        held = self._held
+        kind, leaves = held.kind, held.leaves
         node = self.node
         if len(leaves) == 1:
             return kind, leaves, (Edge(node, 0),)

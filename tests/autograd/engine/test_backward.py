@@ -3,6 +3,7 @@
 Each runs on all four workers at once, in every way of calling, over both transports.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -351,3 +352,14 @@ def wrong_hook():
 
 def test_a_hook_must_keep_the_shape(cluster):
     cluster.run(0, wrong_hook)
+
+
+def test_a_gradient_may_be_donated():
+    """Also one that is the cotangent with which the pass began."""
+    with rpc.local_cluster(["a"]):
+        for _ in range(2):
+            x, y = (autograd.variable(np.float32(k)) for k in (2, 3))
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [x + y])
+                gradient = autograd.get_gradients(context_id)[x]
+            assert jax.jit(jnp.negative, donate_argnums=0)(gradient) == -1
