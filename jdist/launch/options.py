@@ -273,7 +273,7 @@ def cluster_key(
 
 def _private_text(file: Path) -> str:
     with file.open() as opened:
-        # Of the open file and not of the path, at which another file may stand by now.
+        # Of the open file: at its path there may be another one meanwhile.
         mode = os.fstat(opened.fileno()).st_mode & 0o777
         if mode & 0o077:
             rule = "must be readable by its owner alone"

@@ -236,6 +236,7 @@ def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list
     names = [f"leaves of stage {number}" for number in range(count - 1)]
     return [
         *(
+            # The first has no stage before it.
             Stage(_put_out, (names[number - 1],) * bool(number), (name,))
             for number, name in enumerate(names)
         ),

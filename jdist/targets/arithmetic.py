@@ -69,6 +69,7 @@ def bytes_accessed(
     it writes; also inside a fusion. What lies in a chip's own memory counts nothing.
     """
     opcode = instruction.opcode
+    # What an awaited instruction moves is counted at its start.
     is_end = opcode.endswith("-done")
     if opcode in FREE or is_end or instruction.target == "AllocateBuffer":
         return 0
@@ -77,6 +78,7 @@ def bytes_accessed(
         return _own_bytes(instruction, arrays)
     inner = module.computations[instruction.called("calls")[0]]
     read = sum(
+        # A fusion may read a value in several slices, but at most all of it.
         min(_read_in(parameter, inner, module), sum(map(_traffic, shapes)))
         for parameter, shapes in zip(inner.parameters, arrays, strict=True)
     )
@@ -90,8 +92,10 @@ def _own_bytes(
     """Bytes of an instruction that is no fusion, by the shapes of its operands."""
     opcode = instruction.opcode
     written = sum(map(_traffic, instruction.shapes))
+    # What is taken is read, and then written.
     if opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * written
+    # In place: the update is read and written, the rest of the array stays.
     if opcode == "dynamic-update-slice":
         return 2 * sum(map(_traffic, arrays[1]))
     if opcode == "copy-start":
@@ -114,6 +118,7 @@ def _dot(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) ->
 
 
 def _gemm(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
+    # A library call has its dimensions in the backend's own configuration.
     match = re.search(
         r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes
     )
@@ -146,6 +151,7 @@ def _taps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
     spread = int(window.get("rhs_dilate", 1))
     starts = np.arange(out)[:, None] * stride - low
     places = starts + np.arange(kernel)[None, :] * spread
+    # Between the elements of a dilated input there are zeros.
     inside = (places >= 0) & (places <= (size - 1) * dilation)
     return int((inside & (places % dilation == 0)).sum())
 

@@ -127,6 +127,7 @@ def transfer_seconds(found: FoundCollective, chip: Chip, per_host: int) -> float
             passes = 2 if found.kind == "all-reduce" else 1
             steps = passes * (len(group) - 1) / len(group)
         seconds = steps * found.bytes / bandwidth if bandwidth else math.inf
+        # Groups run side by side, so that the slowest decides.
         share = max(share, seconds if len(set(group)) > 1 else 0.0)
     return share
 
@@ -156,6 +157,7 @@ def _found(
         groups = replica_groups(instruction, module.partitions)
     size = sum(map(_bytes, operands))
     if kind == "all-gather":
+        # Each device holds a part of the array that is gathered.
         size *= len(groups[0])
     channel = instruction.attribute("channel_id")
     return FoundCollective(kind, size, groups, channel, instruction.op_name)
@@ -172,6 +174,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
       ValueError: It is another form.
     """
     text = instruction.attribute("replica_groups")
+    # Without groups all devices are one.
     if text in ("", "{}"):
         return (tuple(range(partitions)),)
     if text.startswith("{"):
@@ -179,6 +182,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
             tuple(map(int, group.split(",")))
             for group in re.findall(r"\{([\d,]+)\}", text)
         )
+    # All devices in a row, as an array of these sizes, whose rows are the groups.
     if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _rows(_transposed(match[2], match[3]).reshape(_numbers(match[1])))
     if listed := instruction.attribute("device_ids"):

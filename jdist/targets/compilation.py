@@ -181,6 +181,7 @@ def _places(text: str, pattern: str) -> tuple[str, ...]:
 def _refused(found: CompiledProgram, message: str) -> CompiledProgram:
     """Adds the compiler's refusal to a report, in its own words."""
     text = message.partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0] or message
+    # XLA's compilers word it in two ways.
     patterns = (
         r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds",
         r"Used (\d+(?:\.\d+)?)([KMGT]?) of",

@@ -184,6 +184,7 @@ def parse(text: str) -> HloModule:
         if match := HEADER.match(line):
             name, lines = match[2], []
             entry = name if match[1] else entry
+        # Only the end of a computation is a brace in the first column.
         elif line == "}" and name:
             computations[name] = Computation(name, tuple(lines))
             name = ""
@@ -240,6 +241,7 @@ def _closing(text: str) -> int:
 def _until_comma(text: str) -> str:
     depth, quoted = 0, False
     for index, character in enumerate(text):
+        # Commas in quotes and in brackets belong to the value.
         quoted ^= character == '"'
         if quoted:
             continue

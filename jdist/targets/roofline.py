@@ -115,6 +115,7 @@ class _Walk:
     def run(self, computation: Computation) -> Cost:
         for instruction in computation.instructions:
             self._visit(instruction, computation)
+        # What is not awaited in a computation has ended when that returns.
         for each in self.started:
             self._finish(each)
         return self.cost
@@ -148,6 +149,7 @@ class _Walk:
         each = _Started(found, instruction.name, seconds)
         targets = collectives.custom_calls(instruction, self.module)
         in_parts = instruction.opcode.endswith("-start")
+        # XLA writes some in two parts and runs them at once.
         if '"is_sync":true' in instruction.attributes:
             in_parts = False
         if in_parts or "AsyncCollectiveStart" in targets:

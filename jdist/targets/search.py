@@ -132,6 +132,7 @@ def largest_batch(
             got = f"a job that fits with {low * unit} examples"
             raise ValueError(requirement("largest_batch(job=...)", rule, got))
     by_line = True
+    # One unit apart there is nothing between them.
     while high - low > max(1, int(within * low)):
         line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
         middle = line if by_line and low < line < high else (low + high) // 2
@@ -175,6 +176,7 @@ def smallest_slice(
         try:
             program = program_of(job, hardware, batch)
             found = Candidate(hardware.name, batch, program)
+        # A mesh that does not divide the chips is an answer of the job, no failure.
         except OwnCodeRaised as error:
             if not isinstance(error.__cause__, ValueError):
                 raise

@@ -67,6 +67,7 @@ def trip_count(
     if not isinstance(state, Mapping):
         return None
     needed = _needed(condition, body)
+    # The rest of the carry is arrays, which are not computed here.
     state = {index: state.get(index) for index in needed}
     for turn in range(LONGEST):
         goes_on = _value(condition.root.name, condition, (state,), module)

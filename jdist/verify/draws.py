@@ -149,7 +149,7 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
         if _depends(draw, single, several):
             return (
                 f"the loss draws random numbers ({draw.primitive}) whose keys are not "
-                f"one for each example: whoever splits the batch draws others. {REMEDY}"
+                f"one for each example: a split of the batch draws others. {REMEDY}"
             )
     return ""
 

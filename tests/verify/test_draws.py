@@ -168,7 +168,7 @@ def test_a_right_trainer_of_an_unkeyed_loss_is_never_called_wrong():
     assert not report.of("halves").ok
     assert not report.of("halves").failures
     for row in report.of("halves").unjudged:
-        assert "whoever splits the batch draws others. Give each" in row.unjudged
+        assert "a split of the batch draws others. Give each" in row.unjudged
     assert len(report.of("halves").unjudged) == 2
     # The same draws are judged all the same, and so is what is no number.
     assert report.of("whole").ok

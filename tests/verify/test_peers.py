@@ -118,7 +118,7 @@ def test_one_process_alone_needs_no_store():
     assert own.exchange({"any": object}) == [{"any": object}]
     arrays = [jnp.ones(3)]
     assert own.computed(arrays) is arrays
-    own.failed(ValueError("told to nobody else"))
+    own.failed(ValueError("not told to others"))
 
 
 @pytest.mark.parametrize("rank", range(3))

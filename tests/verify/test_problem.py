@@ -85,7 +85,7 @@ def test_what_a_problem_raises_is_its_own():
 
 
 def test_own_code_is_told_once():
-    """The innermost name stays; an interrupt is nobody's mistake and passes."""
+    """The innermost name stays; an interrupt is no mistake and passes."""
     inner = pytest.raises(OwnCodeRaised, match=r"^inner raised KeyError")
     with inner, own_code("outer"), own_code("inner"):
         raise KeyError("x")

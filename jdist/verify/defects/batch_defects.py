@@ -123,6 +123,7 @@ def _other_keys(call: StepCall) -> PyTree:
         if not is_key(leaf):
             return like(leaf, np.asarray(leaf) + 1)
         bits = np.asarray(jax.random.key_data(leaf))
+        # Neighbouring keys begin unrelated streams.
         other = jnp.asarray(bits + bits.dtype.type(1))
         return jax.random.wrap_key_data(other, impl=jax.random.key_impl(leaf))
 

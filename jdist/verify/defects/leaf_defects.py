@@ -90,6 +90,7 @@ def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Changes the largest entry of a leaf."""
 
     def changed(leaf: PyTree) -> PyTree:
+        # In a small entry the error could be below the rounding of the leaf.
         at = int(np.abs(np.asarray(leaf)).argmax())
         wrong = np.array(leaf)
         wrong.reshape(-1)[at] = change(wrong.reshape(-1)[at])

@@ -89,6 +89,7 @@ def attributed(
     updated = [p for p in failing if within(p, "params") or within(p, "state")]
     if any(within(path, "gradient") for path in failing):
         parts.append(("gradient", _first(rows, "gradient")))
+    # Only the model's state is wrong, which has been told.
     elif not updated:
         pass
     elif any(within(path, "gradient") for path in found):
@@ -180,6 +181,7 @@ def _inferred(
     """The part, and why, from the optimizer's state alone."""
     unknown = (UNKNOWN, f"{_first(rows, 'params', 'state')}. {SHOW}")
     whole = {path: _whole(leaf) for path, leaf in found.items()}
+    # Nothing can be read off a state of other shapes, or of one that is not here.
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
         return unknown
     fixed = [p for p in failing if moment.limits[p] is None]
@@ -331,6 +333,7 @@ def _explained(
         got, reference = in_double(found[path]), in_double(moment.wanted[path])
         limit = moment.limits[path]
         rest, all_of_it = got - made[path], got - reference
+        # To the bound, or to a small part of an error that is far above it.
         small = limit is not None and (np.abs(rest) <= limit.bound).all()
         if not small and not np.linalg.norm(rest) <= REST * np.linalg.norm(all_of_it):
             return False

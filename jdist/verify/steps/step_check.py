@@ -419,6 +419,7 @@ def _trained(
     kept = tuple(part for part, tree in found.items() if tree is None)
     leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
     then = (result.params, result.opt_state, result.states)[: len(given)]
+    # A trainer that keeps its optimizer's state would take a further step.
     return _Shown(leaves, kept, then, result.opt_state is not None)
 
 

@@ -174,6 +174,7 @@ def trajectory(
         gradients = named_leaves({"gradient": gradient})
         stale: dict[str, np.ndarray] = {}
         if earlier is not None:
+            # The gradient of a trainer that misses the last update.
             _, old, _ = gradient_of(earlier, batch, own, states)
             stale = _stale(params, old, updated(params, old, opt_state)[0])
         yield Moment(

@@ -151,6 +151,7 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
     for i, j in np.argwhere(np.triu(near, 1)):
         if _within(expected[i], expected[j], bounds[i] + bounds[j]):
+            # Two classes become one where a row is equal to rows of both.
             label[label == label[j]] = label[i]
     return label
 

@@ -186,6 +186,7 @@ class _Seen:
         rounded, exact = draws[0][:2]
         squares = sum(abs(draws[d][1] - exact) ** 2 for d in range(1, DRAWS + 1))
         drift = rounded.astype(exact.dtype) - exact
+        # Either estimate alone may be too small by chance, as in `measure`.
         variance = np.maximum(abs(drift) ** 2, squares / (self.factor**2 * DRAWS))
         parts = [_split(layout, x) for x in (exact, abs(exact), drift, variance, shown)]
         adding = accumulated(rounded.dtype, accumulation)

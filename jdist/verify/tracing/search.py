@@ -145,6 +145,7 @@ def _forward(
             return _wrong_values(passages, place, own, missing, orders)
         findings.right.append(f"forward {passage.label}")
         if passage.layout.axis is not None:
+            # Those of the tap before stay, where equal rows at this one tell no order.
             orders = _orders(own, place) or orders
     return None
 
@@ -224,6 +225,7 @@ def _assigned(
                     score = float(np.mean([cosine[r, e] for e, r in pairs]))
                     proposals.append((score, pairs))
     taken: dict[int, int] = {}
+    # The best first: a row, or an example, is given away once.
     for _, pairs in sorted(proposals, reverse=True):
         if not any(e in taken or r in taken.values() for e, r in pairs):
             taken.update(pairs)
