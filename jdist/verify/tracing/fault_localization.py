@@ -156,7 +156,6 @@ def tracer(
         (recording, result), *_ = first
         findings = search(own, recording.records, w > 0)
         difference = findings.difference
-        # With all taps right, the fault is in what is made of the cotangents.
         if difference is None and report.failures:
             difference = _beyond_taps(report, findings, result[1], parts, w)
         notes = list(findings.notes)
