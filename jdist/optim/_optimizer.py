@@ -95,6 +95,12 @@ class Optimizer:
     loss_factor: Callable[[Any], jax.Array] | None = None
     precision: Precision | None = None
 
+    @property
+    def rule(self) -> tuple[Any, ...]:
+        """Equal for optimizers that make the same steps of the same parameters."""
+        # By identity: schedules are functions, which cannot be compared.
+        return (id(self),)
+
     def init(self, params: PyTree) -> PyTree:
         """The state before the first step.
 

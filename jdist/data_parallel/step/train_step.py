@@ -48,7 +48,7 @@ from jdist.data_parallel.step.model_state import check_rule
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
 from jdist.data_parallel.step.train_state import TrainState
-from jdist.data_parallel.step.zero import is_divided_over
+from jdist.data_parallel.step.zero import check_undivided, is_divided_over
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
@@ -357,6 +357,8 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     rule = options.pop("states", "mean")
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
+    if divided:
+        check_undivided(call, optimizer)
     communication = Communication(
         call,
         axis,

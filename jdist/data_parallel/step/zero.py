@@ -16,7 +16,8 @@ norm, the check for infinities of a loss scale) still means the whole array, sin
 the *layout* of arrays is changed and the compiler adds what that needs.
 
 Each array is divided along its first dimension that K divides. Where there is none, its
-largest is padded with zeros, which no element of the array ever sees.
+largest is padded with zeros, which no element of the array ever sees. A dimension that
+a further axis of the mesh divides (tensor parallelism) is left to that axis.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves
-from jdist.data_parallel.gradient.scattered import scattered_dimension
+from jdist._tree import PyTree, is_inexact, is_none, named_leaves
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.shards import replicas_of
 from jdist.optim import Optimizer, check_optimizer
@@ -46,10 +46,12 @@ class Sharded:
     Attributes:
       array: Padded along one dimension to a multiple of the number of replicas.
       shape: Without the padding.
+      spec: How further axes divide it.
     """
 
     array: jax.Array
     shape: tuple[int, ...] = field(metadata={"static": True})
+    spec: PartitionSpec = field(default=PartitionSpec(), metadata={"static": True})
 
     def whole(self) -> jax.Array:
         """The array without padding, as an optimizer that is not sharded has it."""
@@ -65,16 +67,41 @@ class ZeroOptimizer(Optimizer):
     """
 
     layout: _StateLayout
+    of: Optimizer
+
+    @property
+    def rule(self) -> tuple[Any, ...]:
+        """See `Optimizer`: so many replicas may contract other roundings."""
+        return (*self.of.rule, "zero", self.layout.replicas)
 
 
 def is_divided_over(opt: Optimizer, mesh: Mesh, axis: str) -> bool:
     """Whether `opt` needs no more of a gradient than each replica's part of it."""
     if not isinstance(opt, ZeroOptimizer):
         return False
-    return (opt.layout.mesh, opt.layout.axis) == (mesh, axis)
+    return (opt.layout.mesh, opt.layout.axis, opt.layout.specs) == (mesh, axis, None)
 
 
-def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
+def check_undivided(call: str, opt: Optimizer) -> None:
+    """Refuses it where parameters may be divided over further axes.
+
+    Raises:
+      ValueError: Its state is divided.
+    """
+    if isinstance(opt, ZeroOptimizer):
+        rule = (
+            "must not be divided by `zero` on a mesh with further axes: the compiler "
+        )
+        rule += "would choose how parameters lie after a step"
+        remedy = (
+            "`Pipeline` takes it there, with `specs=`, and so does jax.jit(opt.step)."
+        )
+        raise ValueError(requirement(f"{call}(optimizer=...)", rule, opt.name, remedy))
+
+
+def zero(
+    opt: Optimizer, mesh: Mesh | int, *, axis: str = "data", specs: PyTree = None
+) -> Optimizer:
     """An optimizer whose state is divided over the replicas; the result is the same.
 
     `init` and `step` see whole parameters and gradients, in the global view: under jit
@@ -86,13 +113,17 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         alone.
       mesh: The devices. A number of replicas on one device has nothing to divide.
       axis: The mesh axis that counts replicas.
+      specs: Where the mesh has further axes, a `PartitionSpec` over them for each
+        parameter or for each subtree, None: not divided. The parameters have these
+        layouts, and keep them.
 
     Returns:
       An optimizer whose state has a `Sharded` in the place of each array.
 
     Raises:
-      ValueError: The mesh has no such axis. In `init`: the state has an array that is
-        not like its parameter, and padding is needed.
+      ValueError: The mesh has no such axis, or further ones without `specs`. In `init`:
+        the state has an array that is not like its parameter, and padding is needed;
+        `specs` is no tree like the parameters.
       TypeError: `mesh` is no mesh, or `opt` no optimizer.
 
     Example:
@@ -115,17 +146,18 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
     check_optimizer("zero(opt=...)", opt)
-    layout = _StateLayout(mesh, axis, replicas_of(mesh, axis, "zero"))
-    check_alone("zero", mesh, axis)
+    layout = _StateLayout(mesh, axis, replicas_of(mesh, axis, "zero"), specs)
+    if specs is None:
+        check_alone("zero", mesh, axis)
 
     def init_tree(params: PyTree) -> PyTree:
         check_params("init(params=...)", params, mesh, axis)
-        wanted = jax.eval_shape(opt.init_tree, params)
+        wanted, each = jax.eval_shape(opt.init_tree, params), layout.each(params)
 
         def init(params: PyTree) -> PyTree:
             # Made divided: no device holds the whole state, not even at the start.
-            state = opt.init_tree(jax.tree.map(layout.part, params))
-            return layout.wrapped(state, wanted)
+            state = opt.init_tree(layout.parts(params, each))
+            return layout.wrapped(state, wanted, layout.by_path(params))
 
         # Parameters place the program, even if the state has none of their values.
         return jax.jit(init, keep_unused=True)(params)
@@ -137,20 +169,20 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         overrides: Mapping[str, PyTree],
         **form: bool,
     ) -> tuple[PyTree, PyTree]:
-        own, own_grads = (jax.tree.map(layout.part, tree) for tree in (params, grads))
+        each = layout.each(params)
+        own, own_grads = (layout.parts(tree, each) for tree in (params, grads))
         moved, inner = opt.step_tree(
             own, own_grads, _unwrapped(state), overrides, **form
         )
-        new_state = layout.rewrapped(inner, state)
         structure: Any
         leaves, structure = jax.tree.flatten(params)
-        rest = (structure.flatten_up_to(grads), jax.tree.leaves(moved))
+        rest = (structure.flatten_up_to(grads), *map(jax.tree.leaves, (moved, each)))
         # A parameter without a gradient stays the array it was, bit for bit.
         new_params = [
-            old if grad is None and not form else layout.joined(new, old)
-            for old, grad, new in zip(leaves, *rest, strict=True)
+            old if grad is None and not form else layout.joined(new, old, spec)
+            for old, grad, new, spec in zip(leaves, *rest, strict=True)
         ]
-        return structure.unflatten(new_params), new_state
+        return structure.unflatten(new_params), layout.rewrapped(inner, state)
 
     factor = opt.loss_factor
     return ZeroOptimizer(
@@ -161,6 +193,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         None if factor is None else lambda state: factor(_unwrapped(state)),
         opt.precision,
         layout=layout,
+        of=opt,
     )
 
 
@@ -171,62 +204,107 @@ class _StateLayout:
     mesh: Mesh
     axis: str
     replicas: int
+    specs: PyTree
 
-    def dimension(self, shape: tuple[int, ...]) -> int:
-        """The first that divides, or else the largest."""
-        even = scattered_dimension(shape, self.replicas)
-        return max(range(len(shape)), key=lambda i: shape[i]) if even is None else even
+    def each(self, params: PyTree) -> PyTree:
+        """Tree like the parameters, of how further axes divide them."""
+        structure: Any = jax.tree.structure(params)
+        try:
+            found = jax.tree.broadcast(self.specs, params, is_leaf=_is_spec)
+        except ValueError as error:
+            rule = "must be a tree like the parameters, or a part of it from the top"
+            got = str(error).splitlines()[0]
+            raise ValueError(requirement("zero(specs=...)", rule, got)) from error
+        specs = structure.flatten_up_to(found)
+        return structure.unflatten(PartitionSpec() if x is None else x for x in specs)
 
-    def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def by_path(self, params: PyTree) -> dict[str, PartitionSpec]:
+        """The same by the parameters' paths."""
+        specs = jax.tree.leaves(self.each(params))
+        named = {path: x for path, x in named_leaves(params).items() if x is not None}
+        return dict(zip(named, specs, strict=True))
+
+    def dimension(self, shape: tuple[int, ...], spec: PartitionSpec) -> int | None:
+        """The first that divides, or else the largest; of those that are free."""
+        entries = (*spec, *[None] * (len(shape) - len(spec)))
+        free = [i for i, entry in enumerate(entries) if entry is None]
+        even = (i for i in free if shape[i] % self.replicas == 0)
+        return next(even, max(free, key=lambda i: shape[i], default=None))
+
+    def padded(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
         """The shape with that dimension rounded up."""
-        d = self.dimension(shape)
+        d = self.dimension(shape, spec)
+        if d is None:
+            return shape
         return (
             *shape[:d],
             -(-shape[d] // self.replicas) * self.replicas,
             *shape[d + 1 :],
         )
 
-    def part(self, leaf: Any) -> PyTree:
+    def parts(self, tree: PyTree, each: PyTree) -> PyTree:
+        """Parameters, or gradients of which some may be None."""
+        return jax.tree.map(
+            lambda leaf, spec: None if leaf is None else self.part(leaf, spec),
+            tree,
+            each,
+            is_leaf=is_none,
+        )
+
+    def part(self, leaf: Any, spec: PartitionSpec) -> PyTree:
         """A parameter or gradient, padded and divided; scalars and integers stay."""
         if not is_inexact(leaf) or not jnp.ndim(leaf):
             return leaf  # Nothing to divide.
         array = jnp.asarray(leaf)
-        pairs = zip(self.padded(array.shape), array.shape, strict=True)
+        pairs = zip(self.padded(array.shape, spec), array.shape, strict=True)
         padding = [(0, wide - size) for wide, size in pairs]
         return self.divided(
-            jnp.pad(array, padding) if any(map(max, padding)) else array
+            jnp.pad(array, padding) if any(map(max, padding)) else array, spec
         )
 
-    def divided(self, array: jax.Array) -> jax.Array:
+    def divided(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Laid out over the axis; its dimension divides."""
-        before = [None] * self.dimension(array.shape)
-        return laid_out(array, self.mesh, PartitionSpec(*before, self.axis))
+        d = self.dimension(array.shape, spec)
+        entries = [*spec, *[None] * (array.ndim - len(spec))]
+        if d is not None:
+            entries[d] = self.axis
+        return laid_out(array, self.mesh, PartitionSpec(*entries))
 
-    def joined(self, part: jax.Array, like: jax.Array) -> jax.Array:
+    def joined(
+        self, part: jax.Array, like: jax.Array, spec: PartitionSpec
+    ) -> jax.Array:
         """Inverse of `part`: whole, on every replica."""
         if not is_inexact(like):
             return part
-        whole = laid_out(part, self.mesh, PartitionSpec())
-        return whole[tuple(slice(size) for size in jnp.shape(like))]
+        whole = part[tuple(slice(size) for size in jnp.shape(like))]
+        return laid_out(whole, self.mesh, spec)
 
-    def wrapped(self, state: PyTree, wanted: PyTree) -> PyTree:
-        """A new state, divided; `wanted` has the shapes of the undivided one."""
+    def wrapped(
+        self, state: PyTree, wanted: PyTree, specs: Mapping[str, PartitionSpec]
+    ) -> PyTree:
+        """A new state, divided.
+
+        Args:
+          state: Of divided parameters.
+          wanted: Has the shapes of the undivided one.
+          specs: Of the parameters, by path.
+        """
         structure: Any = jax.tree.structure(state)
         named = {k: x for k, x in named_leaves(state).items() if x is not None}
         shapes = [leaf.shape for leaf in jax.tree.leaves(wanted)]
         return structure.unflatten(
-            self._wrapped_leaf(path, leaf, shape)
+            self._wrapped_leaf(path, leaf, shape, _spec_for(path, shape, specs))
             for (path, leaf), shape in zip(named.items(), shapes, strict=True)
         )
 
     def _wrapped_leaf(
-        self, path: str, leaf: jax.Array, shape: tuple[int, ...]
+        self, path: str, leaf: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
     ) -> PyTree:
         # A count or a norm, which has not the shape of its parameter's part.
-        if not shape or leaf.shape == shape != self.padded(shape):
+        if not shape or leaf.shape == shape != self.padded(shape, spec):
             return laid_out(leaf, self.mesh, PartitionSpec())
-        if leaf.shape == self.padded(shape):
-            return Sharded(self.divided(leaf), shape)
+        if leaf.shape == self.padded(shape, spec):
+            return Sharded(self.divided(leaf, spec), shape, spec)
         rule = (
             "must keep state arrays like their parameters, if those do not divide by "
             f"the {self.replicas} replicas"
@@ -243,11 +321,30 @@ class _StateLayout:
             strict=True,
         )
         return structure.unflatten(
-            Sharded(self.divided(new), old.shape)
+            Sharded(self.divided(new, old.spec), old.shape, old.spec)
             if isinstance(old, Sharded)
             else laid_out(new, self.mesh, PartitionSpec())
             for new, old in pairs
         )
+
+
+def _spec_for(
+    path: str, shape: tuple[int, ...], specs: Mapping[str, PartitionSpec]
+) -> PartitionSpec:
+    """How an array of the state is divided: as the parameter whose path is in its own.
+
+    Another one's would cost memory, and change no value.
+    """
+    own = [
+        name
+        for name, spec in specs.items()
+        if f"/{name}/" in f"/{path}/" and len(spec) <= len(shape)
+    ]
+    return specs[max(own, key=len)] if own else PartitionSpec()
+
+
+def _is_spec(x: object) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _is_sharded(x: object) -> bool:

@@ -97,6 +97,46 @@ def test_training(params, mesh, rng):
         np.testing.assert_allclose(runs[1][name], runs[0][name], rtol=1e-10)
 
 
+@pytest.mark.parametrize("masters", [False, True])
+def test_steps_beside_a_model_axis(params, rng, masters):
+    """Each array is divided over both axes, where it has a dimension for each."""
+    where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    specs = dict.fromkeys(params) | {"columns": PartitionSpec(None, "model")}
+    specs["padded"] = PartitionSpec("model")
+    opt, tolerance = optim.adamw(lr=0.05), 1e-12
+    if masters:
+        opt = optim.with_master_weights(opt, compute_dtype=jnp.float32)
+        params, tolerance = optim.compute_copies(params, jnp.float32), 1e-5
+    layouts = {k: NamedSharding(where, s or PartitionSpec()) for k, s in specs.items()}
+    placed = {k: jax.device_put(x, layouts[k]) for k, x in params.items()}
+    grads, runs = zero_bits.gradients(rng), []
+    if masters:
+        kinds = {k: x.dtype for k, x in params.items()}
+        grads = [
+            {k: None if g is None else g.astype(kinds[k]) for k, g in tree.items()}
+            for tree in grads
+        ]
+    for one in (opt, zero(opt, where, specs=specs)):
+        own, state = placed, one.init(placed)
+        for grad in grads:
+            own, state = jax.jit(one.step)(own, grad, state)
+        runs.append((own, state))
+    (expected, _), (found, state) = runs
+    for name in zero_bits.SHAPES:
+        np.testing.assert_allclose(found[name], expected[name], rtol=tolerance)
+        layout = found[name].sharding
+        assert layout.is_equivalent_to(layouts[name], found[name].ndim), name
+    kept = state.inner if masters else state
+    assert kept["columns"].exp_avg.array.sharding.spec == PartitionSpec("data", "model")
+
+
+def test_a_training_step_refuses_it_beside_a_model_axis():
+    where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    opt = zero(optim.adam(), where, specs={"w": PartitionSpec("model")})
+    with pytest.raises(ValueError, match="must not be divided by `zero` on a mesh"):
+        train_step(losses_of, opt, where)
+
+
 def test_what_the_compiler_adds(params, mesh, rng):
     """One all-gather for each array that moves; sums that divide are scattered."""
     params = params | {"unused": jnp.ones((8, 5))}
