@@ -5,7 +5,7 @@ only then deletes what is too old: whichever process is killed while it saves, t
 step that all stages have is there to resume from.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,14 @@ from jdist._errors import requirement
 from jdist._fit import check_state
 from jdist._tree import PyTree, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.stage_channels import Opened, StageChannels
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Opened,
+    StageChannels,
+    receive,
+)
 from jdist.pipeline.run.update import PipelineState
-from jdist.pipeline.stages.place import first_process, on_host, over_processes
+from jdist.pipeline.stages.place import on_host, over_processes, processes_at
 
 
 class Saved(NamedTuple):
@@ -40,6 +45,10 @@ class Saved(NamedTuple):
       written: Those of them that this process writes. Each stage has one writer.
       opened: Begins a call that all processes make.
       writers: Of `jax.distributed`, the processes known to write.
+      senders: By stage, the worker of the schedule that sends it to process 0 of
+        `jax.distributed`, which writes all; empty where each process writes its own.
+      writer: The worker that process 0 is, or is a part of.
+      ranks: The workers that this process is, or is a part of.
     """
 
     stages: int
@@ -47,6 +56,9 @@ class Saved(NamedTuple):
     written: Collection[int]
     opened: Opened
     writers: frozenset[int] = frozenset()
+    senders: Sequence[int] = ()
+    writer: int = 0
+    ranks: Collection[int] = ()
 
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
@@ -56,9 +68,16 @@ class Saved(NamedTuple):
         # Replicas of a stage are equal, bit for bit.
         first = [min(workers) for workers in pipe.schedule.placement]
         begins = {
-            j: first_process(places.devices[worker]) for j, worker in enumerate(first)
+            j: next(iter(processes_at(places.devices[worker])), None)
+            for j, worker in enumerate(first)
         }
-        here = jax.process_index()
+        here, own, opened = jax.process_index(), pipe.own, pipe.communicator.opened
+        each = [processes_at(place) for place in places.devices]
+        # orbax writes from process 0; a stage of its own can reach it by a message.
+        if jax.process_count() > 1 and not pipe.communicator.sees_all and all(each):
+            made = cls(len(first), own, range(len(first)) if here == 0 else (), opened)
+            writer = next(rank for rank, some in enumerate(each) if 0 in some)
+            return made._replace(senders=first, writer=writer, ranks=places.own)
         # Without a place of its own, or elsewhere than here, a worker is of rpc's.
         written = [
             j
@@ -67,7 +86,6 @@ class Saved(NamedTuple):
         ]
         writers = {process for process in begins.values() if process is not None}
         writers |= {here} if written else set()
-        own, opened = pipe.own, pipe.communicator.opened
         return cls(len(pipe.stages), own, written, opened, frozenset(writers))
 
 
@@ -111,7 +129,7 @@ class StageCheckpoints(Closing):
             with saved.opened("PipelineCheckpoints") as channels:
                 check_keep("StageCheckpoints", keep)
                 _check_writers(saved.writers)
-                for j in saved.own:
+                for j in {*saved.own, *saved.written}:
                     path = Path(folder) / f"stage{j}"
                     self._folders[j] = StepFolder(path, alone=True)
                 self._complete = self._found(channels)
@@ -142,9 +160,14 @@ class StageCheckpoints(Closing):
                 rule = f"must come after the last step that was saved, {last}"
                 remedy = "Go on from there, or use another folder."
                 raise ValueError(requirement("save(step)", rule, step, remedy))
-            for j in self._saved.own:
-                # Together: all processes that have some of an array gather it.
-                leaves = {path: _gathered(x) for path, x in _leaves(trees[j]).items()}
+            channels.begin()
+            for j in range(self._saved.stages):
+                leaves: dict[str, PyTree] = {}
+                if j in self._saved.own:
+                    # Together: all processes that have some of an array gather it.
+                    own = _leaves(trees[j])
+                    leaves = {path: _gathered(x) for path, x in own.items()}
+                leaves = self._at_writer(channels, j, leaves)
                 if j in self._saved.written:
                     self._write(j, step, leaves)
             self._complete = self._found(channels)
@@ -193,6 +216,21 @@ class StageCheckpoints(Closing):
         # Left by a run that ended before the other stages had that step.
         self._delete(stage, lambda other: other >= step)
         self._folders[stage].write(step, {"arrays": arrays}, description)
+
+    def _at_writer(
+        self, channels: StageChannels, stage: int, leaves: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """A stage's leaves, where they are written; elsewhere they may be empty."""
+        saved = self._saved
+        if not saved.senders:
+            return leaves
+        sender = saved.senders[stage]
+        tag = MessageTag("C", -1, "", stage, sender)
+        if sender in saved.ranks and sender != saved.writer:
+            channels.put(tag, saved.writer, leaves)
+        if saved.writer in saved.ranks and sender != saved.writer:
+            leaves = receive(channels, tag, saved.writer, "a checkpoint")
+        return leaves
 
     def _found(self, channels: StageChannels) -> list[int]:
         """The steps that all stages have, as their writers say; ends the call."""

@@ -85,9 +85,14 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         # A worker is in one process: nothing is overwritten.
         held |= theirs
     kept = [of_stages for _, _, of_stages in gathered]
-    timeline = Timeline.from_records(
+    timed: dict[frozenset[int], list[Record]] = {}
+    for records, *_ in gathered:
         # Messages carry plain tuples.
-        [Record(*record) for records, *_ in gathered for record in records],
+        made = [Record(*record) for record in records]
+        # Processes of one worker have timed the same actions.
+        timed.setdefault(frozenset(each.worker for each in made), made)
+    timeline = Timeline.from_records(
+        [record for made in timed.values() for record in made],
         name=f"{pipe.schedule.name}, measured",
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))

@@ -85,7 +85,9 @@ class Pipeline:
       workers_or_devices: One for each worker of the schedule: devices or meshes of this
         process, or names of rpc's workers, each of which makes the same pipeline and
         calls it. On a mesh of its own a stage is divided by the shardings of its
-        parameters and the data axis. By default all stages are on JAX's default device.
+        parameters and the data axis. Under `jax.distributed` a mesh may have devices of
+        other processes, and of several, which all are workers of rpc and call it alike.
+        By default all stages are on JAX's default device.
         Or not a list but one mesh of devices, of one process or several: then equal
         stages run as one SPMD program, along the mesh's axis of stages. Over its
         further axes a stage is divided as on a mesh of its own.
@@ -123,7 +125,8 @@ class Pipeline:
 
     Raises:
       ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
-        unknown, or there is not one place for each worker.
+        unknown, or there is not one place for each worker; a process has devices of no
+        worker, or of several.
 
     Example:
       >>> import jax.numpy as jnp

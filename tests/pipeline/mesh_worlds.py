@@ -176,6 +176,18 @@ def feature(name):
     return on_host(FEATURES[name](NAMES, mesh=own))
 
 
+def feature_by_places(name):
+    """The same in a group of `jax.distributed`, given the meshes of both processes."""
+    become_worker()
+    try:
+        count = jax.local_device_count()
+        rows = np.array(jax.devices()).reshape(-1, count)[:, :4]
+        places = [Mesh(row.reshape(2, 2), ("data", "model")) for row in rows]
+        return on_host(FEATURES[name](places))
+    finally:
+        rpc.shutdown()
+
+
 def until_the_other_dies(layout):
     """Steps until one fails; what it failed with."""
     pipe, place = made(layout)

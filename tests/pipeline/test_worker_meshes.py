@@ -109,6 +109,18 @@ def test_features_have_the_bits_of_one_process(processes, name):
     assert seen == expected.keys()
 
 
+@pytest.mark.parametrize("name", worlds.FEATURES)
+def test_meshes_of_two_processes_may_be_given_by_all(pair, name):
+    """As places, in the place of names: the bits are those of one process."""
+    expected = by_path(worlds.on_host(worlds.FEATURES[name](models.meshes(WIDE))))
+    seen = set()
+    for found in pair.everywhere(worlds.feature_by_places, name):
+        for path, leaf in by_path(found).items():
+            same_bits(leaf, expected[path])
+            seen.add(path)
+    assert seen == expected.keys()
+
+
 def test_a_checkpoint_is_restored_on_other_meshes(processes, tmp_path):
     folder = str(tmp_path)
     losses = on_each(processes, worlds.trained, WIDE, 4, folder)[0][0]

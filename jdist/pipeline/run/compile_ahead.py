@@ -30,7 +30,7 @@ from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import ListedActions, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
-from jdist.pipeline.stages.place import StageMesh, received
+from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
 
@@ -169,9 +169,7 @@ class _ShapeChannels:
         """See `ValueChannels`."""
         if worker not in self._places.own:  # within a process shapes stay as they are
             place = self._places.devices[self._places.own[0]]
-            device = (
-                place.mesh.devices.flat[0] if isinstance(place, StageMesh) else None
-            )
+            device = device_here(place) if isinstance(place, StageMesh) else None
             value = jax.tree.map(partial(_packed, device=device), value)
         self._channels.put(_tag_of_shapes(tag), worker, value)
 
@@ -219,7 +217,7 @@ def _packed(leaf: PyTree, device: jax.Device | None) -> PyTree:
         return leaf
     # What was sharded arrives on the one device of its worker.
     if leaf.sharding is not None:
-        device = next(iter(leaf.sharding.device_set))
+        device = device_here(place_of(leaf))
     empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
     return _Shape(leaf.shape, leaf.weak_type, empty)
 

@@ -316,6 +316,7 @@ class ScheduleExecutor(Executor):
         channels.identify(given.step, settings, [given.batch], parts, given.key)
         inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
         programs.compile_ahead(inputs)
+        channels.begin()
         step = BatchStep(inputs)
         step.run(timer)
         grads: list[PyTree] = [None] * places.loss
@@ -398,6 +399,7 @@ class ScheduleExecutor(Executor):
         inputs = programs.inputs(channels, runs, parts)
         inputs = inputs._replace(places=self._forward[count])
         programs.compile_ahead(inputs)
+        channels.begin()
         step = BatchStep(inputs, keep=outputs)
         step.run()
         loss, aux, _ = step.agree(channels, {})

@@ -129,7 +129,8 @@ class MessageTag(NamedTuple):
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
         the first step), "G" for a replica's gradient, "S" for
         shapes, "T" for a gradient of what stages share, "N" for the norm of a stage's
-        gradient, "E" for the number of micro-batches at which a worker's batches ended;
+        gradient, "E" for the number of micro-batches at which a worker's batches ended,
+        "C" for a stage on its way to where it is saved;
         "V" for the vote of a worker that has done its part, "D" for the decision that
         all have.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
@@ -227,6 +228,16 @@ class StageChannels(ValueChannels, Protocol):
 
         Raises:
           Exception: Another worker has refused the call, or was given something else.
+        """
+
+    def begin(self) -> None:
+        """Comes after all that a process may refuse, and before any program.
+
+        Where processes compute together, each waits here for the others: one that did
+        not come into a collective would leave them in it.
+
+        Raises:
+          Exception: Another process has refused the call.
         """
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
@@ -362,6 +373,9 @@ class InProcessChannels:
         rule = "must let every action have its inputs"
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
+
+    def begin(self) -> None:
+        """See `StageChannels`: one program has its own comparison."""
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`; does not wait for arrays, which one process need not."""

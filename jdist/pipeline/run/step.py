@@ -36,7 +36,7 @@ from jdist.pipeline.run.stage_channels import (
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.stages.place import moved, place_of, undivided
+from jdist.pipeline.stages.place import beside, moved, place_of, undivided
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
@@ -433,7 +433,7 @@ class BatchStep(Step):
         Raises: what `StageChannels.agree` raises.
         """
         loss = self._loss
-        here = undivided(self._places.devices[self._places.own[0]])
+        here = beside(self._places.devices[self._places.own[0]])
         # Those of several workers of the last stage are on several devices.
         aux = moved(self._aux, here) if loss.has_aux else {}
         mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None

@@ -65,13 +65,12 @@ class Tied:
           Exception: Another process has failed.
         """
         for group in self._groups.values():
-            # By identity: schedules in two optimizers are functions, which cannot be
-            # compared.
-            if len({id(optimizers[j]) for j in group}) > 1:
+            if len({optimizers[j].rule for j in group}) > 1:
                 which = f"the stages {list(group)}, which share parameters"
                 rule = f"must be one and the same object for {which}"
                 call = "Pipeline(optimizer=...)"
                 raise ValueError(requirement(call, rule, "different ones"))
+        channels.begin()
         mine = [
             [name, j, *_described(params[j], j, path)]
             for name, group in self._groups.items()

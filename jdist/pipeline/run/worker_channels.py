@@ -20,6 +20,13 @@ there when its own is.
 
 A worker that has waited for the timeout asks the others for how long they have waited.
 It gives up once nothing has been done for that long on any worker that is in the call.
+
+A worker of the schedule may be several processes, whose devices make up one mesh. They
+do its actions together: XLA's collectives are among them, in the schedule's order. What
+goes to another worker is gathered on each of them, and each sends it to its share of
+the other's processes. A process that did not come into a collective would leave the
+others in it, so that none begins before all have agreed to; and what fails later, fails
+for good: a collective that was left half done would take up the next one's values.
 """
 
 import contextlib
@@ -28,6 +35,7 @@ import hashlib
 import itertools
 import logging
 import math
+import re
 import threading
 import time
 import weakref
@@ -58,9 +66,12 @@ from jdist.pipeline.stages.place import (
     Place,
     StageMesh,
     devices_of,
+    idle_devices,
     place_on,
     places_of,
+    processes_at,
     received,
+    whole_here,
 )
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
@@ -86,6 +97,15 @@ in another one have perhaps sent it nothing that would show it."""
 _ANSWER = 10.0
 """Seconds that a worker has, at least, to answer a message, be the timeout shorter: it
 answers late while its compiler holds the interpreter's lock."""
+
+_SHORT, _LONG = 2e-5, 2e-3
+"""Seconds between looks at an array that several processes compute."""
+
+_OF_MEMBERS = "VD"
+"""Kinds of messages whose sender is numbered among all, and not by the schedule."""
+
+_SYMPTOM = re.compile("Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection")
+"""In what a collective says when a process is gone."""
 
 _log = logging.getLogger("jdist.pipeline")
 
@@ -123,6 +143,7 @@ class PipelineMailbox:
       done: The last call of each pipeline that is over here.
       under_way: The call of each pipeline that is not, and since when the worker waits
         in it; None while it is at work.
+      half_done: What has failed among processes that compute together; empty: nothing.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -136,6 +157,7 @@ class PipelineMailbox:
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
+        self.half_done = ""
         self._pipelines: Counter[str] = Counter()
         self._agent = agent
         self._functions = agent.codec.functions
@@ -291,38 +313,66 @@ def mailbox_of(agent: Agent) -> PipelineMailbox:
         return found
 
 
+class Members(NamedTuple):
+    """The processes (or threads) of a pipeline, each of which is one of rpc's workers.
+
+    Attributes:
+      names: Of all of them.
+      ranks: The worker of the schedule that each of them is, or is a part of.
+      own: The number of this one.
+      leader: The number of the one that decides.
+    """
+
+    names: Sequence[str]
+    ranks: Sequence[int]
+    own: int
+    leader: int
+
+    @property
+    def joint(self) -> bool:
+        """Whether a worker of the schedule is several of them."""
+        return len({*self.ranks}) < len(self.ranks)
+
+    def of(self, rank: int) -> list[int]:
+        """Numbers of those that are a worker of the schedule."""
+        return [number for number, own in enumerate(self.ranks) if own == rank]
+
+
 class WorkerChannels:
     """One worker per process (or thread): see `StageChannels`, and above.
 
     Args:
       agent: This worker.
-      names: Of all workers of the pipeline, by rank in it.
-      own: This worker's rank in it.
-      leader: The rank of the worker that decides.
+      members: All workers of the pipeline.
       address: The pipeline and the number of the call.
       kind: Of the call.
       place: Of this worker.
       parts: See `StageChannels`.
+      ready: Of the processes that compute together, the call in which they agree to
+        begin; None where each computes alone.
+
+    Attributes:
+      ready: As above; None once it is over.
+      begun: Whether it has succeeded.
     """
 
     def __init__(
         self,
         agent: Agent,
-        names: Sequence[str],
-        own: int,
-        leader: int,
+        members: Members,
         address: Address,
         kind: str,
         place: Place,
         parts: int,
+        ready: "WorkerChannels | None" = None,
     ) -> None:
         self.number = address[1]
         self.parts = parts
         self.failed = False
+        self.ready, self.begun = ready, False
         self._agent = agent
-        self._names = names
-        self._own = own
-        self._leader = leader
+        self._members, self._names = members, members.names
+        self._own, self._leader = members.own, members.leader
         self._address = address
         self._identity = CallIdentity(kind)
         self._meta = {_IDENTITY: self._identity.plain()}
@@ -371,20 +421,32 @@ class WorkerChannels:
         sent "meanwhile" would wait for a turn of the scheduler, and the other worker
         with it. Next to an accelerator another thread waits and sends.
         """
-        body = (*self._address, tuple(tag), value)
-        if worker == self._own:
+        mine = self._members.ranks[self._own]
+        if worker == mine:
             with self._mailbox.lock:
                 found = self._mailbox.arrived.setdefault(self._address, {})
                 found[tag] = value
             return
-        if self._computes_here:
-            self._send(worker, body)
-        else:
-            self._agent.pool.run(lambda: self._send(worker, body))
+        # All processes of this worker come here, in one order.
+        value = self._whole(value)
+        together = self._members.of(mine)
+        share = slice(together.index(self._own), None, len(together))
+        for other in self._members.of(worker)[share]:
+            self._put(tag, other, value)
 
-    def _send(self, worker: int, body: PyTree) -> None:
-        agent, to = self._agent, self._names[worker]
+    def _put(self, tag: MessageTag, other: int, value: PyTree) -> None:
+        """Sends a value to another process."""
+        body = (*self._address, tuple(tag), value)
+        if self._computes_here:
+            self._send(other, body)
+        else:
+            self._agent.pool.run(lambda: self._send(other, body))
+
+    def _send(self, other: int, body: PyTree) -> None:
+        agent, to = self._agent, self._names[other]
         try:
+            if self._members.joint:
+                self._computed(body)
             sent = agent.outgoing(to, _VALUE, body, self._limit, self._meta)
             agent.request(sent._replace(ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
@@ -412,9 +474,16 @@ class WorkerChannels:
         """
         with self._mailbox.lock:
             # A value of another call with the same tag must not be computed with.
-            self._compare(self._names[tag.sender])
+            for name in self._senders(tag):
+                self._compare(name)
             value = self._mailbox.arrived[self._address].pop(tag)
-        return received(value, self._place)
+        return value if tag.kind == "C" else received(value, self._place)
+
+    def _senders(self, tag: MessageTag) -> list[str]:
+        """The processes from one of which a message comes."""
+        if tag.kind in _OF_MEMBERS:
+            return [self._names[tag.sender]]
+        return [self._names[number] for number in self._members.of(tag.sender)]
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """See `StageChannels`.
@@ -518,7 +587,8 @@ class WorkerChannels:
         told: Mapping[str, float | None] | None = None,
     ) -> str:
         missing = [
-            f"{action} for {_KINDS[tag.kind]} of {self._names[tag.sender]!r}"
+            f"{action} for {_KINDS[tag.kind]} of "
+            + " or ".join(map(repr, self._senders(tag)))
             for tag, action in waiting.items()
             if tag.kind != "E"  # It is waited for along with everything else.
         ]
@@ -530,11 +600,56 @@ class WorkerChannels:
             + (f" Not in the call: {', '.join(absent)}." if absent else "")
         )
 
+    # --- processes that compute together ---
+
+    def begin(self) -> None:
+        """See `StageChannels`."""
+        ready, self.ready = self.ready, None
+        if ready is not None:
+            with ending(ready):
+                ready._identity, ready._meta = self._identity, self._meta
+                ready.agree(None)
+            self.begun = True
+
+    def _whole(self, value: PyTree) -> PyTree:
+        """A value of which this process has all, for messages."""
+        return jax.tree.map(whole_here, value) if self._members.joint else value
+
+    def _computed(self, value: PyTree) -> None:
+        """Waits for arrays; those of several processes as long as these are there."""
+        if not self._members.joint:
+            jax.block_until_ready(value)
+            return
+        pause = _SHORT
+        for leaf in jax.tree.leaves(value):
+            is_ready = getattr(leaf, "is_ready", None)  # of arrays
+            while is_ready is not None and not is_ready():
+                with self._mailbox.lock:
+                    self._check()
+                    self._mailbox.changed.wait(pause)
+                pause = min(2 * pause, _LONG)
+        jax.block_until_ready(value)
+
+    def lost_behind(self, error: BaseException) -> BaseException | None:
+        """The process whose loss has made a collective fail; None if none was lost."""
+        if not (self.begun and _SYMPTOM.search(str(error))):
+            return None
+        until = time.monotonic() + _ANSWER
+        with self._mailbox.lock:
+            while (left := until - time.monotonic()) > 0:
+                for name in self._names:
+                    reason = self._mailbox.loss(self._address[0], name)
+                    if reason is not None:
+                        return WorkerLost(name, self._operation, reason)
+                self._mailbox.changed.wait(left)
+        return None
+
     # --- the end ---
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`."""
-        jax.block_until_ready(computed)
+        value = self._whole(value)
+        self._computed(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
         return told
@@ -556,7 +671,7 @@ class WorkerChannels:
             self._mailbox.decisions[self._address[0]] = self.number, told
             self._over = True
         for rank in self._others():
-            self.put(_decision_of(self._own), rank, told)
+            self._put(_decision_of(self._own), rank, told)
         return told
 
     def _vote(self, value: PyTree) -> list[PyTree]:
@@ -564,7 +679,7 @@ class WorkerChannels:
         decision = _decision_of(self._leader)
         self._voted = True  # It may be on its way from here on, whatever is raised.
         try:
-            self.put(_vote_of(self._own), self._leader, value)
+            self._put(_vote_of(self._own), self._leader, value)
             while not self.has(decision, self._own):
                 self.wait({decision: "the end of the call"})
             told = self.take(decision, self._own)
@@ -625,10 +740,9 @@ class WorkerCommunicator:
 
     Args:
       agent: This one.
-      schedule: The schedule.
-      names: Of all, by rank in the schedule.
+      places: Of the workers; those of other processes need not be known.
+      members: The workers of rpc.
       about: What else must be the same on all workers.
-      place: Of this one.
       data_axis: As given to `Pipeline`.
     """
 
@@ -637,21 +751,16 @@ class WorkerCommunicator:
     def __init__(
         self,
         agent: Agent,
-        schedule: Schedule,
-        names: Sequence[str],
+        places: Places,
+        members: Members,
         about: str,
-        place: Place,
         data_axis: str | None,
     ) -> None:
-        own = names.index(agent.info.name)
-        devices: list[Place] = [None] * len(names)
-        devices[own] = place
-        self.places = Places(schedule, devices, (own,))
+        self.places = places
         self._agent = agent
-        self._names = names
-        self._leader = min(schedule.placement[0])
+        self._members = members
         self._about = about
-        self._pipeline = mailbox_of(agent).new_pipeline(names)
+        self._pipeline = mailbox_of(agent).new_pipeline(members.names)
         self.last: StageChannels | None = None
         self._calls = itertools.count()
         self._data_axis = data_axis
@@ -662,19 +771,43 @@ class WorkerCommunicator:
         # At the first call: to make a pipeline waits for no other worker.
         if self._parts is None:
             self._parts = self._meet()
-        address = (self._pipeline, next(self._calls))
-        own = self.places.own[0]
-        self.last = WorkerChannels(
-            self._agent,
-            self._names,
-            own,
-            self._leader,
-            address,
-            kind,
-            self.places.devices[own],
-            self._parts,
-        )
-        return ending(self.last)
+        number, parts = next(self._calls), self._parts
+        place = self.places.devices[self.places.own[0]]
+        made_of = self._agent, self._members
+        ready = None
+        if self._members.joint:
+            address = f"{self._pipeline}, ready", number
+            ready = WorkerChannels(*made_of, address, kind, place, parts)
+        address = self._pipeline, number
+        made = WorkerChannels(*made_of, address, kind, place, parts, ready)
+        self.last = made
+        return ending(made) if ready is None else self._together(made)
+
+    @contextlib.contextmanager
+    def _together(self, channels: WorkerChannels) -> Iterator[StageChannels]:
+        """A call of processes that compute together: see above."""
+        mailbox = mailbox_of(self._agent)
+        with ending(channels):
+            try:
+                if mailbox.half_done:
+                    rule = "must not be called again after a call that failed under way"
+                    remedy = "Start the run again from its last checkpoint."
+                    call = "Pipeline(workers_or_devices=...)"
+                    got = f"a collective half done: {mailbox.half_done}"
+                    raise ValueError(requirement(call, rule, got, remedy))
+                yield channels
+            except BaseException as error:
+                ready, channels.ready = channels.ready, None
+                if ready is not None:
+                    ready.end(error)
+                lost = channels.lost_behind(error)
+                if channels.begun:
+                    mailbox.half_done = str(lost or error) or type(error).__name__
+                if lost is not None:
+                    raise lost from error
+                raise
+            if channels.ready is not None:
+                channels.ready.end(None)
 
     def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
         """See `Communicator`."""
@@ -683,7 +816,7 @@ class WorkerCommunicator:
 
     def clock_offset(self) -> float:
         """See `Communicator`."""
-        first = self._names[0]
+        first = self._members.names[0]
         if first == self._agent.info.name:
             return 0.0
         ask = functools.partial(self._agent.call, first, CLOCK, None)
@@ -702,11 +835,13 @@ class WorkerCommunicator:
         place = self.places.devices[self.places.own[0]]
         axes = dict(place.mesh.shape) if isinstance(place, StageMesh) else None
         told = self._agent.group.all_gather(
-            [f"{mine}, actions {digest}", axes], self._names, -1, "Pipeline"
+            [f"{mine}, actions {digest}", axes], self._members.names, -1, "Pipeline"
         )
         if len({text for text, _ in told.values()}) > 1:
             rule = "must be the same on all workers, made in the same order"
-            shown = "; ".join(f"{name}: {told[name][0]}" for name in self._names)
+            shown = "; ".join(
+                f"{name}: {told[name][0]}" for name in self._members.names
+            )
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
         name = DATA_AXIS if self._data_axis is None else self._data_axis
         meshes = [axes for _, axes in told.values() if axes is not None]
@@ -737,6 +872,7 @@ _KINDS |= {
     "b": "the shapes of a cotangent",
     "T": "a tied gradient",
     "N": "the norm",
+    "C": "a stage to be saved",
     "V": "the vote",
     "D": "the decision",
 }
@@ -793,12 +929,109 @@ def communicator_for(
         rule = f"must be one for each of the {schedule.workers} workers"
         raise ValueError(requirement(call, rule, given))
     if not named:
-        places = places_of(given, data_axis)
-        return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
+        return _of_places(schedule, places_of(given, data_axis), about, data_axis)
+    return _of_workers(schedule, given, about, data_axis, mesh)
+
+
+def _of_workers(
+    schedule: Schedule,
+    given: Sequence[str],
+    about: str,
+    data_axis: str | None,
+    mesh: Mesh | None,
+) -> WorkerCommunicator:
+    """The communicator of workers by their names, each with a place of its own."""
     agent = current_agent()
     known = [info.name for info in agent.group.workers()]
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
+        call = "Pipeline(workers_or_devices=...)"
         raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    place = agent.options.device if mesh is None else place_on(mesh, data_axis)
-    return WorkerCommunicator(agent, schedule, given, about, place, data_axis)
+    own = given.index(agent.info.name)
+    known_here: list[Place] = [None] * len(given)
+    known_here[own] = agent.options.device
+    if mesh is not None:
+        known_here[own] = place_on(mesh, data_axis)
+    found = Places(schedule, known_here, (own,))
+    leader = min(schedule.placement[0])
+    members = Members(given, range(len(given)), own, leader)
+    return WorkerCommunicator(agent, found, members, about, data_axis)
+
+
+def _of_places(
+    schedule: Schedule, places: Sequence[Place], about: str, data_axis: str | None
+) -> Communicator:
+    """The communicator of devices and meshes, of this process or of several."""
+    if _are_elsewhere(places):
+        return _over_processes(schedule, places, about, data_axis)
+    idle = idle_devices(places, jax.local_devices())
+    if idle:
+        _log.warning("The meshes of a pipeline leave %d devices idle.", len(idle))
+    return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
+
+
+def _are_elsewhere(places: Sequence[Place]) -> bool:
+    """Whether other processes of this run have devices of the places."""
+    if jax.process_count() == 1:
+        return False
+    devices = set().union(*map(devices_of, places))
+    known = set().union(*(jax.devices(d.platform) for d in devices))
+    # Those of hardware that is not here are in no process.
+    return devices <= known and not devices <= {*jax.local_devices()}
+
+
+def _over_processes(
+    schedule: Schedule, places: Sequence[Place], about: str, data_axis: str | None
+) -> WorkerCommunicator:
+    """The communicator of processes of `jax.distributed`, by the places of the workers.
+
+    Raises:
+      ValueError: A process has devices of two workers, or of none; a place is a single
+        device; a mesh has several processes and the schedule updates as it goes; the
+        processes are no workers of rpc, by their own numbers.
+    """
+    call, here = "Pipeline(workers_or_devices=...)", jax.process_index()
+    each = [processes_at(place) for place in places]
+    flat = [process for some in each for process in some]
+    if not all(isinstance(place, StageMesh) for place in places):
+        rule = "must be meshes, where they are in several processes"
+        remedy = 'Make one of a device: Mesh(np.array([device]), ("data",)).'
+        raise ValueError(requirement(call, rule, list(places), remedy))
+    absent = sorted({*range(jax.process_count())} - {*flat})
+    if absent:
+        rule = "must have a device of each process: one without would do nothing"
+        got = f"no device of the processes {absent}"
+        remedy = "Give their devices to a mesh, or start fewer processes."
+        raise ValueError(requirement(call, rule, got, remedy))
+    twice = sorted(process for process, n in Counter(flat).items() if n > 1)
+    if twice:
+        rule = "must have the devices of a process at one worker of the schedule, "
+        rule += "where meshes are in several processes"
+        got = f"devices of the processes {twice} at several workers"
+        remedy = "Give a worker several stages by `interleaved`; or let one program "
+        remedy += "run equal stages: its mesh may be laid out in any way."
+        raise ValueError(requirement(call, rule, got, remedy))
+    joint = len(flat) > len(places)
+    if joint and schedule.update_policy is not None:
+        rule = "must be meshes of one process each with a schedule that updates as it "
+        rule += "goes"
+        got = f"meshes of the processes {each}"
+        raise ValueError(requirement(call, rule, got, "`train_step` takes any."))
+    try:
+        agent = current_agent()
+        names = {info.id: info.name for info in agent.group.workers()}
+        known = agent.info.id == here and {*flat} <= names.keys()
+        got = f"rank {agent.info.id} in process {here}"
+    except RpcError as error:
+        known, got = False, f"no worker in process {here}: {error}"
+    if not known:
+        rule = "must be in processes that are workers of rpc, each with its number in "
+        rule += "`jax.distributed` as its rank"
+        remedy = "Call rpc.init_rpc in each, which jdist.launch gives these numbers."
+        raise ValueError(requirement(call, rule, got, remedy))
+    ranks = [rank for rank, some in enumerate(each) for _ in some]
+    own, leader = flat.index(here), ranks.index(min(schedule.placement[0]))
+    members = Members([names[process] for process in flat], ranks, own, leader)
+    found = Places(schedule, places, (ranks[own],))
+    about += f", on {[sorted(map(str, devices_of(place))) for place in places]}"
+    return WorkerCommunicator(agent, found, members, about, data_axis)

@@ -24,7 +24,7 @@ from jax.sharding import (
 )
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_shape
+from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
 _PLACES = "Pipeline(workers_or_devices=...)"
 DATA_AXIS = "data"
@@ -40,13 +40,13 @@ class StageMesh:
     Attributes:
       mesh: The mesh.
       data_axis: The axis over which rows of values are split; None: they are not.
-      in_one: Whether one program runs all stages. Its places may have devices of
-        several processes, all of which call it.
+      joint: Whether it may have devices of several processes, all of which call what
+        computes there, with the same values.
     """
 
     mesh: Mesh
     data_axis: str | None
-    in_one: bool = False
+    joint: bool = False
 
     @property
     def parts(self) -> int:
@@ -163,12 +163,15 @@ def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
     if not names:
         return list(rows)
     each = [_with_data_axis(Mesh(row, names), data_axis) for row in rows]
-    return [replace(place, in_one=True) for place in each]
+    return [replace(place, joint=True) for place in each]
 
 
 def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
     axis = DATA_AXIS if data_axis is None else data_axis
-    return StageMesh(mesh, axis if axis in mesh.axis_names else None)
+    made = StageMesh(mesh, axis if axis in mesh.axis_names else None)
+    # A mesh of hardware that is not here may have made-up processes.
+    several = jax.process_count() > 1 and len(processes_at(made)) > 1
+    return replace(made, joint=several)
 
 
 def _check_axes(call: str, mesh: Mesh, whose: str = "") -> None:
@@ -212,12 +215,36 @@ def devices_of(place: Place) -> set[jax.Device]:
     return set() if place is None else {place}
 
 
-def first_process(place: Place) -> int | None:
-    """The process of a place's first device; None where there is no place."""
-    if place is None:
-        return None
-    first = place.mesh.devices.flat[0] if isinstance(place, StageMesh) else place
-    return int(first.process_index)
+def idle_devices(
+    places: Sequence[Place], local: Sequence[jax.Device]
+) -> list[jax.Device]:
+    """Devices of this process that no mesh has, if each could have twice as many.
+
+    A few that are left over are more than the meshes divide by. CPU devices share the
+    cores of one process: none of them is idle.
+    """
+    used = set().union(*map(devices_of, places))
+    left = [device for device in local if device not in used]
+    meshes = any(isinstance(place, StageMesh) for place in places)
+    counted = meshes and used <= {*local} and len(left) >= len(used)
+    return left if counted and all(d.platform != "cpu" for d in left) else []
+
+
+def processes_at(place: Place) -> list[int]:
+    """The processes that have devices of a place, in the order of the devices."""
+    devices: Any = () if place is None else (place,)
+    if isinstance(place, StageMesh):
+        devices = place.mesh.devices.flat
+    return list(dict.fromkeys(int(device.process_index) for device in devices))
+
+
+def device_here(place: Place) -> Place:
+    """The first device of a mesh that this process has; other places are returned."""
+    if not isinstance(place, StageMesh):
+        return place
+    here = jax.process_index()
+    own = (d for d in place.mesh.devices.flat if d.process_index == here)
+    return next(own, place.mesh.devices.flat[0])
 
 
 def undivided(place: Place) -> Place:
@@ -225,11 +252,21 @@ def undivided(place: Place) -> Place:
     return replace(place, data_axis=None) if isinstance(place, StageMesh) else place
 
 
+def beside(place: Place) -> Place:
+    """Where numbers of all stages are joined: at a place, whole on each device.
+
+    Of a mesh over several processes on one device of each: they need no collective.
+    """
+    several = len(processes_at(place)) > 1
+    return device_here(place) if several and _is_joint(place) else undivided(place)
+
+
 def place_of(array: object) -> Place:
     """Where an array or a shape is; on a mesh values are whole beside it."""
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return StageMesh(sharding.mesh, None)
+        joint = isinstance(array, jax.Array) and not array.is_fully_addressable
+        return StageMesh(sharding.mesh, None, joint)
     return None if sharding is None else next(iter(sharding.device_set))
 
 
@@ -256,7 +293,7 @@ def moved(value: PyTree, place: Place) -> PyTree:
             return leaf
         if place is None:
             return jax.device_put(leaf)
-        return _put(leaf, _target(leaf, place), _is_in_one(place))
+        return _put(leaf, _target(leaf, place), _is_joint(place))
 
     return jax.tree.map(there, value)
 
@@ -268,7 +305,7 @@ def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -
         alike = array.sharding.is_equivalent_to(target, array.ndim)
         if alike and array.committed:
             return array
-    return _put(array, target, place.in_one)
+    return _put(array, target, place.joint)
 
 
 def spec_of(leaf: object) -> PartitionSpec:
@@ -313,24 +350,23 @@ def _target(leaf: Any, place: jax.Device | StageMesh) -> Sharding:
     return SingleDeviceSharding(place)
 
 
-def _is_in_one(place: Place) -> bool:
-    return isinstance(place, StageMesh) and place.in_one
+def _is_joint(place: Place) -> bool:
+    return isinstance(place, StageMesh) and place.joint
 
 
-def _put(leaf: Any, target: Sharding, in_one: bool = False) -> Any:
+def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
     if is_shape(leaf):
         return leaf.update(sharding=target)
     if target.is_fully_addressable:
-        return jax.device_put(leaf, target)
-    if in_one:
+        return jax.device_put(whole_here(leaf), target)
+    if joint:
         return over_processes(leaf, target)
     # `device_put` would wait for the other processes, which may be elsewhere.
     rule = "must be devices of this process where a call runs"
     devices: set[Any] = target.device_set
     others = sorted({device.process_index for device in devices})
     got = f"devices of the processes {others} in process {jax.process_index()}"
-    remedy = "Give names of rpc's workers, one in each process, each with its own "
-    remedy += "`mesh=`; or one mesh for all stages, if they are equal."
+    remedy = "A pipeline for hardware that is not here has `lower` alone."
     raise ValueError(requirement(_PLACES, rule, got, remedy))
 
 
@@ -339,6 +375,8 @@ def over_processes(leaf: Any, target: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         # Between layouts over the same devices: a program that all of them run.
         return jax.device_put(leaf, target)
+    if is_key(leaf):
+        return unworded(over_processes(words(leaf), target), leaf)
     # `device_put` would have the processes compare their arrays, value by value.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, target, lambda part: whole[part])
@@ -375,7 +413,7 @@ def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
         if on_it and isinstance(leaf, jax.Array) and leaf.committed:
             return leaf
         _check_spec(spec, leaf.shape, place.mesh, call, stage)
-        return _put(leaf, NamedSharding(place.mesh, spec), place.in_one)
+        return _put(leaf, NamedSharding(place.mesh, spec), place.joint)
 
     return jax.tree.map(there, value)
 
@@ -410,7 +448,7 @@ def sharded(
     def there(spec: PartitionSpec | None, leaf: Any) -> Any:
         spec = PartitionSpec() if spec is None else spec
         _check_spec(spec, np.shape(leaf), place.mesh, f"{call}(specs)", stage)
-        return _put(leaf, NamedSharding(place.mesh, spec), place.in_one)
+        return _put(leaf, NamedSharding(place.mesh, spec), place.joint)
 
     return jax.tree.map(there, each, value, is_leaf=_is_spec)
 
@@ -472,12 +510,21 @@ def on_host(array: Any) -> np.ndarray:
 
     All processes that have some of the devices call it for such an array.
     """
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        sharding = array.sharding
-        assert isinstance(sharding, NamedSharding)
-        array = _whole_on(NamedSharding(sharding.mesh, PartitionSpec()))(array)
-        array = array.addressable_data(0)
-    return np.asarray(array)
+    return np.asarray(whole_here(array))
+
+
+def whole_here(leaf: Any) -> Any:
+    """An array over devices of several processes, whole on a device of this one.
+
+    All processes that have some of the devices call it for such an array. Anything else
+    is returned as it is.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    if not leaf.is_fully_replicated:
+        assert isinstance(leaf.sharding, NamedSharding)
+        leaf = _whole_on(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+    return leaf.addressable_data(0)
 
 
 @functools.lru_cache(maxsize=64)

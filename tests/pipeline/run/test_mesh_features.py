@@ -20,6 +20,7 @@ from tests.pipeline.mesh_models import (
     placed,
     problem,
     same_places,
+    specs,
     stages,
     stateful,
     stateful_problem,
@@ -333,31 +334,45 @@ def test_epochs_with_weight_stashing(policy):
 # --- ZeRO ---
 
 
-def test_optimizer_states_divided_over_the_data_axis():
-    """An optimizer for each stage, over the stage's own mesh."""
+@pytest.mark.parametrize("layout", ["PP x DP", WIDE])
+def test_optimizer_states_divided_over_the_data_axis(layout):
+    """An optimizer for each stage, over the stage's own mesh; the table is tied."""
     own, *_ = problem(dtype=np.float64)
-    adam, places = optim.adam(lr=0.05), meshes("PP x DP")
-
-    def trained_with(optimizer, places):
-        # Tied parameters need one optimizer for the stages that share them.
-        plain = [pipeline.Stage(s.fn, s.inputs, s.outputs) for s in stages(2)]
-        made = (plain, losses, SCHEDULES["1F1B"], places)
-        pipe = pipeline.Pipeline(*made, optimizer=optimizer, max_norm=0.5)
-        params = pipe.place(cut(own, 2))
-        state, found = trained(pipe, pipe.init(params), 2)
-        if places is not None:
-            same_places(state.params, params)
-        return state, found
-
-    each = [zero(adam, mesh) for mesh in places]
-    state, found = trained_with(each, places)
-    expected, wanted = trained_with(adam, None)
+    adam = optim.adam(lr=0.05)
+    each = [
+        zero(adam, mesh, specs=own) if layout == WIDE else zero(adam, mesh)
+        for mesh, own in zip(meshes(layout), specs(layout, 2), strict=True)
+    ]
+    options = {"max_norm": 0.5}
+    pipe, place = made(layout, optimizer=each, **options)
+    params = place(own)
+    state, found = trained(pipe, pipe.init(params), 2)
+    same_places(state.params, params)
+    alone = on_one_device(optimizer=adam, **options)
+    expected, wanted = trained(alone, alone.init(cut(own, 2)), 2)
     np.testing.assert_allclose(found, wanted, rtol=1e-11)
     close(state.params, expected.params, rtol=1e-9)
-    moment = state.opt_states[0]["embed"]["table"].exp_avg.array
-    assert moment.sharding.spec[0] == "data"
+    joined([jax.tree.map(np.asarray, tree) for tree in state.params])  # equal copies
+    moment = state.opt_states[0]["attend"]["qkv"].exp_avg.array
+    assert {"data"} <= {*moment.sharding.spec}
+    assert ("model" in moment.sharding.spec) == (layout == WIDE)
+    numbers = moment.addressable_shards[0].data.size
+    assert numbers == moment.size // meshes(layout)[0].size
 
 
-def test_zero_refuses_a_mesh_with_a_model_axis():
+def test_tied_parameters_want_one_rule():
+    """The same optimizer, divided over as many replicas."""
+    own, *_ = problem()
+    two = meshes("PP x DP")
+    each = [zero(optim.adam(lr=0.05), mesh) for mesh in two]
+    pipe, place = made("PP x DP", optimizer=each)
+    with pytest.raises(ValueError, match="must be one and the same object"):
+        pipe.init(place(own))
+
+
+def test_zero_wants_the_layouts_on_a_mesh_with_a_model_axis():
     with pytest.raises(ValueError, match="zero"):
         zero(optim.adam(lr=0.05), meshes(WIDE)[0])
+    divided = zero(optim.adam(lr=0.05), meshes(WIDE)[0], specs={"w": P("model")})
+    with pytest.raises(ValueError, match="must be a tree like the parameters"):
+        divided.init({"v": jnp.ones(4)})

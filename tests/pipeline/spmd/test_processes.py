@@ -77,11 +77,11 @@ def test_processes_that_disagree_in_a_later_step(pair):
 
 
 def test_stages_on_meshes_of_several_processes(pair):
-    """Refused at once, on both: neither waits for the other."""
+    """Their values travel as messages: without rpc it is refused at once, on both."""
     for rank, message in enumerate(pair.everywhere(runs.on_meshes_of_both)):
-        assert "must be devices of this process where a call runs" in message
-        assert f"the processes [{1 - rank}] in process {rank}" in message
-        assert "Give names of rpc's workers, one in each process" in message
+        assert "must be in processes that are workers of rpc, each with" in message
+        assert f"no worker in process {rank}" in message
+        assert "Call rpc.init_rpc in each" in message
 
 
 @pytest.mark.parametrize("layout", ["a stage each", "each stage on both"])
