@@ -89,13 +89,29 @@ def test_a_psum_too_many_over_the_model_axis():
     assert "it is 2 times the reference" in found["attend/qkv"]
 
 
-def test_the_trace_names_the_place():
-    """The first wrong value is the cotangent that the extra psum has doubled."""
-    own, batch, weights = models.problem()
-    again = with_cotangent(summed_over("model"))
+def half_passed_on(w, h):
+    """Of a matrix that is divided by columns one half alone passes a cotangent on."""
+    half = models.INNER // 2
+    other = jax.lax.stop_gradient(h) @ w["up"][:, half:]
+    inner = jnp.concatenate([h @ w["up"][:, :half], other], -1)
+    h = h + jnp.tanh(inner) @ w["down"]
+    return h + jnp.tanh(h @ w["mix"]) @ w["mix"]
 
-    def tapped(name, before=lambda h: h):
-        return lambda w, h: verify.tap(models.LAYERS[name](w, before(h)), name)
+
+def test_a_psum_too_few_over_the_model_axis():
+    found = named(judged({"expand": half_passed_on}))
+    assert found.keys() == BEFORE_EXPAND
+    assert all("bound at" in problem for problem in found.values())
+
+
+@pytest.mark.parametrize("psums", ["too many", "too few"])
+def test_the_trace_names_the_place(psums):
+    """The first wrong value is the cotangent that the wrong layer passes on."""
+    own, batch, weights = models.problem()
+
+    def tapped(name, layer=None):
+        made = models.LAYERS[name] if layer is None else layer
+        return lambda w, h: verify.tap(made(w, h), name)
 
     right = {name: tapped(name) for name in models.LAYERS}
 
@@ -104,26 +120,17 @@ def test_the_trace_names_the_place():
         run = Chain(list(right.values()), list(right))
         return models.losses(run(params, batch["tokens"]), batch)
 
+    again = with_cotangent(summed_over("model"))
+    planted = {
+        "too many": lambda w, h: models.expand(w, again(h)),
+        "too few": half_passed_on,
+    }
     judge = verify.tracer(whole, own, batch, weights=weights)
     judge(candidate(right, weights)).raise_if_failed()
-    wrong = judge(candidate(right | {"expand": tapped("expand", again)}, weights))
-    assert (wrong.difference.direction, wrong.difference.tap) == ("backward", "attend")
-    assert "it is 2 times the reference" in wrong.difference.words
-
-
-def test_a_psum_too_few_over_the_model_axis():
-    """Of a matrix that is divided by columns one half alone passes a cotangent on."""
-
-    def expand(w, h):
-        half = models.INNER // 2
-        other = jax.lax.stop_gradient(h) @ w["up"][:, half:]
-        inner = jnp.concatenate([h @ w["up"][:, :half], other], -1)
-        h = h + jnp.tanh(inner) @ w["down"]
-        return h + jnp.tanh(h @ w["mix"]) @ w["mix"]
-
-    found = named(judged({"expand": expand}))
-    assert found.keys() == BEFORE_EXPAND
-    assert all("bound at" in problem for problem in found.values())
+    wrong = {"expand": tapped("expand", planted[psums])}
+    found = judge(candidate(right | wrong, weights)).difference
+    assert (found.direction, found.tap) == ("backward", "attend")
+    assert ("it is 2 times the reference" in found.words) == (psums == "too many")
 
 
 def test_a_data_axis_that_is_averaged_twice():
@@ -163,15 +170,20 @@ def masked(params, x, key, parts):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_key_that_both_halves_of_the_data_axis_share(parts):
-    """The masks of the oracle are drawn by the rule that is documented."""
+    """The masks of the oracle are drawn by the rule that is documented.
+
+    The tracer names the layer that draws, and the second half of each micro-batch.
+    """
     rng = np.random.default_rng(2)
     params = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 6), (6, 2))]
     batch = {"x": np.float32(rng.normal(size=(8, 4)))}
     key = jax.random.key(3)
+
+    def drawn(w, x, key):
+        return verify.tap(masked(w, x, key, parts), "dropout")
+
     made = [
-        pipeline.Stage(
-            lambda w, x, key: masked(w, x, key, parts), ("x",), ("h",), keyed=True
-        ),
+        pipeline.Stage(drawn, ("x",), ("h",), keyed=True),
         pipeline.Stage(lambda w, h: jnp.tanh(h) @ w, ("h",), ("y",)),
     ]
     pipe = pipeline.Pipeline(
@@ -186,17 +198,19 @@ def test_a_key_that_both_halves_of_the_data_axis_share(parts):
 
     def losses(params, batch):
         first, second = params
-        h = jnp.where(batch["kept"], batch["x"] @ first, 0.0)
+        h = verify.tap(jnp.where(batch["kept"], batch["x"] @ first, 0.0), "dropout")
         return ((jnp.tanh(h) @ second) ** 2).sum(-1)
 
     def dropout(params, batch):
         placed = pipe.place(params, [P(None, "model"), P("model")])
         return pipe.value_and_grad(placed, {"x": batch["x"]}, key=key)
 
-    report = verify.gradients(
-        losses, params, {**batch, "kept": kept}, {"dropout": dropout}
-    )
+    whole = {**batch, "kept": kept}
+    report = verify.gradients(losses, params, whole, {"dropout": dropout})
+    found = verify.tracer(losses, params, whole)(dropout).difference
     if parts == 1:
         report.raise_if_failed()
+        assert found is None
     else:
         assert {"(loss)", "0"} <= named(report).keys()
+        assert str(found).startswith("forward, dropout, examples 2-3, 6-7: ")
