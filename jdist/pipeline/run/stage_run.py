@@ -4,6 +4,7 @@ Both executors drive the same object, so that a pipeline over processes and one 
 process run the same compiled functions in the same order.
 """
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,21 @@ class MicroBatchShare(NamedTuple):
     weight: Any
 
 
+class UpdateInBackward(NamedTuple):
+    """An update that is a part of the backward pass, of its gradient alone.
+
+    Attributes:
+      fn: `fn(opt_state, d_params, (params, share)) -> (params, opt_state)`; one object
+        for all passes, since it is part of what is compiled.
+      opt_state: Of the optimizer; donated.
+      params: The parameters that are updated.
+    """
+
+    fn: Callable[[PyTree, PyTree, tuple[PyTree, MicroBatchShare]], PyTree]
+    opt_state: PyTree
+    params: PyTree
+
+
 @final
 class StageRun:
     """The passes of one stage, and its gradient as it grows.
@@ -59,6 +75,8 @@ class StageRun:
       params: As above.
       kind: Likewise.
       state: What the last forward pass left behind.
+      update: Made by the next backward pass, which then adds no gradient up; or None.
+      updated: What that update has returned.
       live: Numbers of the micro-batches whose backward pass is still to come.
     """
 
@@ -75,12 +93,13 @@ class StageRun:
     ) -> None:
         self.params = params
         self.state = state
+        self.update: UpdateInBackward | None = None
+        self.updated: PyTree = None
         self._stage = stage
         self._compiled = compiled
         self._key = key
         self.kind = kind
         self._single = single
-        self._of_means = of_means
         self._invoke: Invoke = operator.call
         self._on_mesh = on_mesh(state)
         self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
@@ -96,17 +115,11 @@ class StageRun:
         Args:
           invoke: See `Segment.through`; what it returns takes the place of arrays.
         """
-        made = StageRun(
-            self._stage,
-            self._compiled.through(invoke),
-            self.params,
-            self.state,
-            self._key,
-            self.kind,
-            self._single,
-            self._of_means,
-        )
+        made = copy.copy(self)
+        made._compiled = self._compiled.through(invoke)
         made._invoke = invoke
+        made._residuals, made._rests, made._deferred = {}, {}, {}
+        made._partial = None
         return made
 
     @property
@@ -190,6 +203,11 @@ class StageRun:
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
+        if self.update is not None:
+            fn, opt_state, params = self.update
+            step = Fold(fn, opt_state, (params, share))
+            self.updated, (_, d_inputs, _) = passes.backward(*given, fold=step)
+            return self._by_input(d_inputs)
         # At the first pass: only now the places of cotangents are known.
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
@@ -204,6 +222,9 @@ class StageRun:
             self._rests[micro] = rest, share
         else:
             self._partial, (_, d_inputs, _) = passes.backward(*given, fold=add)
+        return self._by_input(d_inputs)
+
+    def _by_input(self, d_inputs: PyTree) -> dict[str, PyTree]:
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
@@ -293,14 +314,20 @@ def fold(key: jax.Array, number: int) -> jax.Array:
     return jax.random.fold_in(key, number)
 
 
+def contribution(d_params: PyTree, share: MicroBatchShare) -> Partial:
+    """The partial of one micro-batch, in the dtypes of the sum."""
+    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    return Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+
+
 def added(
     kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
-    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    own = contribution(d_params, share)
     if so_far is not None:
-        wide = jax.tree.map(_or_nothing, wide, so_far.gradient, is_leaf=is_none)
-    own = Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+        wide = jax.tree.map(_or_nothing, own.gradient, so_far.gradient, is_leaf=is_none)
+        own = own._replace(gradient=wide)
     if so_far is None:
         # Without the barrier a gradient that is an array of the caller, a cotangent
         # say, would be passed through as it is; the next addition donates it.
@@ -315,12 +342,17 @@ def added_mean(
 
     In full precision: 16 bits hold a mean times a loss scale, but not any sum.
     """
+    return added("mean", so_far, weighted(d_params, share), share)
+
+
+def weighted(d_params: PyTree, share: MicroBatchShare) -> PyTree:
+    """The gradient of a micro-batch's mean, times what it weighs."""
 
     def of_sum(mean: jax.Array) -> jax.Array:
         wide = mean.astype(wide_dtype(mean.dtype))
         return wide * jnp.asarray(share.weight, wide.dtype)
 
-    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
+    return jax.tree.map(of_sum, d_params)
 
 
 def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | None:

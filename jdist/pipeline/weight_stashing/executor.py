@@ -1,7 +1,7 @@
 """The executor of asynchronous epochs: stages update while micro-batches are there."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import jax
@@ -22,14 +22,15 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import stacked
 from jdist.pipeline.run.lowered import LoweredPrograms
-from jdist.pipeline.run.micro_batch import micro_batch_of, normalized
+from jdist.pipeline.run.micro_batch import MicroBatch, micro_batch_of, normalized
 from jdist.pipeline.run.replicas import joined_states
 from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
     StageChannels,
     Transfer,
 )
-from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
+from jdist.pipeline.run.step import StepInputs
 from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import (
     PipelineState,
@@ -53,6 +54,7 @@ from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
     VersionRule,
     lower_update,
+    update_in_backward,
 )
 
 CALL = "Pipeline.train_epoch"
@@ -144,39 +146,74 @@ class EpochExecutor(Executor):
         """See `Executor`; with updates, the programs of an epoch of such batches."""
         if update is None or self._optimizers is None:
             return self._synchronous.lower(given, update)
-        programs, places = self._programs, self._programs.places
-        loss, kind = programs.loss, programs.loss.kind
+        places, kind = self._programs.places, self._programs.loss.kind
         one = micro_batch_of(0, given.batch, given.weights, CALL)
-        every = dict.fromkeys(
-            range(places.schedule.micro_batches), normalized([one], kind, CALL)[0]
+        part, channels = (
+            normalized([one], kind, CALL)[0],
+            InProcessChannels(places.devices),
         )
-        runs = programs.runs(
-            given,
-            kind,
-            single=self._policy.every == 1,
-            of_means=self._scaled and kind == "mean",
-        )
-        if self._scaled:
-            loss = loss.scaled(update.scale, None)
-        channels, found = InProcessChannels(places.devices), LoweredPrograms()
-        inputs = programs.inputs(channels, runs, every, loss)
-        together = self._max_norm is not None or self._tied is not None
-        grads = {}
+        inputs = self._inputs(channels, given, update.opt_states, part)
+        found, grads = LoweredPrograms(), {}
+        for (_, j), run in inputs.runs.items():
+            fn = self._update_in_backward(j)
+            if fn is not None:
+                run.update = UpdateInBackward(fn, update.opt_states[j], run.params)
         for (_, j), run in rehearse(inputs, found.named).items():
-            replicas = len(places.schedule.placement[j])
+            if run.update is not None:
+                continue  # It is in the backward pass.
             grads[j] = lower_update(
                 self._optimizers[j],
                 run,
                 update.opt_states[j],
-                replicas,
+                len(places.schedule.placement[j]),
                 self._max_norm,
-                together,
+                self._updates_jointly,
                 found.named(f"stage {j}"),
             )
         if self._tied is not None:
-            params = {j: run.params for (_, j), run in runs.items()}
+            params = {j: run.params for (_, j), run in inputs.runs.items()}
             self._tied.lower(params, grads, found)
         return found.lowered()
+
+    def _inputs(
+        self,
+        channels: StageChannels,
+        given: CallInputs,
+        opt_states: Sequence[PyTree],
+        first: MicroBatch,
+    ) -> StepInputs:
+        """The inputs of an epoch, of which one micro-batch stands for all."""
+        programs, loss = self._programs, self._programs.loss
+        runs = programs.runs(
+            given,
+            loss.kind,
+            single=self._policy.every == 1,
+            of_means=self._of_means,
+        )
+        if self._scaled:
+            loss = loss.scaled(scale_in(opt_states), None)
+        every = dict.fromkeys(range(programs.places.schedule.micro_batches), first)
+        return programs.inputs(channels, runs, every, loss)
+
+    @property
+    def _of_means(self) -> bool:
+        # 16 bits hold a scaled mean, but not any sum.
+        return self._scaled and self._programs.loss.kind == "mean"
+
+    @property
+    def _updates_jointly(self) -> bool:
+        return self._max_norm is not None or self._tied is not None
+
+    def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
+        """The update within a stage's backward pass; None where it comes later."""
+        alone = len(self._programs.places.schedule.placement[stage]) == 1
+        joins = self._programs.wiring.stages[stage].join_weight_gradients
+        # It has to be of one micro-batch's gradient, and to wait for nothing else.
+        if self._policy.every > 1 or self._updates_jointly or joins or not alone:
+            return None
+        assert self._optimizers is not None
+        made_of = self._optimizers[stage], self._programs.loss.kind, self._of_means
+        return update_in_backward(*made_of)
 
     def train(
         self,
@@ -203,29 +240,19 @@ class EpochExecutor(Executor):
         own = None if key is None else jax.random.fold_in(key, step)
         self._identify(channels, step, supply, limit, stream, own)
         given = CallInputs(state.params, {}, None, state.states, own)
-        runs = programs.runs(
-            given,
-            programs.loss.kind,
-            single=self._policy.every == 1,
-            of_means=self._scaled and programs.loss.kind == "mean",
-        )
-        stashed = self._stashed(schedule, runs, state.opt_states)
-        loss, skipped = programs.loss, None
-        if self._scaled:
-            loss = loss.scaled(scale_in(state.opt_states), None)
-            skipped = skipped_in(state.opt_states)
+        # The first batch stands for all: those after it are not read yet.
+        first = self._inputs(channels, given, state.opt_states, stream[0])
+        stashed = self._stashed(schedule, first.runs, state.opt_states)
+        skipped = skipped_in(state.opt_states) if self._scaled else None
         # Unless the caller keeps it, its arrays go when no micro-batch needs them.
         del state, given
-        # The first batch stands for all: those after it are not read yet.
-        every = dict.fromkeys(range(places.schedule.micro_batches), stream[0])
-        first = programs.inputs(channels, runs, every, loss)
         programs.compile_ahead(first)
         if not self._takes(0):
             stream.forget(0)
         plan = EpochPlan(stream, schedule, self._policy.every, self._joint(channels))
         epoch = EpochStep(first._replace(parts=stream), stashed, plan)
         epoch.run(timer)
-        states = joined_states(channels, places, runs, stream.totals)
+        states = joined_states(channels, places, first.runs, stream.totals)
         # All versions and optimizer states must be computed before this worker votes.
         left = [stage.arrays() for stage in stashed.values()]
         # Read before the vote, so that an iterator's error fails the call on all.
@@ -280,7 +307,7 @@ class EpochExecutor(Executor):
 
     def _joint(self, channels: StageChannels) -> JointUpdate | None:
         """The exchange before updates; None where stages update alone."""
-        if self._max_norm is None and self._tied is None:
+        if not self._updates_jointly:
             return None
         tied = self._tied or Tied({})
         return JointUpdate(tied, self._max_norm, self._programs.places, channels)
@@ -313,7 +340,7 @@ class EpochExecutor(Executor):
     def _stashed(
         self,
         schedule: OpenSchedule,
-        runs: dict[tuple[int, int], StageRun],
+        runs: Mapping[tuple[int, int], StageRun],
         opt_states: Sequence[PyTree],
     ) -> dict[tuple[int, int], StashedStage]:
         """The stages of this process with their optimizers, by worker and stage."""
@@ -331,6 +358,7 @@ class EpochExecutor(Executor):
                 functools.partial(schedule.may_have, worker),
                 workers.index(worker),
                 len(workers),
+                self._update_in_backward(j),
             )
             # A copy for each worker, because an update donates it.
             where, argument = places.devices[worker], f"{CALL}(state)"
