@@ -112,6 +112,8 @@ class StashedStage:
     def end_backward(self, micro: int) -> None:
         """Forgets the versions that no micro-batch needs any more."""
         self.grown += 1
+        # It would keep the version that was updated.
+        self.run.update = None
         # Backward passes of a worker are in the order of its micro-batches.
         self._to_come = micro + self._rule.replicas
         self.stash = self._rule.stashing.release(self.stash, self._needed())

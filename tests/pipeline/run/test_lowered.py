@@ -65,7 +65,9 @@ def test_what_is_lowered_is_what_a_step_runs(name, places, caplog):
         else:
             pipe.train_epoch(state, [batch] * 3)
     assert not compiled_in(caplog.records)
-    assert {f"stage {j}: update" for j in range(3)} <= {*found}
+    # One of a single micro-batch's gradient is a part of the backward pass.
+    own = "backward" if name == "pipedream" else "update"
+    assert {f"stage {j}: {own}" for j in range(3)} <= {*found}
     assert {f"stage {j}: forward" for j in range(3)} <= {*found}
 
 
