@@ -450,8 +450,8 @@ class Pipeline:
         Returns:
           By name: "all stages: gradient" of one program; else "stage 0: forward" and
           so on, one of each for every stage and for the loss, and where micro-batches
-          differ in size others with a number. With a training state "stage 0: update".
-          Left out are additions of tied parameters' gradients.
+          differ in size others with a number. With a training state "stage 0: update",
+          unless the schedule updates after each micro-batch, in "stage 0: backward".
 
         Raises:
           ValueError: The stages run in several processes; and what that call raises.
