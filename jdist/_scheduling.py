@@ -6,7 +6,8 @@ that runs. XLA and gloo want that on a core of their own, where each would only 
 other from its work. A thread that waits for a message wants the contrary: in the batch
 class it waits for the end of the running thread's time slice, up to 4 ms, whenever
 another program has the core. So a process that becomes a worker leaves the class, and
-what JAX has started before stays in it.
+what JAX has started before stays in it. A worker of a pipeline, or of an elastic run,
+enters it again: its messages are large and come while it computes.
 """
 
 import contextlib
@@ -25,6 +26,17 @@ def leave_batch_class() -> None:
     """Puts this thread into the ordinary class, unless the user chose another one."""
     if _begun_in_batch_class():
         _enter(os.SCHED_OTHER)
+
+
+def enter_batch_class() -> None:
+    """Puts all threads of this process back into the class in which it began.
+
+    For workers that compute while messages come: a thread that takes in a large one
+    must not interrupt the one that computes.
+    """
+    if _begun_in_batch_class():
+        for thread in os.listdir("/proc/self/task"):
+            _enter(os.SCHED_BATCH, int(thread))
 
 
 @contextlib.contextmanager
@@ -49,7 +61,7 @@ def _begun_in_batch_class() -> bool:
     return bool(applied.get("scheduling") == BATCH)
 
 
-def _enter(scheduling_class: int) -> None:
-    # Where a sandbox forbids it, the thread stays as it is.
+def _enter(scheduling_class: int, thread: int = 0) -> None:
+    # Where a sandbox forbids it, the thread stays as it is; it may also have ended.
     with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, scheduling_class, os.sched_param(0))
+        os.sched_setscheduler(thread, scheduling_class, os.sched_param(0))

@@ -38,7 +38,7 @@ def classes_of_a_worker(rank, first):
     """The scheduling classes of its threads, by who started them; who did so first."""
     import jax
 
-    from jdist import data_parallel, rpc
+    from jdist import data_parallel, pipeline, rpc
 
     def threads():
         return set(map(int, os.listdir("/proc/self/task")))
@@ -60,6 +60,13 @@ def classes_of_a_worker(rank, first):
     for name in sorted(acts, key=lambda name: name != first):
         seen[name] = started_by(acts[name])
     seen["main"] = {os.sched_getscheduler(0)}
+    pipeline.Pipeline(
+        [pipeline.Stage(lambda params, x: params * x)],
+        lambda outputs, batch: outputs,
+        pipeline.gpipe(1, 1),
+        ["worker"],
+    )
+    seen["pipeline"] = {os.sched_getscheduler(thread) for thread in threads()}
     rpc.shutdown()
     return seen
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._errors import requirement
+from jdist._scheduling import enter_batch_class
 from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
 from jdist.data_parallel.elasticity.leader import (
     Abandon,
@@ -380,6 +381,7 @@ def follow_leader(
       The state after the last step, and the losses of the steps applied here.
     """
     agent = current_agent()
+    enter_batch_class()  # messages come while it computes
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
 
     def fetched(replica: int) -> Snapshot[TrainState]:

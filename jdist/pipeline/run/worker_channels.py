@@ -47,6 +47,7 @@ import jax
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._scheduling import enter_batch_class
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.identity import CallIdentity, sized
@@ -756,6 +757,7 @@ class WorkerCommunicator:
         about: str,
         data_axis: str | None,
     ) -> None:
+        enter_batch_class()  # messages come while it computes
         self.places = places
         self._agent = agent
         self._members = members

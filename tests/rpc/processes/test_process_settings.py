@@ -250,7 +250,13 @@ def test_a_worker_leaves_the_batch_class_and_jax_does_not(first):
     """A woken thread of the batch class would wait for a neighbour's time slice."""
     batch, ordinary = {os.SCHED_BATCH}, {os.SCHED_OTHER}
     (seen,) = spawn(cases.classes_of_a_worker, args=(first,), nprocs=1)
-    assert seen == {"begun": batch, "jax": batch, "rpc": ordinary, "main": ordinary}
+    assert seen == {
+        "begun": batch,
+        "jax": batch,
+        "rpc": ordinary,
+        "main": ordinary,
+        "pipeline": batch,
+    }
 
 
 def test_without_the_batch_class_all_are_in_the_ordinary_one():
