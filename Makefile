@@ -8,6 +8,8 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # compile, which uses one core; more than two processes need 5 GiB of memory each.
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# Hundreds of processes import the library and the tests: each would compile them again.
+export PYTHONDONTWRITEBYTECODE =
 LIBRARY = not parity and not compilers and not ray
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
@@ -56,7 +58,7 @@ docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an e
 docs-links: $(VENV)/.docs  ## try the site's links to other sites; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
 
-bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the goals in docs/benchmarks.md
+bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the tables in docs/benchmarks.md
 	$(BIN)/python -m benchmarks --record
 
 clean:  ## remove the set-up and all results

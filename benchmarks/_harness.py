@@ -83,13 +83,13 @@ def table(name: str, cases: list[Case]) -> Table:
         first = next(iter(case.timings.values())).median
         title = case.name
         for contender, found in case.timings.items():
-            half = f"{_duration(found.low)} .. {_duration(found.high)}"
+            half = f"{duration(found.low)} .. {duration(found.high)}"
             ratio = f"{found.median / first:.2f}"
-            shown.add_row(title, contender, _duration(found.median), half, ratio)
+            shown.add_row(title, contender, duration(found.median), half, ratio)
             title = ""
         if case.limit is not None:
             share = f"{case.limit / first:.0%} of first"
-            shown.add_row("", "physical limit", _duration(case.limit), "", share)
+            shown.add_row("", "physical limit", duration(case.limit), "", share)
         shown.add_section()
     notes = [
         f"{case.name}: {said}"
@@ -111,7 +111,8 @@ def write(folder: Path, name: str, cases: list[Case]) -> Path:
     return path
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds, in a unit that suits them."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -2,11 +2,11 @@
 training run? A convolutional net on real digits.
 
 The net is trained with momentum on one device, and on 2, 4 and 8 replicas whose shards
-all differ in size and change hands at every step. At every step, in the quick form at
-every fifth, the replicas' gradient is judged against `jax.value_and_grad` of the whole
-batch on one device; after every step all copies of the parameters are compared bit by
-bit. Beside it stands the classic mistake, the mean of the replicas' means, which must
-be caught.
+all differ in size and change hands at every step. At every step, in the quick form (of
+2 and 8 replicas) at every ninth, the replicas' gradient is judged against
+`jax.value_and_grad` of the whole batch on one device; after every step all copies of
+the parameters are compared bit by bit. Beside it stands the classic mistake, the mean
+of the replicas' means, which must be caught.
 
 Rounding makes two runs drift apart, in the same way in which one device drifts from
 itself when it adds up the examples in another order. That drift is measured too and is
@@ -32,7 +32,7 @@ from jdist import data_parallel, optim, verify
 
 BATCH = 96
 REPLICAS = (2, 4, 8)
-MISTAKEN = 4
+MISTAKEN = 8
 """Replicas beside which the mean of means is judged."""
 ORDERS = 3
 ACCURACY = 0.95
@@ -50,17 +50,20 @@ class Plan(NamedTuple):
       judge_every: Steps from one judgement to the next.
       judge_mistake_every: Steps from one judgement of the mean of means to the next; a
         multiple of `judge_every`.
+      counts: Of replicas.
     """
 
     steps: int
     judge_every: int = 1
     judge_mistake_every: int = 1
+    counts: tuple[int, ...] = REPLICAS
 
 
-# Most of the time is the judge's. Not by an even number, so that the order of the
+# Most of the time goes into the judge and into compiling, for each number of replicas
+# anew. Not by an even number, so that the order of the
 # shards, which moves on at every step, differs from one judged step to the next. What
 # fails is measured again with many more draws.
-QUICK = Plan(100, 5, 25)
+QUICK = Plan(75, 9, 36, (2, 8))
 
 
 @dataclass
@@ -94,14 +97,16 @@ def run(settings: Settings, progress: Progress) -> Result:
     judged = verify.judge(task.losses)
     runs = [
         train_replicas(task, mesh, name, progress, judged, plan, count == MISTAKEN)
-        for count, mesh, name in replicas(settings.devices)
+        for count, mesh, name in replicas(settings.devices, plan.counts)
     ]
     spread = {
         r.name: dict(zip(("low", "median", "high"), _quartiles(r.ratios), strict=True))
         for r in runs
     }
     return Result(
-        claims=claims(alone, orders, runs, plan, sharing(settings.devices)),
+        claims=claims(
+            alone, orders, runs, plan, sharing(settings.devices, plan.counts)
+        ),
         pictures=[
             Picture(
                 "loss",
@@ -128,14 +133,16 @@ def run(settings: Settings, progress: Progress) -> Result:
 # --- who holds what ---
 
 
-def replicas(available: int) -> list[tuple[int, Mesh | int, str]]:
+def replicas(
+    available: int, counts: Sequence[int] = REPLICAS
+) -> list[tuple[int, Mesh | int, str]]:
     """Replica counts, each on its own devices where there are enough, else on one."""
     devices = np.array(jax.devices()[:available])
     return [
         (count, Mesh(devices[:count], ("data",)), f"{count} devices")
         if count <= len(devices)
         else (count, count, f"{count} replicas on 1 device")
-        for count in REPLICAS
+        for count in counts
     ]
 
 
@@ -206,6 +213,9 @@ def train_replicas(
     optimize = jax.jit(OPTIMIZER.step)
     params = jax.device_put(task.params)
     state = OPTIMIZER.init(params)
+    if not isinstance(mesh, int):
+        # From the start, as a step from one device would be compiled apart.
+        params, state = data_parallel.replicate((params, state), mesh)
     run = Run(name, [], 0.0, [])
     caught = []
     for t, batch in enumerate(progress.track(task.batches, description=name)):
@@ -380,10 +390,10 @@ def _rows(runs: Sequence[Run]) -> list[list[str]]:
     ]
 
 
-def sharing(available: int) -> str:
+def sharing(available: int, counts: Sequence[int] = REPLICAS) -> str:
     """Why equality of copies is not shown; empty where each replica has a device."""
     present = min(available, jax.device_count())
-    shared = [count for count in REPLICAS if count > present]
+    shared = [count for count in counts if count > present]
     if not shared:
         return ""
     return (

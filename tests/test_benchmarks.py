@@ -1,10 +1,14 @@
 """Goals of benchmarks: judged, compared with the last run, and kept in one table."""
 
+import pkgutil
+
 import pytest
 
-from benchmarks import _goals
-from benchmarks._goals import Figure, Goal, Run
+import benchmarks
+from benchmarks import _goals, _record
+from benchmarks._goals import Figure, Goal
 from benchmarks._harness import Case, table, timing
+from benchmarks._record import Run
 
 
 def goal(low, median, high, limit=1.0, **options):
@@ -12,7 +16,7 @@ def goal(low, median, high, limit=1.0, **options):
 
 
 def run(*goals, job="small", date="2026-11-23"):
-    return Run(date, "2 cores", {job: list(goals)})
+    return Run(date, "2 cores", [Case(job, {}, goals=list(goals))])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_a_goal_is_met_at_its_limit(found, met):
 )
 def test_what_got_worse_by_more_than_the_spread_is_said(now, at_least, is_worse):
     earlier = run(goal(0.8, 1.0, 1.2, at_least=at_least), date="2026-11-22")
-    found = _goals.worse(earlier, run(goal(*now, at_least=at_least)))
+    found = _record.worse(earlier, run(goal(*now, at_least=at_least)))
     assert len(found) == is_worse
     if is_worse:
         assert found[0].startswith(f"small: {now[1]:.3g} [")
@@ -50,7 +54,7 @@ def test_what_got_worse_by_more_than_the_spread_is_said(now, at_least, is_worse)
 
 def test_a_job_that_was_not_recorded_is_no_worse():
     earlier = run(goal(0.8, 1.0, 1.2), job="large")
-    assert _goals.worse(earlier, run(goal(2.0, 2.1, 2.2))) == []
+    assert _record.worse(earlier, run(goal(2.0, 2.1, 2.2))) == []
 
 
 def test_ratios_have_the_spread_of_both():
@@ -65,39 +69,111 @@ def test_ratios_have_the_spread_of_both():
     )
 
 
+def timed(*values, job="small", date="2026-11-23", where="2 cores"):
+    return Run(date, where, [Case(job, {"jdist": timing(list(values))})])
+
+
+@pytest.mark.parametrize(
+    ("now", "lines"),
+    [
+        (timed(3.0, 4.0, 5.0), 1),
+        (timed(1.5, 2.5, 3.5), 0),
+        (timed(3.0, 4.0, 5.0, where="64 cores"), 0),
+        (timed(3.0, 4.0, 5.0, job="large"), 0),
+    ],
+)
+def test_a_time_without_a_goal_is_compared_on_the_same_machine(now, lines):
+    found = _record.worse(timed(1.0, 2.0, 2.9), now)
+    assert len(found) == lines
+    if lines:
+        assert found == ["small: jdist takes 4.00 s; it was 2.00 s on 2026-11-23"]
+
+
 def test_runs_are_kept_beside_those_of_other_benchmarks(tmp_path):
     """Each in place of the earlier one of its name, in the file and on the page."""
     path, page = tmp_path / "recorded.json", tmp_path / "page.md"
     path.write_text("{}")
-    page.write_text(f"before\n{_goals.BEGIN}\nold\n{_goals.END}\nafter\n")
-    _goals.record({"b": run(goal(0.8, 0.9, 1.2))}, path, page)
-    _goals.record({"a": run(goal(1.8, 1.9, 2.2, unit=" us"))}, path, page)
-    last = run(goal(0.7, 0.75, 0.8), date="2026-11-24")
-    _goals.record({"b": last}, path, page)
-    kept = _goals.recorded(path)
-    assert list(kept) == ["a", "b"]
-    assert kept["b"] == last
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
-    lines = text.splitlines()
-    rows = lines[lines.index("|---|---|---|---|---|---|") + 1 :]
-    assert rows[:3] == [
-        "| `a` | small | at most 1 us of the other's time | 1.9 [1.8, 2.2] us "
-        "| **missed** | 2026-11-23, 1 |",
-        "| `b` | small | at most 1 of the other's time | 0.75 [0.7, 0.8] "
-        "| met | 2026-11-24, 1 |",
-        "",
+    empty = [
+        f"<!-- {name}: `make bench` writes this -->\nold\n<!-- end of {name} -->\n"
+        for name in ("goals", "b", "c", "d")
     ]
+    page.write_text("\n".join(["before", *empty, "after\n"]))
+    _record.record({"b": run(goal(0.8, 0.9, 1.2))}, path, page)
+    _record.record({"a": run(goal(1.8, 1.9, 2.2, unit=" us"))}, path, page)
+    times = {"jdist": timing([1.0, 2.0, 3.0]), "torch": timing([3.0, 4.0, 5.0])}
+    found = [goal(0.7, 0.75, 0.8)]
+    case = Case("small", times, limit=0.5, note="idle", goals=found)
+    last = Run("2026-11-24", "2 cores", [case], seconds=3.0)
+    _record.record({"b": last}, path, page)
+    rows = {"Seconds": [["x", "y"], ["1", "2"]]}
+    _record.record({"c": Run("2026-11-24", "64 cores", tables=rows)}, path, page)
+    kept = _record.recorded(path)
+    assert list(kept) == ["a", "b", "c"]
+    assert kept["b"] == last
+    assert (
+        page.read_text()
+        == """before
+<!-- goals: `make bench` writes this -->
+
+| `python -m benchmarks` | job | goal | figure |  | date, machine |
+|---|---|---|---|---|---|
+| `a` | small | at most 1 us of the other's time | 1.9 [1.8, 2.2] us | **missed** | \
+2026-11-23, 1 |
+| `b` | small | at most 1 of the other's time | 0.75 [0.7, 0.8] | met | 2026-11-24, 1 |
+
+1. 2 cores
+2. 64 cores
+
+<!-- end of goals -->
+
+<!-- b: `make bench` writes this -->
+
+Date, machine: 2026-11-24, 1; the run took 3 s.
+
+| job | contender | median | middle half | to the first |
+|---|---|---|---|---|
+| small | jdist | 2.00 s | 1.00 s to 3.00 s | 1.00 |
+|  | torch | 4.00 s | 3.00 s to 5.00 s | 2.00 |
+|  | physical limit | 500.00 ms |  | 0.25 |
+
+- small: idle
+
+<!-- end of b -->
+
+<!-- c: `make bench` writes this -->
+
+Date, machine: 2026-11-24, 2; the run took 0 s.
+
+Seconds:
+
+| x | y |
+|---|---|
+| 1 | 2 |
+
+<!-- end of c -->
+
+<!-- d: `make bench` writes this -->
+
+No run is recorded.
+
+<!-- end of d -->
+
+after
+"""
+    )
 
 
 def test_the_page_has_what_was_recorded():
-    """Neither is edited by hand."""
-    page = _goals.PAGE.read_text()
-    assert page.partition(_goals.BEGIN)[2].partition(_goals.END)[0].strip() == (
-        _goals.table(_goals.recorded()).strip()
-    )
+    """Its tables are not edited by hand, and each benchmark has one."""
+    page = _record.PAGE.read_text()
+    assert page == _record.written(page, _record.recorded())
+    modules = pkgutil.iter_modules(benchmarks.__path__)
+    names = {module.name for module in modules if not module.name.startswith("_")}
+    found = _record.blocks(page)
+    assert sorted(found) == sorted({_record.GOALS, *names, *_record.EXPERIMENTS})
+    # Every line of a table stands in a block.
+    rest = _record._BLOCK.sub("", page)
+    assert not [line for line in rest.splitlines() if line.startswith("|")]
 
 
 def test_goals_stand_under_the_table_of_a_benchmark():

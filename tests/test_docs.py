@@ -163,12 +163,12 @@ def counts(section, columns, rows=""):
 
 def times_of_torch(benchmark, what):
     """The range of recorded ratios to torch, beside the clock."""
-    goals = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
+    runs = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())
     found = [
         goal["figure"]["median"]
-        for job, those in goals[benchmark]["goals"].items()
-        for goal in those
-        if goal["what"] == what and "processor" not in job
+        for case in runs[benchmark]["cases"]
+        for goal in case["goals"]
+        if goal["what"] == what and "processor" not in case["name"]
     ]
     return f"{min(found):.2f} to {max(found):.2f} of its time"
 

@@ -5,7 +5,12 @@ import functools
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from jax._src.interpreters import mlir
+
 import conftest
+import tests
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +53,25 @@ def test_slow_tests_keep_the_cases_that_there_is_time_for(monkeypatch, tmp_path)
     others = [Item("a.py::one"), Item("a.py::quick[0]")]
     slow = set(conftest._slow([*many, *others]))
     assert slow == {*many, others[0]} - {many[0], many[4]}
+
+
+def test_a_shared_context_lowers_the_same_program(monkeypatch):
+    """The text is that of a context of its own, also after other programs."""
+
+    def lowered():
+        def loss(w, x):
+            return jax.lax.scan(lambda c, row: (jnp.sin(c @ w) + row, None), x[0], x)[0]
+
+        gradient = jax.grad(lambda w, x: loss(w, x).sum())
+        return jax.jit(gradient).lower(jnp.eye(3), jnp.ones((4, 3))).as_text()
+
+    monkeypatch.setattr(mlir, "make_ir_context", tests.new_context)
+    alone = lowered()
+    monkeypatch.setattr(mlir, "make_ir_context", tests.shared_context)
+    for _ in range(2 * tests.PROGRAMS + 1):
+        tests.shared_context()
+    assert [lowered(), lowered()] == [alone, alone]
+    assert tests.shared_context() is tests.shared_context()
 
 
 def test_slow_tests_exist():

@@ -1,0 +1,203 @@
+"""The last run of each benchmark, kept in a file and shown on a page.
+
+Every table of figures in docs/benchmarks.md is written from `recorded.json`: a block
+between two comments for each benchmark, and one for the goals of all.
+"""
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from benchmarks._goals import Figure, Goal, shown
+from benchmarks._harness import Case, duration
+from experiments._environment import Environment
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "benchmarks" / "recorded.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+GOALS = "goals"
+
+EXPERIMENTS = (
+    "ddp_buckets",
+    "pipeline_schedules",
+    "resnet50_model_parallel",
+    "rpc_cost",
+)
+"""Experiments whose tables are figures of speed, and stand on the page too."""
+
+_BLOCK = re.compile(
+    r"(<!-- (\w+): `make bench` writes this -->\n).*?(<!-- end of \2 -->)", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a benchmark or of an experiment.
+
+    Attributes:
+      date: Of the run, in ISO's form.
+      where: The machine.
+      cases: What was measured; of runs before 24 November 2026 the goals alone.
+      tables: An experiment's: title to rows, of which the first is the header.
+      seconds: How long the run took.
+    """
+
+    date: str
+    where: str
+    cases: Sequence[Case] = ()
+    tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def goals(self) -> dict[tuple[str, str], Goal]:
+        """By the job and what the figure is."""
+        return {
+            (case.name, goal.what): goal for case in self.cases for goal in case.goals
+        }
+
+    @property
+    def times(self) -> dict[tuple[str, str], Figure]:
+        """Seconds of the cases that have no goal, by the job and its first contender.
+
+        In a case with goals the other contenders tell what the machine did.
+        """
+        return {
+            (case.name, name): figure
+            for case in self.cases
+            if not case.goals
+            for name, figure in [*case.timings.items()][:1]
+        }
+
+
+def run(
+    cases: Sequence[Case] = (),
+    tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    seconds: float = 0.0,
+) -> Run:
+    """A run that ended here and now."""
+    here = Environment()
+    where = (
+        f"{here.cores} cores, {here.processor}; Python {here.python}, JAX {here.jax}"
+    )
+    today = datetime.date.today().isoformat()
+    return Run(today, where, cases, tables or {}, round(seconds, 1))
+
+
+def recorded(path: Path = RECORDED) -> dict[str, Run]:
+    """The last recorded run of each benchmark."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Run])
+
+
+def record(runs: Mapping[str, Run], path: Path = RECORDED, page: Path = PAGE) -> None:
+    """Keeps the runs, in place of earlier ones of the same benchmarks."""
+    kept = dict(sorted({**recorded(path), **runs}.items()))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+    page.write_text(written(page.read_text(), kept))
+
+
+def worse(earlier: Run, now: Run) -> list[str]:
+    """A sentence for each figure that got worse by more than the spread of both.
+
+    Times of cases without goals are compared on the same machine only.
+    """
+    was, found = earlier.goals, now.goals
+    lines = [
+        f"{key[0]}: {one}; it was {shown(was[key].figure)} on {earlier.date}"
+        for key, one in found.items()
+        if key in was and one.worse_than(was[key])
+    ]
+    if earlier.where != now.where:
+        return lines
+    before = earlier.times
+    return lines + [
+        f"{job}: {name} takes {duration(one.median)}; it was "
+        f"{duration(before[job, name].median)} on {earlier.date}"
+        for (job, name), one in now.times.items()
+        if (job, name) in before and one.low > before[job, name].high
+    ]
+
+
+def written(text: str, runs: Mapping[str, Run]) -> str:
+    """The page's text, with every block as the runs have it."""
+    machines = list(dict.fromkeys(one.where for one in runs.values()))
+
+    def block(found: re.Match[str]) -> str:
+        name = found[2]
+        rows = (
+            _goals(runs, machines)
+            if name == GOALS
+            else _section(runs.get(name), machines)
+        )
+        return f"{found[1]}\n{rows}\n\n{found[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def blocks(text: str) -> list[str]:
+    """The names of a page's blocks, in their order."""
+    return [found[2] for found in _BLOCK.finditer(text)]
+
+
+def _goals(runs: Mapping[str, Run], machines: Sequence[str]) -> str:
+    """All goals, and the machines that the page's numbers mean."""
+    rows = [
+        [
+            f"`{name}`", job, f"{goal.wanted} {what}", goal.found,
+            "met" if goal.met else "**missed**", _when(one, machines),
+        ]
+        for name, one in runs.items()
+        for (job, what), goal in one.goals.items()
+    ]  # fmt: skip
+    header = ["`python -m benchmarks`", "job", "goal", "figure", "", "date, machine"]
+    numbered = [f"{k}. {where}" for k, where in enumerate(machines, start=1)]
+    return "\n".join([_table([header, *rows]), "", *numbered])
+
+
+def _section(one: Run | None, machines: Sequence[str]) -> str:
+    """The run of one benchmark, with date and machine."""
+    if one is None:
+        return "No run is recorded."
+    when = _when(one, machines)
+    timed = [case for case in one.cases if case.timings]
+    if not timed and not one.tables:
+        return f"Of the last recorded run ({when}) the goals above are kept alone."
+    parts = [f"Date, machine: {when}; the run took {one.seconds:.0f} s."]
+    if timed:
+        header = ["job", "contender", "median", "middle half", "to the first"]
+        parts.append(_table([header, *(row for case in timed for row in _rows(case))]))
+    notes = [f"- {case.name}: {case.note}" for case in timed if case.note]
+    if notes:
+        parts.append("\n".join(notes))
+    for title, rows in one.tables.items():
+        parts += [f"{title}:", _table(rows)]
+    return "\n\n".join(parts)
+
+
+def _rows(case: Case) -> list[list[str]]:
+    first = next(iter(case.timings.values())).median
+    rows = [
+        [
+            "", name, duration(found.median),
+            f"{duration(found.low)} to {duration(found.high)}",
+            f"{found.median / first:.2f}",
+        ]
+        for name, found in case.timings.items()
+    ]  # fmt: skip
+    rows[0][0] = case.name
+    if case.limit is not None:
+        share = f"{case.limit / first:.2f}"
+        rows.append(["", "physical limit", duration(case.limit), "", share])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    header, *rest = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *rest])
+
+
+def _when(one: Run, machines: Sequence[str]) -> str:
+    return f"{one.date}, {machines.index(one.where) + 1}"
