@@ -76,10 +76,19 @@ class Hyperparameter:
             name = f"{self.name}[{index}]"
             _check_number(f"{call}({name}=...)", self.rules[index], entry)
 
-    def at(self, call: str, value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
+    def at(
+        self, call: str, value: Any, count: jax.Array | None, dtype: DTypeLike
+    ) -> Any:
         """The value at one step: schedules called, arrays in the leaf's precision."""
         if not self.rules:
             return value
+        if count is None and callable(value):
+            rule = "must be a number: without a schedule at construction no steps are "
+            rule += "counted"
+            remedy = "Give a schedule to the constructor, or its value to the step."
+            raise ValueError(
+                requirement(f"{call}({self.name}=...)", rule, value, remedy)
+            )
         if len(self.rules) > 1:
             resolved = tuple(_at(entry, count, dtype) for entry in value)
         else:
@@ -124,7 +133,7 @@ def resolved(
     call: str,
     specs: Mapping[str, Hyperparameter],
     overrides: Mapping[str, Any],
-    count: jax.Array,
+    count: jax.Array | None,
     dtype: DTypeLike,
 ) -> SimpleNamespace:
     """All hyperparameters of one leaf at one step, by name."""
@@ -136,7 +145,7 @@ def resolved(
     )
 
 
-def _at(value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
+def _at(value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
     if callable(value):
         # A schedule sees the leaf's own count, which stands still where a gradient is
         # None.

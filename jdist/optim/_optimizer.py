@@ -209,7 +209,8 @@ def leafwise(
       name: For errors.
       hyperparameters: In the order of the constructor; checked here.
       init_leaf: The state of one real floating array: a NamedTuple with an int32
-        scalar `step` and arrays of the parameter's shape and dtype, or scalars.
+        scalar `step` (or None, where no schedule can be given) and arrays of the
+        parameter's shape and dtype, or scalars.
       step_leaf: One step of one real array, float32 or wider: its `Update`, of the same
         shape and dtype, and the new state, like the old. Elementwise, for complex
         parameters.

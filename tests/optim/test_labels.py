@@ -29,7 +29,8 @@ def grouped(labels=labels_of):
     return optim.by_label(
         {
             "decay": optim.adamw(lr=0.1, weight_decay=0.5),
-            "plain": optim.sgd(lr=0.01, momentum=0.9),
+            # Dampened, and so with a count.
+            "plain": optim.sgd(lr=0.01, momentum=0.9, dampening=0.5),
         },
         labels,
     )
@@ -44,7 +45,7 @@ def test_each_leaf_moves_as_with_its_own_optimizer(labels):
     opt = grouped(labels)
     decay, plain = (
         optim.adamw(lr=0.1, weight_decay=0.5),
-        optim.sgd(lr=0.01, momentum=0.9),
+        optim.sgd(lr=0.01, momentum=0.9, dampening=0.5),
     )
     params, state = PARAMS, opt.init(PARAMS)
     w, w_state = PARAMS["dense"]["w"], decay.init(PARAMS["dense"]["w"])

@@ -166,8 +166,12 @@ def test_as_optax_in_a_chain_with_none_integers_and_overrides():
     np.testing.assert_array_equal(updates["w"], [-0.5, -7.0])
     assert (updates["b"], updates["n"]) == (0.0, 0)
     assert updates["n"].dtype == params["n"].dtype
-    counts = [int(x) for x in state]
+    # Dampened SGD has a count, which tells the leaf that was skipped.
+    dampened = optim.as_optax(optim.sgd(momentum=0.5, dampening=0.1))
+    _, kept = dampened.update(grads, dampened.init(params), params)
+    counts = [int(x) for x in kept if x.dtype == jnp.int32]
     assert counts == [0, 1], "one per floating leaf: b, w"
+    assert state == (), "plain SGD keeps nothing"
     assert optax.apply_updates(params, updates)["n"] == 4
 
 

@@ -61,7 +61,8 @@ def test_none_leaves_parameter_state_and_count_as_they_are(
     algorithm, options, compiled
 ):
     """Bit for bit, at the first step and later, while the other leaves move."""
-    opt = algorithm(**options)
+    # By a schedule, for which every algorithm counts.
+    opt = algorithm(**options | {"lr": lambda count: 0.03})
     params, rows = start()
     step = jax.jit(opt.step) if compiled else opt.step
     state = opt.init(params)
@@ -83,6 +84,55 @@ def test_none_leaves_parameter_state_and_count_as_they_are(
         "scale": 2,
         "still": 3,
     }
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_without_a_count_makes_the_steps_of_sgd_with_one(nesterov, compiled):
+    """Bit for bit from the first step on: zeros of both signs, infinities, None."""
+    opt = optim.sgd(lr=0.1, momentum=0.9, nesterov=nesterov)
+    counted = optim.sgd(lr=lambda count: 0.1, momentum=0.9, nesterov=nesterov)
+    params = {"w": jnp.array([-0.0, 0.0, -0.0, 1.0, 2.0]), "b": jnp.ones(2)}
+    first = {"w": jnp.array([-0.0, -0.0, 0.0, jnp.inf, 0.3]), "b": None}
+    later = {"w": jnp.array([-0.0, 0.0, -0.0, 1.0, -0.7]), "b": jnp.array([0.1, -0.0])}
+    states = opt.init(params), counted.init(params)
+    assert states[0]["w"].step is None
+    assert states[1]["w"].step == 0
+    news = [params, params]
+    for grads in (first, later, later):
+        for i, each in enumerate((opt, counted)):
+            step = jax.jit(each.step) if compiled else each.step
+            new, state = step(news[i], grads, states[i])
+            if grads is first:
+                assert bits((new["b"], state["b"])) == bits(
+                    (params["b"], states[i]["b"])
+                )
+            news[i], states = new, (*states[:i], state, *states[i + 1 :])
+        assert bits(news[0]) == bits(news[1])
+        moved = grads["w"] if grads is first else states[1]["w"].momentum_buffer
+        assert bits(states[0]["w"].momentum_buffer) == bits(moved)
+
+
+def test_sgd_counts_where_something_reads_the_count():
+    params = jnp.ones(2)
+    for given, counts in [
+        ({}, False),
+        ({"dampening": 0.5}, False),
+        ({"momentum": 0.9}, False),
+        ({"momentum": 0.9, "dampening": 0.5}, True),
+        ({"momentum": 0.9, "dampening": jnp.zeros(())}, True),
+        ({"weight_decay": lambda count: 0.1}, True),
+    ]:
+        assert (optim.sgd(**given).init(params).step is not None) == counts, given
+
+
+def test_what_sgd_without_a_count_cannot_do_is_refused():
+    opt, params = optim.sgd(momentum=0.9), jnp.ones(2)
+    state = opt.init(params)
+    with pytest.raises(ValueError, match=r"lr=...\)` must be a number: without a sche"):
+        opt.step(params, params, state, lr=lambda count: 0.1)
+    with pytest.raises(ValueError, match="built with dampening 0, it cannot tell the "):
+        opt.step(params, params, state, dampening=0.5)
 
 
 @EACH
@@ -369,7 +419,7 @@ def test_leaves_of_one_shape_and_dtype_are_traced_once(rng):
     opt = optim.leafwise(
         "counting",
         [optim.Hyperparameter("lr", lambda count: 0.5 + count.astype(float))],
-        optim.sgd().init_tree,
+        lambda p: optim.SGDState(jnp.zeros((), jnp.int32), None),
         step_leaf,
     )
     shapes = {"a": (2, 3), "b": (2, 3), "c": (5,), "d": (2, 3), "e": (5,)}

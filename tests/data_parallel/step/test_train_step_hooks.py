@@ -74,7 +74,7 @@ def test_unused_parameters_and_hooks(problem, mesh):
     """None passes a hook by."""
     params, batch = problem
     params = params | {"unused": np.ones(3, np.float32)}
-    opt = optim.sgd(lr=0.1, weight_decay=0.5)
+    opt = optim.sgd(lr=lambda count: 0.1, weight_decay=0.5)
     step = train_step(losses_of, opt, mesh(2), hook=hooks.bf16())
     state, _ = step(step.init(params), *shard_batch(batch, mesh(2)))
     np.testing.assert_array_equal(state.params["unused"], params["unused"])
