@@ -43,7 +43,7 @@ class Run:
       where: The machine.
       cases: What was measured; of runs before 24 November 2026 the goals alone.
       tables: An experiment's: title to rows, of which the first is the header.
-      seconds: How long the run took.
+      seconds: How long the run took; 0 where that was not kept.
     """
 
     date: str
@@ -165,7 +165,8 @@ def _section(one: Run | None, machines: Sequence[str]) -> str:
     timed = [case for case in one.cases if case.timings]
     if not timed and not one.tables:
         return f"Of the last recorded run ({when}) the goals above are kept alone."
-    parts = [f"Date, machine: {when}; the run took {one.seconds:.0f} s."]
+    took = f"; the run took {one.seconds:.0f} s" if one.seconds else ""
+    parts = [f"Date, machine: {when}{took}."]
     if timed:
         header = ["job", "contender", "median", "middle half", "to the first"]
         parts.append(_table([header, *(row for case in timed for row in _rows(case))]))

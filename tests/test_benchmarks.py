@@ -142,7 +142,7 @@ Date, machine: 2026-11-24, 1; the run took 3 s.
 
 <!-- c: `make bench` writes this -->
 
-Date, machine: 2026-11-24, 2; the run took 0 s.
+Date, machine: 2026-11-24, 2.
 
 Seconds:
 
