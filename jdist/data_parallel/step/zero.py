@@ -276,7 +276,9 @@ class _StateLayout:
         """Inverse of `part`: whole, on every replica."""
         if not is_inexact(like):
             return part
-        whole = part[tuple(slice(size) for size in jnp.shape(like))]
+        # First whole, then cut: an explicit axis cannot be sliced while it is divided.
+        padded = laid_out(part, self.mesh, spec)
+        whole = padded[tuple(slice(size) for size in jnp.shape(like))]
         return laid_out(whole, self.mesh, spec)
 
     def wrapped(
