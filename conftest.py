@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import signal
+import threading
 from collections import defaultdict
 from pathlib import Path
 
@@ -39,6 +40,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 import jax
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
 from jax.sharding import AxisType
 
 # A suite started by `nohup` or `&` ignores them, and so would all that it starts.
@@ -57,6 +59,26 @@ RECORD = os.environ.get("JDIST_RECORD_SLOW", "") not in ("", "0")
 # Tracing makes objects by the hundred thousand, none of them garbage: to look for some
 # after every 700, which is Python's default, took a quarter of it.
 gc.set_threshold(50_000, 20, 20)
+
+# JAX makes an MLIR context for each program that it lowers. That takes 4 ms, most of
+# what a small program takes to lower, and the tests lower tens of thousands. What is
+# lowered does not depend on it (`tests/test_suite.py`).
+new_context = mlir.make_ir_context
+PROGRAMS = 100  # A context keeps all constants and types that it ever had.
+_of_thread = threading.local()
+
+
+def shared_context():
+    """The thread's context, and another one after so many programs."""
+    context, used = getattr(_of_thread, "context", (None, PROGRAMS))
+    if used == PROGRAMS:
+        context, used = new_context(), 0
+    _of_thread.context = context, used + 1
+    return context
+
+
+if not THOROUGH:
+    mlir.make_ir_context = shared_context
 
 _modules = itertools.count()
 PARTS = (

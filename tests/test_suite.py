@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax._src.interpreters import mlir
 
 import conftest
-import tests
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,13 +64,13 @@ def test_a_shared_context_lowers_the_same_program(monkeypatch):
         gradient = jax.grad(lambda w, x: loss(w, x).sum())
         return jax.jit(gradient).lower(jnp.eye(3), jnp.ones((4, 3))).as_text()
 
-    monkeypatch.setattr(mlir, "make_ir_context", tests.new_context)
+    monkeypatch.setattr(mlir, "make_ir_context", conftest.new_context)
     alone = lowered()
-    monkeypatch.setattr(mlir, "make_ir_context", tests.shared_context)
-    for _ in range(2 * tests.PROGRAMS + 1):
-        tests.shared_context()
+    monkeypatch.setattr(mlir, "make_ir_context", conftest.shared_context)
+    for _ in range(2 * conftest.PROGRAMS + 1):
+        conftest.shared_context()
     assert [lowered(), lowered()] == [alone, alone]
-    assert tests.shared_context() is tests.shared_context()
+    assert conftest.shared_context() is conftest.shared_context()
 
 
 def test_slow_tests_exist():

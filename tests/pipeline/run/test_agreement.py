@@ -123,12 +123,12 @@ def test_an_interrupt_after_the_decision(threads, monkeypatch):
 
 def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypatch):
     """Also with a norm over all stages; the loss travels with them."""
-    put, ends = WorkerChannels.put, []
+    put, ends = WorkerChannels._put, []
 
-    def noted(channels, tag, worker, value):
+    def noted(channels, tag, other, value):
         if tag.kind not in "FB":
-            ends.append((tag.kind, tag.sender, worker))
-        put(channels, tag, worker, value)
+            ends.append((tag.kind, tag.sender, other))
+        put(channels, tag, other, value)
 
     def body():
         pipe = made(NAMES)
@@ -139,7 +139,7 @@ def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypa
         pipe.communicator.gather(None, "counted")
         pipe.train_step(state, *batch_of(1))
 
-    monkeypatch.setattr(WorkerChannels, "put", noted)
+    monkeypatch.setattr(WorkerChannels, "_put", noted)
     assert outcomes(threads, body) == [None] * 3
     call = [("V", 1, 0), ("V", 2, 0), ("D", 0, 1), ("D", 0, 2)]
     assert sorted(ends) == sorted(2 * call)
@@ -154,7 +154,8 @@ def with_a_rate_that_breaks(names, broken):
             raise Planted("the schedule of a learning rate")
         return 0.1
 
-    optimizers = [optim.sgd(lr=0.1), optim.sgd(lr=rate), optim.sgd(lr=0.1)]
+    with_state = optim.sgd(lr=0.1, momentum=0.9)
+    optimizers = [with_state, optim.sgd(lr=rate), with_state]
     return made(names, optimizer=optimizers)
 
 
