@@ -1,4 +1,4 @@
-"""Timing of a step's actions, and of the bytes kept between them."""
+"""Measures the time of a step's actions and the bytes kept between them."""
 
 import math
 import time
@@ -15,18 +15,18 @@ ROUND_TRIPS = 20
 
 
 class ActionTimer:
-    """The times and bytes of a step's actions on the workers of this process.
+    """Records the times and bytes of actions on the workers of this process.
 
-    An action ends when its results are computed. Its worker waits for that, so that
-    nothing is dispatched ahead: on a CPU this costs the microseconds of dispatching the
-    next action, on an accelerator everything that asynchronous dispatch hides.
+    An action ends when its results are computed. Its worker waits for them, so that no
+    action is dispatched ahead: on a CPU this costs the microseconds of dispatching the
+    next action, on an accelerator all that asynchronous dispatch hides.
 
     Attributes:
       records: The actions in order, timed by `time.perf_counter`.
-      held: By worker, the most bytes that its stages kept for backward passes between
+      held: By worker, the peak bytes that its stages kept for backward passes between
         two actions: residuals, and operands of pending weight gradients. An array that
         two stages keep counts once.
-      kept: By stage, the most bytes that it kept of one micro-batch after F and after
+      kept: By stage, the peak bytes that it kept for one micro-batch after F and after
         B.
     """
 
@@ -36,7 +36,7 @@ class ActionTimer:
         self.kept: dict[int, tuple[int, int]] = {}
 
     def clear(self) -> None:
-        """Forgets the previous step."""
+        """Clears the records of the previous step."""
         self.records.clear()
         self.held.clear()
         self.kept.clear()
@@ -51,26 +51,27 @@ class ActionTimer:
         """Executes an action and records it.
 
         Args:
-          worker: Its worker.
+          worker: The worker of the action.
           action: The action.
           do: Executes it; its return value is waited for, too.
           runs: The stages of this process, by worker and stage.
         """
         start = time.perf_counter()
         computed = do()
-        # Also what the stage has added to: sums of gradients, and states.
+        # The arrays of the stage, too: a backward pass returns nothing, and its result
+        # is a sum of gradients that the stage keeps.
         jax.block_until_ready((computed, runs[worker, action.stage].arrays()))
         self.records.append(Record(worker, *action, start, time.perf_counter()))
         own: dict[int, int] = {}
         for (rank, _), run in runs.items():
-            # By identity of the arrays: what two stages keep counts once.
+            # Keyed by identity, so that an array of two stages counts once.
             own |= run.kept() if rank == worker else {}
         self.held[worker] = max(self.held.get(worker, 0), sum(own.values()))
         self._note(action, runs[worker, action.stage])
 
     def _note(self, action: Action, run: StageRun) -> None:
         forward, backward = self.kept.get(action.stage, (0, 0))
-        # Of this micro-batch alone.
+        # Without other micro-batches in flight, whose number is the schedule's.
         size = sum(run.kept(action.micro_batch).values())
         if action.kind == "F":
             forward = max(forward, size)
@@ -80,10 +81,10 @@ class ActionTimer:
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:
-    """The difference between another process's clock and this one's, in seconds.
+    """Estimates the offset of another process's clock from this one's, in seconds.
 
-    The answer is taken as the other clock's time in the middle of the round trip. The
-    error is at most half of the shortest round trip.
+    The reading is taken as the other clock's time in the middle of the round trip, as
+    in Cristian's algorithm. The error is at most half of the shortest round trip.
 
     Args:
       ask: Reads the other clock.

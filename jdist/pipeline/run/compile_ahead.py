@@ -1,15 +1,10 @@
-"""A pipeline's programs from shapes: compiled before its first micro-batch flows.
+"""Ahead-of-time compilation of a pipeline's programs, from shapes.
 
-A stage that compiles when it is first called does so once the first micro-batch gets to
-it, so that the stages of several processes would compile one after another. A rehearsal
-walks through the first actions of the schedule on shapes alone: stages pass on shapes
-in place of values, and when every worker knows what its stages will be given, all of
-them compile at the same time. The same rehearsal finds the programs of devices that are
-not here.
-
-No function of the user's runs. Made-up values would compile the same programs, but
-they could call a user's callbacks, or keep a loop that waits for convergence from ever
-ending.
+A stage that compiles at its first call does so when the first micro-batch reaches it,
+so that the stages of several processes compile one after another. A rehearsal runs the
+first actions of the schedule on shapes alone: stages send shapes in place of values,
+and when every worker knows the arguments of its stages, all of them compile at the same
+time. The same rehearsal finds the programs for devices that are not attached.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,22 +31,23 @@ from jdist.segment.internal import Invoke
 
 
 def compile_ahead(given: StepInputs) -> None:
-    """Compiles what the workers of this process will call in a step.
+    """Compiles the programs that the workers of this process will call in a step.
 
     Every process of the pipeline calls it, because shapes travel between them. A
-    program that turns out not to match is compiled when it is called.
+    program that does not match the later call is compiled at that call.
 
     Args:
-      given: What the step will work on; nothing of it changes.
+      given: The inputs of the step, which are not changed.
     """
     channels = _ShapeChannels(given.channels, given.places)
     ahead = _rehearsed(given._replace(channels=channels), Ahead())
     if ahead.undecided:
-        # No worker waits for shapes of this one any more: its meshes may compile now,
-        # which shows where their results lie.
+        # On a mesh the compiler chooses the sharding of results, which later programs
+        # take. Compiled in a second rehearsal, from the shapes that have arrived: in
+        # the first one other workers would wait for this compilation.
         again = given._replace(channels=channels.replayed())
         ahead = _rehearsed(again, Ahead(places=True))
-    # Last: no stage waits for shapes while another one compiles.
+    # Last, so that no worker waits for shapes while another one compiles.
     ahead.compile()
 
 
@@ -63,15 +59,18 @@ def _rehearsed(given: StepInputs, ahead: Ahead) -> Ahead:
 def rehearse(
     given: StepInputs, named: Callable[[str], Invoke]
 ) -> dict[tuple[int, int], StageRun]:
-    """Traces what the workers of this process will call.
+    """Traces the programs that the workers of this process will call.
 
     Args:
-      given: What the step will work on, of which any array may be a shape.
-      named: By what is called, such as "stage 0" or "loss", how it is called instead.
+      given: The inputs of the step, of which any array may be a shape.
+      named: Returns the function that traces calls under a label, such as "stage 0"
+        or "loss".
 
     Returns:
-      The stages as they are left, with shapes for their gradients.
+      The stages after the rehearsal, with shapes for their gradients.
     """
+    # Traced and not run on made-up values: these could call a user's callbacks, never
+    # end a loop that waits for convergence, and would need a micro-batch's memory.
     runs = {
         place: run.through(named(f"stage {place[1]}"))
         for place, run in given.runs.items()
@@ -91,12 +90,12 @@ def rehearse(
 
 @final
 class _Rehearsal(Step):
-    """A step whose stages and loss are given shapes and return shapes.
+    """A step whose stages and loss take and return shapes.
 
     Args:
-      given: What it works on.
+      given: The inputs of the step.
       invoke: Traces compiled functions.
-      chosen: The micro-batches that it goes through.
+      chosen: The micro-batches that it rehearses.
     """
 
     def __init__(
@@ -110,20 +109,21 @@ class _Rehearsal(Step):
         return ListedActions([a for a in actions if a.micro_batch in self._chosen])
 
     def _passed_back(self, worker: int, stage: int) -> None:
-        """No gradient is finished, and none exchanged."""
+        """Does nothing: `rehearse` finishes gradients once, after all actions."""
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        # A step joins the losses of its micro-batches, also where one represents all.
         self._invoke(join, found, found, self._loss.kind)
 
     def _note(self, *transfer: object) -> None:
-        """No value is transferred."""
+        """Does nothing: a rehearsal transfers no values."""
 
 
 def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
-    """For each micro-batch the first one that needs the same programs everywhere.
+    """For each micro-batch, the first one that needs the same programs on all workers.
 
     Args:
-      schedule: Which worker runs which micro-batch, and which passes are split.
+      schedule: The worker of each micro-batch, and which passes are split.
       sizes: The number of examples of each micro-batch.
 
     Example:
@@ -134,7 +134,8 @@ def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
     first: dict[Any, int] = {}
     found = []
     for micro, size in enumerate(sizes):
-        # Another size, device or split is another program.
+        # Sizes are shapes of arguments; owners decide devices; a split backward pass
+        # is two programs.
         columns = schedule.owner[:, micro], schedule.split[:, micro]
         case = (size, *(tuple(column.tolist()) for column in columns))
         found.append(first.setdefault(case, micro))
@@ -152,10 +153,10 @@ class _Shape(NamedTuple):
 
 
 class _ShapeChannels:
-    """Channels that bring shapes, beside the values of the same call.
+    """Channels for shapes, which use the channels of a call.
 
     Args:
-      channels: Those of the call.
+      channels: The channels of the call.
       places: The worker of each stage.
     """
 
@@ -167,7 +168,9 @@ class _ShapeChannels:
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
-        if worker not in self._places.own:  # within a process shapes stay as they are
+        if worker not in self._places.own:
+            # A sharding means nothing in another process; the empty array of a
+            # `_Shape` arrives there on the device on which the value will arrive.
             place = self._places.devices[self._places.own[0]]
             device = device_here(place) if isinstance(place, StageMesh) else None
             value = jax.tree.map(partial(_packed, device=device), value)
@@ -185,6 +188,7 @@ class _ShapeChannels:
             is_leaf=lambda x: isinstance(x, _Shape),
         )
         if tag.sender not in self._places.own:
+            # Kept for a second rehearsal, for which no worker sends shapes again.
             value = received(value, self._places.devices[worker])
             self._received.append((tag, worker, value))
         return value
@@ -194,7 +198,7 @@ class _ShapeChannels:
         self._channels.wait({_tag_of_shapes(t): why for t, why in waiting.items()})
 
     def replayed(self) -> ValueChannels:
-        """Channels in which all that came from other processes is there already."""
+        """Channels that hold all messages received from other processes."""
         channels = InProcessChannels(self._places.devices, self.number)
         for message in self._received:
             channels.put(*message)
@@ -202,20 +206,20 @@ class _ShapeChannels:
 
 
 def _tag_of_shapes(tag: MessageTag) -> MessageTag:
-    # Values of the same step have tags with capital letters.
+    # In lower case, because the values of the same call have capital letters.
     return tag._replace(kind=tag.kind.lower())
 
 
 def _packed(leaf: PyTree, device: jax.Device | None) -> PyTree:
-    """A shape for a message.
+    """Converts a shape for a message.
 
     Args:
-      leaf: The shape; anything else is passed on.
-      device: One of the worker's: a result whose place is not known lies there.
+      leaf: The shape; anything else is returned unchanged.
+      device: One of the worker's devices, for a result whose place is not known.
     """
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    # What was sharded arrives on the one device of its worker.
+    # Values are sent whole (`received`), so that a sharded one is sent from one device.
     if leaf.sharding is not None:
         device = device_here(place_of(leaf))
     empty = ArraySpec((0,), str(leaf.dtype)).blank(device)

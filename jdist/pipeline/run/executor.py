@@ -1,9 +1,9 @@
-"""Executors: the ways in which the calls of a pipeline are run.
+"""Executors, which run the calls of a pipeline.
 
-An executor is given checked arguments, within a call that all processes of the pipeline
+An executor takes checked arguments, within a call that all processes of the pipeline
 make. `ScheduleExecutor` runs the actions of a schedule one by one, over devices or over
-rpc's workers. The executors of asynchronous epochs (`pipedream`) and of the whole
-pipeline as one SPMD program (`spmd`) stand behind the same interface.
+rpc's workers. The executors of asynchronous epochs (`weight_stashing`) and of the whole
+pipeline as one SPMD program (`spmd`) implement the same interface.
 """
 
 import dataclasses
@@ -60,10 +60,10 @@ class CallInputs(NamedTuple):
     Attributes:
       params: One tree per stage; those of stages of other processes are not read.
       batch: Named arrays.
-      weights: Of the examples, or None.
-      states: One per stage, None where there is none.
+      weights: Weights of the examples, or None.
+      states: One per stage; None for a stage without a state.
       key: The PRNG key of the call, or None.
-      step: Of the training state that the parameters belong to; None without one.
+      step: Step of the training state that holds the parameters; None without one.
     """
 
     params: Sequence[PyTree]
@@ -92,13 +92,13 @@ class Executor(ABC):
         update: StageUpdates | None = None,
         timer: ActionTimer | None = None,
     ) -> StepResult:
-        """The loss of a batch and the gradients of this process's stages.
+        """Computes the loss of a batch and the gradients of this process's stages.
 
         Args:
           channels: The call, upon which all processes agree at the end.
-          given: What it is given.
-          update: The updates that follow, if any; their stages then take no gradient
-            that they refuse.
+          given: The arguments of the call.
+          update: The updates that follow, if any. A gradient that one of them would
+            refuse is refused here.
           timer: Times the actions.
 
         Raises: what `Pipeline.value_and_grad` raises.
@@ -108,22 +108,25 @@ class Executor(ABC):
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
     ) -> tuple[Metrics, list[Transfer]]:
-        """The loss of a batch by forward passes alone, and what was sent.
+        """Computes the loss of a batch by forward passes alone.
 
         Args:
           channels: As for `gradient`.
-          given: Likewise.
-          outputs: Whether what the loss is given is wanted.
+          given: As for `gradient`.
+          outputs: Whether to return the inputs of the loss, too.
+
+        Returns:
+          The metrics of the batch, and the transfers of this process.
         """
 
     @abstractmethod
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs that such a call runs, by name; none is run.
+        """Lowers the programs that such a call runs, by name, and runs none of them.
 
         Args:
-          given: What the call is given, with shapes in place of arrays.
+          given: The arguments of the call, with shapes in place of arrays.
           update: The updates that follow, if any, of shapes.
         """
 
@@ -133,8 +136,8 @@ class StagePrograms:
     """The compiled stages of this process, checked and compiled once for all calls.
 
     Args:
-      wiring: Which value goes where.
-      communicator: Of the pipeline's processes.
+      wiring: The source and the consumers of every value.
+      communicator: Connects the pipeline's processes.
       loss: The loss function.
     """
 
@@ -152,9 +155,9 @@ class StagePrograms:
             for number, stage in stages
         ]
         self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
-        # By shapes and dtypes; by None between processes.
+        # Keyed by shapes and dtypes; between processes the only key is None.
         self._read: dict[Any, tuple[str, ...]] = {}
-        # With or without backward passes, by signature.
+        # Pairs of a signature and whether there are forward passes only.
         self._compiled_ahead: set[tuple[Any, bool]] = set()
 
     def runs(
@@ -166,15 +169,16 @@ class StagePrograms:
         of_means: bool = False,
         evaluated: bool = False,
     ) -> dict[tuple[int, int], StageRun]:
-        """The stages of this process for one call, by worker and stage.
+        """Makes the stages of this process for one call, by worker and stage.
 
         Args:
-          given: What the call is given.
+          given: The arguments of the call.
           kind: The reduction of the gradients.
           single: As for `StageRun`.
           of_means: As for `StageRun`.
-          evaluated: Whether they run what evaluation calls.
+          evaluated: Whether they run the stages' functions for evaluation.
         """
+        # Stages on devices of their own cannot be parts of one enclosing program.
         if self._has_devices:
             trees = given.params, given.states, given.key
             check_not_traced("Pipeline(.., devices)", *trees)
@@ -182,11 +186,12 @@ class StagePrograms:
         compiled = self._evaluated if evaluated else self._compiled
         for j in self.places.stages:
             stage, key = self.wiring.stages[j], None
-            # A stage with a function for evaluation draws nothing there.
+            # A stage's function for evaluation takes no key.
             if stage.keyed and not (evaluated and stage.in_evaluation is not None):
                 key = key_given(given.key, j)
-                # A shape stands for the key of any stage.
+                # In `lower` the key is a shape, which is the same for all stages.
                 if not is_shape(key):
+                    # Stages draw different numbers from the one key of the call.
                     key = jax.random.fold_in(key, j)
             for worker in self.places.schedule.placement[j]:
                 # Replicas of a stage may run in other processes.
@@ -212,22 +217,24 @@ class StagePrograms:
         parts: MicroBatchSource,
         loss: PipelineLoss | None = None,
     ) -> StepInputs:
-        """The inputs of a step, after a check of their shapes where they are new.
+        """Makes the inputs of a step; checks their shapes if these are new.
 
-        Between processes they are checked until a call has succeeded on all of them
-        (`agreed`): no process sees that others' shapes change, and all must take part.
+        Between processes shapes are checked until a call has succeeded on all of them
+        (`agreed`).
 
         Args:
           channels: The call.
-          runs: What `runs` returned.
+          runs: The return value of `runs`.
           parts: The micro-batches.
-          loss: With its scale; None for the pipeline's own.
+          loss: The loss with its scale; None for the pipeline's own.
 
         Raises: what `check_shapes` raises.
         """
         batch = parts[0].batch
         trees = {j: (run.params, run.state) for (_, j), run in runs.items()}
-        signature = None  # between processes: one check for all steps
+        # Between processes the signature stays None: a check takes part in an exchange
+        # of shapes, and no process can see that the shapes of another one have changed.
+        signature = None
         if self._sees_all:
             leaves, structure = jax.tree.flatten((trees, dict(batch)))
             kinds = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
@@ -246,25 +253,25 @@ class StagePrograms:
     def compile_ahead(self, given: StepInputs) -> None:
         """Compiles the programs of several stages or processes at the same time.
 
-        Between processes until a call has succeeded on all of them, for the same reason
-        as above.
+        Between processes until a call has succeeded on all of them, as in `inputs`.
         """
         if _case(given) in self._compiled_ahead:
             return
-        # One stage of one process waits for no other. Inside a transformation what is
-        # called is compiled with the rest, or in another form.
+        # A single stage of a single process has nothing to compile in parallel. Inside
+        # a transformation stages are compiled as a part of the enclosing program.
         if not self._sees_all or (len(given.runs) > 1 and not _is_traced(given)):
             compile_ahead(given)
 
     def agreed(self, given: StepInputs) -> None:
-        """A call with these inputs has succeeded on all processes."""
+        """Records that a call with these inputs has succeeded on all processes."""
+        # Not earlier: after a failure all processes take part in the check once more.
         if not self._sees_all:
             self._read[None] = given.read
         self._compiled_ahead.add(_case(given))
 
 
 def _case(given: StepInputs) -> tuple[Any, bool]:
-    """What has programs of its own."""
+    """The key of the inputs whose programs are the same."""
     return given.signature, given.places.schedule.forward_only
 
 
@@ -272,7 +279,8 @@ def _is_traced(given: StepInputs) -> bool:
     """Whether a step is inside `jax.jit`, `jax.grad` or another transformation."""
     trees = [(run.params, run.state) for run in given.runs.values()]
     part = given.parts[0]
-    # Inside `jit` even an array of zeros is traced.
+    # Inside `jit` even a new array of zeros is traced: it shows a transformation whose
+    # arguments the step does not use.
     leaves = jax.tree.leaves((trees, part.batch, part.weights, jnp.zeros(())))
     return any(map(is_traced, leaves))
 
@@ -284,7 +292,7 @@ class ScheduleExecutor(Executor):
     Args:
       programs: The compiled stages.
       schedule: The schedule, with the pipeline's placement.
-      tied: Parameters that stages share; None: there are none.
+      tied: Parameters that stages share; None if there are none.
     """
 
     def __init__(
@@ -311,25 +319,28 @@ class ScheduleExecutor(Executor):
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
-        # From here on every message says which call, step and batch it belongs to.
+        # Every message after this line carries the call's identity, so that a worker
+        # with another step or batch is found before its values are used.
         settings = {} if update is None else update.settings
         channels.identify(given.step, settings, [given.batch], parts, given.key)
         inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
         programs.compile_ahead(inputs)
+        # After everything that one process may refuse, because the collectives that
+        # follow need all processes of a mesh.
         channels.begin()
         step = BatchStep(inputs)
         step.run(timer)
         grads: list[PyTree] = [None] * places.loss
         for j in places.stages:
-            # Masters take the sum in the precision that it was formed in.
+            # Master weights take the sum in the wide precision in which it was formed.
             unrounded = update is not None and update.unrounded[j]
             grads[j] = step.gradient(j, unrounded)
         params = {j: runs[worker, j].params for j, worker in places.stages.items()}
-        # Before norms and overflows, which are of the sums over all copies.
+        # Before norms and overflow flags, which are those of the sums over all copies.
         if self._tied is not None:
             grads = self._tied.summed(params, grads, places, channels)
         told = {} if update is None else self._stats(update, params, grads)
-        # Computed before the vote: after it no worker may fail by itself.
+        # Before the vote: after it no worker may fail alone.
         states = step.states()
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
         programs.agreed(inputs)
@@ -355,6 +366,7 @@ class ScheduleExecutor(Executor):
         for (worker, j), run in rehearsed.items():
             unrounded = update is not None and update.unrounded[j]
             whole = run.partial()
+            # The sum over replicas: one call for each replica, as in a step.
             for _ in places.replicas(worker, j):
                 whole = run.joined({0: whole, 1: run.partial()})
             grads[j] = run.finished(whole, unrounded)
@@ -368,10 +380,14 @@ class ScheduleExecutor(Executor):
     def _stats(
         self, update: StageUpdates, params: Mapping[int, PyTree], grads: list[PyTree]
     ) -> dict[int, GradientStats]:
-        """The statistics of this process's stages; refuses what cannot be updated."""
+        """The statistics of this process's stages.
+
+        Raises: what `StageUpdates.check` raises.
+        """
         told = {}
         for j in params:
             if update.together:
+                # The norm counts a tied parameter once, at one of its stages.
                 counted = grads[j]
                 if self._tied is not None:
                     counted = self._tied.counted(j, params[j], grads[j])
@@ -387,12 +403,13 @@ class ScheduleExecutor(Executor):
         programs, kind = self._programs, self._programs.loss.kind
         examples = examples_in(given.batch, "Pipeline.evaluate")
         count = min(self._places.schedule.micro_batches, examples)
-        # A batch with few examples is not split over data axes.
+        # A batch with few examples is not split over data axes: an evaluation takes
+        # batches of any size, and the last one of a data set is often short.
         rows = 1 if examples < count * channels.parts else channels.parts
         parts = split_batch(given.batch, given.weights, count, kind, rows)
         runs = programs.runs(given, kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
-        # A batch with fewer examples than micro-batches has a shorter schedule.
+        # A batch with fewer examples than micro-batches needs a shorter schedule.
         if count not in self._forward:
             forward = self._places.schedule.forward_passes(count)
             self._forward[count] = dataclasses.replace(self._places, schedule=forward)
@@ -420,11 +437,11 @@ def lower_updates(
 
     Args:
       update: The updates, of shapes.
-      params: Of each stage.
-      grads: Of each stage.
-      tied: Parameters that stages share; None: there are none.
+      params: The parameters of each stage.
+      grads: The gradient of each stage.
+      tied: Parameters that stages share; None if there are none.
       places: The device of each stage.
-      found: Grows.
+      found: The collection, to which the programs are added.
     """
     stats = NO_STATS
     each = {j: update.through(found.named(f"stage {j}")) for j in params}
@@ -433,6 +450,7 @@ def lower_updates(
         for j, own in params.items():
             counted = grads[j] if tied is None else tied.counted(j, own, grads[j])
             told.append(each[j].stats(j, grads[j], counted))
+        # Joined on the first worker's device and moved to the others, as in a step.
         here = moved(told, undivided(places.devices[places.own[0]]))
         stats = found.named("all stages")(joined, here)
     for j in params:
@@ -440,13 +458,13 @@ def lower_updates(
         each[j].apply(j, grads[j], moved(stats, undivided(there)))
 
 
-# --- what a call is refused for ---
+# --- checks of arguments ---
 
 
 def trees_of(
     argument: str, trees: Sequence[PyTree] | None, stages: int
 ) -> list[PyTree]:
-    """A tree for each stage; None for each if none were given.
+    """Checks that there is a tree for each stage; None for each if none are given.
 
     Raises:
       ValueError: There is not one for each stage.
@@ -461,10 +479,10 @@ def trees_of(
 
 
 def key_given(key: PyTree, stage: int) -> PyTree:
-    """The key.
+    """Checks that a stage that takes a PRNG key has one.
 
     Raises:
-      ValueError: There is none.
+      ValueError: The key is None.
     """
     if key is None:
         rule = f"must be given, because stage {stage} takes a PRNG key"
@@ -478,7 +496,7 @@ def check_not_traced(call: str, *trees: PyTree) -> None:
     Raises:
       ValueError: The call is inside `jax.jit`, `jax.grad` or another one.
     """
-    # Inside `jit` even an array of zeros is traced.
+    # Inside `jit` even a new array of zeros is traced.
     if any(is_traced(leaf) for leaf in jax.tree.leaves((trees, jnp.zeros(())))):
         rule = "must be called outside of jax.jit, jax.grad and other transformations: "
         rule += "its stages are on devices that it chooses, and compiled for them"

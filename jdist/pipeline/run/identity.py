@@ -1,8 +1,8 @@
-"""The identity of a call, on which all workers agree before they exchange values.
+"""The identity of a call, which all workers compare before they exchange values.
 
-Workers pair their calls by counting them. Counting alone pairs a training step with an
-evaluation, or batch t with batch t + 1, where one worker has left a call out; so every
-message says what its sender is doing, and with which data.
+Workers pair their calls by counting them. If one worker has left a call out, counting
+alone pairs a training step with an evaluation, or batch t with batch t + 1. Therefore
+every message carries the kind of its sender's call and checksums of the data.
 """
 
 import functools
@@ -28,12 +28,12 @@ class CallIdentity(NamedTuple):
 
     Attributes:
       kind: The public method, such as "train_step".
-      step: Of the training state that it was given; None without one.
-      examples: Of the batch.
-      micro_batches: Into which it is cut.
-      settings: What else was given that concerns all workers, by name.
-      checksums: Of a sample of each array, by what it is. Only those that both sides
-        have are compared: a worker's batch may lack what its stages do not take.
+      step: Step of the training state; None without one.
+      examples: Number of examples of the batch.
+      micro_batches: Number of micro-batches.
+      settings: Other arguments that must be equal on all workers, by name.
+      checksums: Checksum of a sample of each array, by its description. Only those
+        that both sides have are compared.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class CallIdentity(NamedTuple):
     checksums: Mapping[str, int] = MappingProxyType({})
 
     def plain(self) -> list[PyTree]:
-        """The fields, made of what the metadata of a message can carry."""
+        """The fields as types that the metadata of a message can carry."""
         return [*self[:4], dict(self.settings), dict(self.checksums)]
 
     def __str__(self) -> str:
@@ -58,12 +58,12 @@ class CallIdentity(NamedTuple):
         return f"{text} ({given})" if given else text
 
     def check(self, name: str, other: "CallIdentity", name_of_other: str) -> None:
-        """Refuses to work with a worker that does something else.
+        """Compares the identity with that of another worker.
 
         Args:
-          name: Of this worker.
-          other: What the other worker says.
-          name_of_other: Its name.
+          name: Name of this worker.
+          other: The identity that the other worker sent.
+          name_of_other: Name of the other worker.
 
         Raises:
           ValueError: It is in another call, or was given another batch.
@@ -74,6 +74,7 @@ class CallIdentity(NamedTuple):
             remedy = "All workers have made this call in vain and are in step again: "
             remedy += "repeat the batch on all of them, or on none."
             raise ValueError(requirement(self.kind, rule, got, remedy))
+        # A process need not load entries that its stages do not take.
         common = self.checksums.keys() & other.checksums.keys()
         differ = [x for x in sorted(common) if self.checksums[x] != other.checksums[x]]
         if differ:
@@ -91,11 +92,11 @@ def sized(
     parts: Sequence[MicroBatch],
     key: jax.Array | None = None,
 ) -> CallIdentity:
-    """The identity of a call with the data that it works on.
+    """Adds sizes and checksums of the data to the identity of a call.
 
     Args:
-      identity: Its kind, step and settings.
-      batches: All entries of the batch; of an epoch one after the other.
+      identity: Kind, step and settings of the call.
+      batches: All entries of the batch; for an epoch, one batch after the other.
       parts: The micro-batches into which they are cut.
       key: The PRNG key, or None.
 
@@ -122,10 +123,10 @@ def sized(
 
 
 def chained(checksums: Mapping[str, int], part: MicroBatch) -> dict[str, int]:
-    """The checksums of micro-batches, and of another one.
+    """Extends the checksums of a stream by its next micro-batch.
 
     Args:
-      checksums: Of those before it.
+      checksums: Checksums of the micro-batches before it.
       part: The micro-batch.
     """
     found = dict(checksums)
@@ -143,26 +144,27 @@ def _add_entries(checksums: dict[str, int], batch: Mapping[str, PyTree]) -> None
 def _add(checksums: dict[str, int], name: str, array: object) -> None:
     sample = _sample(array)
     if sample is not None:
-        # Against mistakes, not against forgery: the fastest checksum serves.
+        # A checksum against mistakes, not forgery, need not be cryptographic. It
+        # continues the earlier one of this name, so that the order of arrays counts.
         checksums[name] = zlib.crc32(sample.tobytes(), checksums.get(name, 0))
 
 
 def _sample(array: object) -> np.ndarray | None:
-    """Elements at places that depend on the size alone; all of a small array.
+    """A sample of an array's elements; all of a small array.
 
-    None for what has no bytes that are the same in another process.
+    None for an array whose bytes are not comparable between processes.
     """
     if isinstance(array, jax.Array):
-        # Parts of it are on other processes' devices.
+        # A part of it is on devices of other processes.
         if not array.is_fully_addressable:
             return None
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             array = jax.random.key_data(array)
         if array.size > SAMPLE:
-            # Gathered on the device: a few kilobytes come to the host, not the array.
+            # Gathered on the device, to transfer a few kilobytes and not the array.
             return np.asarray(_taken(array, _places(array.size)))
     found = np.asarray(array)
-    # The bytes of an array of objects are addresses.
+    # The bytes of an array of objects are addresses, which differ between processes.
     if found.dtype.hasobject:
         return None
     if found.size <= SAMPLE:
@@ -179,5 +181,7 @@ def _taken(array: jax.Array, places: np.ndarray) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _places(size: int) -> np.ndarray:
-    """Random, because images have empty borders and rows repeat."""
+    """Random indices, the same for all arrays of a size."""
+    # Random, because images have empty borders and rows of data repeat. The seed is
+    # the size, so that all processes sample the same elements.
     return np.sort(np.random.default_rng(size).integers(0, size, SAMPLE))

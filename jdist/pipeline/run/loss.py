@@ -1,4 +1,4 @@
-"""The loss at the end of a pipeline, differentiated by what it is given."""
+"""The loss of a pipeline and its gradient with respect to the last outputs."""
 
 import copy
 import functools
@@ -32,10 +32,11 @@ class LossPasses(NamedTuple):
     """The compiled functions of a loss function.
 
     Attributes:
-      both: `(values, entries, weights)` to the losses' partial without a gradient, the
-        cotangents of the values, and the auxiliary outputs, None if there are none; a
-        fourth argument, `(scale, total)`, scales the cotangents.
-      losses: `(values, entries, weights)` to the partial and the auxiliary outputs.
+      both: Maps `(values, entries, weights)` to the losses' partial without a
+        gradient, the cotangents of the values, and the auxiliary outputs, None if
+        there are none; a fourth argument, `(scale, total)`, scales the cotangents.
+      losses: Maps `(values, entries, weights)` to the partial and the auxiliary
+        outputs.
     """
 
     both: Callable[..., tuple[Partial, dict[str, PyTree], PyTree]]
@@ -43,14 +44,14 @@ class LossPasses(NamedTuple):
 
 
 class _Compiled:
-    """The programs of one loss function, for all pipelines that have it.
+    """The programs of one loss function, shared by all pipelines that use it.
 
     Args:
       fn: The loss function.
-      contents: What it is made of.
+      contents: The contents by which it was found.
 
     Attributes:
-      fn: The same, by its programs.
+      fn: The loss function as its traced programs.
     """
 
     def __init__(self, fn: Callable[..., PyTree], contents: Contents) -> None:
@@ -86,15 +87,15 @@ _CACHE: FunctionCache[_Compiled] = FunctionCache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:
-    """`loss_fn(outputs, batch)`, where it needs only the entries that it reads.
+    """The loss function `loss_fn(outputs, batch)`, given only entries that it reads.
 
-    The outputs are one value where the pipeline puts out one, else a dict by name.
+    The outputs are one value if the pipeline has a single output, else a dict by name.
 
     Args:
       fn: The loss function: one loss per example.
-      names: Names of the values it is given.
+      names: Names of the values that it takes.
       kind: The reduction.
-      has_aux: Whether it returns auxiliary outputs beside them.
+      has_aux: Whether it returns a pair of losses and auxiliary outputs.
     """
 
     def __init__(
@@ -118,28 +119,27 @@ class PipelineLoss:
     def gradient_kind(self) -> str:
         """The reduction by which the stages' gradients are finished."""
         divided = self._factor is not None and self._factor[1] is not None
-        # Its cotangents were divided where they start: the end has to add only.
+        # A scaled mean was divided at the seed; the stages only add.
         return "sum" if divided and self.kind == "mean" else self.kind
 
     def scaled(
         self, scale: jax.typing.ArrayLike, total: float | None
     ) -> "PipelineLoss":
-        """The same loss, with gradients that are `scale` times as large.
-
-        A mean is divided where its cotangents start, and not at the end: those of the
-        sum would be larger by the weights' total, and overflow the sooner.
+        """A copy of the loss, with gradients multiplied by `scale`.
 
         Args:
           scale: A number, or a scalar on any device.
-          total: Of the weights of the batch. None: each micro-batch is divided by its
-            own, and its gradient is to be weighted where it is added to others.
+          total: Sum of the weights of the batch. None: each micro-batch is divided by
+            its own, and its gradient is weighted when it is added to others.
         """
         made = copy.copy(self)
+        # A mean is divided at the seed and not at the end: undivided cotangents would
+        # be larger by the total of the weights and overflow 16 bits earlier.
         made._factor = scale, total if self.kind == "mean" else 1.0
         return made
 
     def through(self, invoke: Invoke) -> "PipelineLoss":
-        """The same loss, whose compiled functions are called by another function.
+        """A copy that calls compiled functions through another function.
 
         Args:
           invoke: See `Segment.through`.
@@ -154,7 +154,7 @@ class PipelineLoss:
         """Names of the entries of the batch that the losses depend on.
 
         Args:
-          values: Shapes of the values it is given, by name.
+          values: Shapes of the values that it takes, by name.
           batch: The batch, or its shapes.
         """
         names = sorted(batch)
@@ -178,7 +178,7 @@ class PipelineLoss:
 
         Args:
           batch: A micro-batch, or its shapes.
-          read: What `entries_read` found.
+          read: The return value of `entries_read`.
         """
         entries = {name: x for name, x in batch.items() if name not in read}
         leaves, structure = jax.tree.flatten(entries)
@@ -201,17 +201,20 @@ class PipelineLoss:
         return made if self._factor is None else self._with_factor(made)
 
     def _unchanged(self, run: Callable[[], PyTree]) -> PyTree:
-        """Runs what may trace the loss function; if need be, this one's own."""
+        """Runs a function that may trace the loss function, again if that changed."""
         try:
             return run()
         except Changed:
+            # The contents of the function have changed since its programs were found:
+            # they serve other pipelines no more, and this one traces its own.
             _CACHE.drop(self._compiled)
             self._compiled = self._compiled.aside(self._fn)
             return run()
 
     def _with_factor(self, made: LossPasses) -> LossPasses:
         def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:
-            # With several workers for the last stage the loss is on several devices.
+            # Moved at each call: several workers of the last stage compute the loss on
+            # several devices.
             factor = moved(self._factor, _place_of(values))
             return made.both(values, entries, weights, factor)
 
@@ -219,7 +222,7 @@ class PipelineLoss:
 
 
 def _place_of(values: PyTree) -> Place:
-    """The place of the first array, or of what its shape stands for."""
+    """The place of the first array or shape; the default device if it has none."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return place_of(leaf) or default_device()
@@ -233,6 +236,7 @@ def _called(
         return fn(values[names[0]] if len(names) == 1 else values, batch)
     except KeyError as error:
         given = [*batch, *(names if len(names) > 1 else ())]
+        # A key that exists was missing in a mapping of the user's own.
         if not error.args or error.args[0] in given:
             raise
         named = f"outputs named {list(names)} and " if len(names) > 1 else ""
@@ -255,7 +259,8 @@ def _compiled(
     def losses_of(
         values: PyTree, entries: PyTree, weights: jax.Array
     ) -> tuple[jax.Array, PyTree]:
-        # What it does not read is not sent to it; here it only has its shape.
+        # Entries that the loss does not read are not sent to it. It may still index
+        # them, so constants of their shapes take their place.
         blanks = [kind.blank() for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
@@ -266,7 +271,8 @@ def _compiled(
     def both(
         values: PyTree, entries: PyTree, weights: jax.Array, factor: PyTree = None
     ) -> tuple[Partial, dict[str, PyTree], PyTree]:
-        # The cotangents of integers have the dtype float0, which no stage could take.
+        # Differentiated without integers: their cotangents would have the dtype
+        # float0, which the backward passes of stages do not take.
         floating, fixed = split_inexact(values)
         found, pull_back, aux = jax.vjp(
             lambda v: losses_of(merge(v, fixed), entries, weights),
@@ -277,8 +283,11 @@ def _compiled(
         if factor is not None:
             scale, total = factor[0], weight if factor[1] is None else factor[1]
             scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
-            # With a weight of 0 cotangents are 0, whatever they are divided by.
+            # Seeds of a micro-batch of weight 0 are 0; a divisor of 1 keeps them so,
+            # where 0 / 0 would be NaN.
             seeds = seeds * (scale / jnp.where(total == 0, 1, total))
+        # Seeds have the dtype of the losses, which may round them; `rounding` restores
+        # their total.
         given, rounding = reduction.rounded(seeds, found.dtype)
         (d_values,) = pull_back(given)
         part = Partial(value, None, weight)
@@ -319,10 +328,10 @@ Entries = tuple[list[int], PyTree]
 def stacked(
     found: Mapping[int, PyTree], stack: Callable[[Sequence[PyTree]], PyTree]
 ) -> Entries | None:
-    """Trees as one, each leaf with a new first axis.
+    """Stacks trees along a new first axis of each leaf; None for no tree.
 
     Args:
-      found: By number of the micro-batch; None if there are none.
+      found: The trees, by number of the micro-batch.
       stack: `jnp.stack`, or `np.stack` for arrays on the host.
 
     Raises:
@@ -350,21 +359,23 @@ def stacked(
 
 
 def merged(parts: Sequence[Entries | None]) -> PyTree:
-    """The entries of all processes, in the order of the micro-batches; None for none.
+    """Joins the entries of all processes in the order of micro-batches.
+
+    None if there are none.
 
     Args:
-      parts: What `stacked` made in each process.
+      parts: The return value of `stacked` in each process.
 
     Example:
       >>> parts = [([0, 2], np.array([5, 7])), None, ([1], np.array([6]))]
       >>> merged(parts)
       array([5, 6, 7])
     """
-    # Processes of one worker have told the same.
+    # Processes that make up one worker send the same entries.
     there = list({tuple(part[0]): part for part in parts if part is not None}.values())
     if len(there) < 2:
         return there[0][1] if there else None
-    # Workers of the last stage take micro-batches in turn.
+    # Workers of the last stage take micro-batches in turn, so that entries interleave.
     order = np.argsort(np.concatenate([numbers for numbers, _ in there]))
     return jax.tree.map(
         lambda *rows: _sorted(rows, order), *(tree for _, tree in there)

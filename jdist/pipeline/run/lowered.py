@@ -1,4 +1,4 @@
-"""The programs of a pipeline by name, lowered for devices that need not be here."""
+"""The lowered programs of a pipeline by name, also for devices not attached."""
 
 from functools import partial
 from typing import Any, final
@@ -38,8 +38,7 @@ _OTHERS = {
 class LoweredPrograms:
     """Collects the programs that a rehearsal calls, in the order of their first calls.
 
-    Programs of one name and equal shapes are one: workers that share a stage run the
-    same one.
+    Programs of one name and equal shapes are one program.
 
     Args:
       places: See `Ahead`.
@@ -51,17 +50,18 @@ class LoweredPrograms:
         self._known: dict[Any, str] = {}
 
     def named(self, label: str) -> Invoke:
-        """Calls functions with shapes, and collects them under this label."""
+        """Returns a function that traces calls and collects them under a label."""
         return partial(self._call, label)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """The programs by label and function, a number after what occurs again."""
+        """The programs by label and function; repeated names get a number."""
         return {name: traced.lower() for name, traced in self._found.items()}
 
     def _call(self, label: str, function: Any, *arguments: PyTree) -> PyTree:
         found = self._ahead(function, *arguments)
         traced = self._ahead.traced[-1]
         name = f"{label}: {_part(function.__name__)}"
+        # By shapes: workers that share a stage call one program each, in their turn.
         kinds = [str(x) for x in jax.tree.leaves(traced.in_avals)]
         case = name, tuple(kinds)
         if case not in self._known:
@@ -72,7 +72,7 @@ class LoweredPrograms:
 
 
 def _part(name: str) -> str:
-    # A segment's functions begin with the name of the stage's body.
+    # A segment's programs are named after the stage's function, which is `body`.
     half = name.removeprefix("body_")
     if half != name:
         return _OF_SEGMENTS.get(half, half)

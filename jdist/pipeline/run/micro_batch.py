@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and what each of them weighs."""
+"""Splits a batch into micro-batches and normalises their weights."""
 
 import functools
 import itertools
@@ -14,14 +14,14 @@ from jdist._tree import PyTree, examples_in, is_shape
 
 
 class MicroBatch(NamedTuple):
-    """One of the parts of a batch.
+    """A part of a batch.
 
     Attributes:
-      number: Which of them.
+      number: Number of the micro-batch, from 0.
       batch: Its entries.
-      weights: `(examples,)`, float32 or wider, as `normalized` made them.
-      total: Their sum.
-      given: The sum of the weights as they were given.
+      weights: `(examples,)`, float32 or wider, normalised by `normalized`.
+      total: The sum of the normalised weights.
+      given: The sum of the weights that the user gave.
     """
 
     number: int
@@ -32,7 +32,7 @@ class MicroBatch(NamedTuple):
 
 
 class MicroBatchSource(Protocol):
-    """Micro-batches by their numbers: a list of them, or those of a `BatchStream`."""
+    """Micro-batches by number: a list, a dict or a `BatchStream`."""
 
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
@@ -40,7 +40,7 @@ class MicroBatchSource(Protocol):
 def split_batch(
     batch: PyTree, weights: ArrayLike | None, count: int, kind: str, rows: int = 1
 ) -> list[MicroBatch]:
-    """Cuts a batch into `count` micro-batches, as equal as they can be.
+    """Splits a batch into `count` micro-batches of nearly equal size.
 
     Where the examples do not divide, the first ones have more. No example is added or
     left out: each counts by its weight, so that uneven parts add up to the gradient of
@@ -49,17 +49,16 @@ def split_batch(
     Args:
       batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
       weights: `(examples,)`, non-negative, or None for 1 each.
-      count: How many; at most the number of examples.
+      count: Number of micro-batches; at most the number of examples.
       kind: The reduction.
-      rows: The numbers of examples are multiples of it; what is left over is in the
-        last micro-batch.
+      rows: The numbers of examples are multiples of it; the remainder is in the last
+        micro-batch.
 
     Raises:
       TypeError: The batch is no mapping.
-      ValueError: It has fewer examples than that, `rows` for each micro-batch, or
-        leaves of unequal length; the
-        weights are of another shape, negative, not finite, or all zero; those of a sum
-        are beyond float32.
+      ValueError: It has fewer examples than `count`, or than `rows` for each
+        micro-batch; its leaves have unequal length; the weights are of another shape,
+        negative, not finite, or all zero; those of a sum are beyond float32.
 
     Example:
       >>> parts = split_batch({"x": np.arange(5.0)}, None, 2, "mean")
@@ -80,6 +79,8 @@ def split_batch(
         remedy += "data axis shorter."
         call = "Pipeline.value_and_grad(batch)"
         raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
+    # Multiples of `rows` divide over the data axis; only the last micro-batch, which
+    # has the remainder, may be whole on every device.
     lots, left = divmod(examples, rows)
     sizes = [rows * (lots // count + (i < lots % count)) for i in range(count)]
     sizes[-1] += left
@@ -95,19 +96,18 @@ def split_batch(
 
 
 def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroBatch]:
-    """The micro-batches, with weights that single precision can add up.
+    """Normalises the weights of micro-batches so that float32 can add them up.
 
-    A mean does not change with a factor of all weights. A power of two rounds nothing
-    and brings the largest total to (1/2, 1]: neither totals nor the cotangents of
-    16-bit losses overflow, and no total vanishes. For max and min weights are 0 or 1.
+    For a mean the largest total is in (1/2, 1]. For max and min weights are 0 or 1.
+    For a sum they are unchanged.
 
     Args:
-      parts: All that are joined with each other.
+      parts: All micro-batches that are joined with each other.
       kind: The reduction.
-      call: The public function that asks, for the error's text.
+      call: The public function, for the error's text.
 
     Raises:
-      ValueError: A weight of a sum, which has to be taken as it is, is beyond float32.
+      ValueError: A weight of a sum is beyond float32.
 
     Example:
       >>> parts = split_batch({"x": np.arange(3.0)}, [1e38, 3e38, 2e38], 1, "mean")
@@ -118,6 +118,9 @@ def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroB
         check_sum([part.weights for part in parts], call)
         return list(parts)
     if kind == "mean":
+        # A mean does not change with a factor of all weights, and a power of two
+        # rounds nothing: neither totals nor the cotangents of 16-bit losses overflow,
+        # and no total vanishes.
         exponent = exponent_of(parts)
         return [scaled_down(part, exponent) for part in parts]
     chosen = [(part.weights > 0).astype(part.weights.dtype) for part in parts]
@@ -128,12 +131,13 @@ def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroB
 
 
 def exponent_of(parts: Sequence[MicroBatch]) -> int:
-    """That of the smallest power of two not below any total of weights.
+    """The exponent of the smallest power of two not below any total of weights.
 
     Args:
-      parts: One of them has a weight above 0.
+      parts: Micro-batches, of which one has a weight above 0.
     """
-    # First by the largest weight: the sum of such numbers cannot overflow.
+    # Divided by a power near the largest weight first, so that the sum of float64
+    # weights does not overflow.
     _, top = np.frexp(max(part.weights.max() for part in parts))
     scaled = [np.ldexp(part.weights.astype(np.float64), -top) for part in parts]
     fraction, exponent = np.frexp(max(own.sum() for own in scaled))
@@ -141,29 +145,33 @@ def exponent_of(parts: Sequence[MicroBatch]) -> int:
 
 
 def scaled_down(part: MicroBatch, exponent: int) -> MicroBatch:
-    """The micro-batch with its weights divided by a power of two.
+    """Divides the weights of a micro-batch by a power of two.
 
     Args:
       part: The micro-batch.
-      exponent: Of the power; see `exponent_of`.
+      exponent: Exponent of the power; see `exponent_of`.
     """
+    # In float64: a division in float32 may round to denormal numbers, or to 0.
     wide = np.ldexp(part.weights.astype(np.float64), -exponent)
     own = _at_least_tiny(wide).astype(part.weights.dtype)
     return part._replace(weights=own, total=_total(own))
 
 
 def _at_least_tiny(weights: np.ndarray) -> np.ndarray:
-    """A weight above 0 stays above 0 in float32: beside totals of 1 it adds nothing."""
+    """Raises positive weights to the smallest normal float32."""
+    # A positive weight must stay positive, because its example counts. Beside totals
+    # near 1 the smallest float32 adds nothing.
     tiny = float(np.finfo(np.float32).tiny)
     return np.where(weights > 0, np.maximum(weights, tiny), 0.0)
 
 
 def check_sum(weights: Sequence[np.ndarray], call: str) -> None:
-    """Refuses weights of a sum, which is not normalised, beyond float32.
+    """Refuses weights of a sum that are beyond float32.
 
     Raises:
-      ValueError: One is.
+      ValueError: A weight is beyond float32.
     """
+    # A sum changes with a factor of its weights, so that these cannot be normalised.
     largest = max(own.max() for own in weights)
     if largest > np.finfo(np.float32).max:
         rule = "must be within float32 where losses are added up"
@@ -177,8 +185,8 @@ def _weighted(number: int, batch: PyTree, weights: np.ndarray) -> MicroBatch:
 
 
 def _total(weights: np.ndarray) -> float:
-    # In float64: single weights are judged against double gradients, too.
-    with np.errstate(over="ignore"):  # What is computed with is `normalized`.
+    # In float64: gradients in double precision may have weights in float32.
+    with np.errstate(over="ignore"):  # Normalised totals, which count, are near 1.
         return float(weights.sum(dtype=np.float64))
 
 
@@ -186,11 +194,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def _cut(array: Any, bounds: Bounds) -> Sequence[PyTree]:
-    """Its parts; those of a JAX array by one call, which costs what one slice does."""
+    """Slices an array, or a shape, at the bounds."""
     if is_shape(array):
         rows = [end - start for start, end in bounds]
         return [array.update(shape=(size, *array.shape[1:])) for size in rows]
     if isinstance(array, jax.Array):
+        # One compiled call for all slices costs as much as dispatching one of them.
         return _cut_compiled(array, bounds)
     return [array[start:end] for start, end in bounds]
 
@@ -203,13 +212,13 @@ def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
 def micro_batch_of(
     number: int, batch: PyTree, weights: ArrayLike | None, call: str
 ) -> MicroBatch:
-    """A batch that is one micro-batch as it is; its weights may all be 0.
+    """Makes a whole batch one micro-batch, whose weights may all be 0.
 
     Args:
-      number: Of the micro-batch.
+      number: Number of the micro-batch.
       batch: As for `split_batch`.
       weights: As for `split_batch`.
-      call: The public function that asks, for the error's text.
+      call: The public function, for the error's text.
 
     Raises: what `split_batch` raises.
     """
@@ -226,7 +235,7 @@ def _examples(batch: PyTree, call: str) -> int:
 
 
 def size_of_batch(batch: PyTree, weights: ArrayLike | None) -> tuple[int, float]:
-    """The examples with a weight above 0, and the sum of the weights."""
+    """Number of examples with a weight above 0, and the sum of the weights."""
     if weights is None:
         examples = len(jax.tree.leaves(batch)[0])
         return examples, float(examples)
@@ -237,13 +246,13 @@ def size_of_batch(batch: PyTree, weights: ArrayLike | None) -> tuple[int, float]
 def check_weights(
     weights: ArrayLike | None, examples: int, call: str, *, some: bool = True
 ) -> np.ndarray:
-    """The weights of a batch, as an array on the host.
+    """Checks the weights of a batch; returns them as an array on the host.
 
     Args:
       weights: As for `split_batch`.
-      examples: Of the batch.
-      call: The public function that asks, for the error's text.
-      some: Whether one of them has to be above 0.
+      examples: Number of examples of the batch.
+      call: The public function, for the error's text.
+      some: Whether one of them must be above 0.
 
     Raises:
       ValueError: See `split_batch`.
@@ -268,10 +277,10 @@ def check_weights(
 
 
 def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
-    """An entry of the batch.
+    """Looks up an entry of the batch.
 
     Raises:
-      ValueError: It is neither there nor put out by a stage.
+      ValueError: It is neither in the batch nor an output of a stage.
     """
     if name in batch:
         return batch[name]

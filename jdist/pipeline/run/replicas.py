@@ -1,8 +1,8 @@
-"""Workers that share a stage: one gradient and one state of what each of them has.
+"""Reduction of gradients and states over the workers that share a stage.
 
-When a worker's last backward pass of a stage is done, its sum leaves for the stage's
-other workers in several messages, while the worker goes on with other stages. Each
-bucket is added up as soon as all workers' are there; the next ones are still under way.
+After its last backward pass of a stage a worker sends its sum of gradients to the
+stage's other workers in buckets, and continues with other stages. A bucket is added up
+as soon as those of all workers have arrived, while the next ones are on their way.
 """
 
 import itertools
@@ -27,9 +27,9 @@ LIMIT = 25 * 2**20
 
 
 def buckets_of(partial: Partial) -> list[Partial]:
-    """The partial, with some leaves of its gradient in each bucket, in their order.
+    """Splits a partial into buckets of leaves of its gradient, in their order.
 
-    A bucket is closed when it holds `LIMIT` bytes or more. There is one at least.
+    A bucket is closed when it holds `LIMIT` bytes or more. There is at least one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -37,6 +37,7 @@ def buckets_of(partial: Partial) -> list[Partial]:
       >>> [len(b.gradient) for b in buckets_of(Partial(1.0, gradient, 4.0))]
       [2]
     """
+    # One bucket even without leaves: it carries value and weight.
     found: list[list[jax.Array]] = [[]]
     held = 0
     for leaf in jax.tree.leaves(partial.gradient):
@@ -49,7 +50,7 @@ def buckets_of(partial: Partial) -> list[Partial]:
 
 
 def whole(buckets: Sequence[Partial], like: Partial) -> Partial:
-    """The inverse of `buckets_of`, with the structure of `like`."""
+    """Joins buckets, the inverse of `buckets_of`; has the structure of `like`."""
     leaves = itertools.chain.from_iterable(bucket.gradient for bucket in buckets)
     structure = jax.tree.structure(like.gradient)
     return buckets[0]._replace(gradient=jax.tree.unflatten(structure, leaves))
@@ -67,10 +68,10 @@ def share_gradient(
 def joined_gradient(
     channels: ValueChannels, places: Places, worker: int, stage: int, run: StageRun
 ) -> Partial:
-    """The gradient of a stage over all its workers, of which each has shared its own.
+    """Sums the gradients that all workers of a stage have sent.
 
     Args:
-      channels: Bring the gradients.
+      channels: The channels to the other workers.
       places: The worker of each stage and micro-batch.
       worker: One of this process.
       stage: The stage.
@@ -82,7 +83,7 @@ def joined_gradient(
         for other in places.replicas(worker, stage):
             tag = MessageTag("G", number, "", stage, other)
             found[other] = receive(channels, tag, worker, "the end of the step")
-        # While it is computed, the next bucket's messages arrive.
+        # Dispatched per bucket, so that it overlaps with the messages of the next one.
         sums.append(run.joined(found))
     return whole(sums, own)
 
@@ -93,14 +94,15 @@ def joined_states(
     runs: Mapping[tuple[int, int], StageRun],
     totals: Sequence[float],
 ) -> dict[int, PyTree]:
-    """The states of this process's stages at the end of a step, over all workers.
+    """Joins the states of this process's stages over all workers, after a step.
 
     Args:
-      channels: Bring the states of other workers.
+      channels: The channels to the other workers.
       places: The worker of each stage and micro-batch.
-      runs: By worker and stage, of the workers of this process.
+      runs: The stages of this process, by worker and stage.
       totals: The sum of the weights of each micro-batch.
     """
+    # All are sent before any is received, or two workers would wait for each other.
     for (worker, stage), run in runs.items():
         if run.state is not None:
             for other in places.replicas(worker, stage):
@@ -112,10 +114,11 @@ def joined_states(
             for other in places.replicas(worker, stage):
                 tag = _state_of(other, stage)
                 states[other] = receive(channels, tag, worker, "the end of the step")
-        # By the examples that each worker's micro-batches had.
+        # A worker's state counts by the weights of the examples that it has seen.
         weights = dict.fromkeys(states, 0.0)
         for micro, total in enumerate(totals if len(states) > 1 else ()):
             weights[places.worker(stage, micro)] += float(total)
+        # In the order of ranks, so that all workers get the same bits.
         ranks = sorted(states)
         found[stage] = states[worker]
         if len(ranks) > 1:
@@ -130,16 +133,16 @@ def _state_of(worker: int, stage: int) -> MessageTag:
 
 
 def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
-    """The states' mean, as `data_parallel` forms that of its replicas.
+    """The weighted mean of states, by the rule of `data_parallel`.
 
     Args:
-      states: Trees of one structure, on one device: by the rank of their workers.
-      weights: Of the examples that each worker's micro-batches had. If all are 0, the
+      states: Trees of one structure, on one device, in the order of ranks.
+      weights: Sums of the weights of the examples of each worker. If all are 0, the
         first state is returned.
 
     Returns:
-      A tree like each: floating leaves are the mean, in proportion to the weights, and
-      other leaves those of the first worker with a positive weight.
+      A tree like each: floating leaves are the weighted mean, other leaves those of the
+      first worker with a positive weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,6 +163,7 @@ def _mean(states: list[PyTree], shares: list[jax.Array]) -> PyTree:
     def mean(*leaves: jax.Array) -> jax.Array:
         if len(leaves) == 1 or not is_inexact(leaves[0]):
             return leaves[0]
+        # Added in a wide dtype and rounded once.
         wide = wide_dtype(leaves[0].dtype)
         parts = [
             leaf.astype(wide) * share.astype(wide)

@@ -1,4 +1,4 @@
-"""Shape inference of a pipeline, which checks its values before the first step."""
+"""Shape inference over a pipeline, which checks its values before the first step."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ def check_shapes(
 ) -> tuple[str, ...]:
     """Evaluates the stages of this process and the loss on shapes alone, in order.
 
-    Shapes travel as values do, so that every worker checks its own stages.
+    Every worker checks its own stages and sends their output shapes to the consumers.
 
     Args:
       wiring: The source and the consumers of every value.
@@ -47,14 +47,15 @@ def check_shapes(
         cannot take its inputs, or returns another number of values than it names.
     """
     for number, stage in enumerate(wiring.stages):
-        # Micro-batch 0 stands for all; only the worker that runs it checks.
+        # Micro-batch 0 represents all of them; of a stage's replicas only the worker
+        # that runs it checks.
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
         inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
-            # Shapes that can be sent, to workers in this process as well.
+            # `ArraySpec` in place of `ShapeDtypeStruct`, which rpc does not send.
             packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
                 tag = MessageTag("S", 0, name, taker, worker)
@@ -69,13 +70,13 @@ def _read(
     loss: PipelineLoss,
     batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
-    """The entries that the loss reads, sent by one worker of the last stage to all."""
+    """The entries that the loss reads, on all workers of the last stage."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
     tag = MessageTag("S", 0, "", places.loss, first)
     if first in workers:
         given = _given(wiring, places, channels, batch, places.loss)
-        # Traced once, on one worker; the answer is the same on all.
+        # Traced on one worker: the result is the same on all.
         read = loss.entries_read(given, batch)
         for worker in places.schedule.placement[-1]:
             channels.put(tag, worker, read)
@@ -123,13 +124,12 @@ def outputs_of(
       Exception: Any other error of its function, with the stage in a note.
     """
     params, state = trees
-    # The shape of a key, whatever generator is the default.
+    # Evaluated, because the shape of a key depends on the default generator.
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
-        # Abstract: nothing is compiled or computed.
         returned = jax.eval_shape(stage.fn, params, *given)
-    # What JAX raises for shapes and dtypes that do not fit.
+    # JAX raises these for shapes and dtypes that do not fit: an error of the wiring.
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
         rule = f"must fit together: stage {number} cannot take {shown}"
@@ -150,7 +150,7 @@ def outputs_of(
 
 
 def _check_state(number: int, before: PyTree, after: PyTree) -> None:
-    # The next micro-batch is given the new state, by the same compiled function.
+    # The next micro-batch takes the new state, in the same compiled program.
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
         raise ValueError(

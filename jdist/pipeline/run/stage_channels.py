@@ -1,9 +1,9 @@
-"""Where the stages of a pipeline are, and how values get from one to another.
+"""Placement of stages, and channels for the values between them.
 
-`Places` says which worker runs a stage, and on which device. A `Communicator` opens the
-calls that all processes of a pipeline make together; the `StageChannels` of a call
-bring its values to the stages that take them. Within a process a value is there when it
-is sent; between processes it is a message (`worker_channels`).
+`Places` maps stages to workers and devices. A `Communicator` opens the calls that all
+processes of a pipeline make together; the `StageChannels` of a call transfer values
+between stages. Within a process a value arrives when it is sent; between processes it
+is a message (`worker_channels`).
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from jdist.pipeline.stages.place import (
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The worker of each stage and micro-batch, and its place.
+    """The worker of each stage and micro-batch, and the worker's device.
 
     Attributes:
       schedule: The schedule, whose workers have ranks.
-      devices: Of each worker the device or the mesh; None for JAX's default device.
-      own: Ranks of the workers that are in this process.
+      devices: Device or mesh of each worker; None for JAX's default device.
+      own: Ranks of the workers in this process.
     """
 
     schedule: Schedule
@@ -48,7 +48,7 @@ class Places:
 
     @property
     def loss(self) -> int:
-        """In the place of a stage: the loss, which is where the last stage is."""
+        """The stage number that stands for the loss, which runs with the last stage."""
         return len(self.schedule.placement)
 
     @cached_property
@@ -71,19 +71,19 @@ class Places:
     def worker(self, stage: int, micro_batch: int) -> int:
         """The rank of the worker of a stage, or of the loss, for a micro-batch."""
         workers = self.schedule.placement[min(stage, self.loss - 1)]
-        # Round robin, as in PipeDream (1F1B-RR): a micro-batch meets one worker
-        # forwards and backwards, and no table has to say which.
+        # Round robin, as in PipeDream (1F1B-RR): both passes of a micro-batch run on
+        # one worker, which has its residuals, and no table is needed.
         return workers[micro_batch % len(workers)]
 
     def check(self, name: str, entry: PyTree, worker: int, taker: int) -> None:
-        """Refuses an entry of the batch that was put elsewhere than where it is taken.
+        """Refuses an entry of the batch that is committed to another device.
 
         Raises:
-          ValueError: So it was. Arrays that are not committed to a device, such as
-            NumPy's, are moved.
+          ValueError: The entry is committed to other devices than its consumer's.
+            Arrays that are not committed to a device, such as NumPy's, are moved.
         """
         devices = devices_of(self.devices[worker])
-        # Without a place of its own a stage computes wherever its inputs are.
+        # A stage without a device computes wherever its inputs are.
         if not devices:
             return
         for leaf in jax.tree.leaves(entry):
@@ -102,7 +102,7 @@ class Places:
 def places_on(
     schedule: Schedule, mesh: Mesh, stage_axis: str | None, data_axis: str | None
 ) -> Places:
-    """The workers of a schedule along an axis of a mesh, in order.
+    """Places the workers of a schedule along an axis of a mesh, in order.
 
     Raises:
       ValueError: What `stage_axis_of` and `places_along` raise; or the mesh has no
@@ -123,20 +123,19 @@ def places_on(
 
 
 class MessageTag(NamedTuple):
-    """The tag of a value under way, which no other value of its call has.
+    """The tag of a message, unique within its call.
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
-        the first step), "G" for a replica's gradient, "S" for
-        shapes, "T" for a gradient of what stages share, "N" for the norm of a stage's
-        gradient, "E" for the number of micro-batches at which a worker's batches ended,
-        "C" for a stage on its way to where it is saved;
-        "V" for the vote of a worker that has done its part, "D" for the decision that
-        all have.
-      micro_batch: Number of the micro-batch; -1 for what belongs to none.
-        For "G" of the bucket; in an epoch, for "G", "T" and "N", of the update.
-      name: Of the value, or of what is shared; for "G" "state" or nothing.
-      stage: For which stage; the number of stages for the loss.
+        the first step), "G" for a replica's gradient, "S" for shapes, "T" for the
+        gradient of a tied parameter, "N" for the norm of a stage's gradient, "E" for
+        the number of micro-batches in a worker's stream, "C" for a stage sent to the
+        process that saves it; "V" for the vote of a worker, "D" for the decision.
+      micro_batch: Number of the micro-batch; -1 for a message of no micro-batch. For
+        "G" number of the bucket; in an epoch, for "G", "T" and "N", of the update.
+      name: Name of the value or of the tied parameter; for "G" "state" or empty.
+      stage: The stage that the message is about, for "F" its consumer; the number of
+        stages for the loss.
       sender: Rank of the worker that sent it.
     """
 
@@ -148,16 +147,16 @@ class MessageTag(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A value, or its cotangent, that went from one stage to another.
+    """A transfer of a value, or of its cotangent, between two stages.
 
     Attributes:
       step: Number of the call of the pipeline.
       micro_batch: Number of the micro-batch.
-      name: Of the value.
+      name: Name of the value.
       source: The stage that sent it; -1 for the batch.
       destination: The stage that took it; the number of stages for the loss.
-      cotangent: Whether it is the cotangent of the value, on its way back.
-      nbytes: Its size.
+      cotangent: Whether it is the cotangent of the value.
+      nbytes: Size in bytes.
     """
 
     step: int
@@ -170,40 +169,40 @@ class Transfer(NamedTuple):
 
 
 class ValueChannels(Protocol):
-    """Bring values to the workers that take them.
+    """Point-to-point channels for the values of one call.
 
     Attributes:
-      number: Of the call that they belong to, counted alike by all workers.
+      number: Number of the call, counted alike by all workers.
     """
 
     number: int
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
-        """Sends a value to a worker; does not wait until it is there."""
+        """Sends a value to a worker; does not wait for its arrival."""
 
     def has(self, tag: MessageTag, worker: int) -> bool:
-        """Whether it has arrived at that worker, which is one of this process."""
+        """Whether a value has arrived at a worker of this process."""
 
     def take(self, tag: MessageTag, worker: int) -> PyTree:
-        """The value, which is not kept."""
+        """Removes and returns a value that has arrived."""
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
-        """Returns once something has arrived that was not there before.
+        """Blocks until one of the missing values has arrived.
 
         Args:
-          waiting: What is missing, and the action that waits for it.
+          waiting: The missing values, and the action that waits for each.
 
         Raises:
-          Exception: Nothing will arrive any more, or not in time.
+          Exception: None of them will arrive, or not in time.
         """
 
 
 class StageChannels(ValueChannels, Protocol):
-    """One call that all workers make: its values, and whether it succeeds.
+    """The channels of one call that all workers make, with its commit.
 
     Attributes:
       parts: The smallest number of rows that the meshes of all workers can split.
-      failed: Whether it has ended with an error.
+      failed: Whether the call has ended with an error.
     """
 
     parts: int
@@ -217,45 +216,45 @@ class StageChannels(ValueChannels, Protocol):
         parts: Sequence[MicroBatch] = (),
         key: jax.Array | None = None,
     ) -> None:
-        """Says what the call is given, once that is checked and before values are sent.
+        """Sets the identity of the call, after its checks and before any value is sent.
 
         Args:
-          step: Of the training state.
-          settings: Numbers and texts that concern all workers, by name.
+          step: Step of the training state.
+          settings: Numbers and texts that must be equal on all workers, by name.
           batches: See `sized`, as for the other arguments.
           parts: The micro-batches.
           key: The PRNG key.
 
         Raises:
-          Exception: Another worker has refused the call, or was given something else.
+          Exception: Another worker has refused the call, or has another identity.
         """
 
     def begin(self) -> None:
-        """Comes after all that a process may refuse, and before any program.
+        """Marks the point after all checks of a process and before any program.
 
-        Where processes compute together, each waits here for the others: one that did
-        not come into a collective would leave them in it.
+        Where processes compute together, this is a barrier: a process that did not
+        join a collective would leave the others in it.
 
         Raises:
           Exception: Another process has refused the call.
         """
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
-        """Ends the call on all workers, or on none.
+        """Commits the call on all workers, or on none; an all-gather.
 
         Args:
-          value: What this process has to tell all others.
-          computed: Arrays that must be there first: what fails in them fails the call.
+          value: The contribution of this process.
+          computed: Arrays that must be computed first; an error in them fails the call.
 
         Returns:
-          What every process told, once all have done their part.
+          The values of all processes.
 
         Raises:
-          Exception: One of them has not; then this raises on all of them.
+          Exception: A process has failed; then this raises on all of them.
         """
 
     def end(self, error: BaseException | None) -> None:
-        """The call is over here; if it failed before `agree`, the others are told."""
+        """Ends the call here; if it failed before `agree`, notifies the others."""
 
 
 Opened = Callable[[str], contextlib.AbstractContextManager[StageChannels]]
@@ -266,7 +265,7 @@ they have agreed."""
 def receive(
     channels: ValueChannels, tag: MessageTag, worker: int, purpose: str
 ) -> PyTree:
-    """Waits for a value and takes it.
+    """Waits for a value, removes it and returns it.
 
     Raises: what `ValueChannels.wait` raises.
     """
@@ -288,13 +287,14 @@ class Communicator(Protocol):
 
     @property
     def last(self) -> StageChannels | None:
-        """The last call that was begun."""
+        """The channels of the last call."""
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """Begins a call that all processes of the pipeline make; see `Opened`.
 
         Args:
-          kind: The public method. What it is given is looked at inside.
+          kind: The public method. Its arguments are checked inside of the block, so
+            that a refusal is a failure of this call on all processes.
 
         Raises:
           ValueError: Before the first call: the pipelines are not alike.
@@ -302,12 +302,13 @@ class Communicator(Protocol):
         """
 
     def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
-        """The values of all processes of the pipeline: a call of its own.
+        """Gathers a value from all processes of the pipeline, in a call of its own.
 
         Raises:
-          WorkerLost: A worker will not come.
-          RpcTimeout: Nor did it within the default timeout; the message names it.
-          ValueError: It is in another call.
+          WorkerLost: A worker is gone.
+          RpcTimeout: A worker did not come within the default timeout; the message
+            names it.
+          ValueError: A worker is in another call.
         """
 
     def clock_offset(self) -> float:
@@ -320,12 +321,12 @@ class Communicator(Protocol):
 
 
 class InProcessChannels:
-    """All workers are in this process: a value is there as soon as it is sent.
+    """Channels between workers of this process, in a dict.
 
     Args:
-      devices: The place of each worker.
+      devices: Device or mesh of each worker.
       number: See `StageChannels`.
-      mesh: Of one program, if several processes have its devices.
+      mesh: Mesh of a single SPMD program, if several processes have its devices.
     """
 
     def __init__(
@@ -353,6 +354,8 @@ class InProcessChannels:
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`."""
+        # Moved by the sender, so that the transfer overlaps with actions before the
+        # value's consumer.
         self._arrived[tag, worker] = moved(value, self._devices[worker])
 
     def has(self, tag: MessageTag, worker: int) -> bool:
@@ -364,12 +367,12 @@ class InProcessChannels:
         return self._arrived.pop((tag, worker))
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
-        """No other process is there to send anything.
+        """Refuses a schedule that deadlocks.
 
         Raises:
           ValueError: Always.
         """
-        # All actions are in this process: where none can go on, none ever will.
+        # No other process sends values: if no action can start now, none ever can.
         rule = "must let every action have its inputs"
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
@@ -378,22 +381,24 @@ class InProcessChannels:
         """See `StageChannels`: one program has its own comparison."""
 
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
-        """See `StageChannels`; does not wait for arrays, which one process need not."""
+        """See `StageChannels`; does not wait for arrays."""
+        # An error in an array of a single process reaches the caller anyway, and a
+        # wait would end the overlap of steps by asynchronous dispatch.
         return [value] if self._mesh is None else told_by_processes(self._mesh, value)
 
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
         self.failed = error is not None
-        # What nothing took, after an error, would keep its memory.
+        # After an error values without a consumer are left, whose memory must be freed.
         self._arrived.clear()
 
 
 @contextlib.contextmanager
 def ending(channels: StageChannels) -> Iterator[StageChannels]:
-    """Ends a call with the error that the block raises, or without."""
+    """Ends a call with the error of the block, if it raises one."""
     try:
         yield channels
-    # Interrupts too: other workers must not wait for this one.
+    # Also on Ctrl-C, or the other workers would wait for this one.
     except BaseException as error:
         channels.end(error)
         raise
@@ -401,16 +406,16 @@ def ending(channels: StageChannels) -> Iterator[StageChannels]:
 
 
 def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-    """An `Opened` for a process that shares its calls with no other."""
+    """An `Opened` for a single process."""
     return ending(InProcessChannels())
 
 
 class LocalCommunicator:
-    """All workers of the pipeline in this process, or in those that run one program.
+    """The communicator of a single process, or of processes that run one SPMD program.
 
     Args:
       places: The device of each worker.
-      mesh: Of one program.
+      mesh: Mesh of a single SPMD program.
     """
 
     sees_all = True
@@ -433,5 +438,5 @@ class LocalCommunicator:
         return [value] if self._mesh is None else told_by_processes(self._mesh, value)
 
     def clock_offset(self) -> float:
-        """See `Communicator`: it is the same."""
+        """See `Communicator`: all workers have one clock."""
         return 0.0

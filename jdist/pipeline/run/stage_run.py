@@ -1,7 +1,7 @@
-"""One stage during one step: its passes, and what it keeps between them.
+"""One stage during one step: its passes, residuals and gradient.
 
-Both executors drive the same object, so that a pipeline over processes and one within a
-process run the same compiled functions in the same order.
+All executors of schedules use the same object, so that a pipeline over processes and
+one within a process run the same compiled functions in the same order.
 """
 
 import copy
@@ -30,7 +30,7 @@ from jdist.segment.internal import (
 
 
 class MicroBatchShare(NamedTuple):
-    """The share of a micro-batch in the gradient of the batch.
+    """The contribution of a micro-batch to the gradient of the batch.
 
     Attributes:
       value: For max and min its extreme loss; 0 otherwise.
@@ -42,12 +42,12 @@ class MicroBatchShare(NamedTuple):
 
 
 class UpdateInBackward(NamedTuple):
-    """An update that is a part of the backward pass, of its gradient alone.
+    """An update within a backward pass, by the gradient of that pass alone.
 
     Attributes:
       fn: `fn(opt_state, d_params, (params, share)) -> (params, opt_state)`; one object
-        for all passes, since it is part of what is compiled.
-      opt_state: Of the optimizer; donated.
+        for all passes, because it is a part of the compiled program.
+      opt_state: State of the optimizer; donated.
       params: The parameters that are updated.
     """
 
@@ -58,13 +58,13 @@ class UpdateInBackward(NamedTuple):
 
 @final
 class StageRun:
-    """The passes of one stage, and its gradient as it grows.
+    """The passes of one stage, and the gradient that they accumulate.
 
     Args:
       stage: The stage.
       compiled: Its segment.
       params: Its parameters, on its device.
-      state: What it starts from, if it has a state.
+      state: Its initial state; None for a stage without one.
       key: A PRNG key of this step and stage, if it takes keys.
       kind: The reduction.
       single: Whether its gradient is that of a single micro-batch.
@@ -73,11 +73,12 @@ class StageRun:
 
     Attributes:
       params: As above.
-      kind: Likewise.
-      state: What the last forward pass left behind.
-      update: Made by the next backward pass, which then adds no gradient up; or None.
-      updated: What that update has returned.
-      live: Numbers of the micro-batches whose backward pass is still to come.
+      kind: As above.
+      state: The state after the last forward pass.
+      update: An update that the next backward pass makes in place of adding its
+        gradient to the sum; or None.
+      updated: The return value of that update.
+      live: Numbers of the micro-batches whose backward pass is not complete.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class StageRun:
         self._partial: Partial | None = None
 
     def through(self, invoke: Invoke) -> "StageRun":
-        """The same stage with nothing kept, and compiled functions called by another.
+        """A copy without residuals that calls compiled functions through another one.
 
         Args:
-          invoke: See `Segment.through`; what it returns takes the place of arrays.
+          invoke: See `Segment.through`; its return values take the place of arrays.
         """
         made = copy.copy(self)
         made._compiled = self._compiled.through(invoke)
@@ -129,43 +130,47 @@ class StageRun:
 
     @property
     def _kept(self) -> tuple[dict[int, PyTree], ...]:
-        """Arrays that wait for a part of the backward pass, by micro-batch."""
+        """Arrays kept for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests, self._deferred
 
     def arrays(self) -> PyTree:
-        """All arrays that it has at the moment, beside parameters and keys."""
+        """All arrays that it holds at the moment, except parameters and keys."""
         return self._kept, self._partial, self.state
 
     def kept(self, micro: int | None = None) -> dict[int, int]:
-        """The bytes of each array that waits for a backward pass, by its `id`.
+        """The bytes of each array kept for a backward pass, by its `id`.
 
-        On each device, if it is divided over a mesh. Parameters, which pending weight
-        gradients may refer to, are not among them.
+        The bytes are those on one device, if the array is divided over a mesh.
 
         Args:
           micro: A micro-batch; None: all of them.
         """
         of = self._kept
         kept: Any = of if micro is None else [some.get(micro) for some in of]
+        # Pending weight gradients may refer to parameters, which take no memory of
+        # their own.
         own = {id(x) for x in jax.tree.leaves(self.params)}
         arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
         return {id(x): bytes_on_device(x) for x in arrays if id(x) not in own}
 
     def forward(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The outputs by name."""
+        """Runs the forward pass of a micro-batch; returns its outputs by name."""
         given = self._given(micro, inputs)
         # The state goes from micro-batch to micro-batch, in the schedule's order.
         (returned, state), residuals = self._compiled.forward(*given)
-        # On a mesh the compiler chooses where results lie: the next pass would compile.
+        # On a mesh the compiler chooses the sharding of results; a state with another
+        # sharding would make the next pass compile again.
         self.state = laid_like(state, self.state) if self._on_mesh else state
-        # Outputs are not kept: they belong to the stages that take them.
+        # Outputs are not kept here, so that their memory is free once their consumers
+        # have used them.
         self._residuals[micro] = residuals
-        # A named tuple's cotangent has to be one, too.
+        # `jax.vjp` wants cotangents of the structure of the outputs: those of a named
+        # tuple have to be one.
         self._returns = getattr(type(returned), "_make", type(returned))
         return self._named(returned)
 
     def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The outputs by name, where no backward pass follows; nothing is kept."""
+        """Runs a forward pass without a backward pass; returns its outputs by name."""
         returned, _ = self._compiled.outputs(*self._given(micro, inputs))
         return self._stage.named(returned)
 
@@ -179,7 +184,7 @@ class StageRun:
 
     def _named(self, returned: PyTree) -> dict[str, PyTree]:
         names = self._stage.outputs
-        # Their number was checked when the shapes were.
+        # `check_shapes` has checked their number.
         return dict(
             zip(names, [returned] if len(names) == 1 else returned, strict=True)
         )
@@ -191,15 +196,19 @@ class StageRun:
         share: MicroBatchShare,
         split: bool,
     ) -> dict[str, PyTree]:
-        """The cotangents of the inputs by name, None where none flows.
+        """Runs the backward pass; returns the cotangents of the inputs by name.
 
         Args:
           micro: Number of the micro-batch.
-          cotangents: Of the outputs by name, None where none flows.
-          share: See there.
+          cotangents: Cotangents of the outputs by name, None where none flows.
+          share: The contribution of the micro-batch.
           split: Whether `backward_params` comes later.
+
+        Returns:
+          The cotangents by name, None where none flows.
         """
-        # Taken out first, so that their memory is free once the pass is done.
+        # Removed first: this frame then holds the last reference, and their memory is
+        # free once the pass is done.
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
@@ -208,15 +217,17 @@ class StageRun:
             step = Fold(fn, opt_state, (params, share))
             self.updated, (_, d_inputs, _) = passes.backward(*given, fold=step)
             return self._by_input(d_inputs)
-        # At the first pass: only now the places of cotangents are known.
+        # Not in the constructor: only the cotangents show on which devices the sum
+        # will be.
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
         add = Fold(self._add, self._partial, share)
-        # The operands wait; one product over all micro-batches follows in `finish`.
+        # Operands of weight gradients are kept; `finish` computes one product over all
+        # micro-batches, which has fewer and larger operations.
         if self._stage.join_weight_gradients:
             found = backward_deferring(passes, *given, add)
             self._partial, (_, d_inputs, _), self._deferred[micro] = found
-        # The cotangent travels on before the weight gradient is computed.
+        # The previous stage gets its cotangent before the weight gradient is computed.
         elif split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
@@ -231,10 +242,13 @@ class StageRun:
 
     def _begun(self, share: MicroBatchShare, d_outputs: PyTree) -> Partial | None:
         """The zero that gradients are added to; None for a single micro-batch."""
+        # A sum of one term needs no zero, and no pass over memory for it.
         if self._single:
             return None
         structure: Any
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        # The sum has to be committed as the results of the passes are, or the second
+        # backward pass would be another program than the first.
         others = jax.tree.leaves((leaves, share, d_outputs))
         bound = next(filter(_is_committed, others), None)
         kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
@@ -243,8 +257,8 @@ class StageRun:
         return Partial(value, structure.unflatten(leaves), weight)
 
     def backward_params(self, micro: int) -> None:
-        """The other half of a split backward pass, if it is not for `finish`."""
-        # `finish` computes it with all others.
+        """Runs the second half of a split backward pass: the weight gradient."""
+        # A joined weight gradient is computed by `finish`, with all others.
         if micro in self._deferred:
             return
         rest, share = self._rests.pop(micro)
@@ -252,38 +266,40 @@ class StageRun:
         self._partial = self._compiled.backward_params(rest, fold=add)
 
     def finish(self) -> None:
-        """After the last backward pass: the weight gradients of all, if joined."""
+        """Computes joined weight gradients, after the last backward pass."""
         deferred = list(self._deferred.values())
         self._deferred.clear()
         complete = Fold(_completed, self._partial)
         self._partial = join_deferred(self._compiled, deferred, complete)
 
     def finish_like(self, stand_ins: Sequence[int]) -> None:
-        """`finish`, of a rehearsal in which some micro-batches stood for all.
+        """Calls `finish` in a rehearsal in which some micro-batches represent all.
 
         Args:
-          stand_ins: For each micro-batch of the stage here the one that stood for it.
+          stand_ins: The representative of each micro-batch of the stage here.
         """
+        # The joined product is compiled for the operands of all micro-batches.
         if self._deferred:
             put_off = dict(enumerate([self._deferred[micro] for micro in stand_ins]))
             self._deferred = put_off
         self.finish()
 
     def joined(self, found: Mapping[int, Partial]) -> Partial:
-        """The partial that those of several workers make, by rank."""
-        # By rank, so that all of them get the same bits.
+        """Joins the partials of several workers, which are given by rank."""
+        # In the order of ranks: addition in floating point is not associative, and all
+        # replicas need the same bits.
         return functools.reduce(
             lambda a, b: self._invoke(join, a, b, self.kind),
             (found[r] for r in sorted(found)),
         )
 
     def finished(self, joined: Partial, unrounded: bool = False) -> PyTree:
-        """The gradient that a partial makes.
+        """Divides a partial and rounds it, which gives the gradient.
 
         Args:
           joined: The partial of all micro-batches.
-          unrounded: Whether it stays in the precision of the sum, for masters. Else it
-            has the dtypes of the parameters.
+          unrounded: Whether it stays in the precision of the sum, for master weights.
+            Else it has the dtypes of the parameters.
         """
         if unrounded:
             return self._invoke(_unrounded, joined, self.kind)
@@ -292,11 +308,11 @@ class StageRun:
         return self._invoke(_finished, joined, dtypes, structure, self.kind)
 
     def clear(self) -> None:
-        """The gradient so far has been used; the next one grows from nothing."""
+        """Drops the accumulated gradient, so that the next one starts from zero."""
         self._partial = None
 
     def partial(self) -> Partial:
-        """The gradient so far, not divided yet; to be joined with other replicas'."""
+        """The accumulated gradient before its division, to be joined over replicas."""
         self.finish()
         assert self._partial is not None
         return self._partial
@@ -323,14 +339,14 @@ def contribution(d_params: PyTree, share: MicroBatchShare) -> Partial:
 def added(
     kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
-    """The gradient with another micro-batch's; earlier ones come first in the sum."""
+    """Adds a micro-batch's gradient to the sum; earlier ones come first."""
     own = contribution(d_params, share)
     if so_far is not None:
         wide = jax.tree.map(_or_nothing, own.gradient, so_far.gradient, is_leaf=is_none)
         own = own._replace(gradient=wide)
     if so_far is None:
-        # Without the barrier a gradient that is an array of the caller, a cotangent
-        # say, would be passed through as it is; the next addition donates it.
+        # Without the barrier JAX may return an array of the caller, such as a
+        # cotangent, as the result; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
 
@@ -338,17 +354,16 @@ def added(
 def added_mean(
     so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
-    """The gradient with that of another micro-batch's mean, times what it weighs.
-
-    In full precision: 16 bits hold a mean times a loss scale, but not any sum.
-    """
+    """Adds the gradient of a micro-batch's mean, times its weight, to the sum."""
     return added("mean", so_far, weighted(d_params, share), share)
 
 
 def weighted(d_params: PyTree, share: MicroBatchShare) -> PyTree:
-    """The gradient of a micro-batch's mean, times what it weighs."""
+    """The gradient of a micro-batch's mean, times its weight, in a wide dtype."""
 
     def of_sum(mean: jax.Array) -> jax.Array:
+        # Widened before the product: 16 bits hold a mean times a loss scale, but may
+        # overflow with a sum.
         wide = mean.astype(wide_dtype(mean.dtype))
         return wide * jnp.asarray(share.weight, wide.dtype)
 
@@ -356,7 +371,8 @@ def weighted(d_params: PyTree, share: MicroBatchShare) -> PyTree:
 
 
 def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | None:
-    """A gradient that was put off adds nothing yet."""
+    """Negative zeros in place of a deferred gradient."""
+    # Zeros are negative because -0 changes no bit of a sum, while 0 changes a -0.
     return -jnp.zeros_like(so_far) if own is None and so_far is not None else own
 
 
@@ -364,16 +380,18 @@ def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | 
 def _nothing(
     kinds: tuple[Any, ...], places: tuple[Any, ...], kind: str
 ) -> Callable[[], list[jax.Array]]:
-    """Makes the partial of no micro-batch: added to any other, it changes no bit.
-
-    Of the gradient the leaves, and then value and weight.
+    """Makes the neutral element of the sum, which changes no bit of a partial.
 
     With it the first micro-batch is no special case, and a stage's backward pass is
-    compiled once. Zeros are negative, because 0 + -0 is 0.
+    compiled once.
+
+    Returns:
+      A function that returns the leaves of the gradient, then value and weight.
     """
 
     def nothing_yet() -> list[jax.Array]:
         *leaves, value, weight = kinds
+        # x + -0 is x for all x; -0 + 0 is 0, so that positive zeros would lose a sign.
         leaves = [-jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in leaves]
         value, weight = _zero(value), _zero(weight)
         extreme = {"max": -jnp.inf, "min": jnp.inf}.get(kind)
@@ -385,7 +403,8 @@ def _nothing(
 
 
 def _zero(kind: Any) -> jax.Array:
-    # A Python number's type yields to others, and its sum's too.
+    # Weak types stay weak in a sum: a zero with a strong type would change the dtype
+    # of the second pass's argument, and thereby its program.
     return jnp.asarray(-0.0) if kind.weak_type else -jnp.zeros((), kind.dtype)
 
 
@@ -396,17 +415,18 @@ def _is_committed(leaf: object) -> bool:
 
 
 def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
-    """Where the gradient of a leaf will be, among computations with a bound array."""
+    """The sharding of a leaf's gradient, if `bound` is a committed array beside it."""
     if _is_committed(leaf):
         return leaf.sharding
     place = getattr(bound, "sharding", None)
+    # A computation on a mesh replicates an uncommitted argument.
     if isinstance(place, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
     return place
 
 
 def _completed(so_far: Partial, joined: PyTree, given: None) -> Partial:
-    """The gradient with what was put off; its weights are there already."""
+    """Adds joined weight gradients, whose weights the partial has already."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined)
     return so_far._replace(gradient=add_trees(so_far.gradient, wide))
 
@@ -416,7 +436,7 @@ _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
 
 @functools.partial(jax.jit, static_argnums=2)
 def join(first: Partial, second: Partial, kind: str) -> Partial:
-    """The partial of both, compiled."""
+    """Joins two partials; compiled."""
     return reduction.combine(first, second, kind)
 
 

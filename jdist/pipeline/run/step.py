@@ -1,8 +1,8 @@
-"""The steps of a pipeline: the actions of the workers of this process, in order.
+"""The loop over the actions of this process's workers.
 
-With several workers a single thread walks through their lists and starts whatever has
-its inputs: JAX returns from a computation before it is done, so that all devices are
-busy. With one worker the same loop waits for what the other processes send.
+A single thread walks through the lists of all workers and starts each action whose
+inputs are there. Asynchronous dispatch keeps all devices busy. With one worker in a
+process the same loop waits for messages of the other processes.
 """
 
 import contextlib
@@ -46,14 +46,15 @@ class StepInputs(NamedTuple):
     """The stages, micro-batches and channels of one step.
 
     Attributes:
-      wiring: Which value goes where.
+      wiring: The source and the consumers of every value.
       places: The worker of each stage and micro-batch, and its device.
-      runs: By worker and stage, of the workers of this process.
-      channels: Bring values to other stages.
+      runs: The stages of this process, by worker and stage.
+      channels: The channels to other stages.
       loss: The loss function; it runs where the last stage runs.
       read: The entries of the batch that the loss reads.
       parts: The micro-batches.
-      signature: What equal inputs have in common, if this process sees all of them.
+      signature: Shapes and dtypes of all inputs, if this process sees all of them;
+        else None.
     """
 
     wiring: StageWiring
@@ -67,14 +68,14 @@ class StepInputs(NamedTuple):
 
 
 class Step(ABC):
-    """Walks through the actions of this process's workers, and passes values on.
+    """Runs the actions of this process's workers and sends values to other stages.
 
     Args:
-      given: What it works on.
+      given: The inputs of the step.
       invoke: Calls compiled functions; see `Segment.through`.
 
     Attributes:
-      transfers: What was sent from here, in order.
+      transfers: The transfers from this process, in order.
     """
 
     def __init__(self, given: StepInputs, invoke: Invoke = operator.call) -> None:
@@ -94,10 +95,10 @@ class Step(ABC):
         }
 
     def run(self, action_timer: ActionTimer | None = None) -> None:
-        """Does all actions of this process's workers, each worker's in its order.
+        """Runs all actions of this process's workers, each worker's in its order.
 
         Args:
-          action_timer: Times each of them.
+          action_timer: Times each action.
 
         Raises:
           ValueError: The workers wait for each other.
@@ -108,11 +109,14 @@ class Step(ABC):
         while True:
             moved_on, left = False, False
             for worker, actions in lists.items():
+                # A worker's order is the schedule's: what bounds its memory, and on a
+                # mesh over processes what pairs its collectives. So no later action
+                # overtakes one whose inputs are missing.
                 while (action := actions.next()) is not None:
                     if self._missing(worker, action):
                         left = True
                         break
-                    # Before it is done: an error in it must not repeat it.
+                    # Before the action runs, so that an error does not repeat it.
                     actions.advance()
                     with _naming(worker, action):
                         if action_timer is None:
@@ -123,10 +127,11 @@ class Step(ABC):
                     moved_on = True
             if not left:
                 return
-            # Values of other processes are waited for only if nothing can start.
+            # Waiting while another worker of this process could start an action would
+            # leave its device idle.
             if not moved_on:
                 waiting = self._waiting(lists)
-                if waiting:  # Else it came since it was looked for.
+                if waiting:  # Empty if a value has arrived since the check above.
                     self._channels.wait(waiting)
 
     @abstractmethod
@@ -134,7 +139,7 @@ class Step(ABC):
         """The actions of a worker of this process, in order."""
 
     def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[MessageTag, str]:
-        """The values that the next actions wait for; empty if one of them can start."""
+        """The values that block all next actions; empty if one of them can start."""
         waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
             action = actions.next()
@@ -147,14 +152,14 @@ class Step(ABC):
         return waiting
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
-        # Its own B came before it in the same list.
+        # W needs only residuals of its own B, which comes before it in the same list.
         if action.kind == "W":
             return []
         needed = self._needed_forward if action.kind == "F" else self._taken_by
         return [tag for tag in needed(action) if not self._channels.has(tag, worker)]
 
     def _do(self, worker: int, action: Action) -> PyTree:
-        """Starts an action; what it computes beside what its stage keeps."""
+        """Starts an action; returns its results that its stage does not keep."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
             return self._forward(worker, run, action)
@@ -173,11 +178,11 @@ class Step(ABC):
 
     @abstractmethod
     def _passed_back(self, worker: int, stage: int) -> None:
-        """The gradient of a stage has grown by another micro-batch's."""
+        """Called when the gradient of a micro-batch has been added to a stage's sum."""
 
     @abstractmethod
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        """The loss of a micro-batch, and its auxiliary outputs, are computed."""
+        """Adds the loss of a micro-batch, and its auxiliary outputs, to the results."""
 
     # --- forward ---
 
@@ -192,14 +197,14 @@ class Step(ABC):
         outputs = forward(micro, inputs)
         last = self._places.loss
         for name, value in outputs.items():
-            # To each taker apart: they may be on several workers.
+            # One message for each consumer, because they may be on several workers.
             for taker in self._wiring.consumers[stage][name]:
                 self._send("F", worker, micro, name, stage, taker, value)
         lost = self._lose(worker, micro) if stage == last - 1 else None
         return outputs, lost
 
     def _lose(self, worker: int, micro: int) -> Partial:
-        """The losses of a micro-batch; their cotangents start the way back."""
+        """Computes the losses of a micro-batch and sends their cotangents."""
         last, part = self._places.loss, self._parts[micro]
         values, entries = self._taken_by_loss(worker, micro)
         passes = self._loss.passes(part.batch, self._read)
@@ -209,9 +214,11 @@ class Step(ABC):
             return found
         found, d_values, aux = passes.both(values, entries, part.weights)
         self._add_loss(worker, micro, found, aux)
-        # On the host: each stage's device takes it from there.
+        # Numbers on the host, so that each stage's device can take them without a
+        # transfer between devices.
         share = MicroBatchShare(np.float32(0), part.total)
-        # Which micro-batch holds the extreme is known when all are joined.
+        # For max and min each partial keeps its extreme loss: which micro-batch holds
+        # the extreme of the batch is known only when all partials are joined.
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
         for name in self._sources_of_loss:
@@ -222,7 +229,7 @@ class Step(ABC):
     def _taken_by_loss(
         self, worker: int, micro: int
     ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        """The values that the loss is given, and the entries that it reads."""
+        """The values that the loss takes, and the batch's entries that it reads."""
         last = self._places.loss
         values = {
             name: self._entry(worker, micro, name, last)
@@ -245,13 +252,14 @@ class Step(ABC):
         for tag in self._taken_by(action):
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
-        # A value that several stages took has a cotangent from each of them.
+        # A value with several consumers has a cotangent from each of them. The sum is
+        # in the order of the stages, whatever order the messages arrive in.
         cotangents = {
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
         d_inputs = run.backward(micro, cotangents, share, split)
         for name, cotangent in d_inputs.items():
-            # Nothing waits for the cotangent of an entry of the batch.
+            # Entries of the batch have no stage that takes their cotangents.
             if self._wiring.source[stage][name] != BATCH:
                 self._send_back(worker, micro, name, stage, (cotangent, share))
 
@@ -261,7 +269,7 @@ class Step(ABC):
         source = self._wiring.source[taker][name]
         self._send("B", worker, micro, name, taker, source, value)
 
-    # --- passing on ---
+    # --- transfers ---
 
     def _send(
         self,
@@ -274,13 +282,14 @@ class Step(ABC):
         value: PyTree,
     ) -> None:
         self._note(micro, name, source, taker, value, kind == "B")
-        # By the stage that took the value: several may take it, each with a cotangent.
+        # Tagged with the consumer in both directions: each consumer of a value sends
+        # a cotangent, and their tags must differ.
         stage = taker if kind == "F" else source
         tag = MessageTag(kind, micro, name, stage, worker)
         self._channels.put(tag, self._places.worker(taker, micro), value)
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> PyTree:
-        """An entry of the batch, where it is taken."""
+        """An entry of the batch, on the device of its consumer."""
         who = "the loss" if taker == self._places.loss else f"stage {taker}"
         entry = entry_of(self._parts[micro].batch, name, who)
         self._places.check(name, entry, worker, taker)
@@ -311,14 +320,12 @@ class Step(ABC):
         ]
 
     def _needed_forward(self, action: Action) -> list[MessageTag]:
-        """The inputs of a forward pass; at the last stage those of the loss, too.
-
-        Those of the loss that the last stage puts out are there when it is done.
-        """
+        """The inputs of a forward pass; at the last stage those of the loss, too."""
         _, stage, micro = action
         last = self._places.loss
         needed = self._inputs(action)
         if stage == last - 1:
+            # Without the outputs of the last stage itself, which this pass produces.
             needed += [
                 MessageTag("F", micro, name, last, self._places.worker(source, micro))
                 for name, source in self._sources_of_loss.items()
@@ -327,7 +334,7 @@ class Step(ABC):
         return needed
 
     def _taken_by(self, action: Action) -> list[MessageTag]:
-        """The cotangents of a stage's outputs, one from each stage that took one."""
+        """Tags of the cotangents of a stage's outputs, one from each consumer."""
         _, stage, micro = action
         return [
             MessageTag("B", micro, name, taker, self._places.worker(taker, micro))
@@ -341,8 +348,8 @@ class BatchStep(Step):
     """The step of a synchronous schedule, or its forward passes alone.
 
     Args:
-      given: What it works on.
-      keep: Whether what the loss is given is kept.
+      given: The inputs of the step.
+      keep: Whether to keep the inputs of the loss.
     """
 
     def __init__(self, given: StepInputs, *, keep: bool = False) -> None:
@@ -360,12 +367,12 @@ class BatchStep(Step):
         return ListedActions(self._places.actions[worker])
 
     def _passed_back(self, worker: int, stage: int) -> None:
-        # Counted, because a schedule may end a stage's passes in any order.
+        # Counted, because the last micro-batch need not come last in a schedule.
         self._left[worker, stage] -= 1
         if not self._left[worker, stage]:
             run = self._runs[worker, stage]
             run.finish()
-            # The others get it while this worker goes on with its other stages.
+            # Sent now, so that the messages overlap with this worker's other stages.
             if len(self._places.schedule.placement[stage]) > 1:
                 own = run.partial()
                 share_gradient(self._channels, self._places, worker, stage, own)
@@ -388,22 +395,22 @@ class BatchStep(Step):
         """The finished gradient of a stage of this process, over all its workers.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           unrounded: As for `StageRun.finished`.
         """
         worker = self._places.stages[stage]
         run, places = self._runs[worker, stage], self._places
-        # Without replicas there is no message to wait for.
+        # Without replicas the partial of this worker is that of the stage.
         if len(places.schedule.placement[stage]) == 1:
             return run.finished(run.partial(), unrounded)
         joined = joined_gradient(self._channels, places, worker, stage, run)
         return run.finished(joined, unrounded)
 
     def states(self) -> list[PyTree]:
-        """The state that each stage of this process is left with; None elsewhere."""
+        """The final state of each stage of this process; None for other stages."""
         places = self._places
         if max(map(len, places.schedule.placement)) == 1:
-            # One worker has seen all micro-batches.
+            # Each stage has one worker, whose state has seen all micro-batches.
             left = {j: self._runs[w, j].state for j, w in places.stages.items()}
         else:
             totals = [
@@ -421,9 +428,9 @@ class BatchStep(Step):
         """Ends the step on all workers, or on none.
 
         Args:
-          channels: The call that the step is made in.
-          stats: What each stage of this process has to tell all workers.
-          computed: What the step leaves behind; see `StageChannels.agree`.
+          channels: The call of the step.
+          stats: Statistics of each stage of this process, for all workers.
+          computed: The results of the step; see `StageChannels.agree`.
 
         Returns:
           The loss of the whole batch, over all workers that run the last stage; the
@@ -434,7 +441,8 @@ class BatchStep(Step):
         """
         loss = self._loss
         here = beside(self._places.devices[self._places.own[0]])
-        # Those of several workers of the last stage are on several devices.
+        # Several workers of the last stage have theirs on several devices, but one
+        # program that stacks them needs them on one.
         aux = moved(self._aux, here) if loss.has_aux else {}
         mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
         told = moved(channels.agree(mine, (mine, computed, self._kept)), here)
@@ -442,42 +450,42 @@ class BatchStep(Step):
         stages: dict[int, PyTree] = {}
         for some, of_stages, _ in told:
             losses |= some
-            stages = of_stages | stages  # Of replicas, what the first one tells.
-        # By rank, so that the sum has the same bits on all workers.
+            stages = of_stages | stages  # Replicas send equal ones: the first counts.
+        # In the order of ranks, so that the sum has the same bits on all workers.
         in_order = [losses[worker] for worker in sorted(losses)]
         whole = functools.reduce(lambda a, b: join(a, b, loss.kind), in_order)
         found = merged([entries for *_, entries in told]) if loss.has_aux else None
         return _finished(whole, loss.kind), found, [stages[j] for j in sorted(stages)]
 
     def kept(self) -> PyTree:
-        """The inputs of the loss, all micro-batches as one; None if they are not kept.
+        """The inputs of the loss, over all micro-batches; None if they are not kept.
 
-        By name; a single one alone.
+        A dict by name, or the value itself if there is a single one.
         """
         if not self._kept:
             return None
         parts = [self._kept[micro] for micro in sorted(self._kept)]
-        # Those of several workers of the last stage are on several devices.
+        # As in `agree`: one program that concatenates them needs one device.
         home = undivided(place_of(jax.tree.leaves(parts[0])[0]))
         found = jax.tree.map(lambda *rows: _in_one(moved(rows, home)), *parts)
         return found if len(found) > 1 else next(iter(found.values()))
 
 
 class Actions(Protocol):
-    """The actions that are left to one worker, in order."""
+    """The remaining actions of one worker, in order."""
 
     def next(self) -> Action | None:
-        """The next action; None if all are done."""
+        """The next action; None if none remains."""
 
     def advance(self) -> None:
-        """The next action is done."""
+        """Removes the next action."""
 
 
 class ListedActions:
     """The actions of a schedule; see `Actions`.
 
     Args:
-      actions: Of one worker.
+      actions: The actions of one worker.
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -494,7 +502,7 @@ class ListedActions:
 
 @contextlib.contextmanager
 def _naming(worker: int, action: Action) -> Iterator[None]:
-    """Says in a note of any error at which action it came up."""
+    """Adds a note to any error of the block that names the action."""
     try:
         yield
     except Exception as error:
@@ -508,7 +516,7 @@ def _naming(worker: int, action: Action) -> Iterator[None]:
 
 
 def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTree:
-    """The sum over all consumers of a value, the first ones first; None for none."""
+    """The sum over all consumers of a value, in their order; None for no cotangent."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:
         return None
@@ -519,7 +527,7 @@ _plus = jax.jit(lambda first, second: add_trees(first, second))
 
 
 def _in_one(rows: Sequence[jax.Array]) -> jax.Array:
-    """The examples of all micro-batches; one number each of what has no examples."""
+    """Concatenates the examples of all micro-batches; stacks scalars."""
     return jnp.concatenate(rows) if rows[0].ndim else jnp.stack(rows)
 
 

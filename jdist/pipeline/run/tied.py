@@ -1,8 +1,8 @@
-"""Parameters that several stages share: each of them has a copy of its own.
+"""Tied parameters: parameters that several stages share, by a copy in each.
 
-The gradient of a shared parameter is the sum over its stages, in their order. Every
-stage gets the parts of all and adds them up itself, and the same optimizer makes the
-same step of them: the copies stay equal, bit for bit.
+The gradient of a tied parameter is the sum over its stages, in their order. Every stage
+gets the gradients of all copies and adds them up itself, and the same optimizer makes
+the same step of each copy: the copies stay equal, bit for bit.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Tied:
     """The parameters that stages share; made by `tied_of`.
 
     Args:
-      groups: By name, the path of each stage's copy.
+      groups: By name, the path of the copy in each stage.
     """
 
     def __init__(self, groups: Mapping[str, Mapping[int, str]]) -> None:
@@ -50,14 +50,14 @@ class Tied:
         optimizers: Sequence[Optimizer],
         channels: StageChannels,
     ) -> None:
-        """Refuses copies that are not equal, or would not stay so; on all processes.
+        """Refuses copies that are not equal, or would not stay equal.
 
-        Ends the call by its `agree`.
+        Raises on all processes, and ends the call by its `agree`.
 
         Args:
-          params: Of each stage of this process.
-          optimizers: Of each stage.
-          channels: The call in which all processes compare theirs.
+          params: The parameters of each stage of this process.
+          optimizers: The optimizer of each stage.
+          channels: The call in which all processes compare their copies.
 
         Raises:
           ValueError: A path is unknown; copies differ in shape, dtype or value; their
@@ -77,7 +77,8 @@ class Tied:
             for j, path in group.items()
             if params[j] is not None
         ]
-        # Digests travel in place of copies, which may be embeddings of a GiB.
+        # Digests in place of copies, which may be embeddings of a GiB. Errors are sent
+        # as text and raised below, so that all processes raise the same one.
         told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
         first: dict[str, PyTree] = {}
@@ -93,13 +94,13 @@ class Tied:
         places: Places,
         channels: ValueChannels,
     ) -> list[PyTree]:
-        """The gradients, with the sum over all copies in the place of each copy's.
+        """Replaces the gradient of each copy by the sum over all copies.
 
         Args:
-          params: Of each stage of this process.
-          grads: Of each stage; None for those of other processes.
-          places: Where they are.
-          channels: Brings the parts to the other stages.
+          params: The parameters of each stage of this process.
+          grads: The gradient of each stage; None for stages of other processes.
+          places: The worker of each stage.
+          channels: The channels to other stages.
 
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
@@ -117,18 +118,18 @@ class Tied:
         return found
 
     def names(self, stage: int) -> list[str]:
-        """Names of what a stage shares with others."""
+        """Names of the tied parameters of a stage."""
         return [name for name, group in self._groups.items() if stage in group]
 
     def stages(self, name: str) -> list[int]:
-        """The stages that share what has this name, in order."""
+        """The stages that share the parameter of this name, in order."""
         return list(self._groups[name])
 
     def parts(self, stage: int, params: PyTree, gradient: PyTree) -> dict[str, PyTree]:
         """A stage's gradients of its copies, by name.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           params: Its parameters.
           gradient: Its gradient.
 
@@ -136,7 +137,7 @@ class Tied:
           ValueError: A path is unknown.
         """
         structure = _structure(params)
-        # A gradient may have None in the place of a leaf.
+        # The gradient may have None as a leaf, which `jax.tree.leaves` would skip.
         leaves = structure.flatten_up_to(gradient)
         found = {}
         for name in self.names(stage):
@@ -152,14 +153,14 @@ class Tied:
         parts: Mapping[str, Sequence[PyTree]],
         invoke: Invoke = operator.call,
     ) -> PyTree:
-        """A stage's gradient, with the sum over all copies in the place of its own.
+        """Replaces the gradients of a stage's copies by the sums over all copies.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           params: Its parameters.
           gradient: Its gradient.
-          parts: By name, those of all stages that share it, in order.
-          invoke: Calls what is compiled; see `LoweredPrograms.named`.
+          parts: By name, the gradients of all stages that share it, in order.
+          invoke: Calls compiled functions; see `LoweredPrograms.named`.
         """
         if not parts:
             return gradient
@@ -168,6 +169,8 @@ class Tied:
         for name, copies in parts.items():
             indices = leaves_at(structure, stage, self._groups[name][stage])
             own = {below: leaves[i] for below, i in indices.items()}
+            # All copies on this stage's devices: one program takes them. The sum has
+            # the sharding of the parameter, or the update would compile again.
             here = [laid_like(copy, own) for copy in copies]
             total = laid_like(invoke(_sum, here), own)
             for below, i in indices.items():
@@ -180,12 +183,12 @@ class Tied:
         grads: Mapping[int, PyTree],
         found: LoweredPrograms,
     ) -> None:
-        """Collects the programs that add up the copies' gradients.
+        """Collects the programs that add up the gradients of copies.
 
         Args:
-          params: Of each stage, of shapes.
-          grads: Of each stage.
-          found: Grows.
+          params: The parameters of each stage, of shapes.
+          grads: The gradient of each stage.
+          found: The collection, to which the programs are added.
         """
         parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
         for j, tree in params.items():
@@ -196,17 +199,17 @@ class Tied:
             self.with_sums(j, tree, grads[j], sums, found.named(f"stage {j}"))
 
     def counted(self, stage: int, params: PyTree, gradient: PyTree) -> PyTree:
-        """The leaves of a gradient that the norm counts: shared ones at one stage.
+        """The leaves of a gradient that count for the norm: tied ones at one stage.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           params: Its parameters.
           gradient: Its gradient.
         """
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
         for group in self._groups.values():
-            # Counted once: the copies are one parameter.
+            # The copies are one parameter, whose gradient the norm counts once.
             if stage in group and stage != min(group):
                 for i in leaves_at(structure, stage, group[stage]).values():
                     leaves[i] = None
@@ -219,16 +222,16 @@ class Tied:
         places: Places,
         channels: ValueChannels,
     ) -> dict[int, PyTree]:
-        """The parts of all stages of a group."""
+        """Exchanges the gradients of one tied parameter between its stages."""
         placement = places.schedule.placement
         group = self._groups[name]
         involved = sorted({worker for j in group for worker in placement[j]})
         for j, part in own.items():
             sender = min(placement[j])
             if sender not in places.own:
-                continue  # Another replica tells it.
+                continue  # The stage's first worker sends for all replicas.
             for worker in involved:
-                # Replicas of a stage hold the same sum already.
+                # Replicas of the stage have the same sum already.
                 if worker not in places.own and worker not in placement[j]:
                     channels.put(MessageTag("T", -1, name, j, sender), worker, part)
         parts = {}
@@ -239,6 +242,7 @@ class Tied:
                 own[j] if j in own else receive(channels, tag, here, "tied gradients")
             )
             parts[j] = part
+            # Parameters given to `value_and_grad` have not passed `check`.
             one, another = next(iter(parts.items())), (j, part)
             _check_alike(one[0], specs_of(one[1]), another[0], specs_of(another[1]))
         return parts
@@ -265,7 +269,8 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
 
 
 def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree], str]:
-    """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
+    """Shape, dtype and digest of every leaf of a copy, by name; and an error text."""
+    # Returned and not raised, so that every process takes part in the comparison.
     try:
         found = leaves_at(_structure(params), stage, path)
     except ValueError as error:
@@ -283,16 +288,16 @@ def _structure(tree: PyTree) -> PyTree:
     return jax.tree.structure(tree)
 
 
-# Paths are made as texts, which is too slow for every step.
+# Cached, because making the paths as text in every step is slow.
 @functools.lru_cache(maxsize=256)
 def leaves_at(
     structure: jax.tree_util.PyTreeDef, stage: int | str, path: str
 ) -> dict[str, int]:
-    """Numbers of the leaves at a path or below it, by what follows the path.
+    """Indices of the leaves at or below a path, by the rest of their paths.
 
     Args:
-      structure: Of the parameters.
-      stage: Whose they are, for the error's text.
+      structure: Structure of the parameters.
+      stage: Their stage, for the error's text.
       path: The path.
 
     Raises:
@@ -342,9 +347,11 @@ def _check_alike(first: int, kinds: object, stage: int, others: object) -> None:
 
 @jax.jit
 def _sum(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
-    """Their sum, the first stage's first, in 32 bits at least; rounded once."""
+    """The sum in the order of the stages."""
 
     def added(*copies: jax.Array) -> jax.Array:
+        # In 32 bits at least and rounded once. Every stage adds in the same order, so
+        # that the copies stay equal.
         wide = [copy.astype(wide_dtype(copy.dtype)) for copy in copies]
         return functools.reduce(jax.numpy.add, wide).astype(copies[0].dtype)
 

@@ -1,14 +1,15 @@
-"""The training state and its update: together where it must be, else by stage.
+"""The training state and the update of each stage.
 
-Two things depend on the gradients of all stages, wherever they are: the norm to which
-they are clipped, and whether one of them has overflowed. With a loss scale
+Two quantities depend on the gradients of all stages: the norm that clipping bounds, and
+whether a gradient has overflowed. With a loss scale
 
-    the last stage    multiplies the losses' cotangents by it,
-    every stage       looks for infinities and NaN in its own gradient, and tells all,
-    every stage       steps if none found any, else skips; and adjusts its own copy of
+    the last stage    multiplies the losses' cotangents by the scale,
+    every stage       looks for infinities and NaN in its own gradient, and sends the
+                      result to all,
+    every stage       steps if none was found, else skips; and adjusts its own copy of
                       the scale by the same rule, so that all copies stay equal.
 
-The scale is taken off in `Optimizer.step`, in float32. Norms are those without it.
+`Optimizer.step` removes the scale, in float32. Norms are those without it.
 """
 
 import copy
@@ -36,10 +37,10 @@ from jdist.segment.internal import Invoke
 
 
 class PipelineState(NamedTuple):
-    """All that one step hands to the next; made by `Pipeline.init`.
+    """The training state of a pipeline; made by `Pipeline.init`.
 
-    Every field but `step` and `key` has one entry per stage, None for those that run in
-    other processes.
+    Every field but `step` and `key` has one entry per stage, None for stages that run
+    in other processes.
     """
 
     step: int
@@ -78,12 +79,12 @@ class StepResult(NamedTuple):
     """The result of the passes of one step.
 
     Attributes:
-      loss: Of the batch.
-      grads: Of each stage of this process; None for the others.
-      stats: Of all stages' gradients together, as far as it is asked for.
-      states: What stateful stages of this process were left with.
+      loss: The loss of the batch.
+      grads: The gradient of each stage of this process; None for the others.
+      stats: Statistics of all stages' gradients together, if an update needs them.
+      states: The final states of this process's stateful stages.
       aux: Auxiliary outputs of the loss function; see `Metrics`.
-      transfers: What this process sent.
+      transfers: The transfers of this process.
     """
 
     loss: jax.Array
@@ -96,19 +97,19 @@ class StepResult(NamedTuple):
 
 @final
 class StageUpdates:
-    """The updates of one step, and what they start from.
+    """The updates of one step, with the parameters and states that they start from.
 
     Args:
-      optimizers: Of all stages.
-      params: Of each stage; None for those of other processes.
-      opt_states: Likewise.
-      max_norm: Of the gradient of all stages; None: it is not clipped.
-      overrides: Of the optimizers' numbers, for this step.
+      optimizers: The optimizers of all stages.
+      params: The parameters of each stage; None for stages of other processes.
+      opt_states: The optimizer states, likewise.
+      max_norm: Bound of the norm over all stages; None for no clipping.
+      overrides: Values of hyperparameters for this step.
 
     Attributes:
-      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
-      unrounded: By stage, whether its gradient is for masters, which take it as it was
-        added up.
+      loss_scale: The loss scaling of all stages; None without one.
+      unrounded: By stage, whether its gradient is for master weights, which take the
+        sum unrounded.
       opt_states: As above.
 
     Raises:
@@ -131,17 +132,18 @@ class StageUpdates:
         self.opt_states = opt_states
         self._max_norm = max_norm
         self._invoke: Invoke = operator.call
-        # Before any stage computes: all of them refuse, or none.
+        # Checked before any stage computes, so that all of them refuse, or none.
         for one in optimizers if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
-        # On the host: every stage takes them to its own device.
+        # On the host: an array on one stage's device could not enter the update of
+        # another stage, on another device.
         self._overrides = {
             name: np.asarray(number) if isinstance(number, jax.Array) else number
             for name, number in overrides.items()
         }
 
     def through(self, invoke: Invoke) -> "StageUpdates":
-        """The same updates, whose compiled functions are called by another function.
+        """A copy that calls compiled functions through another function.
 
         Args:
           invoke: See `Segment.through`.
@@ -152,14 +154,14 @@ class StageUpdates:
 
     @property
     def settings(self) -> dict[str, str]:
-        """This step's numbers, which must be the same on all workers."""
+        """The overrides of this step as text, which must be equal on all workers."""
         return {
             name: str(np.asarray(number)) for name, number in self._overrides.items()
         }
 
     @property
     def together(self) -> bool:
-        """Whether a stage needs to know of the others' gradients."""
+        """Whether an update depends on the gradients of other stages."""
         return self._max_norm is not None or self.loss_scale is not None
 
     @property
@@ -168,12 +170,12 @@ class StageUpdates:
         return scale_in(self.opt_states)
 
     def stats(self, stage: int, grads: PyTree, counted: PyTree) -> GradientStats:
-        """The statistics of one stage's gradient, for all others.
+        """The statistics of one stage's gradient, for all stages.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           grads: Its gradient.
-          counted: What of it counts for the norm.
+          counted: The leaves of it that count for the norm.
         """
         return GradientStats(
             None if self._max_norm is None else self._invoke(square_of, counted),
@@ -190,10 +192,10 @@ class StageUpdates:
         """Traces one stage's step, so that it refuses before any stage has stepped.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           grads: Its gradient.
-          stats: Of all stages together, or of one: its numbers do not matter.
-          known: Of which steps that is known; grows.
+          stats: Statistics of any stage, of which only shapes and dtypes matter.
+          known: The steps that were traced; this one is added.
 
         Raises: what `Optimizer.step` raises.
         """
@@ -212,9 +214,9 @@ class StageUpdates:
         """One stage's step; its parameters and the optimizer's state are donated.
 
         Args:
-          stage: Its number.
+          stage: Number of the stage.
           grads: Its gradient.
-          stats: Of all stages together, on the stage's device.
+          stats: Statistics of all stages together, on the stage's device.
 
         Returns:
           The parameters, the optimizer's state, and the norm without the loss scale.
@@ -253,7 +255,7 @@ def optimizers_for(
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
     found: list[PyTree] = [optimizer] * stages
-    # An optax transformation is a tuple, of two functions.
+    # An optax transformation is a tuple of two functions, not a sequence of optimizers.
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
         found = list(optimizer)
     else:
@@ -267,12 +269,13 @@ def optimizers_for(
 
 
 def started(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
-    """One stage's parameters as they are computed with, and its optimizer's state.
+    """One stage's parameters in compute precision, and its optimizer's state.
 
     Args:
-      optimizer: Of the stage.
-      params: In full precision; they become compute copies if there are masters.
+      optimizer: The optimizer of the stage.
+      params: In full precision; rounded to the compute dtype with master weights.
     """
+    # Before the rounding: master weights are the parameters in full precision.
     opt_state = optimizer.init(params)
     if optimizer.precision is not None:
         params = compute_copies(params, optimizer.precision.compute_dtype)
@@ -280,14 +283,14 @@ def started(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
-    """How the loss is scaled; None where it is not.
+    """The loss scaling of all stages; None without one.
 
     Raises:
-      ValueError: Differently in different stages: cotangents of a scaled loss reach
-        all of them.
+      ValueError: It is not the same in all stages.
     """
     precisions = [optimizer.precision for optimizer in optimizers]
     found = [None if p is None else p.loss_scale for p in precisions]
+    # Cotangents of the scaled loss reach all stages, so that each has to divide by it.
     if any(scale != found[0] for scale in found):
         rule = "must scale the loss in all stages alike, or in none"
         remedy = "Give every stage with_master_weights(..., loss_scale=...) of one "
@@ -298,12 +301,13 @@ def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
 
 
 def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
-    """The same where each stage skips by itself, so that copies of a scale would part.
+    """The loss scaling of stages that skip updates on their own: a constant one.
 
     Raises:
       ValueError: What `loss_scale_of` raises; the scale follows overflows.
     """
     found = loss_scale_of(optimizers)
+    # Stages that skip different updates would adjust their copies differently.
     if found is not None and (found.growth_factor, found.backoff_factor) != (1, 1):
         rule = "must scale the loss by a constant: each stage skips its own updates, "
         rule += "so that copies of a scale that follows overflows would part"
@@ -321,13 +325,13 @@ def scale_in(opt_states: Sequence[PyTree]) -> PyTree:
 
 
 def skipped_in(opt_states: Sequence[PyTree]) -> list[PyTree]:
-    """How many updates each stage has skipped in all; None for stages elsewhere."""
+    """Number of updates that each stage has skipped; None for other processes'."""
     return [None if each is None else each.loss_scale.skipped for each in opt_states]
 
 
 @jax.jit
 def joined(stats: Sequence[GradientStats]) -> GradientStats:
-    """Of all stages together; squares are added in the order of the stages."""
+    """The statistics of all stages together, added in the order of the stages."""
     squares = [one.square for one in stats if one.square is not None]
     flags = [one.finite for one in stats if one.finite is not None]
     return GradientStats(
@@ -350,6 +354,8 @@ sum_of_squares = jax.jit(sum_of)
 _all_finite = jax.jit(all_finite)
 
 
+# Parameters and state are donated, so that a step needs no second copy of them. The
+# optimizer is static: its functions decide the program.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
 def _update(
     optimizer: Optimizer,
@@ -364,8 +370,8 @@ def _update(
     if stats.square is not None and max_norm is not None:
         norm = jnp.sqrt(stats.square)
         if optimizer.loss_factor is not None:
-            # The squares are of scaled gradients; the limit is for those without the
-            # scale.
+            # The squares are those of scaled gradients; `max_norm` bounds the norm
+            # without the scale.
             norm = norm / optimizer.loss_factor(opt_state).astype(norm.dtype)
         factor = shrinking(norm, max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)

@@ -1,32 +1,33 @@
-"""A call of workers in several processes: how it is opened, identified and agreed upon.
+"""Calls of workers in several processes, with a two-phase commit.
 
-All workers of a pipeline make the same calls, and count them. A call goes like this:
+All workers of a pipeline make the same calls, and count them. The phases of a call are:
 
-    open      before an argument is looked at, so that a refusal is a failure of this
-              call on all workers, and the next call is the same on all again
+    open      before any argument is checked, so that a refusal is a failure of this
+              call on all workers, and the next call has the same number on all
     identify  kind, training step, batch: every message carries them, and a worker
-              whose own are others refuses the call on both sides
-    work      values travel by messages, sent while the next action computes
-    agree     a two-phase commit: each worker that has done its part votes, the leader
-              decides, and tells all what each of them had to tell; before that no
-              worker returns, and none steps
-    end       what still arrives for the call is dropped
+              refuses a message of another identity
+    work      values are sent as messages
+    agree     a two-phase commit: each worker votes when its part is done, the leader
+              decides, and sends the values of all votes to all; before the decision no
+              worker returns, and none updates its parameters
+    end       messages that arrive later for the call are dropped
 
-A worker that fails before it has voted tells all others, which fail as well: without
-its vote the leader cannot decide for the call. One that has voted may not fail by
-itself; it asks the leader to give the call up, which is too late once it is decided.
-The leader runs the first stage: its backward passes end last, so that all votes are
-there when its own is.
+A worker that fails before its vote notifies all others, which fail as well: without
+its vote the leader cannot commit. A worker that has voted may not fail alone; it asks
+the leader to abort the call, which the leader refuses after its decision. The leader is
+the worker of the first stage: its backward passes end last, so that all other votes
+have arrived when its own is made.
 
-A worker that has waited for the timeout asks the others for how long they have waited.
-It gives up once nothing has been done for that long on any worker that is in the call.
+A worker that has waited for the timeout asks the others how long they have waited. It
+gives up once every worker in the call has been idle for that long.
 
-A worker of the schedule may be several processes, whose devices make up one mesh. They
-do its actions together: XLA's collectives are among them, in the schedule's order. What
-goes to another worker is gathered on each of them, and each sends it to its share of
-the other's processes. A process that did not come into a collective would leave the
-others in it, so that none begins before all have agreed to; and what fails later, fails
-for good: a collective that was left half done would take up the next one's values.
+A worker of the schedule may consist of several processes, whose devices make up one
+mesh. They run its actions together, with XLA's collectives among them, in the
+schedule's order. A value for another worker is gathered on each of them, and each sends
+it to its share of the other worker's processes. A process that did not join a
+collective would leave the others in it, so that collectives begin only after all have
+agreed to. A later failure is final: the rest of a collective that was left half done
+would receive the values of the next one.
 """
 
 import contextlib
@@ -118,8 +119,8 @@ class CallFailure(NamedTuple):
     """Why a call cannot be finished.
 
     Attributes:
-      error: What was raised.
-      told: Whether another worker has said so, and therefore to all.
+      error: The exception.
+      told: Whether another worker has sent it, which sends it to all.
     """
 
     error: BaseException
@@ -127,28 +128,29 @@ class CallFailure(NamedTuple):
 
 
 class PipelineMailbox:
-    """Values and news that have arrived for the pipelines of one worker.
+    """The messages that have arrived for the pipelines of one worker.
 
     Args:
       agent: The worker.
 
     Attributes:
-      lock: To be held for everything else.
-      changed: Of that lock; told when something came.
+      lock: Guards all other attributes.
+      changed: Condition of that lock; notified when a message arrives.
       arrived: The values of each call.
-      identities: What the senders of each call's messages do, by name.
-      failures: Of calls that failed.
-      decisions: Of the pipelines that this worker leads: the last call that succeeded,
-        and what each worker told in it.
+      identities: The identities of the senders of each call's messages, by name.
+      failures: The failures of calls.
+      decisions: For the pipelines that this worker leads: the last call that succeeded,
+        and the votes of its workers.
       lost: Workers that are gone, and how that was noticed.
-      done: The last call of each pipeline that is over here.
-      under_way: The call of each pipeline that is not, and since when the worker waits
-        in it; None while it is at work.
-      half_done: What has failed among processes that compute together; empty: nothing.
+      done: The last call of each pipeline that has ended here.
+      under_way: The current call of each pipeline, and since when the worker waits in
+        it; None while it is at work.
+      half_done: The failure among processes that compute together; empty if none.
     """
 
     def __init__(self, agent: Agent) -> None:
-        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        # Ctrl-C while a condition is entered by `with` may leave it locked, because its
+        # `__enter__` is Python code; a lock's is not.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.arrived: dict[Address, dict[MessageTag, Any]] = {}
@@ -171,18 +173,16 @@ class PipelineMailbox:
         agent.group.on_lost(self._lose)
 
     def new_pipeline(self, names: Sequence[str]) -> str:
-        """Stands for a pipeline on all its workers, if they make them in one order.
-
-        In an elastic group another worker may take the place of one of them, and has
-        made none of the pipelines that were there before. They are counted anew, from
-        when all have met here: each of them then knows the same workers.
+        """Makes the name of a pipeline, equal on workers that make them in one order.
 
         Raises:
-          RpcTimeout: Some did not come, in an elastic group.
+          RpcTimeout: Some workers did not come, in an elastic group.
         """
         among = ", ".join(names)
         group = self._agent.group
         if group.elastic:
+            # A replacement has counted none of the earlier pipelines. The incarnations
+            # in the name start a new count, which is the same on all workers.
             own = incarnation_of(self._agent.info)
             found = group.all_gather(own, names, -1, "Pipeline")
             among = ", ".join(f"{name} ({found[name]})" for name in names)
@@ -206,11 +206,13 @@ class PipelineMailbox:
     def _note(
         self, caller: WorkerInfo, address: Address, meta: dict[str, PyTree]
     ) -> bool:
-        """Notes the call of a message's sender; False if it is over here."""
+        """Records the identity of a message's sender; False if the call has ended."""
         pipeline, number = address
-        # It came late, for a call that is over here: kept, it would stay for ever.
+        # A late message of a call that has ended: if kept, it would never be removed.
         if number <= self.done.get(pipeline, -1):
             return False
+        # Messages may arrive before this worker has begun the call: entries are made by
+        # whichever comes first.
         told = self.identities.setdefault((pipeline, number), {})
         told[caller.name] = meta[_IDENTITY]
         self.changed.notify_all()
@@ -222,44 +224,46 @@ class PipelineMailbox:
         self.fail((pipeline, number), CallFailure(error, told=True))
 
     def fail(self, address: Address, failure: CallFailure) -> None:
-        """A call cannot be finished: what waits for it here is to raise the error."""
+        """Records a failure, which every wait in the call raises."""
         with self.lock:
             if address[1] > self.done.get(address[0], -1):
-                # The first error is the cause; later ones follow from it.
+                # The first error is the cause; later ones are consequences of it.
                 self.failures.setdefault(address, failure)
                 self.changed.notify_all()
 
     def _give_up(
         self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> list[PyTree] | None:
-        """The decision; None if there was none, and then there will be none."""
+        """Aborts a call that is not decided; returns the decision if it is."""
         pipeline, number, _ = body
+        # Comparison and failure under one lock, as the decision is: either the leader
+        # has decided, or it will find the failure.
         with self.lock:
             last, told = self.decisions.get(pipeline, (-1, []))
             if number <= last:
-                return told  # No later call can have succeeded without the caller.
+                # The decision of this call and not a later one, which could not have
+                # succeeded without the caller's vote.
+                return told
             self._fail(caller, body, meta)
             return None
 
     def _rested(
         self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> float | None:
-        """For how long this worker has waited in a call; None if it is not in it.
-
-        One that is still in the call before will come; one that has given the call up
-        will do nothing for it any more, and its news of that is on its way.
-        """
+        """The time that this worker has waited in a call; None if it is not in it."""
         pipeline, asked = body
+        # It has left the call and will do no more for it: its failure is on its way.
         if asked <= self.done.get(pipeline, -1):
             return math.inf
         number, since = self.under_way.get(pipeline, (math.inf, None))
         if number > asked:
             return None
+        # A worker that is still in an earlier call counts: it will reach the asked one.
         return 0.0 if since is None else time.monotonic() - since
 
     @contextlib.contextmanager
     def resting(self, address: Address) -> Iterator[None]:
-        """Within the block this worker waits, in that call."""
+        """Marks this worker as idle in a call, within the block."""
         pipeline, number = address
         self.under_way[pipeline] = number, time.monotonic()
         try:
@@ -268,13 +272,12 @@ class PipelineMailbox:
             self.under_way[pipeline] = number, None
 
     def loss(self, pipeline: str, name: str) -> str | None:
-        """How a worker of a pipeline was lost; None while it is there.
-
-        Earlier workers of its name may have been lost before the pipeline was made.
-        """
+        """The reason for which a worker of a pipeline was lost; None while it lives."""
         reason = self.lost.get(name)
         group = self._agent.group
         if reason is not None and group.elastic:
+            # The loss may be that of an earlier worker of this name, before the
+            # pipeline was made: its incarnation is another one.
             present = {(info.name, info.incarnation) for info in group.workers()}
             if any(n == name and f"{n} ({i})" in pipeline for n, i in present):
                 return None
@@ -286,7 +289,7 @@ class PipelineMailbox:
             self.changed.notify_all()
 
     def end(self, address: Address) -> None:
-        """Forgets a call; what still arrives for it is dropped."""
+        """Removes the messages of a call; later ones for it are dropped."""
         with self.lock:
             pipeline, number = address
             self.done[pipeline] = number
@@ -299,6 +302,8 @@ class PipelineMailbox:
                         del table[old]
 
 
+# One mailbox for all pipelines of a worker, because rpc has one handler per kind of
+# message. Weak keys, so that a worker that has shut down is freed.
 _mailboxes: "weakref.WeakKeyDictionary[Agent, PipelineMailbox]" = (
     weakref.WeakKeyDictionary()
 )
@@ -306,7 +311,7 @@ _lock = threading.Lock()
 
 
 def mailbox_of(agent: Agent) -> PipelineMailbox:
-    """The mailbox of a worker, made when first asked for."""
+    """The mailbox of a worker, made at the first request."""
     with _lock:
         found = _mailboxes.get(agent)
         if found is None:
@@ -318,10 +323,10 @@ class Members(NamedTuple):
     """The processes (or threads) of a pipeline, each of which is one of rpc's workers.
 
     Attributes:
-      names: Of all of them.
-      ranks: The worker of the schedule that each of them is, or is a part of.
-      own: The number of this one.
-      leader: The number of the one that decides.
+      names: Names of all members.
+      ranks: The worker of the schedule to which each member belongs.
+      own: Number of this member.
+      leader: Number of the member that decides.
     """
 
     names: Sequence[str]
@@ -331,29 +336,29 @@ class Members(NamedTuple):
 
     @property
     def joint(self) -> bool:
-        """Whether a worker of the schedule is several of them."""
+        """Whether a worker of the schedule consists of several members."""
         return len({*self.ranks}) < len(self.ranks)
 
     def of(self, rank: int) -> list[int]:
-        """Numbers of those that are a worker of the schedule."""
+        """Numbers of the members of one worker of the schedule."""
         return [number for number, own in enumerate(self.ranks) if own == rank]
 
 
 class WorkerChannels:
-    """One worker per process (or thread): see `StageChannels`, and above.
+    """The channels of one call between rpc's workers; see `StageChannels`.
 
     Args:
       agent: This worker.
       members: All workers of the pipeline.
       address: The pipeline and the number of the call.
-      kind: Of the call.
-      place: Of this worker.
+      kind: The public method of the call.
+      place: Device or mesh of this worker.
       parts: See `StageChannels`.
-      ready: Of the processes that compute together, the call in which they agree to
-        begin; None where each computes alone.
+      ready: The call in which processes that compute together agree to begin; None
+        where each computes alone.
 
     Attributes:
-      ready: As above; None once it is over.
+      ready: As above; None once it has ended.
       begun: Whether it has succeeded.
     """
 
@@ -379,6 +384,7 @@ class WorkerChannels:
         self._meta = {_IDENTITY: self._identity.plain()}
         self._voted = self._over = self._announced = False
         self._timeout = agent.default_timeout
+        # 0 is no limit.
         self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
         self._mailbox = mailbox_of(agent)
         self._mailbox.under_way[address[0]] = self.number, None
@@ -408,28 +414,27 @@ class WorkerChannels:
         made = self._identity._replace(step=number, settings=texts)
         self._identity = sized(made, batches, parts, key) if parts else made
         self._meta = {_IDENTITY: self._identity.plain()}
-        # Others may be in another call already, which their messages have told.
+        # Before any work: messages that have arrived may show that other workers are in
+        # another call.
         with self._mailbox.lock:
             self._check()
 
     # --- values ---
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
-        """See `StageChannels`.
-
-        On a CPU this thread waits for the value and sends it before the next action
-        begins: the core that would compute is the one that would send, so that a value
-        sent "meanwhile" would wait for a turn of the scheduler, and the other worker
-        with it. Next to an accelerator another thread waits and sends.
-        """
+        """See `StageChannels`."""
         mine = self._members.ranks[self._own]
+        # Within a worker a message would copy the value for nothing.
         if worker == mine:
             with self._mailbox.lock:
                 found = self._mailbox.arrived.setdefault(self._address, {})
                 found[tag] = value
             return
-        # All processes of this worker come here, in one order.
+        # A collective, if the value is divided over processes: all of this worker make
+        # it, in the order of its actions.
         value = self._whole(value)
+        # Each process sends to every n-th one of the other worker, so that each of
+        # those gets the value once.
         together = self._members.of(mine)
         share = slice(together.index(self._own), None, len(together))
         for other in self._members.of(worker)[share]:
@@ -438,6 +443,9 @@ class WorkerChannels:
     def _put(self, tag: MessageTag, other: int, value: PyTree) -> None:
         """Sends a value to another process."""
         body = (*self._address, tuple(tag), value)
+        # On a CPU the core that computes is the one that sends: a value sent by another
+        # thread would wait for the scheduler, and the other worker for the value. Next
+        # to an accelerator a thread of the pool waits for the value and sends it.
         if self._computes_here:
             self._send(other, body)
         else:
@@ -458,7 +466,8 @@ class WorkerChannels:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        """A value could not be computed or sent; or a worker does not answer."""
+        """Records an error of a message as the failure of the call."""
+        # Named after the pipeline's call and not after the message of rpc.
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
         self._mailbox.fail(self._address, CallFailure(error, told=False))
@@ -474,14 +483,15 @@ class WorkerChannels:
           ValueError: The worker that sent it is in another call.
         """
         with self._mailbox.lock:
-            # A value of another call with the same tag must not be computed with.
+            # Tags are equal in all calls: only the identity shows that a value belongs
+            # to another batch.
             for name in self._senders(tag):
                 self._compare(name)
             value = self._mailbox.arrived[self._address].pop(tag)
         return value if tag.kind == "C" else received(value, self._place)
 
     def _senders(self, tag: MessageTag) -> list[str]:
-        """The processes from one of which a message comes."""
+        """The processes that may send a message of a tag."""
         if tag.kind in _OF_MEMBERS:
             return [self._names[tag.sender]]
         return [self._names[number] for number in self._members.of(tag.sender)]
@@ -489,30 +499,36 @@ class WorkerChannels:
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """See `StageChannels`.
 
-        A worker that is at work may be compiling, which takes as long as it takes: the
-        limit is on the time in which nothing is done on any worker of the call.
-
         Raises:
           WorkerLost: A worker of the pipeline is gone.
           RpcTimeout: All workers that are in the call have waited for the timeout.
           ValueError: Another worker is in another call.
-          Exception: What went wrong on another worker, or with a message.
+          Exception: An error on another worker, or of a message.
         """
+        # The timeout bounds idleness and not work: a worker at work may be compiling,
+        # for a time that has no bound.
         began = time.monotonic()
         until = began + self._timeout if self._timeout else None
         with self._mailbox.resting(self._address):
             while not self._arrives(waiting, until, began + _PATIENCE):
                 if not self._announced:
+                    # Two workers in different calls may wait for each other without
+                    # having sent a message that would show the mismatch.
                     self._announced = True
                     self._ask_others(_HERE, self._address)
                 elif until is not None and time.monotonic() >= until:
                     until = self._prolonged(waiting)
 
     def _prolonged(self, waiting: Mapping[MessageTag, str]) -> float:
-        """Until when to wait, after the timeout; it may have come meanwhile."""
+        """The next deadline, after the timeout has passed.
+
+        Raises:
+          RpcTimeout: No worker that is in the call has been at work since.
+        """
         told = self._rests_of_others()
         rested = min((each for each in told.values() if each is not None), default=None)
         if rested is None or rested >= self._timeout:
+            # A value may have arrived while the others were asked.
             if not self._arrives(waiting, 0.0, 0.0):
                 raise RpcTimeout(self._late(waiting, told))
             return time.monotonic()
@@ -526,15 +542,16 @@ class WorkerChannels:
         return time.monotonic() + self._timeout - rested
 
     def _rests_of_others(self) -> dict[str, float | None]:
-        """For how long each other worker has waited in the call, by name.
+        """The time that each other worker has waited in the call, by name.
 
-        None: it is not in the call. Workers that do not answer are left out.
+        None for a worker that is not in the call. Workers that do not answer are left
+        out.
         """
         told: dict[str, float | None] = {}
         for name, answer in self._ask_others(_RESTED, self._address).items():
             try:
                 told[name] = answer.wait()
-            except WorkerLost as lost:  # Its group may not know it yet.
+            except WorkerLost as lost:  # The group may not have noticed it yet.
                 if name in self._needed:
                     self._failed(lost)
             except RpcError:
@@ -544,7 +561,7 @@ class WorkerChannels:
     def _arrives(
         self, waiting: Mapping[MessageTag, str], until: float | None, announce: float
     ) -> bool:
-        """Whether something came; returns when it did, or when there is more to do."""
+        """Waits for a value until a deadline; whether one of them has arrived."""
         moments = [until] if self._announced else [until, announce]
         end = min((at for at in moments if at is not None), default=None)
         with self._mailbox.lock:
@@ -561,12 +578,15 @@ class WorkerChannels:
 
     @property
     def _needed(self) -> Sequence[str]:
-        """Workers that the call still needs, as far as this one knows."""
-        # Whether it can do without another one, the leader knows by its vote.
+        """Workers whose loss ends the call here."""
+        # After its vote this worker needs the leader's decision alone: the leader
+        # knows whether it has the vote of a worker that was lost.
         return [self._names[self._leader]] if self._voted else self._names
 
     def _check(self) -> None:
-        """Raises what ends the call."""
+        """Raises the failure of the call, if there is one."""
+        # First the failure that another worker has sent: that the worker is then lost,
+        # or in another call, follows from it.
         failure = self._mailbox.failures.get(self._address)
         if failure is not None:
             raise failure.error
@@ -591,7 +611,7 @@ class WorkerChannels:
             f"{action} for {_KINDS[tag.kind]} of "
             + " or ".join(map(repr, self._senders(tag)))
             for tag, action in waiting.items()
-            if tag.kind != "E"  # It is waited for along with everything else.
+            if tag.kind != "E"  # Added to every wait of an epoch; never the cause.
         ]
         shown = "; ".join(dict.fromkeys(missing))
         absent = [repr(name) for name, rest in (told or {}).items() if rest is None]
@@ -608,19 +628,23 @@ class WorkerChannels:
         ready, self.ready = self.ready, None
         if ready is not None:
             with ending(ready):
+                # The barrier compares batches, too: a mismatch must show before the
+                # first collective.
                 ready._identity, ready._meta = self._identity, self._meta
                 ready.agree(None)
             self.begun = True
 
     def _whole(self, value: PyTree) -> PyTree:
-        """A value of which this process has all, for messages."""
+        """Gathers a value that is divided over several processes, for messages."""
         return jax.tree.map(whole_here, value) if self._members.joint else value
 
     def _computed(self, value: PyTree) -> None:
-        """Waits for arrays; those of several processes as long as these are there."""
+        """Waits for arrays; raises the failure of the call if one comes meanwhile."""
         if not self._members.joint:
             jax.block_until_ready(value)
             return
+        # Polled, because `block_until_ready` would never return from a collective that
+        # another process has left.
         pause = _SHORT
         for leaf in jax.tree.leaves(value):
             is_ready = getattr(leaf, "is_ready", None)  # of arrays
@@ -632,7 +656,9 @@ class WorkerChannels:
         jax.block_until_ready(value)
 
     def lost_behind(self, error: BaseException) -> BaseException | None:
-        """The process whose loss has made a collective fail; None if none was lost."""
+        """The loss of a process that made a collective fail; None if none was lost."""
+        # The error of a collective does not name the process. Heartbeats do, but may
+        # notice the loss some seconds later.
         if not (self.begun and _SYMPTOM.search(str(error))):
             return None
         until = time.monotonic() + _ANSWER
@@ -650,13 +676,15 @@ class WorkerChannels:
     def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`."""
         value = self._whole(value)
+        # Before the vote: dispatched work may still fail, and after its vote a worker
+        # may not.
         self._computed(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
         return told
 
     def _lead(self, value: PyTree) -> list[PyTree]:
-        """Collects the votes, decides, and tells all."""
+        """Collects the votes, decides, and sends the decision to all."""
         votes = {self._own: value}
         while len(votes) < len(self._names):
             missing = [_vote_of(rank) for rank in self._others() if rank not in votes]
@@ -668,7 +696,8 @@ class WorkerChannels:
         told = [votes[rank] for rank in sorted(votes)]
         with self._mailbox.lock:
             self._check()
-            # Under the lock: a request to give up sees a decision or prevents it.
+            # Under one lock with the check: a request to give up finds a decision, or
+            # prevents it.
             self._mailbox.decisions[self._address[0]] = self.number, told
             self._over = True
         for rank in self._others():
@@ -676,9 +705,10 @@ class WorkerChannels:
         return told
 
     def _vote(self, value: PyTree) -> list[PyTree]:
-        """Tells the leader that this worker's part is done; what was decided."""
+        """Sends this worker's vote to the leader; returns the decision."""
         decision = _decision_of(self._leader)
-        self._voted = True  # It may be on its way from here on, whatever is raised.
+        # Set before the vote is sent: an interrupt in `_put` may come after that.
+        self._voted = True
         try:
             self._put(_vote_of(self._own), self._leader, value)
             while not self.has(decision, self._own):
@@ -686,18 +716,22 @@ class WorkerChannels:
             told = self.take(decision, self._own)
         except BaseException as error:
             told = self._give_up(error)
-            # A late decision makes up for a timeout, but not for an interrupt.
+            # With a late decision the call succeeds in spite of a timeout; an interrupt
+            # is raised in any case.
             if told is None or not isinstance(error, RpcTimeout):
                 raise
         return list(told)
 
     def _give_up(self, error: BaseException) -> list[PyTree] | None:
-        """Asks the leader to give the call up; what it has decided, if it has."""
+        """Asks the leader to abort the call; returns the decision if it was made."""
+        # A failure that was sent to all is known to the leader.
         failure = self._mailbox.failures.get(self._address)
         if failure is not None and failure.told:
             return None
         body = (*self._address, describe(error, self._name))
-        self._over = True  # Unless the leader says that it is not.
+        # If the leader cannot be reached, the call may have succeeded: no failure is
+        # sent to the others then.
+        self._over = True
         try:
             told = self._agent.call(self._names[self._leader], _GIVE_UP, body)
         except RpcError as unreachable:
@@ -715,7 +749,7 @@ class WorkerChannels:
         """See `StageChannels`."""
         self.failed = error is not None
         failure = self._mailbox.failures.get(self._address)
-        # Its sender has told all others.
+        # A failure that came from another worker was sent to all by that worker.
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
             body = (*self._address, describe(error, self._name))
@@ -723,10 +757,9 @@ class WorkerChannels:
         self._mailbox.end(self._address)
 
     def _ask_others(self, kind: str, body: PyTree) -> dict[str, Future[Any]]:
-        """The answers of the other workers that are alive, by name.
-
-        They need not be waited for: a worker that is not reached finds out by itself.
-        """
+        """Sends a request to the other live workers; their futures by name."""
+        # Callers need not wait for the answers: a worker that is not reached notices
+        # by its own timeout.
         names = [self._names[rank] for rank in self._others()]
         return {
             name: self._agent.call_async(name, kind, body, self._limit, self._meta)
@@ -737,13 +770,13 @@ class WorkerChannels:
 
 
 class WorkerCommunicator:
-    """One worker of rpc per process, or per thread of a local cluster.
+    """The communicator of rpc's workers, one per process or thread.
 
     Args:
-      agent: This one.
-      places: Of the workers; those of other processes need not be known.
+      agent: This worker.
+      places: Devices of the workers; those of other processes may be None.
       members: The workers of rpc.
-      about: What else must be the same on all workers.
+      about: Further text that must be the same on all workers.
       data_axis: As given to `Pipeline`.
     """
 
@@ -757,7 +790,8 @@ class WorkerCommunicator:
         about: str,
         data_axis: str | None,
     ) -> None:
-        enter_batch_class()  # messages come while it computes
+        # Threads that receive large messages must not interrupt those that compute.
+        enter_batch_class()
         self.places = places
         self._agent = agent
         self._members = members
@@ -766,11 +800,12 @@ class WorkerCommunicator:
         self.last: StageChannels | None = None
         self._calls = itertools.count()
         self._data_axis = data_axis
-        self._parts: int | None = None  # Until all have met.
+        self._parts: int | None = None  # Known once all workers have met.
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
-        # At the first call: to make a pipeline waits for no other worker.
+        # At the first call and not in the constructor, so that making a pipeline does
+        # not block.
         if self._parts is None:
             self._parts = self._meet()
         number, parts = next(self._calls), self._parts
@@ -787,10 +822,12 @@ class WorkerCommunicator:
 
     @contextlib.contextmanager
     def _together(self, channels: WorkerChannels) -> Iterator[StageChannels]:
-        """A call of processes that compute together: see above."""
+        """Opens a call of processes that compute together."""
         mailbox = mailbox_of(self._agent)
         with ending(channels):
             try:
+                # Collectives are matched by their order: the rest of a half done one in
+                # another process would receive values of this call.
                 if mailbox.half_done:
                     rule = "must not be called again after a call that failed under way"
                     remedy = "Start the run again from its last checkpoint."
@@ -800,6 +837,7 @@ class WorkerCommunicator:
                 yield channels
             except BaseException as error:
                 ready, channels.ready = channels.ready, None
+                # The error came before `begin`: others in the barrier fail with it.
                 if ready is not None:
                     ready.end(error)
                 lost = channels.lost_behind(error)
@@ -825,14 +863,14 @@ class WorkerCommunicator:
         return clock_offset(ask, time.perf_counter)
 
     def _meet(self) -> int:
-        """Waits for all workers; their calls are counted from here on.
+        """Waits for all workers and compares their pipelines.
 
         Returns:
-          The smallest number of rows that the meshes of all of them can split.
+          The smallest number of rows that the meshes of all workers can split.
         """
         schedule = self.places.schedule
         mine = f"{schedule!r} as {self._pipeline}, {self._about}"
-        # Its text shows no actions, of which there may be millions.
+        # A digest, because a schedule may have millions of actions.
         digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
         place = self.places.devices[self.places.own[0]]
         axes = dict(place.mesh.shape) if isinstance(place, StageMesh) else None
@@ -846,6 +884,7 @@ class WorkerCommunicator:
             )
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
         name = DATA_AXIS if self._data_axis is None else self._data_axis
+        # All workers cut micro-batches alike, so the sizes of all data axes count.
         meshes = [axes for _, axes in told.values() if axes is not None]
         if self._data_axis is not None and not any(name in axes for axes in meshes):
             rule = "must be an axis of one of the workers' meshes"
@@ -888,12 +927,12 @@ def communicator_for(
     mesh: Mesh | None = None,
     stage_axis: str | None = None,
 ) -> Communicator:
-    """The communicator for the places that a pipeline is given.
+    """Makes the communicator of a pipeline from the places that the user gave.
 
     Args:
       schedule: The schedule.
       workers_or_devices: See `Pipeline`.
-      about: What else must be the same on all workers, for the error's text.
+      about: Further text that must be the same on all workers, for the error's text.
       data_axis: See `Pipeline`.
       mesh: See `Pipeline`.
       stage_axis: See `Pipeline`.
@@ -973,12 +1012,12 @@ def _of_places(
 
 
 def _are_elsewhere(places: Sequence[Place]) -> bool:
-    """Whether other processes of this run have devices of the places."""
+    """Whether some devices of the places belong to other processes of this run."""
     if jax.process_count() == 1:
         return False
     devices = set().union(*map(devices_of, places))
     known = set().union(*(jax.devices(d.platform) for d in devices))
-    # Those of hardware that is not here are in no process.
+    # Devices of a compiler for absent hardware belong to no process.
     return devices <= known and not devices <= {*jax.local_devices()}
 
 
@@ -1031,6 +1070,7 @@ def _over_processes(
         rule += "`jax.distributed` as its rank"
         remedy = "Call rpc.init_rpc in each, which jdist.launch gives these numbers."
         raise ValueError(requirement(call, rule, got, remedy))
+    # Members are in the order of the workers' processes: several have one rank.
     ranks = [rank for rank, some in enumerate(each) for _ in some]
     own, leader = flat.index(here), ranks.index(min(schedule.placement[0]))
     members = Members([names[process] for process in flat], ranks, own, leader)

@@ -1,7 +1,7 @@
-"""The batches of an epoch, read one by one when a pass first needs them.
+"""The batches of an epoch, each read when a pass first needs it.
 
-Each batch is a micro-batch. It is kept from when it is read until its first backward
-pass in this process: by then all forward passes and the loss have had what they take.
+Each batch is a micro-batch. It is kept until its first backward pass in this process,
+which comes after all forward passes and the loss of that micro-batch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
@@ -20,26 +20,26 @@ from jdist.pipeline.run.micro_batch import (
     scaled_down,
 )
 
-# Nothing that an iterator could yield.
+# A sentinel, because an iterator may yield None.
 _END = object()
 
 
 class Supply:
-    """Batches and their weights, and whether there is another one.
+    """An iterator over batches and their weights that reads one batch ahead.
 
     Args:
       batches: Batches, or pairs of a batch and its weights.
-      weights: Of each batch, if they are not in pairs; None: 1 for each example.
-      call: The public function that asks, for the errors' text.
+      weights: Weights of each batch, if not in pairs; None: 1 for each example.
+      call: The public function, for the errors' text.
 
     Raises:
       TypeError: `batches` or `weights` cannot be iterated over.
-      ValueError: Both say how many they are, and differ.
+      ValueError: Both have lengths, which differ.
 
     Attributes:
-      count: How many they say that they are; None for an iterator.
-      first: The first micro-batch that counts, without its batch; by its weights all
-        others are normalised.
+      count: The length of `batches`; None for an iterator.
+      first: The first micro-batch with a positive weight, without its batch; its
+        weights normalise all others.
     """
 
     def __init__(
@@ -58,19 +58,20 @@ class Supply:
         self._next: Any = None
 
     def more(self) -> bool:
-        """Whether there is another batch, which is read now if it has not been.
+        """Whether there is another batch; reads it if need be.
 
         Raises:
           Exception: What the iterators raise, with the number of the batch in a note.
           ValueError: There are more batches than weights, or fewer.
         """
-        # One batch ahead: only the iterator knows whether there is another.
+        # Reading one batch ahead is the only way to find the end of an iterator.
         if self._next is None:
             self._next = self._pair()
         return self._next is not _END
 
     def take(self) -> tuple[PyTree, ArrayLike | None]:
-        """The next batch and its weights; there is one."""
+        """The next batch and its weights, after `more` has returned True."""
+        # No reference is kept, so that the batch is freed after its passes.
         found, self._next = self._next, None
         self._read += 1
         batch, weights = found
@@ -79,6 +80,7 @@ class Supply:
     def _pair(self) -> PyTree:
         try:
             batch = next(self._batches, _END)
+            # Also after the end of the batches, to find weights that are left over.
             own = _END if self._weights is None else next(self._weights, _END)
         except BaseException as error:
             error.add_note(f"It was raised when batch {self._read} was read.")
@@ -106,23 +108,23 @@ class Supply:
 
 
 class BatchStream:
-    """A part of an epoch: micro-batches that are numbered from 0.
+    """The micro-batches of a part of an epoch, numbered from 0.
 
     Args:
-      supply: Where they come from.
-      limit: How many there are at most; None: all that are left.
+      supply: The source of the batches.
+      limit: The largest number of micro-batches; None: all that are left.
       kind: The reduction, "mean" or "sum".
-      groups: Numbers of consecutive micro-batches that make an update. Each of these
-        has to have an example that counts.
+      groups: Sizes of groups of consecutive micro-batches that make an update. Each
+        group must have an example with a positive weight.
       kept: Whether this process has a pass for a micro-batch.
       compared: Whether other processes read the same batches, so that checksums are
         needed.
-      call: The public function that asks, for the errors' text.
+      call: The public function, for the errors' text.
 
     Attributes:
-      length: How many there are; None as long as that is not known.
-      totals: Of the micro-batches that were read, the sums of their weights.
-      checksums: Of all that was read, if they are needed.
+      length: The number of micro-batches; None until the end has been read.
+      totals: The sum of the weights of each micro-batch that was read.
+      checksums: Checksums of all batches that were read, if they are needed.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class BatchStream:
         self._parts: dict[int, MicroBatch] = {}
 
     def reaches(self, micro: int) -> bool:
-        """Whether there is a micro-batch of that number; reads what comes before it.
+        """Whether there is a micro-batch of a number; reads all up to it.
 
         Raises:
           Exception: What the iterator raises.
@@ -162,16 +164,17 @@ class BatchStream:
         return micro < len(self.totals)
 
     def __getitem__(self, micro: int) -> MicroBatch:
-        """A micro-batch that was read and is not forgotten."""
+        """A micro-batch that was read and not removed by `forget`."""
         return self._parts[micro]
 
     def forget(self, micro: int) -> None:
-        """All forward passes of a micro-batch are done."""
+        """Removes a micro-batch whose forward passes are done."""
         self._parts.pop(micro, None)
 
     def _read(self) -> None:
         number = len(self.totals)
         part = micro_batch_of(number, *self._supply.take(), self._call)
+        # Of the data as the user gave it, before normalisation.
         if self._compared:
             self.checksums = chained(self.checksums, part)
         part = self._normalized(part)
@@ -188,6 +191,7 @@ class BatchStream:
         if not self.length:
             rule = "must have one batch at least"
             raise ValueError(requirement(f"{self._call}(batches)", rule, "none"))
+        # The last update of an epoch may have fewer micro-batches than the others.
         for size in self._open:
             if self.length % size:
                 self._check_update(size)
@@ -204,20 +208,19 @@ class BatchStream:
             raise ValueError(requirement(f"{self._call}(weights=...)", rule, got))
 
     def _normalized(self, part: MicroBatch) -> MicroBatch:
-        """With weights that single precision can add up; see `normalized`.
-
-        By the power of two of the first that counts: the largest is not known yet. It
-        is one for all parts of an epoch, whose losses are joined.
-        """
+        """Normalises the weights of a micro-batch; see `normalized`."""
         if self._kind == "sum":
             check_sum([part.weights], self._call)
             return part
-        # It has no exponent, and no other part depends on it.
+        # A total of 0 has no exponent, and its losses count for nothing.
         if not part.weights.any():
             return part
+        # By the exponent of the first positive total, because the largest one is not
+        # known before the end. All parts of an epoch share it, whose losses are joined.
         first = self._supply.first or part._replace(batch={})
         self._supply.first = first
         exponent = exponent_of([first])
+        # Beyond that float32 could not hold the smaller totals beside the larger ones.
         if abs(exponent_of([part]) - exponent) > 64:
             rule = "must have totals within a factor of 2^64 of the first one's"
             got = f"totals of {first.given:.3g} in batch {first.number} and "

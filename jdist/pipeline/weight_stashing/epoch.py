@@ -1,13 +1,14 @@
-"""One epoch of an asynchronous pipeline: a step in which the stages update themselves.
+"""One epoch of an asynchronous pipeline: a step that interleaves passes and updates.
 
-A stage's updates are numbered. For each its workers contribute `every` micro-batches
-each, in the order of their backward passes; the last update of an epoch takes what is
-left. With several workers each sends its sum to the others, and goes on with the stage
-once it has all of them: so all have the same version at the same point of their lists.
+A stage's updates are numbered. To each update every worker of the stage contributes
+`every` micro-batches, in the order of their backward passes; the last update of an
+epoch has the remaining ones. Workers that share a stage send their sums to each other
+and continue with the stage once all sums have arrived: so all have the same version at
+the same point of their lists.
 
-Batches are read when a pass needs them. Each process reads its own, and finds out by
-itself that there are no more; it then tells the others, so that none waits for a
-micro-batch that only some of them have.
+Batches are read when a pass needs them. Each process reads its own stream and sends the
+length to the others when the stream ends, so that none of them waits for a micro-batch
+that does not exist on all.
 """
 
 from collections import Counter, deque
@@ -39,10 +40,10 @@ starts computations before devices are free: it would read what none can take ye
 
 
 class PassRecord(NamedTuple):
-    """A pass that a worker did, and the version of the weights that it used.
+    """A pass of a worker, and the version of the weights that it used.
 
-    Versions are numbered from the beginning of the epoch: version v is what v updates
-    have made of the weights that it began with.
+    Versions are numbered from the beginning of the epoch: version v is the result of v
+    updates of the initial weights.
 
     Attributes:
       kind: "F" or "B".
@@ -50,9 +51,9 @@ class PassRecord(NamedTuple):
       stage: The stage.
       micro_batch: The micro-batch.
       version: The version that it used.
-      newest: The newest version there when it began; `newest - version` is the
-        staleness of what it used.
-      held: Versions that the stage keeps on this worker afterwards.
+      newest: The newest version when the pass began; `newest - version` is the
+        staleness of the version.
+      held: Number of versions that the stage keeps on this worker after the pass.
     """
 
     kind: str
@@ -65,14 +66,14 @@ class PassRecord(NamedTuple):
 
 
 class EpochReport(NamedTuple):
-    """The findings of one process in an epoch, for all others.
+    """The results of one process in an epoch, sent to all others.
 
     Attributes:
-      found: Of its micro-batches the weighted sum of the losses, the sum of the
-        weights, and the auxiliary outputs; see `stacked`.
-      length: How many micro-batches there are on all workers.
-      more: Whether there are others, for the next part of the epoch.
-      checksums: Of the batches that it has read.
+      found: For each of its micro-batches the weighted sum of the losses, the sum of
+        the weights, and the auxiliary outputs; see `stacked`.
+      length: The number of micro-batches that it has read.
+      more: Whether there are further batches, for the next part of the epoch.
+      checksums: Checksums of the batches that it has read.
     """
 
     found: Entries | None
@@ -86,9 +87,10 @@ class EpochPlan(NamedTuple):
 
     Attributes:
       stream: The micro-batches.
-      schedule: Of all workers.
-      every: How many micro-batches of a worker make an update.
-      joint: Exchanges what stages need of each other for an update; None: nothing.
+      schedule: The schedule of all workers.
+      every: Number of micro-batches of a worker in an update.
+      joint: The exchange between stages before an update; None where they update
+        independently.
     """
 
     stream: BatchStream
@@ -102,12 +104,12 @@ class EpochStep(Step):
     """The passes and updates of one epoch, or of a part of one.
 
     Args:
-      given: What it works on; its micro-batches are those of the plan.
+      given: The inputs of the step; its micro-batches are those of the plan.
       stashed: The stages by worker and stage, with versions of their weights.
-      plan: The micro-batches, and what is done with them.
+      plan: The micro-batches and updates.
 
     Attributes:
-      passes: What was done here, in order.
+      passes: The passes of this process, in order.
     """
 
     def __init__(
@@ -127,10 +129,12 @@ class EpochStep(Step):
         self._end_told = False
 
     def run(self, action_timer: ActionTimer | None = None) -> None:
-        """See `Step`; then the drain: stages make the updates that are left."""
+        """See `Step`; then drains, with the remaining updates of all stages."""
         super().run(action_timer)
-        # Others may wait for a micro-batch that there is not.
+        # Other workers may still wait for a micro-batch that does not exist.
         self._tell_end()
+        # In three loops: every part is sent before any is waited for, or two workers
+        # would wait for each other.
         for (worker, stage), stashed in self._stashed.items():
             shared = self._shared[worker, stage]
             # The last update has fewer micro-batches, if any.
@@ -148,17 +152,19 @@ class EpochStep(Step):
     def _actions(self, worker: int) -> OpenActions:
         return OpenActions(self._schedule, worker)
 
+    # An update may follow each backward pass, and needs the whole gradient.
     def _is_split(self, action: Action) -> bool:
         return False
 
     def _waiting(self, lists: Mapping[int, Actions]) -> dict[MessageTag, str]:
-        """See `Step`; and for the end of the batches on other workers."""
+        """See `Step`; adds the ends of other workers' streams."""
+        # Before a wait, or two workers whose streams have ended would both wait.
         self._tell_end()
         waiting = super()._waiting(lists)
         return waiting | self._unheard() if waiting else {}
 
     def _unheard(self) -> dict[MessageTag, str]:
-        """Workers whose end is not known; refuses ends that are not this one's."""
+        """Tags of stream ends that have not arrived; refuses different lengths."""
         here = self._places.own[0]
         unheard = {}
         for other in self._elsewhere():
@@ -167,6 +173,7 @@ class EpochStep(Step):
                 self._ends[other] = self._channels.take(end, here)
             if other not in self._ends:
                 unheard[end] = "more batches"
+        # Each time, because this worker's own stream is read further between waits.
         for other, length in self._ends.items():
             read = len(self._stream.totals)
             if read > length or self._stream.length not in (None, length):
@@ -190,20 +197,20 @@ class EpochStep(Step):
         workers = range(self._places.schedule.workers)
         return [worker for worker in workers if worker not in self._places.own]
 
-    # --- what is found out ---
+    # --- results ---
 
     def agree_on_epoch(
         self, channels: StageChannels, more: bool, computed: PyTree
     ) -> tuple[np.ndarray, np.ndarray, PyTree]:
-        """Ends the epoch on all workers, or on none.
+        """Commits the epoch on all workers, or on none.
 
         Args:
-          channels: The call that the epoch is made in.
-          more: Whether there are batches for another part of it.
-          computed: What the epoch leaves behind; see `StageChannels.agree`.
+          channels: The call of the epoch.
+          more: Whether there are batches for another part of the epoch.
+          computed: The results of the epoch; see `StageChannels.agree`.
 
         Returns:
-          Of all micro-batches, on every worker: the weighted sums of the losses, the
+          For all micro-batches, on every worker: the weighted sums of the losses, the
           sums of the weights, and the auxiliary outputs.
 
         Raises:
@@ -215,18 +222,20 @@ class EpochStep(Step):
         found = stacked(self._found, np.stack)
         mine = EpochReport(found, length, more, self._stream.checksums)
         told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
-        # All are told the same, and therefore raise the same.
+        # After the exchange: all processes have the same reports and raise the same.
         _check_alike(told)
         values, weights, aux = merged([each.found for each in told])
         return values, weights, aux
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        # Not fetched yet: that would wait for the device.
+        # Fetched later, because a transfer to the host waits for the device.
         self._computing.append((micro, (found.value, found.weight, aux)))
         self._fetch(AHEAD)
 
     def _fetch(self, left: int) -> None:
-        """Waits for the losses of all but the last micro-batches."""
+        """Fetches the losses of all micro-batches but the last `left`."""
+        # The wait bounds how far dispatch runs ahead of the device, and so the batches
+        # and activations in memory.
         while len(self._computing) > left:
             micro, found = self._computing.popleft()
             self._found[micro] = jax.tree.map(np.asarray, found)
@@ -242,17 +251,19 @@ class EpochStep(Step):
 
     def _do(self, worker: int, action: Action) -> PyTree:
         kind, stage, micro = action
+        # An update with other workers was not made at once: their sums are here now.
         if self._full(worker, stage):
             self._update(worker, stage)
         stashed = self._stashed[worker, stage]
-        # Joint updates are made when the first pass that uses their weights is due.
+        # Joint updates are made at the first pass that needs them, not when messages
+        # arrive: so the versions do not depend on timing.
         while kind == "F" and stashed.stash.version < stashed.version(micro):
             assert self._joint is not None
             self._joint.make(worker, stage, stashed)
         newest = stashed.stash.version
         computed = super()._do(worker, action)
         if kind == "B":
-            self._stream.forget(micro)  # All its forward passes are done.
+            self._stream.forget(micro)  # All its forward passes here are done.
         used = stashed.used[micro] if kind == "F" else stashed.used.pop(micro)
         held = len(stashed.stash.kept)
         self.passes.append(PassRecord(kind, worker, stage, micro, used, newest, held))
@@ -276,11 +287,12 @@ class EpochStep(Step):
         if not self._full(worker, stage):
             return
         self._share(worker, stage)
-        if not self._due(worker, stage):  # Before it waits for anything else.
+        # Without other workers the update needs no message, and is made at once.
+        if not self._due(worker, stage):
             self._update(worker, stage)
 
     def _share(self, worker: int, stage: int) -> None:
-        """The stage's other workers get what this one contributes to an update."""
+        """Sends a worker's contribution to an update to the stage's other workers."""
         stashed = self._stashed[worker, stage]
         self._shared[worker, stage] += 1
         for other in self._places.replicas(worker, stage):
@@ -288,16 +300,17 @@ class EpochStep(Step):
             self._channels.put(tag, other, stashed.run.partial())
 
     def _full(self, worker: int, stage: int) -> bool:
-        """Whether a worker has contributed all it has to, and not updated yet."""
+        """Whether a worker has its whole contribution to an update that is not made."""
         stashed = self._stashed[worker, stage]
         if stashed.grown == self._every:
             return True
         if not stashed.grown or not self._schedule.has_ended(worker):
             return False
+        # The last update of the epoch, with fewer micro-batches.
         return stashed.grown == self._contributions(stage, stashed.contributed)[worker]
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
-        """The contributions of other workers to the next update."""
+        """Tags of other workers' contributions to the next update."""
         number = self._stashed[worker, stage].contributed
         return [
             MessageTag("G", number, "", stage, other)
@@ -306,7 +319,7 @@ class EpochStep(Step):
         ]
 
     def _due_together(self, worker: int, action: Action) -> list[MessageTag]:
-        """The messages of other stages before an update that a forward pass needs."""
+        """Tags of other stages' messages for the updates that a forward pass needs."""
         stashed = self._stashed[worker, action.stage]
         if self._joint is None or action.kind != "F":
             return []
@@ -329,15 +342,16 @@ class EpochStep(Step):
             self._joint.tell(worker, stage, number, stashed)
 
     def _contributions(self, stage: int, number: int) -> Counter[int]:
-        """How many micro-batches each worker contributes to an update of a stage."""
+        """Number of micro-batches that each worker contributes to a stage's update."""
         workers = self._places.schedule.placement[stage]
         size = self._every * len(workers)
-        if len(workers) > 1:  # Whether another worker has one shows in the batches.
+        # Only the stream shows whether other workers have micro-batches left.
+        if len(workers) > 1:
             self._stream.reaches((number + 1) * size - 1)
         return contributions(workers, size, number, self._stream.length)
 
     def _count(self, stage: int) -> int:
-        """The updates of a stage in the whole epoch."""
+        """Number of updates of a stage in the whole epoch."""
         workers = self._places.schedule.placement[stage]
         return -(-len(self._stream.totals) // (self._every * len(workers)))
 
@@ -345,13 +359,13 @@ class EpochStep(Step):
 def contributions(
     workers: Sequence[int], size: int, number: int, length: int | None
 ) -> Counter[int]:
-    """How many micro-batches each worker of a stage contributes to an update.
+    """Number of micro-batches that each worker of a stage contributes to an update.
 
     Args:
-      workers: Of the stage; they take micro-batches in turn.
-      size: Micro-batches of an update.
-      number: Of the update.
-      length: Micro-batches of the epoch; None: more than this update needs.
+      workers: The workers of the stage, which take micro-batches in turn.
+      size: Number of micro-batches in an update.
+      number: Number of the update.
+      length: Number of micro-batches in the epoch; None: more than this update needs.
 
     Example:
       >>> [dict(contributions((0, 1), 4, update, 5)) for update in (0, 1)]
@@ -364,6 +378,7 @@ def contributions(
 
 def _check_alike(told: Sequence[EpochReport]) -> None:
     """Refuses an epoch whose workers have not read the same batches."""
+    # By entry, with the first worker that has it: a process need not load all entries.
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(told):
         if each[1:3] != told[0][1:3]:

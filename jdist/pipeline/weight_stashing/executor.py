@@ -1,4 +1,4 @@
-"""The executor of asynchronous epochs: stages update while micro-batches are there."""
+"""The executor of asynchronous epochs: updates while micro-batches are in flight."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -81,9 +81,9 @@ class EpochResult(NamedTuple):
 
     Attributes:
       state: The next training state.
-      part: What was found.
-      transfers: What this process sent.
-      passes: What its workers did, with versions.
+      part: The losses of the part.
+      transfers: The transfers of this process.
+      passes: The passes of its workers, with versions.
     """
 
     state: PipelineState
@@ -94,15 +94,15 @@ class EpochResult(NamedTuple):
 
 @final
 class EpochExecutor(Executor):
-    """Runs epochs of an asynchronous schedule, of any number of micro-batches.
+    """Runs epochs of an asynchronous schedule, with any number of micro-batches.
 
-    A gradient of one batch, and its evaluation, are those of the same actions with no
-    update among them.
+    The gradient of one batch, and its evaluation, use the same schedule without
+    updates.
 
     Args:
       programs: The compiled stages.
-      tied: Parameters that stages share; None: there are none.
-      optimizers: One for each stage; None: it cannot train. `check_epochs` has passed.
+      tied: Parameters that stages share; None if there are none.
+      optimizers: One for each stage, after `check_epochs`; None: it cannot train.
       max_norm: As for `Pipeline`.
     """
 
@@ -147,6 +147,7 @@ class EpochExecutor(Executor):
         if update is None or self._optimizers is None:
             return self._synchronous.lower(given, update)
         places, kind = self._programs.places, self._programs.loss.kind
+        # One micro-batch, normalised by itself, as the first batch of an epoch is.
         one = micro_batch_of(0, given.batch, given.weights, CALL)
         part, channels = (
             normalized([one], kind, CALL)[0],
@@ -160,7 +161,7 @@ class EpochExecutor(Executor):
                 run.update = UpdateInBackward(fn, update.opt_states[j], run.params)
         for (_, j), run in rehearse(inputs, found.named).items():
             if run.update is not None:
-                continue  # It is in the backward pass.
+                continue  # The backward pass includes the update.
             grads[j] = lower_update(
                 self._optimizers[j],
                 run,
@@ -182,7 +183,7 @@ class EpochExecutor(Executor):
         opt_states: Sequence[PyTree],
         first: MicroBatch,
     ) -> StepInputs:
-        """The inputs of an epoch, of which one micro-batch stands for all."""
+        """The inputs of an epoch, of which one micro-batch represents all."""
         programs, loss = self._programs, self._programs.loss
         runs = programs.runs(
             given,
@@ -197,7 +198,8 @@ class EpochExecutor(Executor):
 
     @property
     def _of_means(self) -> bool:
-        # 16 bits hold a scaled mean, but not any sum.
+        # Scaled cotangents of a mean fit into 16 bits, where those of a sum may
+        # overflow.
         return self._scaled and self._programs.loss.kind == "mean"
 
     @property
@@ -205,10 +207,11 @@ class EpochExecutor(Executor):
         return self._max_norm is not None or self._tied is not None
 
     def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
-        """The update within a stage's backward pass; None where it comes later."""
+        """The update within a stage's backward pass; None if it comes later."""
         alone = len(self._programs.places.schedule.placement[stage]) == 1
         joins = self._programs.wiring.stages[stage].join_weight_gradients
-        # It has to be of one micro-batch's gradient, and to wait for nothing else.
+        # Only an update that needs the gradient of one micro-batch on one worker, and
+        # nothing of other stages, can be a part of the pass.
         if self._policy.every > 1 or self._updates_jointly or joins or not alone:
             return None
         assert self._optimizers is not None
@@ -227,35 +230,40 @@ class EpochExecutor(Executor):
 
         Args:
           channels: The call, upon which all processes agree at the end.
-          state: Of which nothing is donated.
+          state: The training state, of which nothing is donated.
           supply: The batches.
-          limit: How many of them at most; None: all.
+          limit: The largest number of batches; None: all.
           timer: Times the actions.
         """
         programs, places = self._programs, self._programs.places
         stream = self._stream(supply, limit)
-        stream.reaches(0)  # an epoch without a batch is refused before any message
+        # Before any message: an epoch without a batch is refused.
+        stream.reaches(0)
         schedule = OpenSchedule(self._schedule, stream)
         step, key = state.step, state.key
+        # The key of the run does not change: each part of an epoch derives its own.
         own = None if key is None else jax.random.fold_in(key, step)
         self._identify(channels, step, supply, limit, stream, own)
         given = CallInputs(state.params, {}, None, state.states, own)
-        # The first batch stands for all: those after it are not read yet.
+        # The first batch represents all, because the later ones are not read yet.
         first = self._inputs(channels, given, state.opt_states, stream[0])
         stashed = self._stashed(schedule, first.runs, state.opt_states)
+        # Needed beyond `del state`: the metrics have the difference.
         skipped = skipped_in(state.opt_states) if self._scaled else None
-        # Unless the caller keeps it, its arrays go when no micro-batch needs them.
+        # Without these references the initial arrays are freed during the epoch, unless
+        # the caller keeps them.
         del state, given
         programs.compile_ahead(first)
+        # Read by all processes, for shapes and identity; some have no pass for it.
         if not self._takes(0):
             stream.forget(0)
         plan = EpochPlan(stream, schedule, self._policy.every, self._joint(channels))
         epoch = EpochStep(first._replace(parts=stream), stashed, plan)
         epoch.run(timer)
         states = joined_states(channels, places, first.runs, stream.totals)
-        # All versions and optimizer states must be computed before this worker votes.
+        # Awaited before the vote: an error in them must fail the epoch on all workers.
         left = [stage.arrays() for stage in stashed.values()]
-        # Read before the vote, so that an iterator's error fails the call on all.
+        # Before the vote, so that an error of the iterator fails the call on all.
         more = limit is not None and supply.more()
         values, weights, aux = epoch.agree_on_epoch(channels, more, left)
         programs.agreed(first)
@@ -272,12 +280,13 @@ class EpochExecutor(Executor):
         return EpochResult(after, part, epoch.transfers, epoch.passes)
 
     def metrics(self, parts: Sequence[EpochPart]) -> Metrics:
-        """The metrics of an epoch, from all its parts."""
+        """Joins the parts of an epoch into its metrics."""
         values = np.concatenate([part.values for part in parts])
         weights = np.concatenate([part.weights for part in parts])
         starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
         firsts = [jax.tree.map(lambda rows: rows[0], part.aux) for part in parts]
-        stacked(dict(zip(starts, firsts, strict=False)), np.stack)  # if they are alike
+        # Only for its check, which names a micro-batch whose outputs differ in shape.
+        stacked(dict(zip(starts, firsts, strict=False)), np.stack)
         aux = jax.tree.map(
             lambda *rows: np.concatenate(rows), *(part.aux for part in parts)
         )
@@ -287,6 +296,7 @@ class EpochExecutor(Executor):
             skipped = [None if c[0] is None else sum(c) for c in columns]
         if self._programs.loss.kind == "sum":
             return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
+        # NaN for a micro-batch of weight 0, which has no mean.
         means = np.divide(
             values, weights, out=np.full_like(values, np.nan), where=weights > 0
         )
@@ -300,13 +310,14 @@ class EpochExecutor(Executor):
             limit,
             self._programs.loss.kind,
             {every * len(workers) for workers in places.schedule.placement},
+            # The first batch is kept in any case, for shapes and identity.
             lambda micro: micro == 0 or self._takes(micro),
             len(places.own) < places.schedule.workers,
             CALL,
         )
 
     def _joint(self, channels: StageChannels) -> JointUpdate | None:
-        """The exchange before updates; None where stages update alone."""
+        """The exchange before updates; None where stages update independently."""
         if not self._updates_jointly:
             return None
         tied = self._tied or Tied({})
@@ -327,7 +338,9 @@ class EpochExecutor(Executor):
         stream: BatchStream,
         key: jax.Array | None,
     ) -> None:
-        """Compares the first batch; the rest is compared when the epoch ends."""
+        """Sets the identity of the call, with checksums of the first batch."""
+        # Later batches are compared at the end of the epoch: before each pass it would
+        # cost a message per batch.
         first = stream[0]
         settings = {
             "first of": "a stream" if supply.count is None else supply.count,
@@ -343,7 +356,7 @@ class EpochExecutor(Executor):
         runs: Mapping[tuple[int, int], StageRun],
         opt_states: Sequence[PyTree],
     ) -> dict[tuple[int, int], StashedStage]:
-        """The stages of this process with their optimizers, by worker and stage."""
+        """Makes the stages of this process with their versions and optimizers."""
         if self._optimizers is None:
             rule = "must be given for training"
             raise ValueError(requirement("Pipeline(optimizer=...)", rule, "None"))
@@ -360,7 +373,8 @@ class EpochExecutor(Executor):
                 len(workers),
                 self._update_in_backward(j),
             )
-            # A copy for each worker, because an update donates it.
+            # A copy for each worker, because its first update donates the state, which
+            # belongs to the caller and to the stage's other workers.
             where, argument = places.devices[worker], f"{CALL}(state)"
             there = resident(opt_states[j], where, argument, j)
             own = jax.tree.map(jnp.copy, there)
@@ -375,19 +389,20 @@ def check_epochs(
     optimizers: Sequence[Optimizer] | None,
     max_norm: float | None,
 ) -> None:
-    """Refuses what epochs cannot do under a policy.
+    """Refuses arguments that epochs under a policy cannot have.
 
     Args:
       stages: The stages.
-      policy: The schedule's.
+      policy: The policy of the schedule.
       reduction: As for `Pipeline`.
       optimizers: One for each stage; None: it cannot train.
       max_norm: As for `Pipeline`.
 
     Raises:
-      ValueError: The reduction is neither mean nor sum; stages would have to update
-        together, or scale the loss, as the policy does not let them.
+      ValueError: The reduction is neither mean nor sum; or the policy rules out joint
+        updates or the loss scale.
     """
+    # For max and min the weight of a gradient is known only after all micro-batches.
     if reduction not in ("mean", "sum"):
         rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
         raise ValueError(requirement("Pipeline(reduction=...)", rule, reduction))

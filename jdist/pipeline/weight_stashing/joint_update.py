@@ -1,11 +1,11 @@
-"""Updates of an asynchronous pipeline that stages can only make together.
+"""Updates of an asynchronous pipeline that depend on the gradients of all stages.
 
 The norm of an update's gradient is that of all stages, and the gradient of a tied
-parameter is a sum over stages. A stage that has its own part tells it to the others and
-goes on; the update is made when the first forward pass that uses its weights is due.
+parameter is a sum over stages. A stage sends its part to the others when it is computed
+and continues; it makes the update at the first forward pass that uses its weights.
 Where all stages use one version for a micro-batch ("flush", "2bw", "vertical_sync")
-every part is under way by then. Where each uses its newest weights, it would wait for
-the first stage's backward pass at every update, which is a flush.
+every part has been sent before that pass. Where each uses its newest weights, it would
+wait for the first stage's backward pass at every update, which is a flush.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ def check_together(
     max_norm: float | None,
     scaled: bool,
 ) -> None:
-    """Refuses what stages would have to do together, and cannot under a policy.
+    """Refuses clipping and tied parameters under a policy that rules them out.
 
     Args:
       stages: The stages.
-      policy: The schedule's.
+      policy: The policy of the schedule.
       max_norm: As for `Pipeline`.
-      scaled: Whether the loss is.
+      scaled: Whether the loss is scaled.
 
     Raises:
-      ValueError: Something is refused; the message says why.
+      ValueError: One of them is refused; the message has the reason.
     """
     tied = [number for number, stage in enumerate(stages) if stage.tied]
     asked: list[tuple[str, str, object]] = []
@@ -76,9 +76,9 @@ class JointUpdate:
 
     Args:
       tied: The parameters that stages share.
-      max_norm: To which the gradient of all stages is clipped; None: it is not.
+      max_norm: Bound of the norm over all stages; None for no clipping.
       places: The worker of each stage.
-      channels: Brings the parts to the other stages.
+      channels: The channels to other stages.
     """
 
     def __init__(
@@ -94,14 +94,16 @@ class JointUpdate:
         self._channels = channels
 
     def tell(self, worker: int, stage: int, number: int, stashed: StashedStage) -> None:
-        """Tells the others a stage's part of an update, which it has just got.
+        """Sends a stage's part of an update to the other stages.
 
         Args:
-          worker: Of the stage.
-          stage: Its number.
-          number: Of the update.
-          stashed: The stage; the gradient is the one that it holds last.
+          worker: The worker of the stage.
+          stage: Number of the stage.
+          number: Number of the update.
+          stashed: The stage, whose newest held gradient is sent.
         """
+        # Sent as soon as it is computed: the other stages need it at a later pass, so
+        # that the message overlaps with the passes before that one.
         for name, part in self._tied.parts(
             stage, stashed.run.params, stashed.held[-1]
         ).items():
@@ -116,7 +118,7 @@ class JointUpdate:
                 self._channels.put(tag, self._worker(other), square)
 
     def awaited(self, stage: int, number: int) -> list[MessageTag]:
-        """The messages of other stages that an update needs."""
+        """Tags of the messages of other stages that an update needs."""
         found = [
             MessageTag("T", number, name, other, self._worker(other))
             for name in self._tied.names(stage)
@@ -131,13 +133,14 @@ class JointUpdate:
         return found
 
     def make(self, worker: int, stage: int, stashed: StashedStage) -> None:
-        """Makes the next update of a stage, of the gradient that it holds longest.
+        """Makes the next update of a stage, from the oldest gradient that it holds.
 
         Args:
-          worker: Of the stage.
-          stage: Its number.
+          worker: The worker of the stage.
+          stage: Number of the stage.
           stashed: The stage.
         """
+        # In the order of updates: tags have the number of the update that is next.
         grads, square = stashed.held[0], None
         told = {
             (tag.name, tag.stage): receive(
@@ -146,7 +149,8 @@ class JointUpdate:
             for tag in self.awaited(stage, stashed.stash.version)
         }
         if self._max_norm is not None:
-            # In the order of stages, so that all of them get the same bits.
+            # Added in the order of stages, so that all of them get the same bits and
+            # clip by the same factor.
             squares = {j: told["", j] for j in self._others(stage)}
             squares[stage] = square_of(grads)
             square = sum_of_squares([squares[j] for j in sorted(squares)])
@@ -165,5 +169,6 @@ class JointUpdate:
         return [j for j in range(self._places.loss) if j != stage]
 
     def _worker(self, stage: int) -> int:
-        """The worker of a stage, which has one where there are several stages."""
+        """The worker of a stage."""
+        # With several stages, the policies that allow joint updates refuse replicas.
         return self._places.worker(stage, 0)

@@ -1,16 +1,16 @@
-"""Weight stashing: an optimizer that keeps numbered versions of what it updates.
+"""Weight stashing: an optimizer that keeps numbered versions of the weights.
 
-A stage of an asynchronous pipeline updates while micro-batches are under way, and their
-backward passes need the weights of their forward passes. JAX arrays do not change, so
-that a version is a reference and not a copy: k versions cost k times the weights if all
-differ, and nothing where they do not.
+A stage of an asynchronous pipeline updates its weights while micro-batches are in
+flight, and their backward passes need the weights of their forward passes. JAX arrays
+are immutable, so that a version is a reference and not a copy: k versions take at most
+k times the memory of the weights.
 
-Version v is what v updates have made of the first weights. There is no version below 0:
-a request for one gets w(0), as in the first steps of the published rule.
+Version v is the result of v updates of the initial weights. There is no version below
+0: a request for one returns w(0), as in the first steps of the published rule.
 
     stash = with_weight_stashing(optim.adam(), versions=3)
     state = stash.init(params)
-    old = stash.load_old_params(state)          what the oldest micro-batch has met
+    old = stash.load_old_params(state)          weights of the oldest micro-batch
     state = stash.step(grads, state)            appends a version, drops the oldest
     new = stash.load_new_params(state)
 """
@@ -30,12 +30,12 @@ from jdist.pipeline.schedule.actions import check_counts
 
 
 class StashState(NamedTuple):
-    """The versions that are kept, and the state of the optimizer.
+    """The kept versions of the weights, and the state of the optimizer.
 
     Attributes:
-      version: Number of the newest one.
-      kept: The versions by number, the newest among them.
-      opt_state: As the optimizer left it.
+      version: Number of the newest version.
+      kept: The versions by number, including the newest.
+      opt_state: The state of the optimizer after the newest version.
     """
 
     version: int
@@ -45,38 +45,39 @@ class StashState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightStashing:
-    """An optimizer and how many versions it keeps; see `with_weight_stashing`.
+    """An optimizer that keeps versions of the weights; see `with_weight_stashing`.
 
     Attributes:
       optimizer: The optimizer.
-      versions: How many versions are kept at most.
+      versions: The largest number of versions kept.
     """
 
     optimizer: Optimizer
     versions: int
 
     def init(self, params: PyTree) -> StashState:
-        """Version 0. Refers to the parameters, and never donates them."""
+        """Makes the state of version 0, which refers to the parameters."""
         return StashState(0, {0: params}, self.optimizer.init(params))
 
     def load_new_params(self, state: StashState) -> PyTree:
-        """The newest version: what a forward pass uses, and what a step starts from."""
+        """The newest version, for forward passes and the next update."""
         return state.kept[state.version]
 
     def load_old_params(self, state: StashState, version: int | None = None) -> PyTree:
-        """An older version: what a backward pass uses.
+        """An older version, for a backward pass.
 
         Args:
-          state: What `init` or the last step returned.
-          version: Its number; anything below 0 is w(0). None: `versions` - 1 updates
-            before the newest, which is what a stage that runs so many micro-batches
-            ahead and updates after each needs.
+          state: The return value of `init` or of the last step.
+          version: Its number; below 0 it is w(0). None: `versions` - 1 updates before
+            the newest, for a stage that runs as many micro-batches ahead and updates
+            after each of them.
 
         Raises:
-          ValueError: It is not kept any more, or not there yet.
+          ValueError: It is not kept any more, or not made yet.
         """
         if version is None:
             version = state.version - self.versions + 1
+        # Early micro-batches would use versions from before the first update.
         version = max(version, 0)
         if version not in state.kept:
             rule = f"must be one of {sorted(state.kept)}, which are kept"
@@ -86,14 +87,14 @@ class WeightStashing:
         return state.kept[version]
 
     def step(self, grads: PyTree, state: StashState, **overrides: Any) -> StashState:
-        """An update of the newest version, which becomes another version.
+        """Updates the newest version, which makes another one.
 
-        No version is donated, since a micro-batch may be using it; the optimizer's
-        own state, which none uses, is. Of more than `versions` the oldest is dropped.
+        The state of the optimizer is donated, and no version is. Of more than
+        `versions` the oldest is dropped.
 
         Args:
           grads: Tree like the parameters, with respect to any of the versions.
-          state: What `init` or the last step returned.
+          state: The return value of `init` or of the last step.
           **overrides: As for `Optimizer.step`.
         """
         params, opt_state = _stepped(
@@ -103,7 +104,7 @@ class WeightStashing:
             state.opt_state,
             overrides,
         )
-        # One less than `versions`: the new one is the last.
+        # One less than `versions`, because `append` adds the new one.
         last = range(state.version + 2 - self.versions, state.version + 1)
         return self.append(state, params, opt_state, last)
 
@@ -114,12 +115,12 @@ class WeightStashing:
         opt_state: PyTree,
         needed: Collection[int],
     ) -> StashState:
-        """A version that was made elsewhere becomes the newest.
+        """Appends a version that was computed elsewhere as the newest.
 
         Args:
-          state: What `init` or the last step returned.
-          params: The version.
-          opt_state: What the optimizer left.
+          state: The return value of `init` or of the last step.
+          params: The weights of the version.
+          opt_state: The state of the optimizer after it.
           needed: Numbers of the older versions that are still needed.
 
         Raises:
@@ -133,10 +134,10 @@ class WeightStashing:
         return StashState(state.version + 1, kept, opt_state)
 
     def release(self, state: StashState, needed: Collection[int]) -> StashState:
-        """Forgets what no micro-batch needs any more; the newest version stays.
+        """Drops versions that no micro-batch needs; the newest one stays.
 
         Args:
-          state: What `init` or the last step returned.
+          state: The return value of `init` or of the last step.
           needed: Numbers of the versions that are still needed.
         """
         wanted = {*needed, state.version}
@@ -144,19 +145,19 @@ class WeightStashing:
         return state._replace(kept=kept)
 
     def drain(self, state: StashState) -> StashState:
-        """No micro-batch is under way: the newest version is number 0 from now on."""
+        """Keeps the newest version only, as number 0; no micro-batch is in flight."""
         return StashState(0, {0: self.load_new_params(state)}, state.opt_state)
 
 
 def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:
-    """An optimizer that keeps older versions of the parameters.
+    """Makes an optimizer that keeps older versions of the parameters.
 
     A stage j of n that updates after each backward pass needs n - j versions; one that
     runs w micro-batches ahead and updates after every k-th, 1 + ceil(w / k).
 
     Args:
       optimizer: Any of `jdist.optim`.
-      versions: How many are kept at most, the newest included.
+      versions: The largest number of versions kept, including the newest.
 
     Returns:
       Pure functions on a `StashState`.
@@ -183,7 +184,7 @@ def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:
     return WeightStashing(optimizer, versions)
 
 
-# The state is donated and the parameters are not: a micro-batch under way may need
+# The state is donated and the parameters are not: a micro-batch in flight may need
 # them. Optimizers compare by identity, so that each has its own program.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _stepped(

@@ -1,4 +1,4 @@
-"""PipeDream's policies: which weights a micro-batch meets, as an epoch's schedule."""
+"""Schedules of an epoch under PipeDream's weight update policies."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -19,18 +19,18 @@ def schedule_of_epoch(
     replicas: Sequence[int] | None,
     update_every: int | None,
 ) -> Schedule:
-    """The schedule of an epoch under a policy.
+    """Makes the schedule of an epoch under a policy.
 
     Args:
       policy: See `PipeDream`.
-      n: Stages.
-      m: Micro-batches of the epoch.
-      replicas: Workers of each stage; None: one each.
+      n: Number of stages.
+      m: Number of micro-batches of the epoch.
+      replicas: Number of workers of each stage; None: one each.
       update_every: Micro-batches of a worker per update; None: 1, or n for "2bw".
 
     Raises:
-      ValueError: The policy is none of them, or cannot have replicas; or what the
-        schedules raise.
+      ValueError: The policy is unknown, or cannot have replicas; or what the schedules
+        raise.
 
     Example:
       >>> schedule_of_epoch("2bw", 3, 12, None, None).update_policy
@@ -56,7 +56,7 @@ def schedule_of_epoch(
 
 
 def schedule_of_step(schedule: Schedule) -> Schedule:
-    """The schedule of a step that makes no update among the passes of an epoch's.
+    """The schedule of a synchronous step, from that of an epoch.
 
     Example:
       >>> schedule_of_step(pipedream_flush(3, 4, update_every=1)) == one_f_one_b(3, 4)
@@ -64,7 +64,8 @@ def schedule_of_step(schedule: Schedule) -> Schedule:
     """
     policy, shape = schedule.update_policy, (schedule.stages, schedule.micro_batches)
     assert policy is not None
-    # It drains for its updates alone: without them every drain would be a bubble.
+    # A flush schedule drains only for its updates: without them each drain would be a
+    # needless bubble.
     if policy.rule == "flush" and schedule == pipedream_flush(
         *shape, update_every=policy.every
     ):

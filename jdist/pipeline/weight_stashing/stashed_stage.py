@@ -1,4 +1,4 @@
-"""Weight stashing at work: the versions and updates of one stage during an epoch."""
+"""The weight versions and updates of one stage during an epoch."""
 
 import functools
 import itertools
@@ -27,16 +27,16 @@ from jdist.segment.internal import Invoke
 
 
 class VersionRule(NamedTuple):
-    """Which versions a worker of a stage uses, and how it makes new ones.
+    """The versions that a worker of a stage uses, and how it makes new ones.
 
     Attributes:
-      stashing: The optimizer, and how many versions it keeps.
-      version: The version that a micro-batch meets here, by its number.
+      stashing: The optimizer, and the number of versions that it keeps.
+      version: Maps a micro-batch to the version that it uses here.
       exists: Whether there may be a micro-batch of a number, as far as is known.
       turn: Number of the first micro-batch of this worker.
-      replicas: Workers of the stage, which take micro-batches in turn.
-      in_backward: What makes the update within the backward pass, where it needs no
-        gradient but that pass's; see `update_in_backward`.
+      replicas: Number of workers of the stage, which take micro-batches in turn.
+      in_backward: Makes the update within the backward pass, where it needs the
+        gradient of that pass alone; see `update_in_backward`. None: it comes later.
     """
 
     stashing: WeightStashing
@@ -51,36 +51,37 @@ class VersionRule(NamedTuple):
 class StashedStage:
     """A stage on one worker, with the versions of its weights and its optimizer.
 
-    Before each pass it gives the stage the version that the micro-batch uses.
+    Before each pass it loads the version that the micro-batch uses.
 
     Args:
       run: The passes of the stage, with version 0 of its parameters.
-      rule: Which version when.
-      opt_state: Of its optimizer; donated by the first update.
+      rule: The versions that its micro-batches use.
+      opt_state: State of its optimizer; donated by the first update.
 
     Attributes:
       run: As above.
       stash: All versions that are kept, and the optimizer's state.
-      grown: Micro-batches in the gradient so far.
-      held: Gradients of updates that are complete here, and not made yet.
-      used: By micro-batch under way, the version that it uses.
+      grown: Number of micro-batches in the accumulated gradient.
+      held: Gradients that are complete here, of updates that are not made yet.
+      used: The version that each micro-batch in flight uses.
     """
 
     def __init__(self, run: StageRun, rule: VersionRule, opt_state: PyTree) -> None:
         self.run = run
-        # Arrays do not change: a version is a reference, and no copy.
+        # A reference and no copy, because JAX arrays are immutable.
         self.stash = StashState(0, {0: run.params}, opt_state)
         self.grown = 0
         self.held: deque[PyTree] = deque()
         self.used: dict[int, int] = {}
         self._rule = rule
         self._to_come = rule.turn
-        # So that a rehearsal of the passes calls what they will call.
+        # In the constructor too, so that a rehearsal of the passes traces the backward
+        # pass with its update.
         self._prepare()
 
     @property
     def contributed(self) -> int:
-        """Updates to which this worker has given its share; the number of the next."""
+        """Number of updates to which this worker has contributed."""
         return self.stash.version + len(self.held)
 
     def version(self, micro: int) -> int:
@@ -88,43 +89,46 @@ class StashedStage:
         return self._rule.version(micro)
 
     def arrays(self) -> PyTree:
-        """All arrays of the stage at the moment, but keys."""
+        """All arrays of the stage at the moment, except keys."""
         kept = self.stash.kept, self.stash.opt_state, self.held
         return self.run.arrays(), kept
 
     def begin_forward(self, micro: int) -> None:
-        """Gives the stage the version that a micro-batch uses."""
+        """Loads the version that a micro-batch uses."""
+        # Recorded, because the backward pass must use the same version.
         self.used[micro] = self.version(micro)
         self._load(self.used[micro])
 
     def begin_backward(self, micro: int) -> None:
-        """Gives the stage the version that the forward pass has used."""
+        """Loads the version that the forward pass has used."""
         self._load(self.used[micro])
         self._prepare()
 
     def _prepare(self) -> None:
-        """Has the next backward pass update the newest version, if that is the rule."""
+        """Makes the next backward pass include the update, if the rule has one."""
         update, stash = self._rule.in_backward, self.stash
         if update is not None:
+            # The gradient is that of an older version; it updates the newest one.
             newest = self._rule.stashing.load_new_params(stash)
             self.run.update = UpdateInBackward(update, stash.opt_state, newest)
 
     def end_backward(self, micro: int) -> None:
-        """Forgets the versions that no micro-batch needs any more."""
+        """Drops the versions that no micro-batch needs any more."""
         self.grown += 1
-        # It would keep the version that was updated.
+        # Its reference would keep the version that was updated in memory.
         self.run.update = None
-        # Backward passes of a worker are in the order of its micro-batches.
+        # A worker's backward passes are in the order of its micro-batches, so that
+        # earlier ones need no version any more.
         self._to_come = micro + self._rule.replicas
         self.stash = self._rule.stashing.release(self.stash, self._needed())
         self._load(self.stash.version)
 
     def update(self, others: Mapping[int, Partial], rank: int) -> None:
-        """The next version, from the gradients of all workers of the stage.
+        """Makes the next version, from the gradients of all workers of the stage.
 
         Args:
-          others: What other workers found, by rank.
-          rank: This worker's.
+          others: The partials of other workers, by rank.
+          rank: Rank of this worker.
         """
         if self._rule.in_backward is not None:
             self.grown = 0
@@ -140,11 +144,11 @@ class StashedStage:
         self._append(params, opt_state)
 
     def hold(self, others: Mapping[int, Partial], rank: int) -> PyTree:
-        """The gradient of an update that waits for other stages.
+        """Computes and keeps the gradient of an update that depends on other stages.
 
         Args:
           others: As for `update`.
-          rank: Likewise.
+          rank: As for `update`.
         """
         joined = self._joined(others, rank)
         made_of = self._optimizer, self.run.params, joined, self.run.kind
@@ -154,12 +158,12 @@ class StashedStage:
     def update_held(
         self, grads: PyTree, square: jax.Array | None, max_norm: float | None
     ) -> None:
-        """The next version, from the gradient that was held longest.
+        """Makes the next version, from the oldest held gradient.
 
         Args:
-          grads: What other stages have made of it.
-          square: Of the norm over all stages; None without clipping.
-          max_norm: To which it is clipped.
+          grads: That gradient, with the sums of tied parameters.
+          square: Square of the norm over all stages; None without clipping.
+          max_norm: Bound of the norm.
         """
         self.held.popleft()
         before = self._rule.stashing.load_new_params(self.stash)
@@ -171,7 +175,7 @@ class StashedStage:
         return self._rule.stashing.optimizer
 
     def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
-        # At the end of an epoch a worker may have no micro-batch in an update.
+        # The last update of an epoch may have no micro-batch of this worker.
         found = {**others, rank: self.run.partial()} if self.grown else others
         joined = self.run.joined(found)
         self.run.clear()
@@ -184,10 +188,11 @@ class StashedStage:
         self._load(self.stash.version)
 
     def _needed(self) -> set[int]:
-        """Versions that are there, and that some micro-batch will still use."""
+        """Existing versions that a micro-batch of this worker will still use."""
         needed: set[int] = set()
         for micro in itertools.count(self._to_come, self._rule.replicas):
-            # They do not decrease: what comes later needs versions that come later.
+            # Versions do not decrease with the micro-batch, so that the search may end
+            # at the first one that is not made yet.
             if not self._rule.exists(micro) or self.version(micro) > self.stash.version:
                 return needed
             needed.add(self.version(micro))
@@ -206,20 +211,21 @@ def lower_update(
     together: bool,
     invoke: Invoke,
 ) -> PyTree:
-    """Has another function called in place of those of a stage's update.
+    """Calls the functions of a stage's update through another function.
 
     Args:
-      optimizer: Of the stage.
+      optimizer: The optimizer of the stage.
       run: The stage after its backward passes, of shapes.
-      opt_state: Of the optimizer, of shapes.
-      replicas: Workers of the stage.
-      max_norm: To which the gradient of all stages is clipped; None: it is not.
-      together: Whether the stages update together.
+      opt_state: State of the optimizer, of shapes.
+      replicas: Number of workers of the stage.
+      max_norm: Bound of the norm over all stages; None for no clipping.
+      together: Whether updates depend on the gradients of all stages.
       invoke: See `Segment.through`.
 
     Returns:
-      The stage's gradient, where the stages update together.
+      The stage's gradient, where updates depend on those of all stages.
     """
+    # The calls of `update`, `hold` and `update_held`, in their order.
     joined = run.partial()
     for _ in range(1, replicas):
         joined = run.joined({0: joined, 1: run.partial()})
@@ -232,21 +238,22 @@ def lower_update(
     return grads
 
 
+# Cached, so that equal arguments give one function: it is part of the key by which a
+# compiled backward pass is found.
 @functools.lru_cache(maxsize=256)
 def update_in_backward(
     optimizer: Optimizer, kind: str, of_means: bool
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """An update as a part of the backward pass; see `UpdateInBackward`.
-
-    Each gradient is used while it is in the cache: with SGD an update takes half of the
-    time that it takes as a program of its own, which reads all of them from memory.
+    """Makes an update that is a part of the backward pass; see `UpdateInBackward`.
 
     Args:
-      optimizer: Of the stage.
+      optimizer: The optimizer of the stage.
       kind: The reduction.
       of_means: As for `StageRun`.
     """
 
+    # Each gradient is used while it is in the cache: with SGD an update takes half of
+    # the time of a program of its own, which reads all gradients from memory.
     def update(
         opt_state: PyTree, d_params: PyTree, given: tuple[PyTree, MicroBatchShare]
     ) -> tuple[PyTree, PyTree]:
@@ -262,13 +269,14 @@ def update_in_backward(
 def _updated(
     optimizer: Optimizer, params: PyTree, part: Partial, opt_state: PyTree, kind: str
 ) -> tuple[PyTree, PyTree]:
-    """The division and the step in one: each array is read once."""
+    """Divides the sum of gradients and makes the optimizer's step."""
+    # One program for both reads each array from memory once.
     grads = _finished(optimizer, params, part, kind)
     return optimizer.step(params, grads, opt_state)
 
 
 def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> PyTree:
-    # Masters take the gradient in the precision of the sum.
+    # Master weights take the gradient in the precision of the sum.
     rounded_as = params if optimizer.precision is None else part.gradient
     return reduction.finish(part, kind, rounded_as)[1]
 
@@ -285,7 +293,7 @@ def _clipped(
     square: jax.Array | None,
     max_norm: float | None,
 ) -> tuple[PyTree, PyTree]:
-    """The step, of a gradient that is scaled down to a norm if there is one."""
+    """Clips the gradient by its norm, if there is one, and makes the step."""
     if square is not None and max_norm is not None:
         factor = shrinking(jnp.sqrt(square), max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)
