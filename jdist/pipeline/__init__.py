@@ -101,5 +101,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    # Completion shows what users may touch, not the rooms, which are attributes too.
+    # Imported subpackages are attributes too, but no part of the public interface.
     return __all__

@@ -1,8 +1,8 @@
-"""The trees of stages on disk: a folder for each stage, and in it one for each step.
+"""Checkpoints of a pipeline: a folder for each stage, with one for each step in it.
 
-A step counts as saved once *all* stages of it are on disk. `save` returns then, and
-only then deletes what is too old: whichever process is killed while it saves, the last
-step that all stages have is there to resume from.
+A step counts as saved once *all* its stages are on disk. `save` returns then, and only
+then deletes older steps: if a process is killed while it saves, the last complete step
+is still there to resume from.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,18 +37,18 @@ from jdist.pipeline.stages.place import on_host, over_processes, processes_at
 
 
 class Saved(NamedTuple):
-    """Which stages there are, and which of them this process has to do with.
+    """The stages of a checkpoint, and those that this process holds and writes.
 
     Attributes:
-      stages: How many the model has.
-      own: Numbers of those whose trees are here.
-      written: Those of them that this process writes. Each stage has one writer.
-      opened: Begins a call that all processes make.
-      writers: Of `jax.distributed`, the processes known to write.
+      stages: Number of stages of the model.
+      own: Numbers of the stages whose trees are in this process.
+      written: Numbers of those that this process writes. Each stage has one writer.
+      opened: Opens a call that all processes make.
+      writers: The processes of `jax.distributed` known to write.
       senders: By stage, the worker of the schedule that sends it to process 0 of
         `jax.distributed`, which writes all; empty where each process writes its own.
-      writer: The worker that process 0 is, or is a part of.
-      ranks: The workers that this process is, or is a part of.
+      writer: The worker to which process 0 belongs.
+      ranks: The workers to which this process belongs.
     """
 
     stages: int
@@ -62,10 +62,13 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
-        """Of a pipeline: the first worker of a stage writes it; of a mesh over several
-        processes the one that has its first device."""
+        """The stages of a pipeline, each written by its first worker.
+
+        If that worker has a mesh over several processes, the one with the mesh's first
+        device writes.
+        """
         places = pipe.communicator.places
-        # Replicas of a stage are equal, bit for bit.
+        # Replicas of a stage are equal, bit for bit: one of them is enough.
         first = [min(workers) for workers in pipe.schedule.placement]
         begins = {
             j: next(iter(processes_at(places.devices[worker])), None)
@@ -73,12 +76,12 @@ class Saved(NamedTuple):
         }
         here, own, opened = jax.process_index(), pipe.own, pipe.communicator.opened
         each = [processes_at(place) for place in places.devices]
-        # orbax writes from process 0; a stage of its own can reach it by a message.
+        # orbax writes from process 0 alone: stages in one process each are sent there.
         if jax.process_count() > 1 and not pipe.communicator.sees_all and all(each):
             made = cls(len(first), own, range(len(first)) if here == 0 else (), opened)
             writer = next(rank for rank, some in enumerate(each) if 0 in some)
             return made._replace(senders=first, writer=writer, ranks=places.own)
-        # Without a place of its own, or elsewhere than here, a worker is of rpc's.
+        # A worker without a device is one of rpc, and writes in its own process.
         written = [
             j
             for j, worker in enumerate(first)
@@ -90,18 +93,18 @@ class Saved(NamedTuple):
 
 
 class StageCheckpoints(Closing):
-    """Trees of stages, by the number of a step; every process calls every method.
+    """Checkpoints of the stages' trees, by step; every process calls every method.
 
     Args:
-      folder: Made if it is not there. Workers may have one each, as long as each finds
-        there what it has to read.
-      saved: Which stages.
-      keep: How many of the last steps that all stages have stay; None for all.
+      folder: Created if it does not exist. Workers may have a folder each, if each
+        contains the stages that its worker reads.
+      saved: The stages to save.
+      keep: Number of the last complete steps to keep; None for all.
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
       ValueError: A process of `jax.distributed` other than 0 would have to write.
-      WorkerLost, RpcTimeout: Not all processes came.
+      WorkerLost, RpcTimeout: A process did not make the call.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -121,7 +124,7 @@ class StageCheckpoints(Closing):
     def __init__(
         self, folder: str | Path, saved: Saved, *, keep: int | None = 3
     ) -> None:
-        """Opens the folder."""
+        """Open the folder."""
         self._saved = saved
         self._keep = keep
         self._folders: dict[int, StepFolder] = {}
@@ -129,11 +132,12 @@ class StageCheckpoints(Closing):
             with saved.opened("PipelineCheckpoints") as channels:
                 check_keep("StageCheckpoints", keep)
                 _check_writers(saved.writers)
+                # Also stages of others, if this process writes them.
                 for j in {*saved.own, *saved.written}:
                     path = Path(folder) / f"stage{j}"
                     self._folders[j] = StepFolder(path, alone=True)
                 self._complete = self._found(channels)
-        # orbax's threads would outlive a constructor that raised.
+        # orbax has started threads, which would outlive a constructor that raised.
         except BaseException:
             self.close()
             raise
@@ -143,14 +147,14 @@ class StageCheckpoints(Closing):
         return list(self._complete)
 
     def save(self, step: int, trees: Mapping[int, PyTree]) -> None:
-        """Writes the trees of this process; returns when all stages' are on disk.
+        """Write the trees of this process; returns when all stages are on disk.
 
         Args:
-          step: Later than all that were saved.
-          trees: By the number of the stage.
+          step: Number of the step, above those that were saved.
+          trees: Trees by the number of their stage.
 
         Raises:
-          ValueError: It is not later.
+          ValueError: The step is not above those that were saved.
           WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
         with self._saved.opened("PipelineCheckpoints.save") as channels:
@@ -161,17 +165,20 @@ class StageCheckpoints(Closing):
                 remedy = "Go on from there, or use another folder."
                 raise ValueError(requirement("save(step)", rule, step, remedy))
             channels.begin()
+            # All stages in one order, not only own ones: the gathers below are
+            # collectives, and the writer receives stages one by one.
             for j in range(self._saved.stages):
                 leaves: dict[str, PyTree] = {}
                 if j in self._saved.own:
-                    # Together: all processes that have some of an array gather it.
+                    # A collective of all processes that have a part of the array.
                     own = _leaves(trees[j])
                     leaves = {path: _gathered(x) for path, x in own.items()}
                 leaves = self._at_writer(channels, j, leaves)
                 if j in self._saved.written:
                     self._write(j, step, leaves)
             self._complete = self._found(channels)
-        # Only now: until all stages have the new step, the older ones are needed.
+        # After the agreement: until all stages have the new step, the older ones are
+        # needed to resume from.
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
         for j in self._saved.written:
             self._delete(j, lambda other: other not in kept)
@@ -180,14 +187,15 @@ class StageCheckpoints(Closing):
     def restore(
         self, like: Mapping[int, PyTree], step: int | None = None
     ) -> tuple[int, dict[int, PyTree]]:
-        """Reads trees.
+        """Read the trees of a step.
 
         Args:
           like: Trees of the same structure, shapes and dtypes, by stage.
-          step: Which; None for the latest that all stages have.
+          step: Number of the step; None for the latest that all stages have.
 
         Returns:
-          The step and the trees, bit for bit, each leaf where it is in `like`.
+          The step and the trees, bit for bit, each leaf on the devices of that in
+          `like`.
 
         Raises:
           ValueError: There is no such step; or it was saved from other trees, and the
@@ -197,11 +205,12 @@ class StageCheckpoints(Closing):
             step = chosen("restore", self._complete, step)
             channels.identify(step)
             found = {j: self._read(j, step, tree) for j, tree in like.items()}
+            # Returns once all processes have read: an error of one is raised on all.
             channels.agree(None, found)
         return step, found
 
     def close(self) -> None:
-        """Ends what orbax runs in the background."""
+        """Stop orbax's background threads."""
         for folder in self._folders.values():
             folder.close()
 
@@ -211,16 +220,16 @@ class StageCheckpoints(Closing):
             path: words(jnp.asarray(x)) for path, x in leaves.items()
         }
         if jax.process_count() > 1:
-            # orbax takes JAX's arrays for those of all processes.
+            # orbax treats a JAX array as one of all processes, but these are local.
             arrays = jax.tree.map(np.asarray, arrays)
-        # Left by a run that ended before the other stages had that step.
+        # Steps left by a run that ended before the other stages had them.
         self._delete(stage, lambda other: other >= step)
         self._folders[stage].write(step, {"arrays": arrays}, description)
 
     def _at_writer(
         self, channels: StageChannels, stage: int, leaves: dict[str, PyTree]
     ) -> dict[str, PyTree]:
-        """A stage's leaves, where they are written; elsewhere they may be empty."""
+        """The leaves of a stage at its writer; elsewhere they may be empty."""
         saved = self._saved
         if not saved.senders:
             return leaves
@@ -233,9 +242,10 @@ class StageCheckpoints(Closing):
         return leaves
 
     def _found(self, channels: StageChannels) -> list[int]:
-        """The steps that all stages have, as their writers say; ends the call."""
+        """Agree on the steps that all stages have; ends the call."""
         mine = [[j, self._folders[j].steps()] for j in self._saved.written]
         told = channels.agree(mine)
+        # A step that some stage lacks was interrupted while it was saved.
         there = [set(steps) for stages in told for _, steps in stages]
         return sorted(set.intersection(*there))
 
@@ -247,6 +257,7 @@ class StageCheckpoints(Closing):
     def _read(self, stage: int, step: int, like: PyTree) -> PyTree:
         folder, leaves = self._folders[stage], _leaves(like)
         description = folder.description(step)
+        # Before the leaves: models cut into other stages may have equal trees in one.
         if description["stages"] != self._saved.stages:
             rule = f"must have the {description['stages']} stages that were saved"
             raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
@@ -261,21 +272,21 @@ class StageCheckpoints(Closing):
 
 
 class PipelineCheckpoints(Checkpoints[PipelineState]):
-    """A folder of a pipeline's training states, one for each step that was saved.
+    """Checkpoints of a pipeline's training states, by step.
 
-    Every process writes the stages that run in it (of a stage with several workers, the
-    first one) and reads them; they may be other processes than those that saved, and
-    more or fewer, if the stages are the same and the folder is theirs in common. Use it
-    as a context manager, or `close` it. Every process calls every method.
+    Every process writes and reads the stages that run in it; a stage with several
+    workers is written by the first one. A state may be restored by other processes, and
+    by more or fewer, if the stages are the same and all processes share the folder. Use
+    it as a context manager, or `close` it. Every process calls every method.
 
     Args:
-      folder: Made if it is not there.
+      folder: Created if it does not exist.
       pipe: The pipeline.
-      keep: How many of the last checkpoints stay; None for all.
+      keep: Number of the last checkpoints to keep; None for all.
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
-      WorkerLost, RpcTimeout: Not all workers of the pipeline came.
+      WorkerLost, RpcTimeout: A worker of the pipeline did not make the call.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -301,7 +312,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
     def __init__(
         self, folder: str | Path, pipe: Pipeline, *, keep: int | None = 3
     ) -> None:
-        """Opens the folder."""
+        """Open the folder."""
         self._own = pipe.own
         self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
 
@@ -310,7 +321,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         return self._checkpoints.steps()
 
     def save(self, state: PipelineState) -> None:
-        """Writes the state under its step; returns when all stages are on disk.
+        """Write the state under its step; returns when all stages are on disk.
 
         Raises: what `StageCheckpoints.save` raises.
         """
@@ -318,15 +329,15 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         self._checkpoints.save(state.step, _by_stage(state, self._own))
 
     def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
-        """Reads a state.
+        """Read a state.
 
         Args:
           like: A state of the same stages and optimizers, from `Pipeline.init`; its
             values do not matter.
-          step: Which; None for the latest.
+          step: Number of the step; None for the latest.
 
         Returns:
-          The state, bit for bit; its arrays are where those of `like` are.
+          The state, bit for bit; its arrays are on the devices of those in `like`.
 
         Raises: what `StageCheckpoints.restore` raises.
         """
@@ -338,21 +349,24 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
                 there = range(len(value))
                 fields[name] = [trees[j][name] if j in trees else None for j in there]
             else:
+                # Saved with every stage, and equal in all.
                 fields[name] = trees[self._own[0]][name]
         return PipelineState(**fields)
 
     def close(self) -> None:
-        """Ends what orbax runs in the background."""
+        """Stop orbax's background threads."""
         self._checkpoints.close()
 
 
 def _fields(state: PipelineState) -> dict[str, PyTree]:
-    """All but the step, which is the number that it is saved under."""
+    """The fields of a state without the step, under whose number it is saved."""
     return {name: x for name, x in state._asdict().items() if name != "step"}
 
 
 def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, PyTree]:
-    """The fields of each stage; those of all stages are saved with each of them."""
+    """The fields of a state by stage."""
+    # Fields of all stages, such as the key, are saved with each stage, so that a
+    # process needs the files of its own stages alone.
     return {
         j: {
             name: value[j] if isinstance(value, list) else value
@@ -367,7 +381,7 @@ def _leaves(tree: PyTree) -> dict[str, PyTree]:
 
 
 def _check_writers(writers: Collection[int]) -> None:
-    """Refuses what orbax would lose: it writes arrays of one process from process 0.
+    """Refuse writers other than process 0, whose arrays orbax would not write.
 
     Raises:
       ValueError: A process of `jax.distributed` other than 0 would have to write.
@@ -385,23 +399,26 @@ def _check_writers(writers: Collection[int]) -> None:
 
 
 def _gathered(leaf: PyTree) -> PyTree:
-    """The whole of an array that is over several processes."""
+    """The whole of an array that is sharded over several processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return on_host(leaf)
     return leaf
 
 
 def _on_host(leaf: PyTree) -> np.ndarray:
+    # Evaluated abstractly: only the shape and the dtype are needed.
     like = jax.eval_shape(lambda: words(jnp.asarray(leaf)))
     return np.empty(like.shape, like.dtype)
 
 
 def _placed(found: PyTree, like: PyTree) -> PyTree:
-    """On the device of `like`, if that was chosen: a place is part of a signature."""
+    """An array that was read, on the devices of `like`."""
     if isinstance(like, jax.Array) and not like.is_fully_addressable:
         return over_processes(found, like.sharding)
-    # A copy, because steps donate, and NumPy's memory is not JAX's to give away.
+    # A copy, because steps donate their arguments, and on CPU an array may share memory
+    # that belongs to NumPy.
     array = jnp.array(found)
+    # Committed only if `like` is: jit compiles once more for another placement.
     if isinstance(like, jax.Array) and like.committed:
         return jax.device_put(array, like.sharding)
     return array

@@ -1,4 +1,4 @@
-"""The timeline of a step of a pipeline, measured while it runs."""
+"""Measurement of the timeline of a pipeline's step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
-    """Runs a step and measures the start and the end of each of its actions.
+    """Run a step and measure the start and the end of each of its actions.
 
     With workers in several processes each of them calls it, and gets the timeline of
-    all of them on the first one's clock. The clocks are compared by 20 round trips; the
-    error is at most half of the shortest (some 30 us on one machine).
+    all workers on the clock of the first one. The clocks are compared by 20 round
+    trips; the error is at most half of the shortest (some 30 us on one machine).
 
     Each action is waited for (see `ActionTimer`), so that a timed step may take longer
     than others. Several workers of one process share a thread, which executes their
@@ -28,18 +28,18 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
 
     Args:
       pipe: The pipeline.
-      step: Makes one step of it, `value_and_grad` or `train_step`; of several, the last
-        one counts. Compilation within an action is part of the times; over workers
-        programs are compiled before the first action, which is not.
+      step: Runs one step of it, `value_and_grad` or `train_step`; of several steps the
+        last one counts. The times include compilation within an action. Programs of
+        workers in several processes are compiled before the first action instead.
 
     Returns:
       The return value of `step`, and the timeline, with the most bytes that each worker
-      held for backward passes, and those of each stage; of a worker on a mesh those on
-      each device.
+      held for backward passes, and those of each stage; for a worker on a mesh, the
+      bytes on each device.
 
     Raises:
-      ValueError: `step` made no step of this pipeline; or its workers are a mesh, where
-        one program executes all actions and their ends cannot be seen.
+      ValueError: `step` ran no step of this pipeline; or its workers are a mesh, where
+        one program executes all actions and their ends cannot be observed.
       Exception: The error of `step`; WorkerLost and RpcTimeout.
 
     Example:
@@ -65,16 +65,19 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     except BaseException:
         last = pipe.communicator.last
         if last is not before and last is not None and last.failed:
-            raise  # a call that failed has failed on all workers
-        # The other workers are in a call or wait below: let it fail on all of them.
+            raise  # A call that failed has failed on all workers.
+        # The other workers are in a call, or wait below: an empty call that fails here
+        # fails on all of them.
         with pipe.communicator.opened("timed"):
             raise
     finally:
         pipe.action_timer = None
-    # After this no worker computes, so that the first one answers at once.
+    # A barrier: after it no worker computes, so that the first one answers at once and
+    # round trips are short.
     pipe.communicator.gather(None, "comparing clocks")
     with pipe.communicator.opened("timed") as channels:
         offset = pipe.communicator.clock_offset()
+        # All records on the clock of the first worker.
         own = [
             tuple(record._replace(start=record.start + offset, end=record.end + offset))
             for record in watch.records
@@ -82,14 +85,14 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         gathered = channels.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
-        # A worker is in one process: nothing is overwritten.
+        # Each worker is in one process: no entry is overwritten.
         held |= theirs
     kept = [of_stages for _, _, of_stages in gathered]
     timed: dict[frozenset[int], list[Record]] = {}
     for records, *_ in gathered:
-        # Messages carry plain tuples.
+        # Messages turn named tuples into plain ones.
         made = [Record(*record) for record in records]
-        # Processes of one worker have timed the same actions.
+        # Processes of one worker have timed the same actions: the first one counts.
         timed.setdefault(frozenset(each.worker for each in made), made)
     timeline = Timeline.from_records(
         [record for made in timed.values() for record in made],
@@ -105,7 +108,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
 
 
 def _stage_bytes(kept: Sequence[Mapping[int, Sequence[int]]]) -> StageBytes:
-    """The bytes of all stages; the maximum where several processes run one."""
+    """Bytes of all stages, each the maximum over the processes that run it."""
     stages = sorted(set().union(*kept))
     rows = [np.max([own[j] for own in kept if j in own], axis=0) for j in stages]
     return StageBytes(*np.array(rows, np.float64).T)

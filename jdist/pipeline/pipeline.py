@@ -1,4 +1,4 @@
-"""`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
+"""`Pipeline`: a model in stages, run by a schedule on devices or workers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ __all__ = ["PipeDream", "Pipeline"]
 
 @final
 class Pipeline:
-    """A model cut into stages, which work on micro-batches as a schedule says.
+    """A model cut into stages that process micro-batches in the order of a schedule.
 
     The gradient is that of the whole batch: every example counts by its weight, also
     where micro-batches differ in size or in the sum of their weights.
@@ -79,17 +79,17 @@ class Pipeline:
       loss_fn: `loss_fn(outputs, batch) -> losses`, one per example. `outputs` is the
         last stage's output, or a dict by name if there are several. It runs where the
         last stage runs, and of the batch only what it reads is sent there.
-      schedule: Which worker does what in which order; see `gpipe`, `one_f_one_b` and
-        the others. With one that updates as it goes, such as `pipedream`, there is
-        `train_epoch`; other calls then make no update among the passes.
+      schedule: The order of each worker's actions; see `gpipe`, `one_f_one_b` and the
+        others. An asynchronous one, such as `pipedream`, is for `train_epoch`; other
+        calls then make no update between the passes.
       workers_or_devices: One for each worker of the schedule: devices or meshes of this
         process, or names of rpc's workers, each of which makes the same pipeline and
         calls it. On a mesh of its own a stage is divided by the shardings of its
         parameters and the data axis. Under `jax.distributed` a mesh may have devices of
-        other processes, and of several, which all are workers of rpc and call it alike.
-        By default all stages are on JAX's default device.
-        Or not a list but one mesh of devices, of one process or several: then equal
-        stages run as one SPMD program, along the mesh's axis of stages. Over its
+        one or several other processes, all of which are workers of rpc and make the
+        same calls. By default all stages are on JAX's default device.
+        Instead of a list it may be one mesh, of devices of one process or several: then
+        equal stages run as one SPMD program, along the mesh's axis of stages. Over its
         further axes a stage is divided as on a mesh of its own.
       optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
@@ -97,34 +97,34 @@ class Pipeline:
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
       has_aux: Whether the loss function returns `(losses, aux)`: any tree of arrays, of
-        the same shapes for each micro-batch, that `Metrics` and `value_and_grad` hand
-        out with a new first axis of micro-batches, on every worker. No gradient flows
-        into it. What a stage has to say, it puts out as a value that is one of
-        `loss_inputs`.
+        the same shapes for each micro-batch, which `Metrics` and `value_and_grad`
+        return with a new first axis of micro-batches, on every worker. No gradient
+        flows into it. An auxiliary value of a stage is an output of the stage that is
+        named in `loss_inputs`.
       data_axis: The axis of the stages' meshes over which rows of micro-batches, and of
         values between stages, are split. A mesh without it has them whole on every
         device. None: "data".
       mesh: With names of workers: this worker's own mesh, of devices of its process,
-        on which its stages are; None for the device of the worker. Those of others may
+        for its stages; None for the device of the worker. Meshes of other workers may
         have other axes.
-      first: A stage of its own before the first one, such as an embedding: it puts out
-        the one value that the first stage takes, and is on that stage's device or mesh.
-        The parameters of that stage are then a tuple: those of `first`, its own.
-      last: Likewise after the last one, such as a head: it takes the one value that the
-        last stage puts out, and its parameters come after those of that stage.
-      stage_axis: Of one mesh, the axis along which the workers are; it is as long as
-        the schedule has workers. None: "stage", or the only axis.
-      overlap: In one SPMD program: whether messages are under way while the next
+      first: A stage before the first one, such as an embedding: its output is the only
+        input of the first stage, and it is on that stage's device or mesh. The
+        parameters of that stage are then a tuple: those of `first`, its own.
+      last: Likewise a stage after the last one, such as a head: its input is the only
+        output of the last stage, and its parameters come after those of that stage.
+      stage_axis: The axis of one mesh along which the workers are; its size is the
+        schedule's number of workers. None: "stage", or the only axis.
+      overlap: In one SPMD program: whether messages are in flight while the next
         actions run. They then cost no time, unless a link is slower than an action, and
         each arrives a clock later: for schedules with twice as many micro-batches in
         flight as stages, or GPipe.
 
     Attributes:
-      transfer_log: What this process sent in the last call, in order.
-      passes: What its workers did in the last `train_epoch`, with versions.
+      transfer_log: The messages that this process sent in the last call, in order.
+      passes: The passes of its workers in the last `train_epoch`, with versions.
 
     Raises:
-      ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
+      ValueError: Stages and schedule do not fit, names do not match, `reduction` is
         unknown, or there is not one place for each worker; a process has devices of no
         worker, or of several.
 
@@ -167,7 +167,8 @@ class Pipeline:
         stage_axis: str | None = None,
         overlap: bool = False,
     ) -> None:
-        # Wrong arguments are refused before anything is compiled or any worker met.
+        # Arguments are checked before anything is compiled and before this worker waits
+        # for others, which an error here would leave waiting.
         check_reduction("Pipeline", reduction)
         self.wiring = wire(with_ends(stages, first, last), loss_inputs)
         self.schedule = schedule
@@ -177,7 +178,8 @@ class Pipeline:
         _check_arguments(schedule, self.wiring.stages, reduction)
         self._optimizer = optimizer
         self._max_norm = max_norm
-        # One program refuses equal stages that share parameters, in words of its own.
+        # One program's ties are found at the end, after its executor has refused equal
+        # stages that share parameters, with a message of its own.
         in_one = isinstance(workers_or_devices, Mesh)
         if overlap and not in_one:
             rule = "must be False where each stage has programs of its own"
@@ -191,8 +193,10 @@ class Pipeline:
             loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
         )
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
+        # Compared between workers, whose pipelines must agree on it.
         about += ", has_aux" if has_aux else ""
-        # Workers number their pipelines here: one that was refused must not count.
+        # After the checks above: workers pair their pipelines by counting them here,
+        # and a refused one must not count.
         made_of = schedule, workers_or_devices, about, data_axis, mesh, stage_axis
         self.communicator = communicator_for(*made_of)
         self._places = self.communicator.places
@@ -201,7 +205,7 @@ class Pipeline:
             self._tied = tied_of(self.stages)
 
     def _check_epochs(self, policy: UpdatePolicy, reduction: str, mesh: bool) -> None:
-        """Refuses what does not go with a schedule that updates as it goes."""
+        """Refuse arguments that an asynchronous schedule does not support."""
         if mesh:
             rule = "must be a list of places with a schedule that updates as it goes: "
             rule += "one mesh is for one program, which updates all stages together"
@@ -211,7 +215,7 @@ class Pipeline:
         check_epochs(self.stages, policy, reduction, each, self._max_norm)
 
     def _executor(self, where: object) -> Executor:
-        """The executor of the schedule at such places."""
+        """The executor of the schedule on these devices or workers."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
             each = None if self._optimizer is None else self._optimizers
@@ -225,7 +229,7 @@ class Pipeline:
     @cached_property
     def _optimizers(self) -> list[Optimizer]:
         found = optimizers_for(self._optimizer, len(self.stages))
-        loss_scale_of(found)  # Refuses scales that differ before the first step.
+        loss_scale_of(found)  # Called for its check that all scales are equal.
         return found
 
     @property
@@ -241,11 +245,11 @@ class Pipeline:
     def place(
         self, params: Sequence[PyTree], specs: Sequence[PyTree] | None = None
     ) -> list[PyTree]:
-        """The parameters (or states) of each stage, on its device or mesh.
+        """Put the parameters (or states) of each stage on its device or mesh.
 
-        Those of a stage with several workers are on the first one's; None takes the
-        place of stages that run in other processes. On a mesh an array keeps the
-        specification of its sharding; one without is whole on every device.
+        A stage with several workers has them on the first one's device. None stands for
+        stages that run in other processes. On a mesh an array keeps the specification
+        of its sharding; an array without one is replicated.
 
         Args:
           params: One pytree per stage.
@@ -254,7 +258,7 @@ class Pipeline:
 
         Raises:
           ValueError: Not one tree per stage; a specification names an axis that the
-            stage's mesh has not, or that does not divide the array; a call inside
+            stage's mesh does not have, or that does not divide the array; a call inside
             `jax.jit`.
         """
         params = trees_of("Pipeline.place(params)", params, len(self.stages))
@@ -278,7 +282,7 @@ class Pipeline:
         params: Sequence[PyTree],
         specs: Sequence[PyTree],
     ) -> None:
-        """Tells one program of the parameters that are in other processes."""
+        """Give one program the shapes of parameters that are in other processes."""
         for j in {*range(len(self.stages))} - {*self.own}:
             if params[j] is None:
                 continue
@@ -305,7 +309,7 @@ class Pipeline:
 
         Args:
           params: One pytree per stage, each on its stage's device (`place`). Those of
-            stages that run in other processes are not looked at.
+            stages that run in other processes are ignored.
           batch: Named arrays, each `(examples, ...)`.
           weights: `(examples,)`, non-negative; by default 1 each.
           states: One per stage, None where there is none, if a stage is stateful.
@@ -313,24 +317,25 @@ class Pipeline:
             `fold_in(fold_in(key, j), i)`.
 
         Returns:
-          `(loss, grads)`; with `states`, `(loss, grads, states)` as the last
-          micro-batch left them. `grads` is a list of trees like the parameters, on
-          their devices, None at leaves that are not floating and in the place of
-          stages that run in other processes. With `has_aux` the pair `(loss, aux)`
-          takes the place of the loss, as in `jax.value_and_grad`.
+          `(loss, grads)`; with `states`, `(loss, grads, states)`, with the states after
+          the last micro-batch. `grads` is a list of trees like the parameters, on their
+          devices, with None for leaves that are not floating and for stages that run in
+          other processes. With `has_aux` the pair `(loss, aux)` replaces the loss, as
+          in `jax.value_and_grad`.
 
         Raises:
           ValueError, TypeError: The arguments do not fit the stages; the message names
             the stage and the value. An entry of the batch lies on another device than
             the stage that takes it.
-          WorkerLost: A worker of the pipeline is gone.
+          WorkerLost: A worker of the pipeline is lost.
           RpcTimeout: The workers wait for one that has not made the call, or for each
-            other, for longer than rpc's default timeout (`rpc.set_rpc_timeout`).
-            One that computes or compiles is waited for.
-          Exception: Whatever went wrong on another worker, with its name in a note. If
-            this raises on one worker, it does on all; the next call is right again.
+            other, for longer than rpc's default timeout (`rpc.set_rpc_timeout`). Time
+            in which a worker computes or compiles does not count.
+          Exception: An error of another worker, with its name in a note. If this raises
+            on one worker, it raises on all; the next call is not affected.
         """
-        # Opened before the arguments are looked at: a refusal fails it on all workers.
+        # Opened before arguments are checked: workers pair calls by counting them, so
+        # that one with wrong arguments must count this call too, and fail it on all.
         with self.communicator.opened("value_and_grad") as channels:
             given = self._inputs(params, batch, weights, states, key)
             found = self.executor.gradient(channels, given, None, self.action_timer)
@@ -351,20 +356,21 @@ class Pipeline:
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
             In full precision: an optimizer with masters rounds the copies. Those of
-            stages that run in other processes are not looked at. Or their shapes
+            stages that run in other processes are ignored. Or their shapes
             (`jax.ShapeDtypeStruct`), for the shapes of the state; see `lower`.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
         Raises:
-          ValueError, TypeError: No optimizer fits; or not one tree per stage. With tied
-            parameters, which are compared, on all workers if on one.
+          ValueError, TypeError: No optimizer fits; or not one tree per stage. Tied
+            parameters are compared, and an error is then raised on all workers.
         """
         if any(map(is_shape, jax.tree.leaves(params))):
             return self._initial_shapes(params, states, key)
         if self._tied is None:
             return self._initial(params, states, key)[0]
-        # Copies of one parameter are on several workers, which compare digests.
+        # A call of all workers: copies of one parameter are on several, which compare
+        # digests of them.
         with self.communicator.opened("init") as channels:
             state, given = self._initial(params, states, key)
             self._tied.check(given, self._optimizers, channels)
@@ -380,7 +386,7 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = self._optimizers
-        # A copy, because steps donate theirs and the caller keeps its own.
+        # A copy, because training steps donate the state and the caller keeps its own.
         placed = jax.tree.map(jnp.copy, self.place(params))
         copies, kept = list(placed), [None] * stages
         for j in self.own:
@@ -388,7 +394,7 @@ class Pipeline:
         state = PipelineState(0, copies, kept, self.place(given), key)
         if not self.communicator.sees_all:
             return state, placed
-        # Of stages of other processes as they were given, to be compared.
+        # Parameters of stages in other processes are compared as they were given.
         pairs = zip(params, placed, strict=True)
         return state, [tree if own is None else own for tree, own in pairs]
 
@@ -413,7 +419,7 @@ class Pipeline:
         )
 
     def _shapes(self, call: str, trees: Sequence[PyTree]) -> list[PyTree]:
-        """Of each stage, as on the device of its first worker."""
+        """The shapes of each stage's tree, on the device of its first worker."""
         places = self._places
         argument = f"Pipeline.{call}(params)"
         found = trees_of(argument, trees, len(self.stages))
@@ -432,26 +438,27 @@ class Pipeline:
         key: jax.Array | None = None,
         **overrides: Any,
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs that the pipeline runs, which are neither run nor compiled here.
+        """Lower the programs of the pipeline, without compiling or running them.
 
-        The devices of the pipeline need not be attached: those of a topology
-        (`jax.experimental.topologies`) will do, and each array may be a shape.
+        The devices of the pipeline may be those of a topology
+        (`jax.experimental.topologies`), and each array may be a shape.
 
         Args:
           params: One pytree per stage, for the programs of `value_and_grad`; or a
             training state, for those of `train_step`, or of `train_epoch` if the
-            schedule updates as it goes.
+            schedule is asynchronous.
           batch: As for that call; one of the batches of an epoch.
-          weights: As for that call: numbers, whose dtype alone matters.
+          weights: As for that call: numbers, of which only the dtype matters.
           states: As for `value_and_grad`; a training state has its own.
           key: Likewise.
-          **overrides: Of the optimizers, as for `train_step`.
+          **overrides: Hyperparameters of the optimizers, as for `train_step`.
 
         Returns:
-          By name: "all stages: gradient" of one program; else "stage 0: forward" and
-          so on, one of each for every stage and for the loss, and where micro-batches
-          differ in size others with a number. With a training state "stage 0: update",
-          unless the schedule updates after each micro-batch, in "stage 0: backward".
+          Programs by name: "all stages: gradient" of one program; else
+          "stage 0: forward" and so on, one of each kind for every stage and for the
+          loss, and others with a number where micro-batches differ in size. With a
+          training state also "stage 0: update", unless each backward pass has its
+          update in "stage 0: backward".
 
         Raises:
           ValueError: The stages run in several processes; and what that call raises.
@@ -493,18 +500,18 @@ class Pipeline:
         weights: ArrayLike | None = None,
         **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
-        """One step: the gradient of the batch, and an update of every stage.
+        """Run one step: the gradient of the batch, and an update of every stage.
 
         Args:
-          state: From `init` or the step before; its arrays are donated, but if this
-            raises what another worker has raised.
+          state: From `init` or the step before; its arrays are donated, unless this
+            raises an error of another worker.
           batch: As for `value_and_grad`.
           weights: As for `value_and_grad`.
-          **overrides: Of all optimizers for this step, such as `lr=1e-3`; as for
-            `Optimizer.step`. A new number compiles nothing.
+          **overrides: Hyperparameters of all optimizers for this step, such as
+            `lr=1e-3`; as for `Optimizer.step`. A new number needs no compilation.
 
         Returns:
-          The next state, and what the step found out.
+          The next state, and the metrics of the step.
 
         Raises: what `value_and_grad` and `Optimizer.step` raise. Stages step together:
           if this raises on one worker, none has stepped.
@@ -512,6 +519,7 @@ class Pipeline:
         with self.communicator.opened("train_step") as channels:
             check_state("Pipeline.train_step(state)", state, PipelineState, "pipe")
             step, key = state.step, state.key
+            # Derived from the step's number: a resumed run draws the same numbers.
             own = None if key is None else jax.random.fold_in(key, step)
             params, kept = list(state.params), list(state.opt_states)
             made_of = self._optimizers, params, kept, self._max_norm, overrides
@@ -519,8 +527,10 @@ class Pipeline:
             given = self._inputs(params, batch, weights, state.states, own, step)
             found = self.executor.gradient(channels, given, update, self.action_timer)
             norm = None
-            # From here on all workers have agreed to step.
+            # All workers have agreed to step. Updates come after that because they
+            # donate the old state, which a call that fails must leave intact.
             for j, worker in self._places.stages.items():
+                # The arguments of one compiled update must be on the same devices.
                 stats = moved(found.stats, undivided(self._places.devices[worker]))
                 params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
         self.transfer_log = found.transfers
@@ -537,38 +547,38 @@ class Pipeline:
         checkpoints: Checkpoints[PipelineState] | None = None,
         save_every: int | None = None,
     ) -> tuple[PipelineState, Metrics]:
-        """Trains on the batches in order, each a micro-batch, and drains.
+        """Train on the batches in order, each one a micro-batch, and drain.
 
-        For a schedule that updates as it goes, such as `pipedream`: the stages update
-        while micro-batches are under way, as its `update_policy` says.
+        For an asynchronous schedule, such as `pipedream`: the stages update while
+        micro-batches are in flight, by the schedule's `update_policy`.
 
-        A batch is read when a forward pass needs it: of a generator no more are held
-        than are under way in the pipeline, and its length need not be known. With
+        A batch is read when a forward pass needs it: the batches of a generator that
+        are held at a time are those in flight, and its length need not be known. With
         workers in several processes each of them calls it with the same batches, which
-        may lack the entries that its stages and losses do not take.
+        may lack entries that its stages and losses do not take.
 
         Args:
-          state: From `init` or the epoch before. Nothing of it is donated.
+          state: From `init` or the epoch before. It is not donated.
           batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and
             its weights. Numbers of examples may differ.
-          weights: Of the examples of each batch, as for `value_and_grad`; those of a
-            whole batch may be 0, but not those of all batches of an update.
+          weights: Weights of the examples of each batch, as for `value_and_grad`; those
+            of a whole batch may be 0, but not those of all batches of an update.
           checkpoints: Where the state is saved: after each `save_every` batches, and at
             the end.
-          save_every: See there. The pipeline drains before it saves, as if there was a
-            call for each `save_every` batches: a run that goes on from a checkpoint
-            repeats every bit.
+          save_every: Number of batches between two checkpoints. The pipeline drains
+            before it saves, as if there was a call for each `save_every` batches: a run
+            that continues from a checkpoint repeats every bit.
 
         Returns:
           The next state, with the newest weights, one step later for each time that the
-          pipeline has drained; and what the epoch found out. When it drains every stage
-          makes an update of every micro-batch: the last one has fewer micro-batches, if
-          `update_every` does not divide them.
+          pipeline has drained; and the metrics of the epoch. When it drains, all
+          micro-batches are part of an update of every stage: the last update has fewer
+          of them, if `update_every` does not divide their number.
 
         Raises:
-          ValueError: The schedule is synchronous; the workers have read other batches
-            than each other, or more; there are none; `save_every` is less than 1, or
-            without `checkpoints`.
+          ValueError: The schedule is synchronous; the workers have read different
+            batches, or different numbers of them; there are none; `save_every` is less
+            than 1, or given without `checkpoints`.
           Exception: What `value_and_grad` raises, and what the iterator raises, on all
             workers, with the name of the worker and the number of the batch in notes.
         """
@@ -577,8 +587,10 @@ class Pipeline:
             rule = "must have a schedule that updates as it goes, such as `pipedream`"
             remedy = "`train_step` makes one update of a batch, `fit` one of each."
             raise ValueError(requirement(CALL, rule, repr(self.schedule), remedy))
+        # In a list, from which it is popped for `train`: a reference in this frame
+        # would keep the first version of all weights alive for the whole epoch.
         held = [state]
-        del state  # Unless the caller keeps it, versions go when no batch needs them.
+        del state
         parts: list[EpochPart] = []
         supply: Supply | None = None
         while supply is None or supply.more():
@@ -594,7 +606,7 @@ class Pipeline:
             held.append(state)
             parts.append(part)
             del result, state
-            # The pipeline has drained: this state has no micro-batch under way.
+            # The pipeline has drained: no micro-batch in flight belongs to this state.
             if checkpoints is not None:
                 checkpoints.save(held[0])
         return held.pop(), executor.metrics(parts)
@@ -609,7 +621,7 @@ class Pipeline:
         key: jax.Array | None = None,
         outputs: bool = False,
     ) -> Metrics:
-        """The loss of a batch, by forward passes alone; nothing is changed by it.
+        """The loss of a batch, by forward passes alone, without a change of state.
 
         Args:
           params: One pytree per stage, or a training state.
@@ -618,7 +630,7 @@ class Pipeline:
           weights: As for `value_and_grad`.
           states: As for `value_and_grad`; a training state has its own.
           key: A PRNG key, if a stage takes one and has no function for evaluation.
-          outputs: Whether what the loss is given is wanted, too.
+          outputs: Whether to return the inputs of the loss, too.
 
         Raises: what `value_and_grad` raises.
         """
@@ -659,27 +671,27 @@ def PipeDream(
     update_every: int | None = None,
     **options: Any,
 ) -> Pipeline:
-    """A `Pipeline` with PipeDream's schedule of a policy, for `train_epoch`.
+    """A `Pipeline` with PipeDream's schedule for an update policy, for `train_epoch`.
 
-    A micro-batch has a gradient and an update of its own (or `update_every` of them
-    have one together), and the pipeline drains at the end of an epoch only. So a
-    micro-batch meets weights that do not know of the ones before it yet. With n stages
-    numbered from 1, w_j(t) the weights of stage j after t updates, and w_j(t) = w_j(0)
-    for t < 0, an update of each policy is
+    Each micro-batch has a gradient and an update of its own (or `update_every` of them
+    share one), and the pipeline drains only at the end of an epoch. A micro-batch
+    therefore meets weights without the updates of the micro-batches just before it.
+    With n stages numbered from 1, w_j(t) the weights of stage j after t updates, and
+    w_j(t) = w_j(0) for t < 0, an update of each policy is
 
         stashing       w(t+1) = w(t) - lr grad f(w_1(t-n+1), w_2(t-n+2), .., w_n(t))
         vertical_sync  w(t+1) = w(t) - lr grad f(w_1(t-n+1), .., w_n(t-n+1))
         2bw            w(t+1) = w(t) - lr grad f(w(t-1))
         flush          w(t+1) = w(t) - lr grad f(w(t))
 
-    and likewise for any optimizer. Every epoch counts from 0: its w(0) are the weights
-    that it begins with. `evaluate`, `value_and_grad` and `train_step` make no update
-    among the passes, and have as many micro-batches as there are workers.
+    and likewise for any optimizer. Every epoch counts from 0: its w(0) are its initial
+    weights. `evaluate`, `value_and_grad` and `train_step` make no update between the
+    passes, and have as many micro-batches as there are workers.
 
     Args:
       stages: As for `Pipeline`; see `stages_from_modules`.
       loss_fn: As for `Pipeline`.
-      workers_or_devices: As for `Pipeline`, but not one mesh for all: a place for each
+      workers_or_devices: As for `Pipeline`, but not one mesh for all: one for each
         worker, stage by stage.
       policy: "stashing", "vertical_sync", "2bw" or "flush".
       replicas: Workers of each stage, which take micro-batches in turn and update
@@ -727,11 +739,11 @@ def PipeDream(
 def _check_arguments(
     schedule: Schedule, stages: Sequence[Stage], reduction: str
 ) -> None:
-    """Refuses a schedule or a reduction that does not go with the stages.
+    """Refuse a schedule or a reduction that does not fit the stages.
 
     Raises:
-      TypeError: It is no schedule, but its name, for example.
-      ValueError: It does not.
+      TypeError: The schedule is not a `Schedule`, but its name, for example.
+      ValueError: It does not fit the stages.
     """
     _check_no_name(schedule, len(stages))
     _check_schedule(schedule, stages)
@@ -739,10 +751,10 @@ def _check_arguments(
 
 
 def _check_no_name(schedule: object, stages: int) -> None:
-    """Refuses the name of a schedule, and the function that makes one.
+    """Refuse the name of a schedule, or the function that makes one.
 
     Raises:
-      TypeError: It is no schedule.
+      TypeError: It is not a `Schedule`.
     """
     if not isinstance(schedule, Schedule):
         rule = "must be a Schedule"
@@ -754,10 +766,10 @@ def _check_no_name(schedule: object, stages: int) -> None:
 
 
 def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
-    """Refuses a schedule that does not fit the stages.
+    """Refuse a schedule that does not fit the stages.
 
     Raises:
-      ValueError: It does not.
+      ValueError: It does not fit.
     """
     if schedule.stages != len(stages):
         rule = f"must be one for the {len(stages)} stages"
@@ -767,6 +779,7 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     if schedule.forward_only:
         rule = "must have a backward pass for each forward pass"
         raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+    # A gradient is a sum over replicas, each of which needs one term at least.
     for number, workers in enumerate(schedule.placement):
         if len(workers) > schedule.micro_batches:
             rule = f"must have a micro-batch for each worker of stage {number}"
@@ -775,11 +788,13 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
 
 
 def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
-    """Refuses to join the weight gradients of an extreme, which few examples hold.
+    """Refuse to join weight gradients of a maximum or minimum.
 
     Raises:
-      ValueError: A stage asks for it.
+      ValueError: A stage joins them.
     """
+    # Only micro-batches that hold the extreme count, and which ones do is known when
+    # all losses are.
     joining = [j for j, stage in enumerate(stages) if stage.join_weight_gradients]
     if joining and reduction in ("max", "min"):
         rule = (

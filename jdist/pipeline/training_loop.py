@@ -1,4 +1,4 @@
-"""Training over many batches: a step for each, saved now and then, with a bar."""
+"""The training loop: a step per batch, with checkpoints and a progress bar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fit(
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[PipelineState, list[Metrics]]:
-    """Trains on one batch after the other.
+    """Train on batches, one step for each.
 
     Every process of the pipeline calls it with the same batches.
 
@@ -33,12 +33,12 @@ def fit(
       state: From `Pipeline.init`, or restored; its arrays are donated.
       batches: Batches, or pairs of a batch and its weights. For a resumed run those
         that come after `state.step` steps.
-      total: How many there are, if they do not say it themselves.
+      total: Number of batches, if `batches` has no length.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.
-      save_every: See there.
-      console: Where a bar shows the step and its loss; None for none. Of several
-        processes one should show it.
+      save_every: Number of steps between two checkpoints.
+      console: Where a progress bar shows the step and its loss; None for no bar. Of
+        several processes one should show it.
 
     Returns:
       The last state, and the metrics of every step; see `over_epoch`.
@@ -46,7 +46,8 @@ def fit(
     Raises:
       ValueError: `save_every` is less than 1.
       Exception: What `train_step` and `PipelineCheckpoints.save` raise; and what
-        `batches` raises, which is then raised on all workers. They must end alike, too.
+        `batches` raises, which is then raised on all workers. All workers must have
+        equally many batches.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,12 +65,13 @@ def fit(
     """
     with pipe.communicator.opened("fit") as channels:
         check_save_every(save_every)
+        # Saving is a call of all workers, so they must do it at the same steps.
         saves = save_every if checkpoints is not None else 0
         channels.identify(None, {"save_every": saves})
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)
-        # All have an iterator, or all raise.
+        # `iter` may raise on one worker: after this all have an iterator, or all raise.
         channels.agree(None)
     return fitted(
         pipe.train_step,
@@ -96,18 +98,19 @@ _END = object()
 def _next(
     supply: Iterator[PyTree], pipe: Pipeline
 ) -> tuple[PyTree, ArrayLike | None] | None:
-    """The next batch and its weights; None at the end, to which all workers come.
+    """The next batch and its weights; None at the end, where all workers meet.
 
-    What goes wrong with the data of one worker is an error of the step on all.
+    An error in the data of one worker is an error of the step on all.
     """
     try:
         given = next(supply, _END)
         if given is not _END:
             return pair(given)
     except BaseException:
-        # The other workers are in this call, where they are told of the error.
+        # The other workers are in this call: a failure on entry reaches them all.
         with pipe.communicator.opened("train_step"):
             raise
-    # A worker with more batches is in `train_step`, and both are told so.
+    # A worker with more batches is in `train_step` instead: the calls do not match,
+    # which raises on both.
     pipe.communicator.gather(None, "the end of fit")
     return None

@@ -1,4 +1,4 @@
-"""DualPipeV: forward passes of one direction beside backward passes of the other."""
+"""DualPipeV: forward passes of one direction next to backward passes of the other."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from jdist.pipeline.schedule.schedule import Schedule
 def dualpipe_v(n: int, m: int) -> Schedule:
     """DualPipeV for n workers with stages j and 2n - 1 - j each, and m micro-batches.
 
-    In its long middle a worker does a forward pass of one of its stages beside a
+    In its steady phase a worker pairs a forward pass of one of its stages with a
     backward pass of the other, which on an accelerator hides the messages of each
     behind the work of the other. Here the two are consecutive actions; an executor may
     start them together. Backward passes are split at the beginning and the end only.
@@ -44,6 +44,7 @@ def dualpipe_v(n: int, m: int) -> Schedule:
 
 
 def _patterns(n: int, m: int, j: int) -> list[Phase]:
+    # Workers behind this one on the way to the turn of the V.
     behind = n - j - 1
     # Of the last 2 (j + 1) backward passes the second half is split.
     whole, odd = divmod(j + 1, 2)
@@ -51,6 +52,7 @@ def _patterns(n: int, m: int, j: int) -> list[Phase]:
         ("F0", 2 * behind),
         ("F0 F1", j + 1),
         ("I1 W F1", behind),
+        # Steady phase: the pairs of a forward and a backward pass.
         ("F0 B1 F1 B0", m - 2 * n + j + 1),
         ("B1 F1 B0", behind),
         ("B1 B0", whole),

@@ -1,4 +1,4 @@
-"""Forward only: a pipeline that evaluates."""
+"""Forward only: the schedule of evaluation."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from jdist.pipeline.schedule.schedule import Schedule
 
 
 def forward_only(n: int, m: int) -> Schedule:
-    """n stages, one per worker, evaluate m micro-batches.
+    """Forward passes of m micro-batches through n stages, one per worker.
 
     Raises:
       ValueError: A number is below 1.

@@ -11,8 +11,8 @@ from jdist.pipeline.schedules.replicas import alternating_schedule, replica_coun
 def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
     """GPipe's schedule for n stages, one per worker, and m micro-batches.
 
-    All m micro-batches' activations are alive at the end of the forward passes, on
-    every worker.
+    Activations of all m micro-batches are alive on every worker at the end of the
+    forward passes.
 
     Args:
       n: Stages.
@@ -21,7 +21,8 @@ def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
         Ranks are given out in order.
 
     Raises:
-      ValueError: A number is below 1; `replicas` has not n of them, or one above m.
+      ValueError: A number is below 1; `replicas` does not have n numbers, or has one
+        above m.
 
     Source:
       Huang et al., GPipe, NeurIPS 2019.

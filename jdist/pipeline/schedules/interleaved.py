@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per worker, so that the pipeline fills sooner."""
+"""Interleaved 1F1B: several stages per worker, for a smaller bubble."""
 
 from functools import partial
 
@@ -19,11 +19,11 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
 
     Args:
       n: Workers.
-      m: Micro-batches. They make m // n rounds of equal size (at least one round).
+      m: Micro-batches, in m // n rounds of equal size (at least one round).
       chunks: Stages per worker.
 
     Raises:
-      ValueError: A number is below 1, or m does not divide into its rounds.
+      ValueError: A number is below 1, or m is not a multiple of the number of rounds.
 
     Source:
       Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
@@ -35,13 +35,15 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
       worker 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1  .
     """
     check_counts("interleaved", n=n, m=m, chunks=chunks)
-    # All rounds have one size, on which the orders below rely.
+    # `_order` computes with one size for all rounds.
     rounds = max(1, m // n)
     if m % rounds:
         rule = f"must be a multiple of its {rounds} rounds of at least {n} workers"
         remedy = f"A multiple of {n}, or fewer than {2 * n}, always is."
         raise ValueError(requirement("interleaved(m=...)", rule, m, remedy))
     size = m // rounds
+    # Megatron's warm-up: the round trip to the last worker, and a round for each chunk
+    # but one.
     ahead = [
         min(m * chunks, 2 * (n - rank - 1) + (chunks - 1) * size) for rank in range(n)
     ]

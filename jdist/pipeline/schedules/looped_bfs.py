@@ -1,4 +1,4 @@
-"""Looped breadth-first: each stage of a worker takes all micro-batches at once."""
+"""Looped breadth-first: all micro-batches through one stage of a worker at a time."""
 
 from functools import partial
 
@@ -13,10 +13,10 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
     """Breadth-first over n workers with `chunks` stages each: j, n + j, 2n + j, ...
 
     All micro-batches go through a worker's first stage, then all through its second,
-    and back in the same manner. The bubble is that of the interleaved schedule; all
-    activations are alive at once, but the parameters of one stage are needed, and its
-    gradients are complete, for one stretch of time only: what sharded data parallelism
-    wants.
+    and back in the same manner. The bubble is that of the interleaved schedule, and all
+    activations are alive at once. In exchange a worker uses the parameters of each
+    stage once in each direction, and completes its gradients in one go, as sharded data
+    parallelism requires.
 
     Raises:
       ValueError: A number is below 1.
@@ -42,7 +42,7 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
         tuple((stage % n,) for stage in range(n * chunks)),
         Columns.joined(programs),
         activation_bound=(m * chunks,) * n,
-        # A stage's turn comes when its worker is free and the round before has arrived.
+        # A stage begins when its worker is free and its first input has arrived.
         clock_bound=2 * ((chunks - 1) * max(m, n) + m + n - 1),
         family=partial(looped_bfs, n, chunks=chunks),
     )

@@ -1,4 +1,4 @@
-"""1F1B with a flush: a backward pass as soon as there is one."""
+"""1F1B with a flush: backward passes as early as possible."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +15,9 @@ from jdist.pipeline.schedules.replicas import (
 def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
     """1F1B for n stages, one per worker, and m micro-batches.
 
-    Stage j does n - j - 1 forward passes ahead and then one forward and one backward
-    pass in turn. It takes as long as GPipe, but stage j never holds the activations of
-    more than n - j micro-batches, however many there are.
+    Stage j runs n - j - 1 forward passes ahead and then one forward and one backward
+    pass in turn. It takes as long as GPipe, but stage j never holds activations of more
+    than n - j micro-batches.
 
     Args:
       n: Stages.
@@ -26,7 +26,8 @@ def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Sch
         Ranks are given out in order.
 
     Raises:
-      ValueError: A number is below 1; `replicas` has not n of them, or one above m.
+      ValueError: A number is below 1; `replicas` does not have n numbers, or has one
+        above m.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019, 3.2; with a flush: Fan et al., DAPPLE,
@@ -41,4 +42,5 @@ def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Sch
     check_counts("one_f_one_b", n=n, m=m)
     counts = replica_counts("one_f_one_b", n, replicas, m)
     family = partial(one_f_one_b, n, replicas=replicas)
+    # Fewer passes ahead would let later stages idle; more would hold more activations.
     return alternating_schedule("1F1B", m, counts, warm_ups(counts), family)

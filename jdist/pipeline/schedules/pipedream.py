@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B without a flush, stages updating as they go, replicas in turn."""
+"""PipeDream: 1F1B without a flush, with asynchronous updates and replicated stages."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,10 +25,10 @@ def pipedream(
 ) -> Schedule:
     """Asynchronous 1F1B for n stages and an epoch of m micro-batches.
 
-    A stage updates after each backward pass, and the pipeline never drains before the
-    m-th micro-batch: an epoch's bubble is that of one flush. A backward pass uses the
-    weights that its forward pass used, so a worker keeps several versions:
-    `simulate(...).weight_versions` counts them.
+    A stage updates after each backward pass, and the pipeline drains only after the
+    m-th micro-batch: the bubble of an epoch is that of one flush. A backward pass uses
+    the weights that its forward pass used, so a worker keeps several versions, which
+    `simulate(...).weight_versions` counts.
 
     A stage on several workers gives micro-batch i to the (i mod r)-th of them, forward
     and backward. A worker of stage j runs floor((w_j - 1) / r_j) forward passes ahead,
@@ -43,8 +43,8 @@ def pipedream(
       policy: See `UpdatePolicy`.
 
     Raises:
-      ValueError: A number is below 1, `replicas` has not n of them, or `policy`
-        is neither.
+      ValueError: A number is below 1, `replicas` does not have n numbers, or `policy`
+        is unknown.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019, 3.2 and 3.3.

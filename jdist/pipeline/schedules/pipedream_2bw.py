@@ -13,8 +13,8 @@ from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedule:
     """Asynchronous 1F1B with gradients accumulated over `update_every` micro-batches.
 
-    All of a batch's micro-batches, on all stages, use the weights before the newest
-    ones, w(t+1) = w(t) - lr grad f(w(t-1)), so that two versions are enough.
+    All micro-batches of a batch use the weights before the newest ones on all stages,
+    w(t+1) = w(t) - lr grad f(w(t-1)), so that two versions are enough.
 
     Args:
       n: Stages, one per worker.
@@ -22,8 +22,7 @@ def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedul
       update_every: Micro-batches per update, at least n; None: n.
 
     Raises:
-      ValueError: A number is below 1, or `update_every` below n: then a micro-batch
-        would start before the weights that it needs are there.
+      ValueError: A number is below 1, or `update_every` is below n.
 
     Source:
       Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021.
@@ -34,6 +33,8 @@ def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedul
     """
     every = n if update_every is None else update_every
     check_counts("pipedream_2bw", n=n, m=m, update_every=every)
+    # With fewer a micro-batch would begin before the version of weights that it uses
+    # exists.
     if every < n:
         rule = f"must be at least the {n} stages"
         raise ValueError(requirement("pipedream_2bw(update_every=...)", rule, every))

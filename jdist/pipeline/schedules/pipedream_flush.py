@@ -1,4 +1,4 @@
-"""PipeDream-Flush: 1F1B that drains before each update, for a whole epoch."""
+"""PipeDream-Flush: 1F1B over a whole epoch, with a flush before each update."""
 
 from functools import partial
 
@@ -13,8 +13,8 @@ from jdist.pipeline.schedule.update_policy import UpdatePolicy
 def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Schedule:
     """1F1B with a flush after every `update_every` micro-batches of an epoch.
 
-    A stage's update waits for the backward passes of all micro-batches before it, so
-    that all stages are at one version: w(t+1) = w(t) - lr grad f(w(t)), as with GPipe.
+    The update of a stage waits for the backward passes of all earlier micro-batches,
+    so that all stages have one version: w(t+1) = w(t) - lr grad f(w(t)), as in GPipe.
 
     Args:
       n: Stages, one per worker.
@@ -41,8 +41,8 @@ def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Sched
         parts = []
         for block in blocks:
             own = (np.full(len(block), stage), block)
-            # 1F1B of a block; it drains, since its backward passes end before the next
-            # block.
+            # 1F1B over one block. It drains the pipeline, since all its backward passes
+            # precede the next block.
             parts.append(alternating(own, own, warm_up=n - stage - 1))
         programs.append(WorkerActions(*map(np.concatenate, zip(*parts, strict=True))))
     return Schedule(

@@ -1,6 +1,6 @@
-"""1F1B and its relatives over stages of one or several workers.
+"""1F1B and related schedules over stages of one or several workers.
 
-A stage on several workers gives them its micro-batches in turn.
+A stage on several workers distributes micro-batches to them round-robin.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def replica_counts(
     Args:
       call: The schedule's function, for errors.
       n: Stages.
-      replicas: As given; None: one worker each.
+      replicas: The user's argument; None: one worker each.
       m: Micro-batches, if every worker must have one.
 
     Raises:
@@ -42,11 +42,12 @@ def replica_counts(
 
 
 def warm_ups(counts: Sequence[int]) -> list[int]:
-    """The forward passes that a worker of each stage runs ahead in 1F1B.
+    """The number of forward passes that a worker of each stage runs ahead in 1F1B.
 
-    That is floor((w_j - 1) / r_j), with r_j the workers of the stage and w_j those of
+    It is floor((w_j - 1) / r_j), with r_j the workers of the stage and w_j those of
     this and all later stages.
     """
+    # The sum of all later counts: reversed, because `cumsum` adds from the front.
     later = np.cumsum(counts[::-1])[::-1]
     return [int(w - 1) // count for w, count in zip(later, counts, strict=True)]
 
@@ -84,7 +85,7 @@ def alternating_schedule(
         Columns.joined(programs),
         update_policy=update_policy,
         activation_bound=tuple(bound),
-        # Replicas wait for neighbours with another rhythm: no closed form is known.
+        # Between stages with different numbers of replicas no closed form is known.
         clock_bound=2 * (m + len(counts) - 1) if max(counts) == 1 else None,
         family=family,
     )

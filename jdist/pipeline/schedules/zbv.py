@@ -11,11 +11,11 @@ def zbv(n: int, m: int) -> Schedule:
     """ZBV for n workers with stages j and 2n - 1 - j each, and m micro-batches.
 
     The last stage is on worker 0, so that a micro-batch ends where it began and its
-    backward pass starts early. When F, B and W take equally long no worker is idle from
-    its first action to its last, with 2n of these half-size stages in flight, as many
-    as 1F1B's n whole ones. Towards the end worker j defers more and more weight
-    gradients, and with their cotangents it holds n + 1 + 3j activations where that is
-    more than 2n + 1.
+    backward pass starts early. If F, B and W take equally long, no worker is idle from
+    its first action to its last, with 2n of these half-size stages in flight, as much
+    memory as 1F1B's n whole ones. Towards the end worker j defers more and more weight
+    gradients, and with their cotangents it holds n + 1 + 3j activations if that is more
+    than 2n + 1.
 
     Raises:
       ValueError: A number is below 1.
@@ -54,7 +54,7 @@ def zbv(n: int, m: int) -> Schedule:
         activation_bound=tuple(
             min(2 * m + 1, max(2 * n + 1, n + 1 + 3 * j)) for j in range(n)
         ),
-        # Below 2n - 1 micro-batches the way there and back, 4n actions, shows.
+        # Below 2n - 1 micro-batches the round trip of 4n actions is not hidden.
         clock_bound=max(6 * m + n - 1, 4 * m + 4 * n - 2),
         family=partial(zbv, n),
     )

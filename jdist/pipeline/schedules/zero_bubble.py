@@ -1,4 +1,4 @@
-"""Zero bubble, form H1: weight gradients fill the gaps that 1F1B leaves."""
+"""Zero bubble, variant H1: weight gradients fill the idle times of 1F1B."""
 
 from functools import partial
 
@@ -10,12 +10,11 @@ from jdist.pipeline.schedule.schedule import Schedule
 def zero_bubble(n: int, m: int) -> Schedule:
     """ZB-H1 for n stages, one per worker, and m micro-batches.
 
-    The backward pass is split: the stage before waits for the cotangent of the inputs
-    only (B), the gradients of the parameters (W) can come later. Worker j defers j of
-    them from the beginning to the end, so that the stages before it get their
-    cotangents sooner. No worker has begun more than n micro-batches that it has not
-    finished, as many as stage 0 in 1F1B. What a deferred one holds is more than an
-    activation, since its cotangents wait too: on worker j n - j - 1 activations and
+    The backward pass is split: the previous stage waits only for the cotangents of the
+    inputs (B), and the gradients of the parameters (W) can come later. Worker j always
+    defers j of them, so that earlier stages get their cotangents sooner. No worker has
+    more than n unfinished micro-batches, as many as stage 0 in 1F1B. A deferred one
+    holds cotangents besides its activation: worker j has n - j - 1 activations and
     j + 1 pending weight gradients, (n - j - 1) M_B + (j + 1) M_W.
 
     Raises:
@@ -52,8 +51,8 @@ def zero_bubble(n: int, m: int) -> Schedule:
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
         activation_bound=tuple(min(m, n) + min(m, j + 1) for j in range(n)),
-        # The last stage defers n weight gradients at most; with fewer micro-batches
-        # than workers there is nothing else to fill its gaps with.
+        # The last stage defers at most n weight gradients; with fewer micro-batches
+        # than workers nothing else fills its idle time.
         clock_bound=max(3 * m + n - 1, 2 * m + 2 * n - 1),
         family=partial(zero_bubble, n),
     )

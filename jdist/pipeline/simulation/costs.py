@@ -27,23 +27,23 @@ class Costs:
 
     Attributes:
       forward: Seconds of F.
-      backward: Seconds of a B that no W follows.
-      backward_inputs: Seconds of a B that a W follows; None: half of `backward`.
+      backward: Seconds of a B without a W.
+      backward_inputs: Seconds of a B with a W; None: half of `backward`.
       backward_params: Seconds of a W; None: half of `backward`.
-      overhead: Seconds that each action takes its worker beside that.
-      message_bytes: Of an activation from stage j to j + 1, and of its cotangent back.
+      overhead: Seconds that each action takes in addition.
+      message_bytes: Bytes of an activation from stage j to j + 1, and of its cotangent.
       latency: Seconds that a message takes besides its time on the link. It does not
         delay the next message.
       bandwidth: Bytes per second from one worker to another, in each direction. A link
         carries one message at a time.
-      activation_bytes: What a stage keeps of a micro-batch from F to B.
-      pending_bytes: What a stage keeps of a micro-batch from B to W: activations that
-        enter weight gradients, and cotangents. None: twice `activation_bytes`. A stage
-        that recomputes, or whose outputs are wider than its inputs, keeps more.
+      activation_bytes: Bytes that a stage keeps of a micro-batch from F to B.
+      pending_bytes: Bytes that a stage keeps of a micro-batch from B to W: activations
+        that enter weight gradients, and cotangents. None: twice `activation_bytes`. A
+        stage that recomputes, or whose outputs are wider than its inputs, keeps more.
       join_weight_gradients: Whether a stage joins them (see `Stage`): for all, or one
         per stage. Such a stage keeps `pending_bytes` of each micro-batch from B to the
         end of its last backward pass before an update.
-      weight_bytes: Of one version of a stage's weights.
+      weight_bytes: Bytes of one version of a stage's weights.
 
     Raises:
       ValueError: A cost is negative or NaN, or a bandwidth 0. The lengths are checked
@@ -64,7 +64,7 @@ class Costs:
     weight_bytes: Cost = 0.0
 
     def __post_init__(self) -> None:
-        """Checks signs, and fills in the halves."""
+        """Check the costs, and fill in defaults."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -75,7 +75,7 @@ class Costs:
             if not (fine & (array >= 0)).all() or array.ndim > 2:
                 rule = f"must be {least}: a number, one per stage, or a table"
                 raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
-        # Both halves are products of the same size for a layer that multiplies.
+        # For a matrix product both halves of a backward pass are products of one size.
         half = np.asarray(self.backward, np.float64) / 2
         for name in ("backward_inputs", "backward_params"):
             if getattr(self, name) is None:
@@ -85,12 +85,12 @@ class Costs:
             object.__setattr__(self, "pending_bytes", twice)
 
     def table(self, name: str, stages: int, micro_batches: int) -> np.ndarray:
-        """One cost for each stage (or neighbouring pair of stages) and micro-batch.
+        """Expand a cost to each stage (or pair of neighbouring stages) and micro-batch.
 
         Raises:
           ValueError: It was given for another number of stages or micro-batches.
         """
-        # Neighbours, not stages, share a link.
+        # A link belongs to a pair of neighbouring stages.
         rows = stages - 1 if name in BETWEEN else stages
         array = np.asarray(getattr(self, name), np.float64)
         shape = (rows, micro_batches)
@@ -116,12 +116,12 @@ class Costs:
     def measured(cls, timeline: Timeline, **others: Cost) -> "Costs":
         """The costs of a run: medians of its actions per stage and kind, and latencies.
 
-        From a run by `timed` also the bytes that its stages kept of a micro-batch.
+        A run by `timed` also has the bytes that its stages kept of a micro-batch.
 
         Args:
-          timeline: The run; its first micro-batch is left out where there are others.
-          others: Costs that a timeline does not show, such as those of messages; they
-            replace those that it shows.
+          timeline: The run; its first micro-batch is left out if there are others.
+          others: Costs that a timeline does not contain, such as those of messages;
+            they take precedence over measured ones.
 
         Raises:
           ValueError: A stage has no forward passes.
@@ -155,16 +155,16 @@ class Costs:
             if name == "forward" and not all(map(len, rows)):
                 rule = f"must have {KINDS[F]} actions at each of its {stages} stages"
                 raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
-            # A kind that some stage never runs keeps its default.
+            # A cost needs all stages: of a kind that one lacks the default is kept.
             if all(map(len, rows)):
-                # The median, since a few actions are delayed by other processes.
+                # The median ignores the few actions that other processes delay.
                 found[name] = np.array([np.median(row) for row in rows])
         if timeline.stage_bytes is not None:
             kept = timeline.stage_bytes
             joined = np.array(timeline.joined or [False] * stages)
             waits = joined | np.isin(np.arange(stages), columns.stage[halved])
             found["activation_bytes"] = kept.activation
-            # A stage that ran whole does not show what a W would keep.
+            # A run without W at a stage does not show what a W would keep.
             guess = PENDING * kept.activation
             found["pending_bytes"] = np.where(waits, kept.pending, guess)
             found["join_weight_gradients"] = joined

@@ -28,26 +28,26 @@ WIDTH, HEIGHT = 2400, 800
 def write_gantt(
     columns: Columns, start: np.ndarray, end: np.ndarray, title: str, path: Path
 ) -> Path:
-    """Draws a Gantt chart with a legend into a file.
+    """Write a Gantt chart with a legend to a file.
 
     Args:
       columns: The actions.
       start: Seconds at which each begins.
       end: Seconds at which it ends.
       title: Title of the chart.
-      path: The file; PNG unless its name says otherwise.
+      path: The file; its suffix is the format, by default PNG.
 
     Raises:
       Unavailable: matplotlib is not installed.
     """
     try:
-        # A figure of its own: pyplot would keep state and open a display.
+        # A `Figure` without pyplot, which would keep it alive and may open a display.
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         what = f"a Gantt chart needs matplotlib: {extra('experiments')}"
         raise Unavailable(what) from error
-    # Taller pictures would not fit a screen; rows get thinner instead.
+    # Limited to a screen's height: with more workers rows get thinner.
     height = min(2 + 0.35 * columns.workers, 8)
     figure = Figure(figsize=(12, height), layout="constrained")
     draw_gantt(columns, start, end, title, figure.subplots())
@@ -61,14 +61,14 @@ def write_gantt(
 def draw_gantt(
     columns: Columns, start: np.ndarray, end: np.ndarray, title: str, axes: "Axes"
 ) -> None:
-    """Draws a Gantt chart without a legend; one bar of each kind has its label."""
+    """Draw a Gantt chart without a legend; one bar of each kind has a label."""
     from matplotlib.ticker import MaxNLocator
 
     if len(columns) <= BARS:
         _draw_bars(columns, start, end, axes)
     else:
         _draw_image(columns, start, end, axes)
-    # matplotlib warns of an axis without extent.
+    # `or 1`, because matplotlib warns about an axis of zero length.
     axes.set_xlim(0, float(end.max(initial=0)) or 1)
     axes.set_ylim(columns.workers - 0.5, -0.5)
     # Ranks are integers.
@@ -81,7 +81,7 @@ def draw_gantt(
 def _draw_bars(
     columns: Columns, start: np.ndarray, end: np.ndarray, axes: "Axes"
 ) -> None:
-    # Each kind is named once, so that a legend of the axes has no repeats.
+    # Each kind is labelled once, so that a legend of the axes has no repeats.
     unnamed = dict(enumerate(NAMES))
     for worker in range(columns.workers):
         span = slice(*columns.first[worker : worker + 2])
@@ -113,7 +113,7 @@ def _draw_bars(
 def _draw_image(
     columns: Columns, start: np.ndarray, end: np.ndarray, axes: "Axes"
 ) -> None:
-    """An image whose pixels show the action at their middle."""
+    """Draw an image in which each pixel shows the action at its middle."""
     from matplotlib.colors import ListedColormap
 
     makespan = float(end.max())
@@ -124,7 +124,7 @@ def _draw_image(
         span = slice(*columns.first[worker : worker + 2])
         if span.start == span.stop:
             continue
-        # The last action that began before each moment.
+        # The last action that began before each moment; it may have ended before, too.
         at = np.searchsorted(start[span], moments, side="right") - 1
         working = (at >= 0) & (moments < end[span][at])
         shown[row] = np.where(working, columns.kind[span][at] + 1, 0)
@@ -142,8 +142,8 @@ def _draw_image(
 def write_chrome_trace(
     columns: Columns, start: np.ndarray, end: np.ndarray, path: Path
 ) -> Path:
-    """Writes Chrome's trace format: a line per action, a track per worker."""
-    # Line by line, so that millions of actions need no memory.
+    """Write Chrome's trace format: a line per action, a track per worker."""
+    # Line by line, so that memory does not grow with the number of actions.
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for worker in range(columns.workers):

@@ -2,13 +2,13 @@
 
 A worker executes its actions in the schedule's order, each as soon as the worker is
 free and the action's input has arrived. An action takes its cost plus the overhead. Its
-result travels to the neighbouring stage while the worker goes on: if that stage is on
-another worker, the message takes the link between the two workers (one for each
-direction), after the messages before it, for bytes / bandwidth, and arrives `latency`
-later. Updates of weights, reductions between replicas and waiting buffers cost nothing
-here; add them to `backward` where they matter. Memory is what workers hold between two
-actions (`jdist.pipeline.schedule.memory`), without what an action needs while it runs
-and values that wait to be sent or consumed.
+result is sent to the neighbouring stage while the worker continues: if that stage is on
+another worker, the message occupies the link between the two workers (one for each
+direction), after earlier messages, for bytes / bandwidth, and arrives `latency` later.
+Updates of weights, reductions between replicas and waiting buffers cost nothing here;
+add them to `backward` where they matter. Memory is what workers hold between two
+actions (`jdist.pipeline.schedule.memory`), without temporary buffers of an action and
+without values that wait to be sent or consumed.
 """
 
 import math
@@ -25,21 +25,21 @@ from jdist.pipeline.simulation.timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Simulates a schedule.
+    """Simulate a schedule.
 
     1024 stages and 4096 micro-batches, 8.4 million actions, take seconds.
 
     Args:
-      schedule: Any; it need not have been validated.
-      costs: None: the units of `Costs()`.
+      schedule: The schedule, which need not have been validated.
+      costs: The costs; None: `Costs()`.
 
     Returns:
       Makespan, bubble, peak activations and their bytes, weight versions, and the start
       and end of each action.
 
     Raises:
-      ScheduleError: The schedule's workers wait for each other in a circle, or an
-        action waits for one that is missing.
+      ScheduleError: The schedule has a deadlock, or an action waits for one that is
+        missing.
       ValueError: A cost was given for another number of stages.
 
     Example:
@@ -55,7 +55,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     waits = waits_for(columns, *shape)
     seconds = _seconds(schedule, costs)
     start = play(columns, waits, seconds, _links(schedule, costs))
-    # Arrays of millions of actions: freed, and reused, as early as possible.
+    # With millions of actions arrays are freed, and reused, as early as possible.
     del waits
     end = np.add(start, seconds, out=seconds)
     for array in (start, end):
@@ -74,7 +74,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
     columns, shape = schedule.columns, (schedule.stages, schedule.micro_batches)
-    # A B without a W does the work of both halves.
+    # A B without a W includes the work of both halves.
     backward = np.where(
         schedule.split,
         costs.table("backward_inputs", *shape),
@@ -85,7 +85,7 @@ def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
         (B, backward),
         (W, costs.table("backward_params", *shape)),
     )
-    # One fancy index per kind, with no loop over actions.
+    # One index array per kind, without a loop over millions of actions.
     seconds = np.empty(len(columns))
     for kind, table in tables:
         own = np.flatnonzero(columns.kind == kind)
@@ -94,7 +94,7 @@ def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
 
 
 def _links(schedule: Schedule, costs: Costs) -> Links | None:
-    """The link of each result and its times; None where messages are free."""
+    """The link of each result and its times; None if messages cost nothing."""
     shape = (schedule.stages, schedule.micro_batches)
     latency = costs.table("latency", *shape)
     sending = costs.table("message_bytes", *shape) / costs.table("bandwidth", *shape)
@@ -119,8 +119,7 @@ def _links(schedule: Schedule, costs: Costs) -> Links | None:
 
 def _link_numbers(schedule: Schedule) -> np.ndarray:
     """A number for each link, -1 within a worker: `(F or B, pair of stages, turn)`."""
-    # Placement repeats after this many micro-batches, so that links need no table of
-    # all of them.
+    # Placement repeats after this many micro-batches: a table of this length suffices.
     turns = math.lcm(*(len(workers) for workers in schedule.placement))
     owner = schedule.owner[:, : min(turns, schedule.micro_batches)].astype(np.int64)
     ahead = owner[:-1] * schedule.workers + owner[1:]

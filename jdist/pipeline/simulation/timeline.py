@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StageBytes(NamedTuple):
     """Bytes that a run's stages kept of a micro-batch, float64, `(stages,)` each.
 
-    Where micro-batches differ in size, those of the largest.
+    If micro-batches differ in size, those of the largest.
 
     Attributes:
       activation: Between F and B.
@@ -56,11 +56,11 @@ class Timeline:
       update_policy: See `Schedule`.
       name: Title of pictures.
       activation_bytes: Per worker, the most bytes held between two actions:
-        activations of micro-batches in flight, and what weight gradients wait with.
+        activations of micro-batches in flight, and values for pending weight gradients.
         None: not known.
-      weight_bytes: Per worker, the bytes of all versions that it keeps at most; None:
+      weight_bytes: Per worker, the most bytes of weight versions kept at a time; None:
         not known.
-      stage_bytes: What each stage kept, in a run by `timed`; None: not known.
+      stage_bytes: Bytes that each stage kept, in a run by `timed`; None: not known.
       joined: Whether each stage joins its weight gradients; empty: none does.
 
     Example:
@@ -88,7 +88,7 @@ class Timeline:
         name: str = "measured",
         update_policy: UpdatePolicy | None = None,
     ) -> "Timeline":
-        """The timeline of a run, from records in any order.
+        """Build the timeline of a run from records in any order.
 
         Args:
           records: The actions of all workers, on one clock.
@@ -105,7 +105,7 @@ class Timeline:
         if not ordered:
             raise ValueError(requirement(argument, "must not be empty", "none"))
         for before, after in zip([None, *ordered], ordered, strict=False):
-            # Written so that a NaN is refused too.
+            # Negated, so that a NaN is refused too.
             if not after.start <= after.end:
                 rule = "must not end before they start"
                 raise ValueError(requirement(argument, rule, repr(after)))
@@ -119,7 +119,7 @@ class Timeline:
         for record in ordered:
             action = Action(record.kind, record.stage, record.micro_batch)
             programs[record.worker].append(action)
-        # Clocks count from any moment; a timeline starts at 0.
+        # A clock's zero is arbitrary; a timeline starts at 0.
         begin = min(record.start for record in ordered)
         return cls(
             Columns.of(programs),
@@ -141,24 +141,24 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each worker worked."""
-        # Differences of one running sum: no loop over workers.
+        """Seconds in which each worker was busy."""
+        # Differences of one running sum, without a loop over workers.
         done = np.concatenate([[0.0], np.cumsum(self.end - self.start)])
         return tuple(np.diff(done[self.columns.first]).tolist())
 
     @property
     def bubble(self) -> float:
         """The fraction of all workers' time in which they were idle."""
-        # All actions may cost nothing.
+        # The makespan is 0 if all actions cost nothing.
         if not self.makespan:
             return 0.0
         return 1 - sum(self.busy) / (self.workers * self.makespan)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per worker, the most held between two actions; see `Schedule`.
+        """Per worker, the most activations held between two actions; see `Schedule`.
 
-        Joined weight gradients are counted, which a schedule does not know of.
+        Unlike a schedule's, this includes what joined weight gradients keep.
         """
         every = None if self.update_policy is None else self.update_policy.every
         return memory.peak_activations(self.columns, self.joined, every)
@@ -170,17 +170,17 @@ class Timeline:
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per worker, the most versions of one of its stages' weights kept at a time.
+        """Per worker, the most versions of one stage's weights kept at a time.
 
         1 for a synchronous schedule.
         """
-        # Of the stage that keeps most, where a worker has several.
+        # The maximum over the worker's stages.
         kept = live_versions(self.columns, self.update_policy)
         return tuple(int(count) for count in kept.max(axis=0))
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per worker, bytes of weights and activations at most; None: not known."""
+        """Per worker, the most bytes of weights and activations; None: not known."""
         if self.activation_bytes is None or self.weight_bytes is None:
             return None
         pairs = zip(self.activation_bytes, self.weight_bytes, strict=True)
@@ -198,7 +198,7 @@ class Timeline:
         shape = (int(columns.stage.max()) + 1, int(columns.micro_batch.max()) + 1)
         worker = columns.worker_of_each()
         first = np.concatenate([[True], worker[1:] != worker[:-1]])
-        # When each action's worker became free: the end of its action before.
+        # An action's worker became free at the end of its previous action.
         free = np.where(first, -np.inf, np.roll(self.end, 1))
         samples: list[list[float]] = [[] for _ in range(shape[0] - 1)]
         for kind, there, back in ((F, 0, 1), (B, 1, 0)):
@@ -207,7 +207,7 @@ class Timeline:
                 before, after = at[pair + there], at[pair + back]
                 both = (before >= 0) & (after >= 0)
                 before, after = before[both], after[both]
-                # Otherwise the worker itself was the reason for waiting.
+                # Otherwise the action was waiting for its worker.
                 waited = free[after] < self.end[before]
                 # Neighbours on one worker exchange no message.
                 away = worker[before] != worker[after]
@@ -230,7 +230,7 @@ class Timeline:
         return f"{self.name}: {self.makespan:.6g} s, bubble {self.bubble:.1%}"
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draws a Gantt chart into a file, PNG unless its name says otherwise.
+        """Write a Gantt chart to a file; its suffix is the format, by default PNG.
 
         Raises:
           Unavailable: matplotlib is not installed.
@@ -239,11 +239,11 @@ class Timeline:
         return pictures.write_gantt(*shown, Path(path))
 
     def draw(self, axes: "Axes") -> None:
-        """Draws a Gantt chart on matplotlib's axes, without a legend."""
+        """Draw a Gantt chart on matplotlib's axes, without a legend."""
         pictures.draw_gantt(self.columns, self.start, self.end, self.title, axes)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Writes JSON that chrome://tracing and ui.perfetto.dev show."""
+        """Write JSON for chrome://tracing and ui.perfetto.dev."""
         return pictures.write_chrome_trace(
             self.columns, self.start, self.end, Path(path)
         )

@@ -1,8 +1,8 @@
-"""The inputs of an SPMD program from the batch, laid out over the devices.
+"""Inputs of an SPMD program from the batch, laid out over the devices.
 
-One program needs micro-batches of one shape: shorter ones repeat their last example
-with weight 0. And it needs arrays of one shape on all devices: on devices that
-do not read them they are blanks, made once.
+A program needs micro-batches of one shape: shorter ones repeat their last example with
+weight 0. It also needs arrays of one shape on all devices: devices that do not read an
+entry hold a blank array in its place.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from jdist.pipeline.stages.place import StageMesh, devices_of, laid, moved, spec
 
 
 class Lots(NamedTuple):
-    """The examples of a batch in micro-batches of one size.
+    """Examples of a batch in micro-batches of one size.
 
     Attributes:
-      order: Their numbers, `(micro_batches, rows)`.
-      weights: Likewise; 0 for padding.
+      order: Indices of the examples, `(micro_batches, rows)`.
+      weights: Their weights, `(micro_batches, rows)`; 0 for padding.
       totals: The sum of each micro-batch's weights, float64, `(micro_batches,)`.
     """
 
@@ -38,7 +38,7 @@ class Lots(NamedTuple):
     def of(self, leaf: PyTree) -> PyTree:
         """The rows of an array, `(micro_batches, rows, ...)`."""
         shape = (*self.order.shape, *leaf.shape[1:])
-        # No copy where nothing is padded.
+        # Without padding the rows are in order already: a reshape makes no copy.
         return leaf.reshape(shape) if self._is_even else leaf[self.order]
 
     @property
@@ -49,14 +49,14 @@ class Lots(NamedTuple):
 def lots(
     batch: PyTree, weights: ArrayLike | None, count: int, kind: str, parts: int = 1
 ) -> Lots:
-    """Cuts a batch as `split_batch` does, and pads it.
+    """Cut a batch as `split_batch` does, and pad its micro-batches.
 
     Args:
       batch: Named arrays.
-      weights: Of the examples, or None.
-      count: How many micro-batches.
+      weights: Weights of the examples, or None.
+      count: Number of micro-batches.
       kind: The reduction.
-      parts: Into how many parts the rows of a micro-batch can be split.
+      parts: Number of equal parts into which the rows of a micro-batch are split.
 
     Raises: what `split_batch` raises.
 
@@ -68,11 +68,12 @@ def lots(
     numbered = batch
     if isinstance(batch, dict):
         examples = examples_in(batch, "Pipeline.value_and_grad")
-        # The numbers of the examples are cut, by the same rule as arrays elsewhere; the
-        # arrays are copied once, by `Lots.of`.
+        # Only indices are cut, by the same rule as arrays elsewhere: the arrays are
+        # copied once, in `Lots.of`.
         numbered = {"number": np.arange(examples)}
     cut = split_batch(numbered, weights, count, kind, parts)
-    # What is left over is in the last one, which may be the longest, and not divide.
+    # Rounded up to a multiple of `parts`: the last micro-batch has the remainder, and
+    # may be the longest one.
     rows = -(max(len(part.weights) for part in cut) // -parts) * parts
 
     def padded(own: np.ndarray, mode: Any) -> np.ndarray:
@@ -86,15 +87,15 @@ def lots(
 
 
 class Spread:
-    """Lays arrays out over the devices of a pipeline, as one array each.
+    """Conversion between arrays of single workers and arrays over all devices.
 
-    The parts of the workers lie one after another along the first dimension, which the
-    axis of workers divides. Over further axes of the mesh each part is divided as it is
-    on the mesh of its worker.
+    The parts of the workers are concatenated along the first dimension, which the axis
+    of workers divides. Over further axes of the mesh each part is sharded as it is on
+    the mesh of its worker.
 
     Args:
-      places: The workers, and where each is.
-      mesh: The devices of all of them.
+      places: The workers and their places.
+      mesh: The devices of all workers.
       axis: The mesh's axis of workers.
     """
 
@@ -102,7 +103,8 @@ class Spread:
         self._places = places
         self._mesh = mesh
         self._axis = axis
-        # Of the devices of this process, those of each worker.
+        # Positions of each worker's devices among those of this process, the order in
+        # which JAX lists the shards of an array.
         here = list(enumerate(mesh.local_devices))
         self._numbers = {
             rank: [n for n, device in here if device in devices_of(place)]
@@ -117,12 +119,12 @@ class Spread:
     def together(
         self, parts: Sequence[PyTree], spec: PartitionSpec | None = None
     ) -> jax.Array:
-        """One array of the parts on this process's devices, which are not copied.
+        """Join the parts of this process's workers into one array, without a copy.
 
         Args:
           parts: One for each worker of this process, of one shape; a scalar counts as
             an array of length 1.
-          spec: How a part is divided over the mesh of its worker; None: as it is.
+          spec: How a part is sharded over the mesh of its worker; None: as it is now.
         """
         pairs = zip(self._places.own, parts, strict=True)
         placed = [self._placed(part, rank, spec) for rank, part in pairs]
@@ -135,7 +137,7 @@ class Spread:
     def shape(
         self, part: PyTree, spec: PartitionSpec | None = None
     ) -> jax.ShapeDtypeStruct:
-        """The shape of one array of such parts on the devices of all workers."""
+        """Shape and sharding of the array that `together` returns."""
         layout = self.sharding(spec_of(part) if spec is None else spec)
         shape = self._whole(np.shape(part))
         return jax.ShapeDtypeStruct(shape, jnp.result_type(part), sharding=layout)
@@ -143,16 +145,17 @@ class Spread:
     def apart(
         self, array: jax.Array, rank: int, like: jax.ShapeDtypeStruct
     ) -> jax.Array:
-        """The part of one worker of this process, which is not copied.
+        """Extract the part of one worker of this process, without a copy.
 
         Args:
-          array: Of the parts of all workers.
-          rank: Of the worker.
-          like: Shape of a part.
+          array: An array with the parts of all workers.
+          rank: Rank of the worker.
+          like: Shape and sharding of a part.
         """
         place = self._places.devices[rank]
         shards = shards_of(array)
         parts = [shards[number] for number in self._numbers[rank]]
+        # A scalar has an axis of length 1 in the program, along which devices join.
         if not like.shape:
             parts = [part.reshape(()) for part in parts]
         if not isinstance(place, StageMesh):
@@ -167,7 +170,7 @@ class Spread:
         value: Callable[[], Any],
         spec: PartitionSpec,
     ) -> jax.Array:
-        """A value where one worker is, and blanks at the others."""
+        """An array with a value at one worker, and blanks at the others."""
         own = self._places.own
         parts = [
             value() if rank == worker else self._blank(rank, kind, spec) for rank in own
@@ -175,7 +178,7 @@ class Spread:
         return self.together(parts, spec)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """Of the parts of all workers, each divided like this."""
+        """The sharding of an array whose parts have this specification."""
         first, *others = tuple(spec) or (None,)
         names = first if isinstance(first, tuple) else () if first is None else (first,)
         return NamedSharding(self._mesh, PartitionSpec((self._axis, *names), *others))
@@ -193,6 +196,7 @@ class Spread:
         return laid(part, place, spec)
 
     def _blank(self, rank: int, kind: ArraySpec, spec: PartitionSpec) -> jax.Array:
+        # Kept for all steps: a blank is as large as the entry that it stands for.
         known = rank, kind, spec
         if known not in self._blanks:
             place: Any = self._places.devices[rank]
@@ -203,6 +207,6 @@ class Spread:
 
 
 def _shards(part: jax.Array) -> list[jax.Array]:
-    """The data on each device of this process, of one dimension at least."""
+    """The data on each device of this process, with at least one dimension."""
     found = shards_of(part)
     return found if part.ndim else [each.reshape(1) for each in found]

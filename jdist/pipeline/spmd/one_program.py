@@ -1,9 +1,9 @@
 """The whole pipeline as one SPMD program: equal stages on the devices of a mesh.
 
-The parameters of a stage stay where they are, on the device of its worker: seen
-together they are arrays that are divided over the mesh, and so are the gradients. One
+The parameters of a stage stay on the device of its worker; the program sees those of
+all stages as arrays that are sharded over the mesh, and returns gradients likewise. One
 process may have all the devices, or each of several processes (`jax.distributed`) some
-of them, and all call the program with the same batch.
+of them; all processes then call the program with the same batch.
 """
 
 import hashlib
@@ -61,14 +61,14 @@ from jdist.pipeline.stages.stage import outputs_by_name
 
 @final
 class OneProgramExecutor(Executor):
-    """Runs all stages of a pipeline as one program.
+    """An executor that runs all stages of a pipeline as one program.
 
     Args:
       programs: The stages; the devices of their places are those of the mesh.
       mesh: The devices of all workers.
-      axis: Its axis of workers; the others divide what each worker computes.
-      with_square: Whether |g|^2 over all stages is wanted.
-      overlap: Whether messages are under way while the next actions run.
+      axis: Its axis of workers; over the others each worker's computation is sharded.
+      with_square: Whether to compute |g|^2 over all stages.
+      overlap: Whether messages are in flight while the next actions run.
 
     Raises:
       ValueError: The stages, or the shares of the workers, are not equal; or the loss
@@ -94,7 +94,7 @@ class OneProgramExecutor(Executor):
         check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
-        # One stands for all: that they are equal was checked.
+        # The first stage stands for all, which were checked to be equal.
         first, self._block, _ = parts_of(wiring.stages[0])
         *_, last = parts_of(wiring.stages[-1])
         self._compiled = self._block.compiled(frozenset(), "SPMD")
@@ -104,7 +104,7 @@ class OneProgramExecutor(Executor):
             else first.compiled(frozenset(first.inputs), "SPMD, first"),
             None if last is None else last.compiled(frozenset(), "SPMD, last"),
         )
-        # Of the first and the last stage where other processes have them.
+        # Shapes of the first and the last stage's parameters in other processes.
         self._elsewhere: dict[int, PyTree] = {}
         self._mesh, self._axis = mesh, axis
         self._loss = programs.loss
@@ -113,7 +113,7 @@ class OneProgramExecutor(Executor):
         self._spread = Spread(places, mesh, axis)
         self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
-        # Forward passes alone are run one by one, on the same devices.
+        # Evaluation needs no program of its own: stage by stage on the same devices.
         self._in_evaluation = ScheduleExecutor(programs, places.schedule, None)
 
     def gradient(
@@ -130,7 +130,8 @@ class OneProgramExecutor(Executor):
         """
         _check_unscaled(update)
         masters = [False] * len(self._stages) if update is None else update.unrounded
-        # One program makes all gradients: one master is enough to keep them wide.
+        # All gradients come from one program: if one stage has masters, they all stay
+        # in the dtype of their sums, and are rounded below for the stages without.
         program, arguments = self._prepared(given, any(masters))
         loss, grads, ends, square = program.run(*arguments)
         found: list[PyTree] = [None] * len(self._stages)
@@ -140,7 +141,8 @@ class OneProgramExecutor(Executor):
                 own = self._gradient_of(int(stage), rank, grads[chunk], ends, program)
                 own = own if masters[stage] else _rounded(own, program.shapes[stage])
                 found[stage] = own
-                # Before any stage steps; only its shapes and dtypes matter.
+                # Checked before any stage steps, since a step donates its arguments.
+                # Only shapes and dtypes are looked at.
                 if update is not None:
                     update.check(stage, own, stats, self._checked)
         return StepResult(_here(loss), found, stats, [None] * len(found))
@@ -148,7 +150,7 @@ class OneProgramExecutor(Executor):
     def _gradient_of(
         self, stage: int, rank: int, grads: PyTree, ends: Ends, program: "_Program"
     ) -> PyTree:
-        """A stage's gradient, of the parts that this process's devices have."""
+        """A stage's gradient, from the arrays over all workers."""
         shapes = taken_apart(self._stages[stage], program.shapes[stage])
         whole = Parts(ends.first, grads, ends.last)
         each = [
@@ -158,11 +160,9 @@ class OneProgramExecutor(Executor):
         return put_together(self._stages[stage], Parts(*each))
 
     def learn(self, stage: int, params: PyTree) -> None:
-        """Takes note of the shapes of a stage that is in other processes.
-
-        The parameters of what is before the first stage, or after the last one, have
-        blanks in their place on all other devices.
-        """
+        """Record the shapes of a stage's parameters that are in other processes."""
+        # Needed for stages with an end alone: its parameters have blanks of the same
+        # shapes on all other devices.
         if isinstance(self._stages[stage].fn, Chain):
             self._elsewhere[stage] = shapes_of(params)
 
@@ -185,7 +185,7 @@ class OneProgramExecutor(Executor):
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """See `Executor`. The devices may be anywhere."""
+        """See `Executor`. The devices need not be attached."""
         _check_unscaled(update)
         batch, unrounded = given.batch, [False] * len(self._stages)
         if update is not None:
@@ -196,7 +196,7 @@ class OneProgramExecutor(Executor):
         key = self._key(given.key)
         program = self._program(own, batch, cut, key, any(unrounded))
         blocks, tails = self._by_part(own)
-        # Stages are alike, which was checked: one stands for all of a chunk.
+        # Stages were checked to be equal: one stands for all of a chunk.
         whole = [jax.tree.map(self._spread.shape, blocks[0])]
         whole *= self._table.stages.shape[1]
         at_ends = jax.tree.map(self._spread.shape, tails)
@@ -209,7 +209,7 @@ class OneProgramExecutor(Executor):
             totals,
             None if key is None else self._spread.shape(jax.eval_shape(words, key)),
         )
-        # To find the places of its results it would be compiled: they are known.
+        # Without the places of results, which are known: to find them would compile it.
         found = LoweredPrograms(places=False)
         called = found.named("all stages")
         _, grads, ends, square = called(program.run, whole, at_ends, Feed(*feed))
@@ -245,7 +245,8 @@ class OneProgramExecutor(Executor):
             for j, rank in self._places.stages.items()
         }
         known = {**self._elsewhere, **own}
-        # At each step: one process may know the shapes while another one does not.
+        # At every step, not only for new shapes: they may be new to one process alone,
+        # which would then wait for the others.
         self._agree(known, batch, cut, key)
         program = self._program(known, batch, cut, key, unrounded)
         blocks, tails = self._by_part(known)
@@ -264,7 +265,7 @@ class OneProgramExecutor(Executor):
         return program, (whole, Ends(*at_ends), self._feed(batch, cut, key, program))
 
     def _at_end(self, leaf: PyTree, stage: int) -> jax.Array:
-        """A parameter of an end where its stage is, and blanks elsewhere."""
+        """A parameter of an end at its stage's worker, and blanks at the others."""
         spec = ArraySpec(np.shape(leaf), str(jnp.result_type(leaf)))
         owner = self._places.worker(stage, 0)
         return self._spread.only(owner, spec, lambda: leaf, spec_of(leaf))
@@ -278,7 +279,7 @@ class OneProgramExecutor(Executor):
         """The parameters of the equal stages, and those of the ends.
 
         Raises:
-          ValueError: This process has never seen those of an end.
+          ValueError: This process does not know the parameters of an end.
         """
         each = {j: taken_apart(self._stages[j], tree) for j, tree in own.items()}
         found = []
@@ -315,12 +316,12 @@ class OneProgramExecutor(Executor):
         )
 
     def _everyone(self, value: PyTree, spec: PartitionSpec | None = None) -> jax.Array:
-        """The same value for all workers."""
+        """An array with the same value for all workers."""
         spec = PartitionSpec() if spec is None else spec
         return self._spread.together([value] * len(self._places.own), spec)
 
     def _apart(self, tree: PyTree, rank: int, shapes: PyTree) -> PyTree:
-        """A worker's part of arrays over all workers."""
+        """One worker's part of a tree of arrays over all workers."""
         return jax.tree.map(
             lambda x, like: None if x is None else self._spread.apart(x, rank, like),
             tree,
@@ -372,7 +373,7 @@ class OneProgramExecutor(Executor):
             given = [_like(tree, blocks[number]) for tree in params]
             found = run(model, given, _like(tails, ends), feed)
             loss, grads, at_ends, square = found
-            # `shard_map` joins devices along an axis, which a scalar has not.
+            # `shard_map` concatenates devices along an axis, which a scalar lacks.
             grads, at_ends = jax.tree.map(jnp.atleast_1d, (grads, at_ends))
             return loss, grads, at_ends, square
 
@@ -384,7 +385,8 @@ class OneProgramExecutor(Executor):
             (same, each, each, same),
             self._axis,
         )
-        # What a gradient is divided like over further axes, the compiler would choose.
+        # Without these the compiler would choose how gradients are sharded over further
+        # axes.
         floating = split_inexact((blocks[number], ends))[0]
         laid, tails = jax.tree.map(
             lambda x: self._spread.sharding(spec_of(x)), floating
@@ -396,17 +398,18 @@ class OneProgramExecutor(Executor):
     def _is_whole_at(
         self, passes: LossPasses, given: tuple[PyTree, PyTree, PyTree]
     ) -> bool:
-        """Whether the loss must have values that only their rows are divided of."""
+        """Whether the inputs of the loss must be sharded by rows alone."""
         further = [n for name, n in self._mesh.shape.items() if name != self._axis]
         if sum(n > 1 for n in further) < 2:
             return False
-        # Where rows are divided over one axis and what is picked from over another, XLA
-        # ends the process (a failed check in `spmd_partitioner_util.cc` of 0.10.2).
+        # XLA aborts the process (a failed check in `spmd_partitioner_util.cc`, 0.10.2)
+        # at a gather by rows if the rows are sharded over one axis and the operand over
+        # another.
         program, _ = trace_whole(passes.both, *given)
         return picks_by_row(program.jaxpr)
 
     def _values(self, params: PyTree, ends: Ends, lot: PyTree) -> tuple[PyTree, PyTree]:
-        """Shapes of what equal stages pass on, and of what the loss is given."""
+        """Shapes of the values between equal stages, and of the inputs of the loss."""
         first, _, _ = parts_of(self._stages[0])
         *_, last = parts_of(self._stages[-1])
         count, names = len(self._stages), self._stages[0].inputs
@@ -455,22 +458,29 @@ class OneProgramExecutor(Executor):
     def _agree(
         self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, key: PyTree
     ) -> None:
-        """Before each step: what differs between processes would abort or hang them."""
-        # One process calls one program: nothing can differ.
+        """Compare this step's inputs between the processes of the mesh.
+
+        Raises:
+          ValueError: They differ, which would abort the processes or make them hang.
+        """
+        # A single process has nothing to compare.
         if len({*processes_of(self._mesh)}) == 1:
             return
         refused, text = None, ""
         try:
-            # Stages are alike, which is checked next: one stands for all of a process.
+            # One stage stands for all of this process, whose equality is checked next.
             blocks, ends = self._by_part(own)
             first = blocks[min(blocks)], ends
             kinds = specs_of(jax.tree.map(_shape, (first, batch)))
+            # By value: each process feeds its own copy of the key to its devices.
             drawn = None if key is None else np.asarray(words(key)).tolist()
             text = f"{self._places.schedule} {self._loss.kind} {kinds} "
             text += f"{cut.order.shape} {specs_of(key)} {drawn} "
             text += f"{jax.tree.map(spec_of, first)}"
         except ValueError as error:
-            refused = error  # The others are about to wait for this process.
+            # Raised after the collective, in which the others wait for this process.
+            refused = error
+        # A digest, because the collective takes rows of one size from all processes.
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
         rows = rows_of_processes(self._mesh, digest)
         if refused is not None:
@@ -490,7 +500,7 @@ class _Program(NamedTuple):
 
     Attributes:
       read: The entries of the batch that the loss reads.
-      shapes: Of the parameters of stages, by number.
+      shapes: Shapes of the parameters of stages, by number.
       run: `(params, ends, feed) -> (loss, grads, ends, square)`, jitted; all over the
         mesh.
     """
@@ -501,7 +511,7 @@ class _Program(NamedTuple):
 
 
 def _check_unscaled(update: StageUpdates | None) -> None:
-    """Refuses a scaled loss.
+    """Refuse a scaled loss.
 
     Raises:
       ValueError: The optimizers scale it.
@@ -527,7 +537,7 @@ def _kind(x: jax.Array | np.ndarray, cut: Lots) -> ArraySpec:
 
 
 def _like(tree: PyTree, shapes: PyTree) -> PyTree:
-    """Scalars again what crosses the program's border with an axis of one."""
+    """A tree with scalars in place of arrays of length 1 that stand for them."""
     return jax.tree.map(
         lambda x, shape: x if x is None or shape.shape else x.reshape(()),
         tree,
@@ -547,5 +557,5 @@ def _rounded(tree: PyTree, shapes: PyTree) -> PyTree:
 
 
 def _here(tree: PyTree) -> PyTree:
-    """Arrays that are the same everywhere, on a device of this process."""
+    """Replicated arrays, on one device of this process."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)

@@ -1,25 +1,16 @@
 """The program of one device in the SPMD form of a pipeline: a loop over clocks.
 
-    at each clock    what the tables say: F, loss, B, or W of one micro-batch
+    at each clock    the action in the tables: F, loss, B, or W of one micro-batch
                      then messages to the workers that are `distance` further on
 
-With `overlap` the messages of the clock before come first, and arrive last: nothing of
-this clock needs them, so that XLA may do its actions while they are under way.
+With `overlap` the messages of the previous clock are sent first and received last. No
+action of this clock depends on them, so XLA may run the actions while they are in
+flight.
 
-All devices run the same program, and each selects its own actions. `lax.cond` may copy
-operands that a branch passes through unchanged, such as sums of gradients. A loop of
-zero or one iterations has the same effect and updates its carry in place. Collectives
-stand outside of loops that turn on some devices only: whether messages travel at a
-clock is the same on all devices.
-
-Where a worker has a mesh of devices of its own, the compiler puts collectives into the
-actions too, and may let all devices of the program take part in one. So there an action
-that one worker does at a clock is done by all of them, in step, and those that did not
-want it keep what they had. They would have waited at that clock; but where workers do
-different actions at a time, as in 1F1B, each of them takes the time of all.
-
-Between a forward pass and its backward pass lie the segment's residuals, which hold no
-parameter and nothing made of parameters only, in slots that were assigned ahead.
+All devices run the same program, and each selects its own actions. Where every worker
+has a mesh of several devices, all workers execute the actions of all, in lockstep, and
+keep their own results. An idle worker loses nothing by this; where workers do different
+actions at one clock, as in 1F1B, the clock takes the time of all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +36,8 @@ from jdist.segment import Residuals, Rest, Segment
 
 
 class Feed(NamedTuple):
-    """The inputs from the batch: on every device arrays of the same shapes, and on
-    those that need it the numbers."""
+    """The inputs from the batch: arrays of the same shapes on every device, with their
+    values on the devices that read them."""
 
     values: tuple[PyTree, ...]
     """What the first stage takes, in order, `(micro_batches, rows, ...)`."""
@@ -70,8 +61,8 @@ class StageMessage(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Something of the function before the first stage, and of that after the last one;
-    None for one that there is not."""
+    """A pair for the functions before the first stage and after the last one; None for
+    an absent one."""
 
     first: Any
     last: Any
@@ -95,25 +86,26 @@ class State(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The constants of the program, on all devices and at all clocks.
+    """Constants of the program, the same on all devices and at all clocks.
 
     Attributes:
       table: The schedule.
-      segment: Of every stage.
+      segment: The segment of every stage.
       ends: The segments before and after them.
-      chains: Of the first and of the last stage with their ends; they make keys.
-      tied: Numbers of leaves of both ends that are one parameter.
-      loss: Of the outputs by name.
-      names: Of the outputs.
+      chains: The first and the last stage with their ends, which derive keys.
+      tied: Pairs of leaf numbers of both ends that are one parameter.
+      loss: The passes of the loss, given the outputs by name.
+      names: Names of the outputs.
       kind: The reduction.
-      axis: Of the mesh.
-      key: The kind of PRNG key that the call takes; None where it takes none.
+      axis: The mesh's axis of workers.
+      key: Shape and dtype of the call's PRNG key; None if it takes none.
       keyed: Whether the stages themselves take keys.
-      with_square: Whether |g|^2 over all stages is wanted.
+      with_square: Whether to compute |g|^2 over all stages.
       unrounded: Whether gradients stay in the precision of their sums, for masters.
-      rows: How values between stages are divided over further axes of the mesh; None:
-        there are none. Then all workers do an action that one of them does.
-      whole_at_loss: Whether what the loss is given has to be divided likewise.
+      rows: Sharding of values between stages over further axes of the mesh, by rows. If
+        there are such axes, all workers do an action that one of them does. None: there
+        are none.
+      whole_at_loss: Whether the inputs of the loss are constrained to that sharding.
     """
 
     table: Table
@@ -133,7 +125,7 @@ class Model(NamedTuple):
     whole_at_loss: bool = False
 
     def laid(self, value: PyTree) -> PyTree:
-        """A value between stages, divided as on meshes of their own: by rows alone."""
+        """Constrain a value between stages to be sharded by rows alone."""
         if self.rows is None:
             return value
         return jax.tree.map(
@@ -149,24 +141,24 @@ class Model(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return int(self.table.stages.size)
 
 
 def run(
     model: Model, params: Sequence[PyTree], ends: Ends, feed: Feed
 ) -> tuple[jax.Array, list[PyTree], Ends, jax.Array | None]:
-    """Runs one device's part of the program; to be mapped over the mesh.
+    """Run one device's part of the program; to be mapped over the mesh.
 
     Args:
-      model: See there.
-      params: Of each of the device's stages.
-      ends: Parameters before and after the stages; elsewhere than they are, blanks.
-      feed: What it takes from the batch.
+      model: The constants of the program.
+      params: Parameters of each of the device's stages.
+      ends: Parameters before and after the stages; blanks on all other devices.
+      feed: The inputs from the batch.
 
     Returns:
       The loss of the batch; the gradients of the device's stages; those of the ends,
-      0 elsewhere than they are; and the sum of |g|^2 over all, if it is wanted.
+      0 on all other devices; and the sum of |g|^2 over all stages, if `with_square`.
     """
     rank = jax.lax.axis_index(model.axis)
     device = _Device(model, params, ends, feed, rank)
@@ -175,13 +167,14 @@ def run(
         row, all_of_them = at
         return device.turn(state, Row(*(x[rank] for x in row)), all_of_them), None
 
+    # Scanned, not unrolled: the size of the program does not grow with the schedule.
     clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.clock))
     state, _ = jax.lax.scan(clock, device.start(), clocks)
     grads = [
         reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
         for part, own in zip(state.partials, params, strict=True)
     ]
-    # One device has computed the losses.
+    # Only the last stage's device has computed losses; to add zeros to them is exact.
     last, _ = model.place_of(model.stages - 1)
     loss = jax.tree.map(
         lambda x: jax.lax.psum(jnp.where(rank == last, x, 0), model.axis), state.loss
@@ -192,19 +185,20 @@ def run(
 
 
 def _finished_ends(model: Model, parts: Ends, params: Ends) -> Ends:
-    """The gradients of the ends; of what they share, the sum."""
+    """Gradients of the ends; of shared parameters, the sum of both."""
     rank, wide = jax.lax.axis_index(model.axis), []
     for part, stage in zip(parts, (0, model.stages - 1), strict=True):
         grads = None
         if part is not None:
             _, grads = reduction.finish(part, model.kind, part.gradient)
-        # Elsewhere no example has counted, and nothing may be divided by nothing.
+        # On the other devices the sum of the weights is 0, and a mean would be 0 / 0.
         here = rank == model.place_of(stage)[0]
         wide.append(jax.tree.map(lambda g, here=here: jnp.where(here, g, 0), grads))
     flat: Any = [jax.tree.flatten(tree, is_none) for tree in wide]
     (first, _), (last, _) = flat
     for one, other in model.tied:
-        # Each is 0 but on one device, so that no order of the sum is left to choose.
+        # Each is 0 on all devices but one: with two terms at most, the order in which
+        # `psum` adds them does not change the result.
         total = jax.lax.psum(first[one] + last[other], model.axis)
         first[one] = last[other] = total
     found = Ends(*(structure.unflatten(leaves) for leaves, structure in flat))
@@ -219,20 +213,20 @@ def _finished_ends(model: Model, parts: Ends, params: Ends) -> Ends:
 
 
 def _square(model: Model, grads: Sequence[PyTree], ends: Ends) -> jax.Array:
-    """Added in the order of the stages."""
+    """The sum of |g|^2 over all stages, added in the order of the stages."""
     nothing = jnp.zeros((), jnp.float32)
     shared = {other for _, other in model.tied}
     first = jax.tree.leaves(ends.first)
-    # Counted once: the copies are one parameter.
+    # Shared leaves are counted once: the copies are one parameter.
     numbered = enumerate(jax.tree.leaves(ends.last, is_leaf=is_none))
     last = [g for n, g in numbered if g is not None and n not in shared]
-    # What is shared is on all devices, but its parameter at one.
+    # `psum` has put the gradients of shared leaves on all devices: one counts them.
     rank, here = jax.lax.axis_index(model.axis), model.place_of(0)[0]
     at_ends = [jnp.where(rank == here, square(g), 0) for g in first]
     at_ends += [square(g) for g in last]
     own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
     own[0] = sum_of([own[0], *at_ends])
-    # Gathered and not summed: `psum` has no order of its own to promise.
+    # Gathered and added here, because the order in which `psum` adds is unspecified.
     squares = jax.lax.all_gather(own, model.axis)
     place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
     ordered = [place[stage] for stage in sorted(place)]
@@ -246,7 +240,7 @@ Act = Callable[[Wanted, Row, State], State]
 
 
 class _Device:
-    """The actions of a device, each from state to state."""
+    """The actions of one device, as functions from state to state."""
 
     def __init__(
         self,
@@ -261,12 +255,13 @@ class _Device:
         self._ends = ends
         self._feed = feed
         self._rank = rank
-        # How to read residuals and rests: found where they are made.
+        # Static structures of residuals and rests, recorded when F and the split B are
+        # traced and read when B and W are.
         self._plan: Any = None
         self._split: Any = None
 
     def start(self) -> State:
-        """Empty slots, and sums of nothing."""
+        """The initial state: empty slots and empty sums."""
         model, slots = self._model, self._model.table.slots
         first: Feed = jax.tree.map(lambda x: x[0], self._feed._replace(key=None))
         value = jax.eval_shape(self._entered, first.values, self._blank_key)
@@ -299,11 +294,12 @@ class _Device:
 
     @property
     def _shares_travel(self) -> bool:
-        """For max and min a stage must know which micro-batches hold the extreme."""
+        """Whether cotangents are sent with the share of their micro-batch."""
+        # For max and min a stage must know which micro-batches hold the extreme.
         return self._model.kind in ("max", "min")
 
     def _passes(self, value: PyTree) -> PyTree:
-        """The results of each kind of action, for their shapes."""
+        """Results of each kind of action, to be evaluated for their shapes."""
         segment, own = self._model.segment, self._params[0]
         key = self._blank_key if self._model.keyed else None
         residuals = segment.forward(own, None, (value,), key)[1]
@@ -315,14 +311,17 @@ class _Device:
         return list(residuals.arrays), rest, d_params
 
     def turn(self, state: State, at: Row, clock: Clock) -> State:
-        """One clock: an action at most, and messages after it, or beside it."""
+        """Execute one clock: at most one action, and the messages of all workers."""
         under_way = []
         if self._model.table.overlap:
-            # What the clock before has made, and at each clock: the two halves of a
-            # collective in a loop of one turn or none have nothing between them.
+            # Results of the previous clock, sent at every clock and not in `when`: in a
+            # loop of zero or one iterations the start and the end of a collective have
+            # no action between them to overlap with.
             left = jax.tree.map(lambda x: x[-1], state.mail)
             distances = range(len(self._model.table.distances))
             under_way = [self._passed(number, left) for number in distances]
+        # Traced in this order: F records the structure that B and INPUTS read, and
+        # INPUTS the one that W reads.
         acts = {
             F: self._forward,
             B: self._backward,
@@ -330,30 +329,35 @@ class _Device:
             W: self._backward_params,
         }
         if self._model.ends.first is not None:
+            # Before F: the first stage reads this output at the same clock.
             begun = self._is_at(0, at) & (at.kind == F)
             state = self._done(begun, clock.begins, self._enter, at, state)
-        # One part of the program for each chunk: to select from stacked parameters
-        # would copy them.
+        # Code for each chunk, because a selection from stacked parameters would copy
+        # them.
         for chunk, own in enumerate(self._params):
             for kind in (kind for kind in acts if kind in self._model.table.kinds):
                 act = partial(acts[kind], chunk, own)
                 wanted = (at.kind == kind) & (at.chunk == chunk)
                 state = self._done(wanted, clock.acts[kind, chunk], act, at, state)
         if self._model.ends.first is not None:
+            # After B, which puts the cotangent of this output into its result slot.
             back = self._is_at(0, at) & ((at.kind == B) | (at.kind == INPUTS))
             state = self._done(back, clock.returns, self._leave, at, state)
+        # After F: the cotangent replaces the output in the result slot.
         ended = self._is_at(self._model.stages - 1, at) & (at.kind == F)
         state = self._done(ended, clock.ends, self._lose, at, state)
         for number in range(len(self._model.table.distances)):
             if under_way:
                 state = self._delivered(number, under_way[number], at, state)
                 continue
+            # A collective must be entered by all devices or none: `travels` is the same
+            # on all of them, where `receive` is not.
             pass_on = partial(self._pass_on, number)
             state = when(clock.travels[number], pass_on, at, state)
         return state
 
     def _is_at(self, stage: int, at: Row) -> jax.Array:
-        """Whether what is done is done with this stage."""
+        """Whether the action at this clock is one of this stage."""
         worker, chunk = self._model.place_of(stage)
         return (at.chunk == chunk) & (self._rank == worker)
 
@@ -363,14 +367,18 @@ class _Device:
         """The state after an action, if it is wanted on this device."""
         if self._model.rows is None:
             return when(wanted, partial(act, True), at, state)
+        # Over further axes XLA puts collectives into the action and may let all devices
+        # of the program join one. A loop that some devices skip would then block the
+        # others for ever, so all of them enter it and select the result.
         return when(somewhere, partial(act, wanted), at, state)
 
     def _forward(
         self, chunk: int, own: PyTree, wanted: Wanted, at: Row, state: State
     ) -> State:
+        # Slot -1 reads an arbitrary slot, whose value the select below discards.
         held = take(state.mail.value, at.mail)
         if self._model.ends.first is not None:
-            # What `_enter` has made is where this pass will put its output.
+            # `_enter` has put its output into the slot for the output of this pass.
             from_batch = take(state.mail.value, at.result)
         else:
             (entry,) = self._feed.values
@@ -381,6 +389,8 @@ class _Device:
         value = self._model.laid(value)
         key = self._key(chunk, at.micro_batch) if self._model.keyed else None
         (output, _), residuals = self._model.segment.forward(own, None, (value,), key)
+        # Residuals hold neither parameters nor values made of parameters alone, which
+        # would take a slot for each micro-batch.
         self._plan, kept = residuals.plan, list(residuals.arrays)
         activations = put(state.activations, at.activation, kept, wanted)
         state = state._replace(activations=activations)
@@ -389,10 +399,12 @@ class _Device:
         return state._replace(mail=state.mail._replace(value=mail))
 
     def _key(self, chunk: int, micro_batch: jax.Array) -> jax.Array:
-        """That of a stage and micro-batch, as other executors make it."""
+        """The key of a stage and a micro-batch, the same as with other executors."""
         chains, last = self._model.chains, self._model.stages - 1
         stage = jnp.asarray(self._model.table.stages)[self._rank, chunk]
         key = self._key_of(stage, micro_batch)
+        # A stage with an end folds the number of the part into its key. Which stage a
+        # chunk is depends on the device: the key is selected by value.
         for number, chain in ((0, chains.first), (last, chains.last)):
             if chain is not None:
                 own = chain.key_of(chain.block, self._key_of(number, micro_batch))
@@ -408,17 +420,18 @@ class _Device:
     # --- the ends ---
 
     def _enter(self, wanted: Wanted, at: Row, state: State) -> State:
-        """What is before the first stage; its output waits for that stage."""
+        """Run the function before the first stage, and store its output for F."""
         given, key = self._first_given(at)
         value = self._entered(given, key)
         mail = put(state.mail.value, at.result, value, wanted)
         return state._replace(mail=state.mail._replace(value=mail))
 
     def _leave(self, wanted: Wanted, at: Row, state: State) -> State:
-        """Its gradient. What it needs is computed again: a slot of its own would lie on
-        every device, and most often it looks up rows of a table."""
+        """Add the gradient of the function before the first stage."""
         given, key = self._first_given(at)
         first, own = self._model.ends.first, self._ends.first
+        # Recomputed: slots for these residuals would take memory on every device, and
+        # the function is mostly a lookup in a table of embeddings.
         _, residuals = first.forward(own, None, given, key)
         sent = take(state.mail, at.result)
         d_own, _ = first.backward(own, residuals, (sent.value, None))
@@ -426,7 +439,7 @@ class _Device:
         return self._with_end(state, wanted, first=_partial(d_own, share))
 
     def _first_given(self, at: Row) -> tuple[tuple[PyTree, ...], PyTree]:
-        """The entries of the batch, and the key."""
+        """Arguments of the function before the first stage: its inputs and its key."""
         chain, key = self._model.chains.first, None
         if chain.parts[0].keyed:
             key = chain.key_of(0, self._key_of(0, at.micro_batch))
@@ -441,7 +454,7 @@ class _Device:
         return first.forward(own, None, inputs, key)[0][0]
 
     def _lose(self, wanted: Wanted, at: Row, state: State) -> State:
-        """The losses of a micro-batch; their cotangent takes the output's place."""
+        """Compute the losses of a micro-batch; their cotangent replaces the output."""
         entries, weights = take(
             (self._feed.entries, self._feed.weights), at.micro_batch
         )
@@ -467,14 +480,14 @@ class _Device:
     def _lost(
         self, value: PyTree, entries: PyTree, weights: jax.Array, key: PyTree
     ) -> tuple[Partial, PyTree, PyTree]:
-        """The losses; the cotangent of the last stage's output; and the gradient of
-        what comes after it."""
+        """The losses, the cotangent of the last stage's output, and the gradient of the
+        function after it."""
         names, last, own = self._model.names, self._model.ends.last, self._ends.last
 
         def both(values: PyTree) -> PyTree:
             if not self._model.whole_at_loss:
                 return self._model.loss.both(values, entries, weights)
-            # Both sides: a layout spreads from what follows as well.
+            # Before and after the loss: XLA propagates shardings in both directions.
             values = self._model.laid(values)
             found, d_values, aux = self._model.loss.both(values, entries, weights)
             return found, self._model.laid(d_values), aux
@@ -492,7 +505,7 @@ class _Device:
         return found, _or_zeros(d_value, value), d_own
 
     def _with_end(self, state: State, wanted: Wanted, **more: Partial) -> State:
-        """The state with a summand of an end's gradient."""
+        """The state with a term added to an end's gradient."""
         ends = state.ends
         for name, part in more.items():
             before = getattr(ends, name)
@@ -545,25 +558,26 @@ class _Device:
         share: MicroBatchShare | None,
         wanted: Wanted,
     ) -> State:
-        """Earlier micro-batches first: the order of sums is the schedule's."""
+        """The state with a term added to the gradient of one of the stages."""
         counted = share or _share_of(take(self._feed.totals, at.micro_batch))
         before = state.partials[chunk]
+        # The sum so far first, so that terms are added in the order of the schedule.
         joined = reduction.combine(before, _partial(d_own, counted), self._model.kind)
         joined = kept_unless(wanted, joined, before)
         partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
         return state._replace(partials=partials)
 
     def _pass_on(self, number: int, at: Row, state: State) -> State:
-        """A collective: all devices come here at the same clocks."""
+        """Send and receive the messages of one distance."""
         arrived = self._passed(number, take(state.mail, at.result))
         return self._delivered(number, arrived, at, state)
 
     def _passed(self, number: int, message: StageMessage) -> StageMessage:
-        """What arrives, when every device sends such a message over a distance."""
+        """The message received when every device sends one over a distance."""
         table = self._model.table
         distance, workers = table.distances[number], len(table.stages)
         receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
-        # A device that is in no pair gets zeros, which nothing reads.
+        # A device that is no receiver gets zeros, which nothing reads.
         pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
         return jax.tree.map(
             lambda x: jax.lax.ppermute(x, self._model.axis, pairs), message
@@ -585,22 +599,23 @@ class _Device:
 def when(
     wanted: jax.Array, act: Callable[[Row, State], State], at: Row, state: State
 ) -> State:
-    """`act(at, state)` if it is wanted: a loop of one turn, or of none.
-
-    XLA takes out of a loop what is the same in all turns, and then it would be done
-    without being wanted. So all places are counted from the number of the turn, 0.
-    """
+    """`act(at, state)` if it is wanted, else the state."""
+    # `lax.cond` may copy operands that a branch passes through unchanged, such as sums
+    # of gradients. A loop of zero or one iterations updates its carry in place.
     turns = wanted.astype(jnp.int32)
 
     def turn(number: jax.Array, state: State) -> State:
+        # XLA hoists loop-invariant code, which would run unwanted actions. To add the
+        # iteration number, which is 0, makes all indices depend on the loop.
         return act(Row(*(place + number for place in at)), state)
 
     return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
 
 
 def put(slots: PyTree, slot: jax.Array, value: PyTree, wanted: Wanted = True) -> PyTree:
-    """The slots with a value in one of them, if that is wanted."""
+    """The slots with a value written to one of them, if it is wanted."""
     if wanted is not True:
+        # The select is on one slot, so that the whole buffer is still updated in place.
         value = kept_unless(wanted, value, take(slots, slot))
     return jax.tree.map(
         lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, slot, 0), slots, value
@@ -608,7 +623,7 @@ def put(slots: PyTree, slot: jax.Array, value: PyTree, wanted: Wanted = True) ->
 
 
 def kept_unless(wanted: Wanted, new: PyTree, old: PyTree) -> PyTree:
-    """The new value where it is wanted."""
+    """The new value if it is wanted, else the old one."""
     if wanted is True:
         return new
     return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), new, old)
@@ -623,7 +638,7 @@ def take(slots: PyTree, slot: jax.Array) -> PyTree:
 
 def _empty(value: PyTree, count: int) -> PyTree:
     return jax.tree.map(
-        # Not all are numbers: what is computed again may keep its key.
+        # Recomputation keeps PRNG keys among the residuals, which `jnp.zeros` refuses.
         lambda x: ArraySpec((count, *x.shape), str(x.dtype)).blank(),
         value,
     )
@@ -636,7 +651,7 @@ def _answered(
     cotangent: StageMessage,
     wanted: Wanted,
 ) -> State:
-    """The cotangent of the stage's input is its message; zeros where none flows."""
+    """The state with the cotangent of the stage's input as its message."""
     _, (d_value,), _ = d_inputs
     value = _or_zeros(d_value, cotangent.value)
     mail = put(state.mail, at.result, cotangent._replace(value=value), wanted)
@@ -644,7 +659,7 @@ def _answered(
 
 
 def _or_zeros(cotangent: PyTree, value: PyTree) -> PyTree:
-    """The cotangent of a value, also where none flows."""
+    """The cotangent of a value, with zeros for leaves that have none."""
     return jax.tree.map(
         lambda d, x: jnp.zeros_like(x) if d is None else d,
         cotangent,
@@ -654,7 +669,7 @@ def _or_zeros(cotangent: PyTree, value: PyTree) -> PyTree:
 
 
 def _zeros(params: PyTree) -> PyTree:
-    """Shapes of a gradient as it is summed."""
+    """Shapes of a gradient in the dtypes in which it is summed."""
     return jax.eval_shape(
         lambda own: jax.tree.map(_wide, split_inexact(own)[0]), params
     )

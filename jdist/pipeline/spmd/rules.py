@@ -1,4 +1,4 @@
-"""The rules of one program for all stages: the stages must be equal."""
+"""Checks that a pipeline's stages are equal, so that one program can run them all."""
 
 from collections.abc import Mapping
 from typing import NoReturn
@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def check_stages(wiring: StageWiring) -> None:
-    """Refuses stages that one program cannot stand for.
+    """Refuse stages that one program cannot run.
 
     Raises:
       ValueError: Their functions or recomputation differ; some take keys and others do
@@ -35,8 +35,8 @@ def check_stages(wiring: StageWiring) -> None:
     """
     blocks = [parts_of(stage).block for stage in wiring.stages]
     first, *others = blocks
-    # By contents: a function that is made for each stage anew has equal code in another
-    # object.
+    # Compared by contents: a function made anew for each stage is another object with
+    # equal code.
     contents = contents_of(first.fn, "Pipeline")
     for number, stage in enumerate(others, start=1):
         if not _alike(first, stage, contents):
@@ -64,17 +64,17 @@ def check_stages(wiring: StageWiring) -> None:
 
 
 def _alike(one: Stage, other: Stage, contents: Contents) -> bool:
-    """Whether two stages have one function; of the first the contents are given."""
-    # Made of modules, they know whether they compute the same.
+    """Whether two stages have equal functions; `contents` is that of the first."""
+    # Functions made of modules define equality themselves.
     if one.fn is other.fn or isinstance(one.fn, StageProgram):
         return bool(one.fn == other.fn)
-    # What could not be read of two functions may differ.
+    # Functions with contents that cannot be read may differ there.
     return contents.complete and contents_of(other.fn, "Pipeline") == contents
 
 
 def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
-    # A message has one value, and all slots have one shape. What lies before the first
-    # stage, or after the last one, sends none.
+    # A message has one value, and all slots have one shape. The functions before the
+    # first stage and after the last one send none: they are not restricted.
     if len(stage.inputs) != 1 or len(stage.outputs) != 1:
         got = f"inputs {stage.inputs} and outputs {stage.outputs} in stage {number}"
         _refuse("have one input and one output", got)
@@ -87,7 +87,7 @@ def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
 
 
 def check_shares(schedule: Schedule) -> None:
-    """Refuses a schedule that does not put equal shares on all workers.
+    """Refuse a schedule that does not give all workers equally many stages.
 
     Raises:
       ValueError: It gives a stage several workers, or one worker more stages than
@@ -108,13 +108,13 @@ def check_shares(schedule: Schedule) -> None:
 
 
 def check_params(params: Mapping[int, PyTree]) -> None:
-    """Refuses parameters that differ between the stages of this process.
+    """Refuse parameters that differ between the stages of this process.
 
     Args:
-      params: By stage.
+      params: Parameters by stage.
 
     Raises:
-      ValueError: Their structure, or the shape, dtype or sharding of a leaf.
+      ValueError: Their structure differs, or the shape, dtype or sharding of a leaf.
     """
     first = min(params)
     expected = describe(params[first])
@@ -122,7 +122,7 @@ def check_params(params: Mapping[int, PyTree]) -> None:
         if specs_of(tree) != specs_of(params[first]):
             got = f"{describe(tree)} in stage {number}"
             _refuse(f"have parameters like those of stage {first}, {expected}", got)
-        # One array holds a parameter of all stages.
+        # One array holds a parameter of all stages, so it has one sharding.
         laid, other = (jax.tree.map(spec_of, params[j]) for j in (first, number))
         if laid != other:
             rule = f"have parameters sharded like those of stage {first}, {laid}"
@@ -130,11 +130,11 @@ def check_params(params: Mapping[int, PyTree]) -> None:
 
 
 def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> None:
-    """Refuses a stage that does not put out what it takes.
+    """Refuse a stage whose output differs in kind from its input.
 
     Args:
-      number: Of the stage.
-      stage: One for all.
+      number: Number of the stage.
+      stage: The stage, which stands for all.
       params: Its parameters.
       value: Shapes of the first stage's input, for one micro-batch.
 
@@ -147,7 +147,7 @@ def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> Non
     if specs_of(found) != specs_of(value):
         rule = f"put out what they take, {name!r}: {describe(value)}"
         _refuse(rule, f"{describe(found)} from stage {number}")
-    # What is not floating has no cotangent that could be sent back.
+    # Messages go both ways, and a value that is not floating has no cotangent.
     fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]
     if fixed:
         _refuse("pass on floating values", f"{name!r} of {fixed[0]}")
@@ -156,12 +156,12 @@ def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> Non
 def shared_leaves(
     first: Stage | None, last: Stage | None, params: tuple[PyTree, PyTree]
 ) -> tuple[tuple[int, int], ...]:
-    """Numbers of the leaves at both ends that are one parameter.
+    """Pairs of leaf numbers of the parameters that both ends share.
 
     Args:
-      first: What is before the stages.
-      last: What is after them.
-      params: Of both, or their shapes.
+      first: The function before the stages.
+      last: The function after them.
+      params: Parameters of both, or their shapes.
 
     Raises:
       ValueError: A path is unknown, or the copies differ in shape or dtype.
@@ -191,10 +191,10 @@ def shared_leaves(
 
 
 def check_agreement(texts: Mapping[int, str]) -> None:
-    """Refuses processes that would run different programs, and so wait for ever.
+    """Refuse to start if processes would run different programs, which would hang.
 
     Args:
-      texts: What each process runs, as a digest, by its number.
+      texts: A digest of each process's program, by the number of the process.
 
     Raises:
       ValueError: They differ.

@@ -1,19 +1,18 @@
-"""A schedule as tables of numbers: what each device of one SPMD program does, and when.
+"""A schedule as integer tables: the action of each device of an SPMD program per clock.
 
-In one program all devices walk through the same clocks, and each looks up what is its
-own part. What another executor decides when a value arrives is decided here, ahead: the
-slot where a value lies between the clock that makes it and the one that uses it. Slots
-are used again as soon as they are free, so that a worker needs as many as its schedule
-keeps alive at most.
+All devices step through the same clocks, and each looks up its own action. The slot in
+which a value waits between the clock that makes it and the clock that uses it is
+assigned here, ahead of time. Slots are reused as soon as they are free, so a worker has
+as many as its schedule keeps values alive at most.
 
-A message goes a fixed distance, `(receiver - sender) mod workers`: 1 from stage to
-stage in a row, workers - 1 on the way back, and both ways in a V. One permutation of
-the devices serves all messages of a distance. `Clock.travels` says at which clocks
-there is one: at the others no device has to wait for another.
+A message travels a fixed distance, `(receiver - sender) mod workers`: 1 from stage to
+stage in a row, workers - 1 on the way back, and both in a V. One permutation of the
+devices carries all messages of a distance. `Clock.travels` marks the clocks that have
+one: at the others no device waits for another.
 
-A message leaves at the end of the clock that makes it and is there at the next one. Or
-it is under way for a whole clock, beside whatever its devices do then: so it costs no
-time of theirs, and a clock more until it is used.
+A message is sent at the end of the clock that makes it and can be used at the next one.
+With `overlap` it is in flight for a whole clock, during the actions of that clock: it
+costs the devices no time, and can be used one clock later.
 """
 
 import heapq
@@ -69,7 +68,7 @@ class Slots(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """What happens somewhere at each clock; in a program at one clock."""
+    """What any worker does at each clock; in a program, at one clock."""
 
     travels: Any
     """Whether a message of each distance arrives, int32, `(clocks, distances)`."""
@@ -86,16 +85,16 @@ class Clock(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Table:
-    """A schedule, ready for one program.
+    """The tables of a schedule for one program.
 
     Attributes:
-      row: What every worker does at every clock.
-      clock: What happens at every clock.
-      distances: How far messages go.
+      row: The action of every worker at every clock.
+      clock: The kinds of actions and messages at every clock.
+      distances: The distances over which messages travel.
       stages: The stages of each worker in ascending order, `(workers, chunks)`.
-      kinds: Those that occur.
-      slots: How many there are.
-      overlap: Whether messages are under way for a whole clock.
+      kinds: Kinds of actions that occur.
+      slots: Numbers of slots.
+      overlap: Whether messages are in flight for a whole clock.
     """
 
     row: Row
@@ -119,11 +118,11 @@ class _Messages(NamedTuple):
 
 
 def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
-    """The tables of a schedule.
+    """Convert a schedule into tables.
 
     Args:
       schedule: Each stage has one worker, and all workers have equally many stages.
-      overlap: Whether messages are under way for a whole clock.
+      overlap: Whether messages are in flight for a whole clock.
 
     Example:
       >>> from jdist.pipeline import one_f_one_b
@@ -136,7 +135,7 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     workers = np.array([ranks[0] for ranks in schedule.placement])
     if overlap:
         schedule = replace(schedule, given_clock=_spaced(schedule, workers))
-    # Stable: the chunks of a worker are its stages in ascending order.
+    # A stable sort keeps a worker's stages, its chunks, in ascending order.
     stages = np.argsort(workers, kind="stable").reshape(schedule.workers, -1)
     clocks = [_clocks_of(schedule, kind) for kind in range(len(KINDS))]
     sent = _messages(workers, clocks, overlap)
@@ -148,7 +147,7 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
     row.mail[sent.used, sent.receiver] = slot
     # Neighbouring stages on one worker, as at the turn of a V: nothing travels.
     here = far == 0
-    # The slot for what is sent is none of those in which something waits.
+    # Outgoing messages have the last slot, after those in which values wait.
     row.result[row.kind != NOTHING] = waiting
     row.result[sent.made[here], sent.receiver[here]] = slot[here]
     for number, distance in enumerate(distances):
@@ -168,15 +167,16 @@ def tabulate(schedule: Schedule, overlap: bool = False) -> Table:
 def assign_slots(
     worker: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """A slot on its worker for each of some things, no two in one at a time.
+    """Assign values to slots of their workers, so that no two share a slot at a time.
 
-    A thing is made at the clock `begin` and used last at `end`; the next may be made at
-    that clock, which is after the use.
+    Args:
+      worker: The worker that holds each value.
+      begin: The clock at which each is made.
+      end: The clock at which it is used last; its slot is free from there on.
 
     Returns:
-      The slots, int32; and how many there are: as many as a worker has things at a
-      time, at most. (The lowest free slot, in the order of the beginnings, is an
-      optimal colouring of an interval graph.)
+      The slots, int32; and their number, the largest number of values that a worker
+      holds at a time.
 
     Example:
       >>> begin, end = np.array([0, 1, 3]), np.array([3, 2, 4])
@@ -188,10 +188,13 @@ def assign_slots(
     free: dict[int, list[int]] = {}
     held: dict[int, list[tuple[int, int]]] = {}
     opened: dict[int, int] = {}
+    # Values by their beginning, each in the lowest free slot: for an interval graph
+    # greedy colouring in this order is optimal.
     for index in np.lexsort((end, begin)):
         own = int(worker[index])
         free.setdefault(own, [])
         waiting = held.setdefault(own, [])
+        # Also at an equal clock: a worker uses its inputs before it stores its result.
         while waiting and waiting[0][0] <= begin[index]:
             heapq.heappush(free[own], heapq.heappop(waiting)[1])
         if not free[own]:
@@ -203,21 +206,22 @@ def assign_slots(
 
 
 def _clocks_of(schedule: Schedule, kind: int) -> np.ndarray:
-    """The clock of each stage and micro-batch's action, or -1."""
+    """The clock of an action by stage and micro-batch; -1 where there is none."""
     shape = (schedule.stages, schedule.micro_batches)
     index = schedule.columns.index_of(kind, *shape)
     return np.where(index < 0, NOTHING, schedule.clock[index])
 
 
 def _spaced(schedule: Schedule, workers: np.ndarray) -> np.ndarray:
-    """The earliest clocks where what goes to another worker takes one of its own."""
+    """The earliest clocks if each message between two workers takes one clock."""
     columns = schedule.columns
     step = np.where(columns.kind == F, 1, -1)  # Nothing waits for a W.
-    # The loss is where the last stage is, and nothing is sent before the first.
+    # Clipped: the loss runs on the last stage's worker, and the first stage's cotangent
+    # is not sent.
     taker = np.clip(columns.stage + step, 0, schedule.stages - 1)
     leaves = workers[taker] != workers[columns.stage]
     nothing = np.zeros(len(columns))
-    # A worker makes one thing at a clock, so that none waits for a link.
+    # A worker makes one result per clock, so that messages never queue for a link.
     links = Links(np.full(len(columns), NOTHING), nothing, leaves.astype(float))
     waits = waits_for(columns, schedule.stages, schedule.micro_batches)
     return play(columns, waits, nothing + 1, links)
@@ -226,9 +230,10 @@ def _spaced(schedule: Schedule, workers: np.ndarray) -> np.ndarray:
 def _messages(
     workers: np.ndarray, clocks: list[np.ndarray], overlap: bool
 ) -> _Messages:
-    """Values for the next stage; cotangents for the one before, the first from a loss
-    that follows the last stage's forward pass."""
+    """Values for the next stage and cotangents for the one before."""
     forward, backward, _ = clocks
+    # The last entry of each list: the loss follows the last stage's forward pass at the
+    # same clock, and its cotangent waits there for the backward pass.
     own = np.broadcast_to(workers[:, None], forward.shape)
     made = [forward[:-1], backward[1:], forward[-1:]]
     used = [forward[1:], backward[:-1], backward[-1:]]
@@ -244,7 +249,7 @@ def _flat(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
-    """The rows with the actions in them, and no slot yet."""
+    """The rows with their actions, before slots are assigned."""
     shape = (schedule.clocks, schedule.workers)
     tables = [np.full(shape, NOTHING, np.int32) for _ in Row._fields[:-1]]
     tables.append(np.full((*shape, distances), NOTHING, np.int32))
@@ -261,7 +266,7 @@ def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
 
 
 def _acts(row: Row, chunks: int) -> np.ndarray:
-    """See `Clock`."""
+    """The field `acts` of `Clock`."""
     found = np.zeros((len(row.kind), INPUTS + 1, chunks), np.int32)
     clock, worker = np.nonzero(row.kind != NOTHING)
     found[clock, row.kind[clock, worker], row.chunk[clock, worker]] = 1
@@ -271,13 +276,13 @@ def _acts(row: Row, chunks: int) -> np.ndarray:
 def _kept(
     schedule: Schedule, row: Row, workers: np.ndarray, clocks: list[np.ndarray]
 ) -> tuple[int, int]:
-    """Assigns the slots of activations and rests; how many there are of each."""
+    """Assign the slots of activations and rests; returns their numbers."""
     counts = []
     for kind, table in ((F, row.activation), (B, row.rest)):
         chosen = np.ones_like(schedule.split) if kind == F else schedule.split
         own = np.broadcast_to(workers[:, None], chosen.shape)[chosen]
         begin = clocks[kind][chosen]
-        # Without a W its clock is -1.
+        # The clock of a W that does not exist is -1, which the maximum ignores.
         end = np.maximum(clocks[B], clocks[W])[chosen]
         slot, count = assign_slots(own, begin, end)
         for clock in clocks[kind:]:

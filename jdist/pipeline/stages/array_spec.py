@@ -1,4 +1,4 @@
-"""Shape and dtype of an array as a value that can be hashed and sent."""
+"""Shape and dtype of an array, as a hashable value that can be sent."""
 
 import functools
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from jdist._tree import PyTree, abbreviated
 
 __all__ = ["ArraySpec", "describe", "is_spec", "specs_of"]
 
-# JAX offers no public list of them, and no way from a dtype's name to the dtype.
+# JAX has no public list of its generators, and no public function from the name of a
+# key dtype to the dtype.
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -41,7 +42,7 @@ class ArraySpec(NamedTuple):
         key = _key_like(self.dtype)
         if key is None:
             return jnp.zeros(self.shape, self.dtype, device=device)
-        # Keys cannot be made by jnp.zeros.
+        # `jnp.zeros` refuses key dtypes.
         keys = jnp.broadcast_to(jax.random.key(0, impl=key.generator), self.shape)
         return keys if device is None else jax.device_put(keys, device)
 
@@ -85,7 +86,8 @@ def _key_like(name: str) -> _KeyLike | None:
 
 
 def is_spec(value: object) -> bool:
-    """Whether it is one; for `is_leaf`, because a tuple is a tree to JAX."""
+    """Whether a value is an `ArraySpec`; for `is_leaf`."""
+    # JAX treats a named tuple as a tree.
     return isinstance(value, ArraySpec)
 
 

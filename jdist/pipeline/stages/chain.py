@@ -1,7 +1,7 @@
-"""Functions at the ends of equal stages: before the first, and after the last one.
+"""Chains of stages, for functions before the first and after the last equal stage.
 
-A stage and the functions beside it are one stage: a chain of parts. Executors that run
-stages one by one see nothing else; one program for equal stages takes chains apart.
+A stage and the functions at its ends are one stage: a chain of parts. Executors that
+run stages one by one see only the chain; one program for equal stages takes it apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,25 +17,25 @@ from jdist.pipeline.stages.stage_program import StageProgram
 
 
 class Parts(NamedTuple):
-    """What belongs to each part of a stage; None for an end that it has not."""
+    """A value for each part of a stage; None for an end that does not exist."""
 
     first: Any
     block: Any
     last: Any
 
 
-# JAX keeps weak references to the functions that it traces.
+# With `weakref_slot`, because JAX keeps weak references to functions that it traces.
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Chain:
-    """Stages one after another, as the function of one.
+    """The composition of several stages, as the function of one stage.
 
     Its parameters are a tuple, one tree for each part. A part that takes a key gets
     `fold_in(key, number of the part)`, or the key itself if no other part takes one.
 
     Attributes:
       parts: Each takes the only output of the one before.
-      block: Which of them is the stage among equal ones.
-      in_evaluation: Whether parts run what they run in evaluation.
+      block: Index of the part that is one of the equal stages.
+      in_evaluation: Whether parts use their functions for evaluation.
     """
 
     parts: tuple[Stage, ...]
@@ -66,7 +66,8 @@ class Chain:
         )
 
     def key_of(self, number: int, key: PyTree) -> PyTree:
-        """The key of a part, made from that of the stage."""
+        """The key of a part, derived from that of the stage."""
+        # Not folded where one part takes a key: a stage draws the same with an end.
         alone = sum(part.keyed for part in self.parts) == 1
         return key if alone else jax.random.fold_in(key, number)
 
@@ -74,18 +75,19 @@ class Chain:
 def with_ends(
     stages: Sequence[Stage], first: Stage | None, last: Stage | None
 ) -> list[Stage]:
-    """Stages of which the first and the last one have a part more.
+    """Chain the first and the last stage with the functions at their ends.
 
     Args:
-      stages: In order.
-      first: Before the first one.
-      last: After the last one.
+      stages: The stages, in order.
+      first: The function before the first one.
+      last: The function after the last one.
 
     Raises:
-      TypeError: An end is no stage.
-      ValueError: An end has a state; `first` does not put out the one value that the
-        first stage takes, or `last` does not take the one that the last puts out; a
-        part that draws in evaluation stands beside one that has a function for it.
+      TypeError: An end is not a `Stage`.
+      ValueError: An end has a state; the only output of `first` is not the only input
+        of the first stage, or the only input of `last` not the only output of the last
+        stage; one part has a function for evaluation, and another one has none and
+        takes a key.
     """
     made = list(stages)
     if first is not None:
@@ -102,6 +104,7 @@ def with_ends(
             rule = f"must take what the last stage puts out, {before}, as its only "
             rule += "input"
             raise ValueError(requirement("Pipeline(last=...)", rule, last.inputs))
+        # With a single stage it may have become a chain above: it is then extended.
         known = made[-1].fn
         chain = known if isinstance(known, Chain) else Chain((made[-1],), 0)
         made[-1] = _chained((*chain.parts, last), chain.block)
@@ -109,24 +112,22 @@ def with_ends(
 
 
 def parts_of(stage: Stage) -> Parts:
-    """The stage among equal ones, and the ends that it has.
-
-    The names of the modules of the former are numbers, so that it can be equal.
-    """
+    """The parts of a stage: the one that is among equal stages, and its ends."""
     found = Parts(None, stage, None)
     if isinstance(stage.fn, Chain):
         found = _parted(stage.fn, stage.fn.parts)
     block: Stage = found.block
+    # Numbers for the names of modules: with names no two stages would be equal.
     if isinstance(block.fn, StageProgram):
         block = replace(block, fn=block.fn.renumbered())
     return found._replace(block=block)
 
 
 def taken_apart(stage: Stage, params: PyTree) -> Parts:
-    """The trees of each part.
+    """Split the parameters of a stage into those of its parts.
 
     Raises:
-      ValueError: There is not one for each part.
+      ValueError: There is not one tree for each part.
     """
     found = Parts(None, params, None)
     if isinstance(stage.fn, Chain):
@@ -136,7 +137,7 @@ def taken_apart(stage: Stage, params: PyTree) -> Parts:
 
 
 def put_together(stage: Stage, trees: Parts) -> PyTree:
-    """The tree of a stage, of those of its parts."""
+    """Join the trees of a stage's parts; the inverse of `taken_apart`."""
     names = {number: name for name, number in _numbers(stage).items()}
     trees = trees._replace(block=_renamed(trees.block, names))
     if not isinstance(stage.fn, Chain):
@@ -146,13 +147,13 @@ def put_together(stage: Stage, trees: Parts) -> PyTree:
 
 
 def _numbers(stage: Stage) -> Mapping[str, str]:
-    """Of the modules of the stage among equal ones; none if it is a function."""
+    """Numbers of the modules of the equal stage, by name; empty for a function."""
     fn = stage.fn.parts[stage.fn.block].fn if isinstance(stage.fn, Chain) else stage.fn
     return fn.numbers if isinstance(fn, StageProgram) else {}
 
 
 def _renamed(params: PyTree, names: Mapping[str, str]) -> PyTree:
-    """The parameters of modules under other names."""
+    """Parameters by module, with the modules renamed."""
     if not (names and isinstance(params, Mapping)):
         return params
     return {names.get(name, name): tree for name, tree in params.items()}

@@ -1,4 +1,4 @@
-"""Profiles of a model's layers for a plan: measured, or estimated for a target."""
+"""Profiles of a model's layers for a plan, measured or estimated for a target."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def profile(
     key: jax.Array | None = None,
     target: targets.Hardware | None = None,
 ) -> Profile:
-    """The costs of every layer alone, forward and backward.
+    """Measure or estimate the costs of each layer alone, forward and backward.
 
-    Each layer is compiled into the two halves in which a pipeline runs it, warmed up,
-    and timed until its results are computed; the median counts. It runs on the device
-    of its parameters and inputs, with its state, and with a key if it takes one.
+    Each layer is compiled into the two halves that a pipeline runs, warmed up, and
+    timed until its results are computed; the median counts. It runs on the device of
+    its parameters and inputs, with its state, and with a key if it takes one.
 
     With a target nothing runs: the halves are compiled for one of its chips, and
-    seconds are an estimate by roofline (see `targets.Estimate`), with published figures
-    and without any latency. Layers alone are not fused with each other, so that what
-    lies between them is counted as written and read.
+    seconds are a roofline estimate (see `targets.Estimate`) from published figures,
+    without any latency. Layers alone are not fused with each other, so values between
+    them count as written and read.
 
     Args:
       layers: In an order in which they can run. A value may be read by several layers
@@ -75,7 +75,7 @@ def profile(
         )
     key = jax.random.key(0) if key is None else key
     if target is None:
-        # On the device, so that transfers are not timed.
+        # Put on the device first, so that transfers are not timed.
         values = {
             name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()
         }
@@ -97,7 +97,7 @@ def profile(
             layer, outputs = _measured(module, inputs, key, repeats)
         else:
             layer, outputs = _compiled(module, inputs, key, target, known)
-        # A layer that reads two values of one writer has one edge.
+        # Without duplicates: a layer that reads two values of one writer has one edge.
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
         # The newest value of a name counts from here on.
@@ -114,12 +114,14 @@ def _halves(module: Module, inputs: Sequence[PyTree]) -> Segment:
         stateful=module.state is not None,
         keyed=module.keyed,
     )
-    # Layers of one factory share code; the label says that each is compiled on purpose.
+    # Layers of one factory share code: the label tells `segment` that each is compiled
+    # on purpose.
     return stage.compiled(frozenset(), ("profile", module.name))
 
 
 def _cotangents(returned: PyTree) -> PyTree:
-    """Of all floating outputs; none flows into the state."""
+    """Cotangents of all floating outputs; None for the state."""
+    # Outputs serve as their own cotangents: only shapes and dtypes matter for the time.
     return jax.tree.map(lambda y: y if is_inexact(y) else None, returned), None
 
 
@@ -193,7 +195,7 @@ def _layer(
 def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
     """The median of `repeats` runs, after one that compiles."""
     jax.block_until_ready(run())
-    # Each run is waited for: dispatch alone takes microseconds.
+    # Each run is waited for, because dispatch returns before the computation ends.
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()

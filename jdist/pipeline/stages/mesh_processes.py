@@ -1,4 +1,4 @@
-"""What the processes of one mesh tell each other, beside the programs that they run."""
+"""Collectives on host data between the processes of one mesh."""
 
 import functools
 import json
@@ -18,11 +18,11 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 def rows_of_processes(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
-    """The row of numbers of each process; a collective.
+    """Gather a row of numbers from each process; a collective.
 
     Args:
-      mesh: All processes that have a device of it call this.
-      row: Of this process, of one size in all of them.
+      mesh: The mesh; all processes that have a device of it call this.
+      row: The row of this process, of the same size in all of them.
     """
     layout = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (mesh.devices.size, row.size)
@@ -32,13 +32,14 @@ def rows_of_processes(mesh: Mesh, row: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def told_by_processes(mesh: Mesh, value: PyTree) -> list[PyTree]:
-    """What every process tells, in the order of their numbers; a collective.
+    """Gather a value from each process, in the order of their numbers; a collective.
 
     Args:
-      mesh: All processes that have a device of it call this.
-      value: Of numbers, texts and lists.
+      mesh: The mesh; all processes that have a device of it call this.
+      value: A value of numbers, strings and lists.
     """
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # Sizes first: all rows of one collective have the same size.
     sizes = rows_of_processes(mesh, np.array([text.size], np.int32))
     most = max(int(size[0]) for size in sizes.values())
     padded = np.zeros(most, np.uint8)
@@ -48,6 +49,7 @@ def told_by_processes(mesh: Mesh, value: PyTree) -> list[PyTree]:
     return [json.loads(each) for each in texts]
 
 
+# Cached: a new lambda for each call would be compiled each time.
 @functools.lru_cache(maxsize=16)
 def _everywhere(mesh: Mesh) -> jax.stages.Wrapped:
     whole = NamedSharding(mesh, PartitionSpec())

@@ -23,8 +23,8 @@ class Module(NamedTuple):
       in_evaluation: The function that evaluation calls instead of `fn`, as for `Stage`.
       tied: Parameters that it shares with other modules: from the path of its copy to a
         name, as for `Stage`.
-      restore: `restore(params, state)` is the layer in its own form, such as a Flax
-        module; None: a `Module`.
+      restore: `restore(params, state)` is the layer in its original form, such as a
+        Flax module; None: a `Module`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Module(NamedTuple):
     restore: Callable[[PyTree, PyTree], object] | None = None
 
     def restored(self, params: PyTree, state: PyTree) -> object:
-        """The layer with other parameters and another state, in its own form."""
+        """The layer with other parameters and state, in its original form."""
         if self.restore is not None:
             return self.restore(params, state)
         return self._replace(params=params, state=state)

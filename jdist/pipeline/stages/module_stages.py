@@ -1,4 +1,4 @@
-"""Stages put together from a model's modules, by a map from modules to stages."""
+"""Assembly of stages from a model's modules, by a map from modules to stages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jdist.pipeline.stages.stage_program import (
 
 
 class StageMember(NamedTuple):
-    """A module in its stage.
+    """A module as a member of its stage.
 
     Attributes:
       number: Its index among all modules.
       module: The module, without parameters and state.
-      alone: Whether the stage's parameters are its parameters, not a dict by name.
+      alone: Whether the stage's parameters are those of the module, not a dict by name.
     """
 
     number: int
@@ -45,9 +45,9 @@ class FromModules(NamedTuple):
     Attributes:
       stages: The stages.
       params: For each stage the parameters of its modules by name. Parameters that
-        several modules of a stage share stand in the first; the others have None.
-      states: For each stage the states of its modules by name; None where no module of
-        it has one.
+        several modules of a stage share are in the first; the others have None.
+      states: For each stage the states of its modules by name; None if no module of it
+        has one.
       loss_inputs: Names of the loss's inputs, for `Pipeline(loss_inputs=...)`.
       members: The modules of each stage.
       shared: For each stage, the parameters that its modules share.
@@ -71,8 +71,8 @@ class FromModules(NamedTuple):
 
         Returns:
           New modules with these parameters and states, of the kind that was given: Flax
-          modules for Flax modules. None for stages without parameters here, which run
-          in other processes.
+          modules for Flax modules. None for modules of stages that run in other
+          processes, whose parameters are None here.
 
         Raises:
           ValueError: There is not one tree for each stage.
@@ -107,11 +107,11 @@ def stages_from_modules(
     loss_inputs: Sequence[str] | None = None,
     recompute: Recompute = False,
 ) -> FromModules:
-    """Puts modules together into stages.
+    """Assemble modules into stages.
 
     A value that modules of other stages read becomes an output of its stage and an
-    input of theirs; the outputs of the last module, or those that `loss_inputs` names,
-    go to the loss. A name may be written again, and then means the newest value;
+    input of theirs; the loss takes the outputs of the last module, or those that
+    `loss_inputs` names. A name may be written again, and then means the newest value;
     between stages such a value is called "module.name", any other keeps its name.
 
     A stage is stateful, or takes a key, if one of its modules does. The k-th module of
@@ -159,10 +159,10 @@ def assembled(
     recompute: Recompute,
     alone: frozenset[str] = frozenset(),
 ) -> FromModules:
-    """Stages from modules whose stages are known.
+    """Assemble modules whose stages are known.
 
     Args:
-      modules: In order.
+      modules: The modules, in order.
       stage_of: The stage of each, by name.
       loss_inputs: As for `stages_from_modules`.
       recompute: As for `Stage`.
@@ -172,7 +172,7 @@ def assembled(
     writer = {name: call.module for call in calls for name in call.writes}
     _check_order(calls, writer, stage_of)
     wanted = _wanted(calls, newest, loss_inputs)
-    # All numbers up to here occur, which was checked.
+    # The numbers were checked to be without gaps.
     stages = max(stage_of.values()) + 1
     own = [[m for m in modules if stage_of[m.name] == j] for j in range(stages)]
     ties = _ties(own)
@@ -180,17 +180,17 @@ def assembled(
     made = FromModules([], [], [], wanted, [], [])
     for j, members in enumerate(own):
         inside = [call for call in calls if stage_of[call.module] == j]
-        # Names that leave the stage, besides those that the loss takes.
+        # Values that other stages take, besides those that the loss takes.
         read = {n for call in calls if call not in inside for n in call.reads}
         program = _program(inside, read | set(wanted), ties.within[j])
-        # A stage by itself has one member.
+        # A module that is a stage by itself is its only member.
         single = members[0].name in alone
         _check_evaluation(members)
         made.stages.append(_stage(program, members, ties.across[j], recompute, single))
         # One copy of a shared parameter, so that its gradient is one sum.
         params = without_shared({m.name: m.params for m in members}, ties.within[j])
         states = {m.name: m.state for m in members if m.state is not None}
-        # In the form that the user gave, so that optimizers see its own structure.
+        # In the form that was given, so that optimizers see the module's own structure.
         made.params.append(members[0].params if single else params)
         made.states.append((members[0].state if single else states) or None)
         made.members.append(
@@ -230,7 +230,7 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
                     found.append(SharedParameter(module.name, path, source.name, at))
         first.append(places)
         within.append(tuple(found))
-    # Only what several stages share must be tied between them.
+    # Ties within a stage need no exchange of gradients: the program has one copy.
     many = Counter(name for places in first for name in places)
     across = [
         {
@@ -244,7 +244,7 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
 
 
 def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
-    """Refuses shared parameters that are missing, or are not equal."""
+    """Refuse shared parameters that are missing or not equal."""
     call = "stages_from_modules(modules)"
     ones, others = leaves_below(a.params, at), leaves_below(b.params, path)
     for module, where, found in ((a, at, ones), (b, path, others)):
@@ -257,7 +257,7 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
         x.shape == others[below].shape and x.dtype == others[below].dtype
         for below, x in ones.items()
     )
-    # Shapes alone can be compared when models are made abstractly.
+    # A model that was made abstractly has no values to compare.
     known = not any(
         isinstance(x, jax.ShapeDtypeStruct) for x in [*ones.values(), *others.values()]
     )
@@ -271,9 +271,9 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
 def _program(
     calls: Sequence[ModuleCall], read: set[str], shared: tuple[SharedParameter, ...]
 ) -> StageProgram:
-    """The program of a stage's calls, given the names that others read."""
+    """The program of a stage's calls, given the names that other stages read."""
     written = {name for call in calls for name in call.writes}
-    # A dict in place of a set: the order of first use.
+    # A dict, not a set, whose order would differ between processes.
     taken = dict.fromkeys(name for call in calls for name in call.reads)
     inputs = tuple(name for name in taken if name not in written)
     outputs = tuple(n for call in calls for n in call.writes if n in read)
@@ -289,7 +289,8 @@ def _stage(
 ) -> Stage:
     if single:
         (module,) = members
-        # A module alone is called with its own arguments, which may not repeat.
+        # The inputs of a stage have different names, and this module's function is the
+        # stage's: without a program around it an input cannot be passed twice.
         if len(program.inputs) < len(module.inputs):
             rule = f"must name each value once for {module.name!r}, a stage by itself"
             remedy = "Give that stage as a list of one module."
@@ -312,7 +313,7 @@ def _stage(
             replace(
                 call,
                 fn=evaluated.get(call.module, call.fn),
-                # Evaluation draws nothing, so that the key is not even passed.
+                # Evaluation draws nothing and takes no key.
                 keyed=False,
                 returns_state=call.returns_state and call.module not in evaluated,
             )
@@ -333,10 +334,10 @@ def _stage(
 
 
 def _check_evaluation(members: Sequence[Module]) -> None:
-    """Refuses a stage of which only a part can be evaluated."""
+    """Refuse a stage of which only some modules can be evaluated."""
     evaluated = [m.name for m in members if m.in_evaluation]
     drawing = [m.name for m in members if m.keyed and not m.in_evaluation]
-    # The evaluation of a stage takes no key, which the others would need.
+    # The evaluation of a stage takes no key, which these modules would need.
     if evaluated and drawing:
         rule = f"must have in_evaluation for {drawing[0]!r}, which takes a key, as for "
         rule += f"{evaluated[0]!r} of the same stage"
@@ -365,7 +366,7 @@ def _calls(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]
     newest: dict[str, str] = {}
     calls = []
     for module in modules:
-        # A name that no module has written comes from the batch and keeps its name.
+        # A name not yet written is that of an entry of the batch, which keeps its name.
         reads = tuple(newest.setdefault(name, name) for name in module.inputs)
         writes = tuple(
             f"{module.name}.{name}" if written[name] > 1 or name in newest else name
@@ -384,7 +385,7 @@ def _stages_by_name(
     call = "stages_from_modules(module_to_stage_map)"
     names = [module.name for module in modules]
     if isinstance(given, Plan):
-        # By name: a plan orders layers topologically, perhaps not as the user did.
+        # By name, because a plan's topological order may differ from the user's.
         planned = {n: j for j, stage in enumerate(given.stages) for n in stage.layers}
         if set(planned) != set(names):
             rule = f"must be a plan for the modules {names}"
@@ -405,7 +406,7 @@ def _check_modules(modules: Sequence[Module]) -> None:
     call = "stages_from_modules(modules)"
     if not modules:
         raise ValueError(requirement(call, "must not be empty", "none"))
-    # Parameters and states are dicts by name.
+    # Parameters and states are dicts by name, in which one of two would be lost.
     twice = [n for n, many in Counter(m.name for m in modules).items() if many > 1]
     if twice:
         rule = "must have different names"

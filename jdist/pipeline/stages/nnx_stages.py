@@ -33,7 +33,7 @@ def modules_from_nnx(
     outputs: Names[str] = _NOTHING,
     tied: Mapping[str, Mapping[str, str]] = _NOTHING,
 ) -> list[Module]:
-    """Modules made from Flax NNX modules, for `profile` and `stages_from_modules`.
+    """Make modules of Flax NNX modules, for `profile` and `stages_from_modules`.
 
     A layer's `nnx.Param`s are its parameters. It takes a key if it has random streams
     that it may draw from: those of an `nnx.Dropout` of rate 0, or a deterministic one,
@@ -95,11 +95,11 @@ def stages_from_nnx(
     tied: Mapping[str, Mapping[int, str]] = _NOTHING,
     loss_inputs: Sequence[str] | None = None,
 ) -> FromModules:
-    """Stages made from Flax NNX modules, by default a chain.
+    """Make stages of Flax NNX modules, by default a chain.
 
     Parameters, keys, states and evaluation are those of `modules_from_nnx`. A stage of
-    one module has its parameters (an `nnx.State`) and its state as they are; one of a
-    list of modules has dicts of them, by "layer0" and so on, numbered over all stages.
+    one module has the module's parameters (an `nnx.State`) and state; a stage of a list
+    of modules has dicts of them, by "layer0" and so on, numbered over all stages.
 
     Args:
       modules: For each stage its module, or a list of its modules.
@@ -115,12 +115,12 @@ def stages_from_nnx(
       loss_inputs: Names of the loss's inputs, if not the outputs of the last module.
 
     Returns:
-      Stages with their parameters and states. Its `modules(params, states)` is the way
-      back: new modules, in the order given, with what was trained. Each has its own
-      copy of a parameter that they shared.
+      Stages with their parameters and states. The method `modules(params, states)` is
+      the inverse: new modules, in the order given, with trained parameters. Each has
+      its own copy of a shared parameter.
 
     Raises:
-      TypeError: Something is not an NNX module.
+      TypeError: An entry is not an NNX module.
       ValueError: There is not one name more than stages; a stage has no module; or an
         error of `modules_from_nnx` or `stages_from_modules`.
 
@@ -160,7 +160,7 @@ def stages_from_nnx(
     ]
     stages = [j for j, group in enumerate(groups) for _ in group]
     stage_of = {m.name: j for m, j in zip(made, stages, strict=True)}
-    # Such a stage has the parameters of its module as they are, with no dict around.
+    # A module that was given without a list is a stage without a dict of parameters.
     alone = {
         m.name for m, j in zip(made, stages, strict=True)
         if not isinstance(modules[j], list | tuple)
@@ -171,7 +171,7 @@ def stages_from_nnx(
 def _chain(
     groups: Sequence[Sequence[object]], names: Sequence[str] | None
 ) -> list[str]:
-    """Names of the value before the first module and of the one after each."""
+    """Names of the value before the first module and of the value after each."""
     between = [f"h{number}" for number in range(1, len(groups))]
     ends = ["x", *between, "y"] if names is None else list(names)
     if len(ends) != len(groups) + 1:
@@ -180,7 +180,7 @@ def _chain(
         raise ValueError(requirement("stages_from_nnx(names=...)", rule, ends))
     found = [ends[0]]
     for group, end in zip(groups, ends[1:], strict=True):
-        # Values inside a stage need names too, which do not leave it.
+        # Values inside a stage need names too, which no other stage sees.
         found += [f"{end}.{number}" for number in range(1, len(group))] + [end]
     return found
 
@@ -213,7 +213,7 @@ def _tied(
     layers: Mapping[Key, nnx.Module],
     given: Mapping[str, Mapping[Key, str]],
 ) -> dict[Key, dict[str, str]]:
-    """For each layer, names of shared parameters by path: given and found ones."""
+    """Names of shared parameters, given and found, for each layer by path."""
     found: dict[Key, dict[str, str]] = {key: {} for key in layers}
     for name, copies in given.items():
         _check_keys(f"{call}(tied=...)", layers, dict.fromkeys(copies, ()))
@@ -222,7 +222,7 @@ def _tied(
     holders: dict[int, list[tuple[Key, str]]] = {}
     for key, layer in layers.items():
         for path, number in _parameters(call, layer, holders, key):
-            # By identity: equal values alone may be a coincidence.
+            # By identity, because equal values may be a coincidence.
             holders.setdefault(number, []).append((key, path))
     for places in holders.values():
         # A path below a tied one is tied with it.
@@ -237,13 +237,13 @@ def _tied(
             got = f"{[key for key, _ in places]} hold it"
             raise ValueError(requirement(f"{call}(tied=...)", rule, got))
         for key, path in places:
-            # A path that was given by the user keeps its name.
+            # A path that the user has named keeps its name.
             found[key].setdefault(path, name)
     return found
 
 
 def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
-    """The name under which a path is tied, and its rest below the tied path."""
+    """The name under which a path is tied, and the rest below the tied path."""
     for top, name in tied.items():
         if path == top or path.startswith(f"{top}/"):
             return name, path.removeprefix(top)
@@ -253,10 +253,10 @@ def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
 def _parameters(
     call: str, layer: nnx.Module, holders: Collection[int], key: object
 ) -> list[tuple[str, int]]:
-    """Path and identity of a layer's variables, without its random streams.
+    """Paths and identities of a layer's variables, without its random streams.
 
     Raises:
-      ValueError: It shares one that is not a parameter with an earlier layer.
+      ValueError: It shares a variable that is not a parameter with an earlier layer.
     """
     from flax import nnx
 
@@ -265,7 +265,7 @@ def _parameters(
         if isinstance(variable, nnx.Variable) and not isinstance(
             variable, nnx.RngState
         ):
-            # Two layers would both return a new state; only one could be kept.
+            # Both layers would return a new state, of which one would be lost.
             shared = id(variable) in holders and not isinstance(variable, nnx.Param)
             if shared:
                 rule = "must not share a state: what one layer leaves behind would be "
@@ -309,12 +309,12 @@ def _module(
 
 
 def _draws(layer: nnx.Module) -> bool:
-    """Whether it has random streams besides those of dropouts that drop nothing."""
+    """Whether a layer has random streams besides those of inactive dropouts."""
     from flax import nnx
 
-    # Each node once, although paths may lead to it in several ways.
+    # `iter_graph` visits each node once, although several paths may lead to it.
     nodes = list(nnx.iter_graph(layer))
-    # A dropout that drops nothing holds streams too, but never draws.
+    # An inactive dropout holds streams too, but never draws from them.
     idle = [
         path
         for path, node in nodes
@@ -331,7 +331,7 @@ def _draws(layer: nnx.Module) -> bool:
 class NnxFunction:
     """A Flax module as a pure function: `(params, [state,] *inputs[, key])`.
 
-    Equal ones compute the same, so that what is compiled for one serves the other.
+    Equal functions compute the same, so that they share a compiled program.
 
     Attributes:
       graph: The module's structure.
@@ -351,16 +351,16 @@ class NnxFunction:
     evaluation: bool = False
 
     def __call__(self, params: PyTree, *given: PyTree) -> PyTree:
-        """Makes the module anew and calls it.
+        """Rebuild the module and call it.
 
         Raises:
-          ValueError: It draws random numbers, and was not to.
+          ValueError: It draws random numbers without a key for them.
         """
         arguments = list(given)
-        # Evaluation gets no key; the streams still need one to be rebuilt.
+        # Evaluation is given no key; to rebuild the streams still takes one.
         drawing = self.keyed and not self.evaluation
         key = arguments.pop() if drawing else jax.random.key(0)
-        # The structure has streams even where nothing is drawn from them.
+        # The module's structure includes streams even if nothing is drawn from them.
         streams = self.streams.begun(key)
         empty = self.empty
         state = arguments.pop(0) if empty is None else empty.unflatten([])
@@ -370,7 +370,7 @@ class NnxFunction:
             return self._called(params, streams, state, arguments)[1]
 
         if not drawing and drawn(streams, after.streams, again):
-            # They begin alike for all micro-batches.
+            # Refused: without a key all micro-batches would draw the same numbers.
             why = "its dropouts drop nothing"
             why = "in evaluation it has no key" if self.evaluation else why
             rule = f"must draw no random numbers: {why}"
@@ -382,13 +382,13 @@ class NnxFunction:
     def _called(
         self, params: PyTree, streams: PyTree, state: PyTree, arguments: Sequence[Any]
     ) -> tuple[PyTree, ModuleParts]:
-        """The module's outputs, and what it is afterwards."""
+        """The module's outputs, and its parts after the call."""
         module = self._made(params, streams, state)
         output = module(*arguments)
         return output, taken_apart(module)
 
     def _made(self, params: PyTree, streams: PyTree, state: PyTree) -> PyTree:
-        """The module, in its mode."""
+        """The module, in training or evaluation mode."""
         from flax import nnx
 
         # A copy, because the call changes the module's variables.

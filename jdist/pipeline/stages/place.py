@@ -1,8 +1,8 @@
-"""Where a worker of a pipeline computes: on a device, or on a mesh of devices.
+"""Places of a pipeline's workers, devices or meshes, and moves of arrays to them.
 
 A stage is compiled for a mesh as for a device. XLA divides the work by the shardings of
-its arguments and adds the collectives, and the result is that of one device: shardings
-decide time and memory of a step, not its values.
+its arguments and inserts the collectives, and the result is that of one device:
+shardings decide time and memory of a step, not its values.
 """
 
 import functools
@@ -39,9 +39,9 @@ class StageMesh:
 
     Attributes:
       mesh: The mesh.
-      data_axis: The axis over which rows of values are split; None: they are not.
-      joint: Whether it may have devices of several processes, all of which call what
-        computes there, with the same values.
+      data_axis: The axis over which rows of values are split; None: they are not split.
+      joint: Whether it may have devices of several processes, all of which then call
+        the programs of the mesh with the same values.
     """
 
     mesh: Mesh
@@ -50,12 +50,13 @@ class StageMesh:
 
     @property
     def parts(self) -> int:
-        """Into how many parts rows are split."""
+        """Number of parts into which rows are split."""
         return 1 if self.data_axis is None else int(self.mesh.shape[self.data_axis])
 
     def sharding(self, shape: Sequence[int]) -> NamedSharding:
-        """Of a value: split by rows if they divide, else whole on every device."""
-        # Padding would be seen by a stage that mixes examples, or draws for each.
+        """The sharding of a value: split by rows if they divide, else replicated."""
+        # Rows are not padded, which would change the results of a stage that mixes
+        # examples or draws for each.
         divides = bool(shape) and shape[0] > 0 and shape[0] % self.parts == 0
         spec = PartitionSpec(self.data_axis) if divides else PartitionSpec()
         return NamedSharding(self.mesh, spec)
@@ -66,7 +67,7 @@ Place: TypeAlias = "jax.Device | StageMesh | None"
 
 
 def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list[Place]:
-    """The places that a pipeline is given, checked.
+    """Check the devices and meshes of a pipeline, and convert them into places.
 
     Args:
       given: One for each worker.
@@ -98,7 +99,7 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
     """The place of a worker on a mesh of its own.
 
     Raises:
-      TypeError: It is no mesh.
+      TypeError: It is not a mesh.
       ValueError: It has explicit or manual axes, or devices of other processes.
     """
     call = "Pipeline(mesh=...)"
@@ -119,13 +120,13 @@ def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
     """The axis of a mesh along which the workers of one program are.
 
     Args:
-      mesh: Of all stages.
-      stage_axis: Its name; None: "stage", or the only axis.
-      workers: Of the schedule.
+      mesh: The mesh of all stages.
+      stage_axis: Name of the axis; None: "stage", or the only axis.
+      workers: Number of workers of the schedule.
 
     Raises:
-      ValueError: There is no such axis, or it is not as long as there are workers; an
-        axis beside it is not automatic.
+      ValueError: There is no such axis, or its size is not the number of workers; a
+        further axis is not automatic.
     """
     names = mesh.axis_names
     name = STAGE_AXIS if stage_axis is None else stage_axis
@@ -143,15 +144,15 @@ def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
 
 
 def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
-    """The places of the workers of one program: a mesh without its axis of stages.
+    """The places of the workers of one program: slices of a mesh along one axis.
 
     Args:
-      mesh: Of all stages.
+      mesh: The mesh of all stages.
       axis: The axis of stages.
       data_axis: As for `Pipeline`.
 
     Raises:
-      ValueError: The mesh has no such data axis beside that of the stages.
+      ValueError: The data axis is not an axis of the mesh, or is that of the stages.
     """
     at = mesh.axis_names.index(axis)
     names = tuple(name for name in mesh.axis_names if name != axis)
@@ -169,12 +170,13 @@ def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
 def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
     axis = DATA_AXIS if data_axis is None else data_axis
     made = StageMesh(mesh, axis if axis in mesh.axis_names else None)
-    # A mesh of hardware that is not here may have made-up processes.
+    # A topology has devices of made-up processes, although this process is alone.
     several = jax.process_count() > 1 and len(processes_at(made)) > 1
     return replace(made, joint=several)
 
 
 def _check_axes(call: str, mesh: Mesh, whose: str = "") -> None:
+    # Explicit and manual axes would ask the stage's author for the collectives.
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         rule = "must be meshes with automatic axes, over which XLA divides the work"
         kinds = ", ".join(kind.name for kind in mesh.axis_types)
@@ -195,7 +197,9 @@ def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:
 
 
 def _check_overlap(places: Sequence[Place]) -> None:
-    """Refuses places of which one has a part of the other's devices."""
+    """Refuse two places that share some devices, but not all."""
+    # A shared device would do the work of two workers while the rest of its mesh does
+    # that of one, which no schedule assumes.
     sets = [(worker, devices_of(place)) for worker, place in enumerate(places)]
     for (one, first), (other, second) in itertools.combinations(sets, 2):
         if first & second and first != second:
@@ -209,7 +213,7 @@ def _check_overlap(places: Sequence[Place]) -> None:
 
 
 def devices_of(place: Place) -> set[jax.Device]:
-    """The devices of a place; none where it is wherever its inputs are."""
+    """The devices of a place; none for a place that follows its inputs."""
     if isinstance(place, StageMesh):
         return {*place.mesh.devices.flat}
     return set() if place is None else {place}
@@ -218,13 +222,11 @@ def devices_of(place: Place) -> set[jax.Device]:
 def idle_devices(
     places: Sequence[Place], local: Sequence[jax.Device]
 ) -> list[jax.Device]:
-    """Devices of this process that no mesh has, if each could have twice as many.
-
-    A few that are left over are more than the meshes divide by. CPU devices share the
-    cores of one process: none of them is idle.
-    """
+    """Unused devices of this process, if each mesh could be twice as large."""
     used = set().union(*map(devices_of, places))
     left = [device for device in local if device not in used]
+    # Fewer devices may be left out on purpose, because the model's layers do not divide
+    # by more. Devices of the CPU share the cores of one process: none of them is idle.
     meshes = any(isinstance(place, StageMesh) for place in places)
     counted = meshes and used <= {*local} and len(left) >= len(used)
     return left if counted and all(d.platform != "cpu" for d in left) else []
@@ -239,7 +241,7 @@ def processes_at(place: Place) -> list[int]:
 
 
 def device_here(place: Place) -> Place:
-    """The first device of a mesh that this process has; other places are returned."""
+    """The first device of this process in a mesh; other places unchanged."""
     if not isinstance(place, StageMesh):
         return place
     here = jax.process_index()
@@ -248,21 +250,20 @@ def device_here(place: Place) -> Place:
 
 
 def undivided(place: Place) -> Place:
-    """The same place, where values are whole on every device."""
+    """The same place, with values replicated instead of split by rows."""
     return replace(place, data_axis=None) if isinstance(place, StageMesh) else place
 
 
 def beside(place: Place) -> Place:
-    """Where numbers of all stages are joined: at a place, whole on each device.
-
-    Of a mesh over several processes on one device of each: they need no collective.
-    """
+    """The place where numbers of all stages, such as norms, are combined."""
+    # On a mesh over several processes one device of each suffices: every process has
+    # the numbers, so that no collective is needed.
     several = len(processes_at(place)) > 1
     return device_here(place) if several and _is_joint(place) else undivided(place)
 
 
 def place_of(array: object) -> Place:
-    """Where an array or a shape is; on a mesh values are whole beside it."""
+    """The place of an array or a shape; on a mesh without a data axis."""
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         joint = isinstance(array, jax.Array) and not array.is_fully_addressable
@@ -271,7 +272,7 @@ def place_of(array: object) -> Place:
 
 
 def common_parts(places: Sequence[Place]) -> int:
-    """The smallest number of rows that every mesh can split."""
+    """The smallest number of rows that every mesh splits evenly."""
     return math.lcm(*(p.parts for p in places if isinstance(p, StageMesh)))
 
 
@@ -279,11 +280,14 @@ def common_parts(places: Sequence[Place]) -> int:
 
 
 def moved(value: PyTree, place: Place) -> PyTree:
-    """The arrays of a value at a place; None for wherever they are.
+    """Move the arrays of a value to a place.
 
-    `device_put` takes 30 us also where nothing is to be done. The shape of an array
-    becomes that of the array at the place, whose devices need not be here.
+    Args:
+      value: A tree of arrays, or of shapes, which are given the place's sharding.
+      place: The place; None leaves arrays where they are, and puts those of NumPy on
+        the default device.
     """
+    # `device_put` takes 30 us even where it has nothing to do.
     leaves = jax.tree.leaves(value)
     if not any(_is_elsewhere(leaf, place) for leaf in leaves):
         return value
@@ -299,7 +303,7 @@ def moved(value: PyTree, place: Place) -> PyTree:
 
 
 def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -> Any:
-    """An array on a mesh, divided as it says; the same one if it is there."""
+    """An array on a mesh with a given sharding; unchanged if it has it already."""
     target = NamedSharding(place.mesh, spec)
     if isinstance(array, jax.Array):
         alike = array.sharding.is_equivalent_to(target, array.ndim)
@@ -309,20 +313,18 @@ def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -
 
 
 def spec_of(leaf: object) -> PartitionSpec:
-    """How an array or a shape is divided over its mesh; not at all elsewhere."""
+    """The specification of an array's or a shape's sharding; empty without a mesh."""
     sharding = getattr(leaf, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    # One form for each layout, so that they can be compared.
+    # Without trailing None: one form for each layout, so that they can be compared.
     while spec and spec[-1] in (None, ()):
         spec = spec[:-1]
     return PartitionSpec(*spec)
 
 
 def received(value: PyTree, place: Place) -> PyTree:
-    """What another worker has sent, on this one's mesh if it has one.
-
-    Messages arrive on a device, which without a mesh is where they stay.
-    """
+    """Move a message's value to this worker's mesh, if it has one."""
+    # Messages arrive on the worker's device: without a mesh they are in place.
     return moved(value, place) if isinstance(place, StageMesh) else value
 
 
@@ -332,9 +334,10 @@ def _is_elsewhere(leaf: object, place: Place) -> bool:
     if isinstance(leaf, jax.Array):
         if place is None:
             return False
-        # Not committed, it would become so in the first step, and compile the second.
+        # An uncommitted array would be committed after the first step, and the second
+        # step be compiled anew.
         return not leaf.committed or _differ(leaf, place)
-    # One transfer here, where each compiled call would make its own.
+    # NumPy's arrays are transferred once, here, rather than by each compiled call.
     return isinstance(leaf, np.ndarray)
 
 
@@ -361,7 +364,7 @@ def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
         return jax.device_put(whole_here(leaf), target)
     if joint:
         return over_processes(leaf, target)
-    # `device_put` would wait for the other processes, which may be elsewhere.
+    # Refused, since `device_put` would wait for processes that need not make this call.
     rule = "must be devices of this process where a call runs"
     devices: set[Any] = target.device_set
     others = sorted({device.process_index for device in devices})
@@ -371,13 +374,13 @@ def _put(leaf: Any, target: Sharding, joint: bool = False) -> Any:
 
 
 def over_processes(leaf: Any, target: Sharding) -> jax.Array:
-    """An array over devices of several processes, each of which has all of it."""
+    """Put an array that each process has in full on devices of several processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        # Between layouts over the same devices: a program that all of them run.
+        # Over the same devices `device_put` is a program that all processes run.
         return jax.device_put(leaf, target)
     if is_key(leaf):
         return unworded(over_processes(words(leaf), target), leaf)
-    # `device_put` would have the processes compare their arrays, value by value.
+    # `device_put` would make the processes compare their arrays, value by value.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, target, lambda part: whole[part])
 
@@ -386,10 +389,10 @@ def over_processes(leaf: Any, target: Sharding) -> jax.Array:
 
 
 def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
-    """Parameters or states of a stage, at its place.
+    """Put parameters or states of a stage on its place.
 
     On a mesh an array keeps the specification of its sharding, also that of another
-    mesh. One without is whole on every device.
+    mesh. An array without one is replicated.
 
     Args:
       value: A tree of arrays, numbers and shapes.
@@ -398,8 +401,8 @@ def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
       stage: The stage's number, likewise.
 
     Raises:
-      ValueError: An array is sharded over an axis that the mesh has not, or that does
-        not divide it there.
+      ValueError: An array is sharded over an axis that the mesh does not have, or that
+        does not divide it there.
     """
     if not isinstance(place, StageMesh):
         return moved(value, place)
@@ -421,19 +424,18 @@ def resident(value: PyTree, place: Place, call: str, stage: int) -> PyTree:
 def sharded(
     value: PyTree, specs: PyTree, place: Place, call: str, stage: int
 ) -> PyTree:
-    """Parameters or states of a stage, sharded over its mesh.
+    """Shard parameters or states of a stage over its mesh.
 
     Args:
       value: A tree of arrays, numbers and shapes.
-      specs: A PartitionSpec for each of them or for each subtree, None: whole on every
-        device.
+      specs: A PartitionSpec for each of them or for each subtree; None: replicated.
       place: The place of the stage.
       call: The method, for errors.
       stage: The stage's number, likewise.
 
     Raises:
-      ValueError: The place is no mesh; the trees differ; a specification names an axis
-        that the mesh has not, or that does not divide the array.
+      ValueError: The place is not a mesh; the trees differ; a specification names an
+        axis that the mesh does not have, or that does not divide the array.
     """
     if not isinstance(place, StageMesh):
         rule = f"must be None for stage {stage}, whose place is no mesh"
@@ -463,6 +465,7 @@ def _check_spec(
     if len(spec) > len(shape):
         rule = f"must have no more axes than the array, at stage {stage}"
         raise ValueError(requirement(call, rule, f"{spec} for shape {tuple(shape)}"))
+    # Not strict: a specification may be shorter than the shape.
     for size, entry in zip(shape, spec, strict=False):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         unknown = [name for name in names if name not in mesh.axis_names]
@@ -488,14 +491,14 @@ def on_mesh(tree: PyTree) -> bool:
 
 
 def laid_like(value: PyTree, like: PyTree) -> PyTree:
-    """A tree, each array sharded as that of `like` is, if that is committed."""
+    """Shard each array of a tree as that of `like`, if the latter is committed."""
 
     def there(leaf: Any, other: Any) -> Any:
         if is_shape(other):
             return leaf if other.sharding is None else _put(leaf, other.sharding)
         if not (isinstance(other, jax.Array) and other.committed):
             return leaf
-        # Of a shape nobody may have said yet where it will be.
+        # A shape may have no sharding yet, which the comparison below needs.
         if is_shape(leaf):
             return _put(leaf, other.sharding)
         if leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
@@ -506,18 +509,18 @@ def laid_like(value: PyTree, like: PyTree) -> PyTree:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """The values of an array, also of one over devices of several processes.
+    """The values of an array, also of one that is sharded over several processes.
 
-    All processes that have some of the devices call it for such an array.
+    All processes that have a part of such an array call this together.
     """
     return np.asarray(whole_here(array))
 
 
 def whole_here(leaf: Any) -> Any:
-    """An array over devices of several processes, whole on a device of this one.
+    """Gather an array that is sharded over several processes on a device of this one.
 
-    All processes that have some of the devices call it for such an array. Anything else
-    is returned as it is.
+    All processes that have a part of such an array call this together. Anything else is
+    returned unchanged.
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
@@ -527,6 +530,7 @@ def whole_here(leaf: Any) -> Any:
     return leaf.addressable_data(0)
 
 
+# Cached: a new lambda for each call would be compiled each time.
 @functools.lru_cache(maxsize=64)
 def _whole_on(sharding: NamedSharding) -> Any:
     return jax.jit(lambda array: array, out_shardings=sharding)

@@ -34,14 +34,14 @@ class Stage:
       keyed: Whether it takes a PRNG key, a different one for each micro-batch.
       recompute: Values that the backward pass computes again instead of keeping them;
         see `jdist.segment.segment`.
-      tied: Parameters that it shares with other stages: from the path of its copy, a
-        leaf or a subtree, to a name that is the same for all stages that share it.
+      tied: Parameters that it shares with other stages: from the path of its copy (a
+        leaf or a subtree) to a name that is the same for all stages that share it.
         The gradient of every copy is the sum over the stages, so that copies that begin
         equal stay equal.
       join_weight_gradients: Whether weight gradients wait for the stage's last backward
         pass and are then computed for all micro-batches at once: one product in place
-        of one per micro-batch. Everything that these products need is kept until then,
-        beyond what the schedule promises. For mean and sum only.
+        of one per micro-batch. The operands of these products are kept until then, so
+        that the schedule's memory bound does not hold. For mean and sum only.
       in_evaluation: The function that `Pipeline.evaluate` calls instead of `fn`:
         `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
         where the stage is stateful, returns the outputs alone and takes no key. By
@@ -115,12 +115,12 @@ class Stage:
         """The segment that evaluation runs.
 
         Args:
-          compiled: The result of `compiled`. Evaluation runs it too where the stage has
-            no function of its own for that, so that nothing is compiled twice.
+          compiled: The result of `compiled`, which is returned if the stage has no
+            function for evaluation.
           label: Distinguishes stages made by one factory.
         """
         if self.in_evaluation is None:
-            # No second compilation of the same function.
+            # The same segment, so that one function is not compiled twice.
             return compiled
         meant = self._label("evaluation", label, self.in_evaluation, frozenset())
         return segment(_body_in_evaluation(self), label=meant)
@@ -132,9 +132,9 @@ class Stage:
         fn: Callable[..., PyTree],
         constant: frozenset[str],
     ) -> Hashable:
-        # All stages share the code of `body`; the label says which differences are
-        # intended, so that segment does not warn of recompilations.
-        # Callable objects have no code; their class stands for it.
+        # All stages share the code of `body`. The label tells `segment` which
+        # differences are intended, so that it does not warn of recompilations. Callable
+        # objects have no code: their class stands for it.
         code = getattr(fn, "__code__", type(fn))
         return (use, label, code, self.stateful, self.keyed, constant)
 
@@ -149,7 +149,7 @@ def _check_tied(tied: Mapping[str, str]) -> None:
     if len(set(names)) != len(names):
         rule = "must have a name of its own for each path"
         raise ValueError(requirement(call, rule, names))
-    # A leaf must not be summed under two names.
+    # A leaf below both paths would be summed under two names.
     within = [(a, b) for a in tied for b in tied if b.startswith(f"{a}/")]
     if within:
         rule = "must not have a path within another one"
@@ -164,13 +164,14 @@ def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., PyTree]:
         params: PyTree, state: PyTree, inputs: tuple[PyTree, ...], key: PyTree
     ) -> PyTree:
         given = [
-            # Inputs from the batch: nothing needs their cotangents.
+            # Otherwise the backward pass would compute cotangents of inputs from the
+            # batch, which nothing needs.
             jax.lax.stop_gradient(x) if stop else x
             for x, stop in zip(inputs, stopped, strict=True)
         ]
         if stateful:
-            # A state such as a running mean is no path for gradients across micro-
-            # batches.
+            # No gradient flows from one micro-batch to another through a state, such as
+            # a running mean.
             given.insert(0, jax.lax.stop_gradient(state))
         if keyed:
             given.append(key)

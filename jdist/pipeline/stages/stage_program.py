@@ -1,4 +1,4 @@
-"""The function of a stage that is put together from modules."""
+"""The function of a stage that is made of modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from jdist.pipeline.stages.stage import outputs_by_name
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """The call of one module in a program in which no value is written twice.
+    """One module's call in a program in single-assignment form.
 
     Attributes:
       module: Name of the module.
@@ -20,7 +20,7 @@ class ModuleCall:
       writes: Names of its outputs.
       stateful: Whether it takes its state.
       keyed: Whether it takes a key.
-      returns_state: Whether it returns its state beside the outputs.
+      returns_state: Whether it returns its state after the outputs.
     """
 
     module: str
@@ -40,9 +40,9 @@ class SharedParameter:
 
     Attributes:
       module: Name of the module.
-      path: Path at which it expects them.
+      path: Path of the parameters in this module.
       source: Name of the earlier module.
-      source_path: Path at which they are stored there.
+      source_path: Path of the parameters in that module.
     """
 
     module: str
@@ -55,7 +55,7 @@ class SharedParameter:
 class StageProgram:
     """A stage's function: `program(params, [state,] *inputs[, key])`.
 
-    Equal programs compute the same, so that a compiled one serves the other.
+    Equal programs compute the same, so that they share a compiled one.
 
     Attributes:
       calls: The calls of the stage's modules, in order.
@@ -83,12 +83,12 @@ class StageProgram:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """The names of its modules, each with its number in the order of the calls."""
+        """The number of each module, by name, in the order of the calls."""
         names = dict.fromkeys(call.module for call in self.calls)
         return {name: str(number) for number, name in enumerate(names)}
 
     def renumbered(self) -> "StageProgram":
-        """The same program with numbers for names: that of equal modules is equal."""
+        """The program with numbers in place of names, equal for equal modules."""
         modules, values = self.numbers, dict[str, str]()
 
         def numbered(names: Sequence[str]) -> tuple[str, ...]:
@@ -117,23 +117,24 @@ class StageProgram:
         )
 
     def __call__(self, params: Mapping[str, PyTree], *given: PyTree) -> PyTree:
-        """Runs it; parameters and states are those of its modules by name."""
+        """Run the modules; parameters and states are dicts by module name."""
         arguments = list(given)
         key: PyTree = arguments.pop() if self.keyed else None
         state = arguments.pop(0) if self.stateful else {}
-        # Inside the traced function: autodiff adds up the gradients of all uses.
+        # Filled in within the traced function, so that autodiff adds up the gradients
+        # of all uses of a shared parameter.
         whole, after = with_shared(params, self.shared), dict(state)
         values = dict(zip(self.inputs, arguments, strict=True))
         for number, call in enumerate(self.calls):
             taken = [state[call.module]] if call.stateful else []
             taken += [values[name] for name in call.reads]
             if call.keyed:
-                # By place, so that a module draws the same whatever the others draw.
+                # By position, so that a module draws the same whatever the others draw.
                 taken.append(jax.random.fold_in(key, number))
             try:
                 returned = call.fn(whole[call.module], *taken)
             except Exception as error:
-                # A note keeps the type and the traceback of the user's error.
+                # A note, unlike a new exception, keeps the type of the user's error.
                 error.add_note(f"It was raised by the module {call.module!r}.")
                 raise
             if call.returns_state:
@@ -148,7 +149,7 @@ class StageProgram:
 def with_shared(
     params: Mapping[str, PyTree], shared: Sequence[SharedParameter]
 ) -> dict[str, PyTree]:
-    """Parameters by module, with shared ones in every module that has them."""
+    """Insert shared parameters into every module that has them."""
     whole = dict(params)
     for each in shared:
         source = leaves_below(whole[each.source], each.source_path)
@@ -160,7 +161,7 @@ def with_shared(
             source: Mapping[str, PyTree] = source,
         ) -> PyTree:
             below = _suffix(path_of(keys), path)
-            # None stands where the parameter was taken out, hence `is_none` below.
+            # None replaces a parameter that was taken out, hence `is_none` below.
             return leaf if below is None else source[below]
 
         tree = whole[each.module]
@@ -171,7 +172,7 @@ def with_shared(
 def without_shared(
     params: Mapping[str, PyTree], shared: Sequence[SharedParameter]
 ) -> dict[str, PyTree]:
-    """Parameters by module, with shared ones in the first of their modules only."""
+    """Remove shared parameters from all their modules but the first."""
     kept = dict(params)
     for each in shared:
 
@@ -192,6 +193,6 @@ def leaves_below(tree: PyTree, top: str) -> dict[str, PyTree]:
 
 def _suffix(path: str, top: str) -> str | None:
     """The rest of a path after `top`; None if the path is not below it."""
-    # With the slash: "ab" is not below "a".
+    # With the slash, because "ab" is not below "a".
     inside = path == top or path.startswith(f"{top}/")
     return path.removeprefix(top) if inside else None

@@ -32,7 +32,7 @@ class StageWiring:
 
     @property
     def named(self) -> str:
-        """A text of all names, by which processes compare their pipelines."""
+        """All names as text, which processes compare."""
         pairs = (
             f"{', '.join(stage.inputs)} -> {', '.join(stage.outputs)}"
             for stage in self.stages
@@ -48,7 +48,7 @@ class StageWiring:
 def wire(
     stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None
 ) -> StageWiring:
-    """Finds the source and the consumers of every value.
+    """Find the source and the consumers of every value.
 
     Args:
       stages: In order.
@@ -71,7 +71,7 @@ def wire(
         raise ValueError(requirement("Pipeline(stages)", "must not be empty", "[]"))
     wanted = tuple(stages[-1].outputs if loss_inputs is None else loss_inputs)
     producer = _producers(stages)
-    # The loss is one more taker, after all stages.
+    # The loss is one more consumer, after all stages.
     taken = [*(tuple(stage.inputs) for stage in stages), wanted]
     source = [
         {name: _source(producer, name, number, len(stages)) for name in names}
@@ -102,8 +102,8 @@ def _producers(stages: Sequence[Stage]) -> dict[str, int]:
 
 
 def _source(producer: dict[str, int], name: str, number: int, stages: int) -> int:
-    # A name that no stage puts out is taken for an entry of the batch; whether it is
-    # one shows with the first batch.
+    # A name that is no stage's output is taken for an entry of the batch. Only the
+    # first batch can show that it is none.
     source = producer.get(name, BATCH)
     # The loss is number n, so that it may take from all stages; BATCH is below all.
     if source < number:
@@ -123,14 +123,14 @@ def _check_consumed(
         for name, takers in found.items():
             if takers:
                 continue
-            # An input that is taken from the batch may be this value, misspelt.
+            # An input from the batch may be this value with a typo in its name.
             taken = {
                 other: taker
                 for taker in range(stages, number, -1)
                 for other, where in source[taker].items()
                 if where == BATCH
             }
-            # A typo makes one value unused and another one missing: both are named.
+            # A typo makes one value unused and another missing: the error names both.
             for close in difflib.get_close_matches(name, taken, 1):
                 taker = (
                     "the loss" if taken[close] == stages else f"stage {taken[close]}"
@@ -143,7 +143,7 @@ def _check_consumed(
             rule = "must take every value that is put out"
             got = f"{name!r} of stage {number}, which neither a later stage takes nor "
             got += "the loss"
-            # A forgotten loss input is the other common reason.
+            # The other common cause is a name that `loss_inputs` lacks.
             remedy = "Drop it, or name it in `loss_inputs`."
             if taken:
                 remedy += f" Of the batch they take {sorted(taken)}."
