@@ -1,7 +1,7 @@
 """PyTorch's distributed-training machinery as pure functions in JAX.
 
 Each way of distributing a computation is proved equal to the one-device gradient by
-the library itself. The parts, each usable alone and imported when first asked for:
+the library itself. The parts, each usable alone and imported on first use:
 
 - `jdist.optim`: optimizers as pure steps; gradients are passed in.
 - `jdist.data_parallel`: replicas whose gradient is exactly the whole batch's.
@@ -12,7 +12,7 @@ the library itself. The parts, each usable alone and imported when first asked f
 - `jdist.pipeline`: schedules as data, simulated, planned, and run by stages.
 - `jdist.verify`: the judge that compares any two ways to a gradient.
 - `jdist.ray`: workers that Ray places on the machines of a cluster.
-- `jdist.targets`: programs compiled for accelerators that are not here.
+- `jdist.targets`: programs compiled for accelerators that this machine lacks.
 """
 
 import importlib
@@ -31,7 +31,8 @@ __all__ = ["JdistError", "Unavailable", "VerificationError"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports a part: to import jdist alone takes no JAX, and 0.03 s."""
+    """Imports a part on first use."""
+    # Lazily, so that `import jdist` takes 0.03 s and does not import JAX.
     if name in _PARTS:
         return importlib.import_module(f"jdist.{name}")
     raise AttributeError(f"module 'jdist' has no attribute {name!r}")

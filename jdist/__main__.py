@@ -1,4 +1,4 @@
-"""`python -m jdist`: what can be run, in one line each."""
+"""`python -m jdist`: a list of the commands, one line each."""
 
 import importlib.util
 import sys
@@ -22,23 +22,26 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Shows the commands that are here; returns the exit status."""
+    """Prints the commands that are available; returns the exit status."""
     console = Console(highlight=False)
     console.print(f"jdist {jdist.__version__}, with JAX {jax.__version__}")
     table = Table(box=None, pad_edge=False, show_header=False)
     for module, what in filter(_is_ours, COMMANDS.items()):
         table.add_row(f"python -m {module}", what)
     table.add_row("python -m pydoc jdist", "the parts of the library, and their docs")
+    # Lines are meant to be copied: neither wrapped nor cut at the width of the
+    # terminal.
     console.print(table, no_wrap=True, crop=False)
     console.print("Each command has --help.", _guides(), soft_wrap=True)
     return 0
 
 
 def _is_ours(command: tuple[str, str]) -> bool:
-    """Whether it is jdist's own: beside installed packages may be any `experiments`."""
+    """Whether a command belongs to this installation of jdist."""
     module, _ = command
     if module.startswith("jdist."):
         return True
+    # Beside an installed jdist any other package may be named `experiments`.
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         return False

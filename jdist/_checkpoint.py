@@ -1,7 +1,7 @@
-"""Checkpoints: their public face, and a folder of orbax's that holds the arrays.
+"""Checkpoints: their abstract interface, and an orbax folder that holds the arrays.
 
-orbax writes into a folder of another name and renames it when all is there: a process
-that is killed while it writes leaves what was complete before.
+orbax writes to a temporary folder and renames it once all data is there, so a process
+that is killed while it writes leaves the last complete checkpoint.
 """
 
 import ast
@@ -43,18 +43,18 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Closing(ABC):
-    """A context manager that ends orbax's threads where its block ends."""
+    """A context manager that stops orbax's threads at the end of its block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what orbax runs in the background."""
+        """Stops orbax's background threads."""
 
     def __enter__(self) -> Self:
-        """The object itself."""
+        """Returns the object itself."""
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Closes it."""
+        """Closes the object."""
         self.close()
 
 
@@ -78,7 +78,7 @@ class Checkpoints(Closing, Generic[State]):
         """The steps that were saved completely, in order."""
 
     def latest(self) -> int | None:
-        """The last of them, or None."""
+        """The last step that was saved completely, or None."""
         return max(self.steps(), default=None)
 
     @abstractmethod
@@ -105,10 +105,10 @@ class StepFolder(Closing):
     Use it as a context manager, or `close` it: orbax holds threads.
 
     Args:
-      folder: Made if it is not there.
-      keep: How many of the last steps stay; None for all.
-      alone: Whether this process uses it without the others of `jax.distributed`; its
-        arrays are then "arrays".
+      folder: Created if it does not exist.
+      keep: Number of latest steps to keep; None for all.
+      alone: Whether this process uses the folder without the other processes of
+        `jax.distributed`; its one group of arrays must then be named "arrays".
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
@@ -138,12 +138,12 @@ class StepFolder(Closing):
         )
 
     def steps(self) -> list[int]:
-        """Those that are complete on disk, in order."""
+        """The steps that are complete on disk, in order."""
         _undisturbed(self._manager.reload)  # Another process may have written.
         return sorted(int(step) for step in self._manager.all_steps())
 
     def chosen(self, call: str, step: int | None) -> int:
-        """A step that was saved; the last one for None.
+        """Returns a step that was saved; the last one for None.
 
         Raises:
           ValueError: There is no such one.
@@ -162,7 +162,7 @@ class StepFolder(Closing):
             raise ValueError(requirement(call, rule, step, remedy))
 
     def write(self, step: int, arrays: Arrays, description: Any) -> None:
-        """Writes them; returns when all is on disk."""
+        """Writes arrays and description; returns when both are on disk."""
         saved = self._orbax.args
         items = {name: saved.StandardSave(dict(part)) for name, part in arrays.items()}
         items["description"] = saved.JsonSave(description)
@@ -172,7 +172,7 @@ class StepFolder(Closing):
             self._manager.wait_until_finished()
 
     def description(self, step: int) -> Any:
-        """The description that was written beside the arrays."""
+        """Reads the description that was written beside the arrays."""
         items = {"description": self._orbax.args.JsonRestore()}
         composite = self._orbax.args.Composite(**items)
         return self._manager.restore(step, args=composite).description
@@ -182,9 +182,10 @@ class StepFolder(Closing):
 
         Args:
           step: One of `steps`.
-          like: Their shapes and dtypes, with a sharding where they are to be; NumPy's
-            arrays become such. Shapes that differ are cut off or filled with zeros.
+          like: Their shapes and dtypes, with the sharding that they get; NumPy arrays
+            are read as NumPy arrays. Other shapes are cut off or filled with zeros.
         """
+        # Not strict: the padding of sharded arrays depends on the number of devices.
         items = {
             name: self._orbax.args.StandardRestore(dict(part), strict=False)
             for name, part in like.items()
@@ -193,19 +194,17 @@ class StepFolder(Closing):
         return {name: found[name] for name in items}
 
     def delete(self, step: int) -> None:
-        """Takes a step from the disk."""
+        """Deletes a step from disk."""
         self._manager.delete(step)
 
     def close(self) -> None:
-        """Ends what orbax runs in the background."""
+        """Stops orbax's background threads."""
         self._manager.close()
 
 
 def _alone(orbax: Any, keep: int | None) -> tuple[Any, dict[str, Any]]:
-    """Options and handlers by which orbax waits for no other process.
-
-    By default it waits at each step for all, and process 0 makes the folders.
-    """
+    """Options and handlers with which orbax does not wait for other processes."""
+    # By default orbax waits for all processes at a save, and process 0 makes folders.
     here = jax.process_index()
     own = orbax.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"{here}"
@@ -222,14 +221,16 @@ def _alone(orbax: Any, keep: int | None) -> tuple[Any, dict[str, Any]]:
 
 
 def _undisturbed(look: Callable[[], Found]) -> Found:
-    """Looks again where another process took a step away in the middle of a look."""
+    """Retries a read of the folder during which another process deleted a step."""
     for _ in range(_LOOKS):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return look()
+    # Outside the loop, so that the last attempt raises its error.
     return look()
 
 
 def _orbax() -> Any:
+    # Imported on use: orbax is an optional dependency.
     try:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
@@ -239,7 +240,7 @@ def _orbax() -> Any:
 
 
 def check_keep(call: str, keep: int | None) -> None:
-    """Refuses to keep no checkpoint at all; None keeps all.
+    """Checks that at least one checkpoint is kept; None keeps all.
 
     Raises:
       ValueError: `keep` is less than 1.
@@ -249,7 +250,7 @@ def check_keep(call: str, keep: int | None) -> None:
 
 
 def chosen(call: str, steps: list[int], step: int | None) -> int:
-    """The step, which must be one of those saved; the last one for None.
+    """Returns the step, which must be one of those saved; the last one for None.
 
     Raises:
       ValueError: It is none of them.
@@ -266,33 +267,35 @@ def chosen(call: str, steps: list[int], step: int | None) -> int:
     return step
 
 
-# --- what a leaf is on disk ---
+# --- descriptions of leaves on disk ---
 
 
 def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype and shape of every leaf, by path, as `check_same` compares them."""
+    """The dtype and shape of every leaf by path, in the form `check_same` compares."""
     return {path: described(leaf) for path, leaf in leaves.items()}
 
 
 def struct_of(description: str) -> jax.ShapeDtypeStruct:
-    """A leaf's dtype and shape, from what `descriptions` said of it.
+    """Parses the dtype and shape of a leaf from its entry in `descriptions`.
 
     Example:
       >>> struct_of("bfloat16 of shape (3, 5)")
       ShapeDtypeStruct(shape=(3, 5), dtype=bfloat16)
     """
     dtype, _, shape = description.partition(" of shape ")
+    # Not `eval`: the text is read from a file, which must not be able to run code.
     return jax.ShapeDtypeStruct(ast.literal_eval(shape), jnp.dtype(dtype))
 
 
 def check_same(
     call: str, saved: Mapping[str, str], wanted: Mapping[str, str], where: str = ""
 ) -> None:
-    """Refuses a tree that is not like the saved one.
+    """Checks that a tree has the paths, dtypes and shapes of the saved one.
 
     Raises:
       ValueError: With the first path that differs.
     """
+    # In the order of paths, so that the error names the same leaf in every process.
     for path in sorted(saved.keys() | wanted.keys()):
         there, here = (d.get(path, "no leaf") for d in (saved, wanted))
         if there != here:

@@ -1,13 +1,10 @@
 """JAX's persistent compilation cache: compiled programs, kept in files between runs.
 
-JAX finds a program by a hash of its text, its compile options, XLA's flags and the
-versions of jaxlib and XLA, and keeps none that calls back into Python. What it reads is
-the machine code that it once wrote, so results have the same bits. It does not look at
-the processor: the code of one may be illegal on another, hence a folder for each kind.
-
-JAX can bound the cache itself (`jax_compilation_cache_max_size`). It then needs the
-package filelock, and reads a file for each entry whenever it adds one, under a lock
-that all processes wait for. Here the folder is cut to its size before a run instead.
+JAX identifies a program by a hash of its text, its compile options, XLA's flags and the
+versions of jaxlib and XLA, and does not store programs that call back into Python. A
+cached program is the machine code that was compiled before, so results have the same
+bits. Each kind of processor has a folder of its own, cut to a maximum size before a
+run.
 """
 
 import contextlib
@@ -33,12 +30,13 @@ _KEEP_ALL = {
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The user's folder for it: `$XDG_CACHE_HOME/jdist`, or `~/.cache/jdist`.
+    """The user's cache folder: `$XDG_CACHE_HOME/jdist`, or `~/.cache/jdist`.
 
     Raises:
       OSError: The user has no home.
     """
     given = environment.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
     if Path(given).is_absolute():
         return Path(given) / "jdist"
     try:
@@ -49,10 +47,10 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 @cache
 def prepared(folder: Path, size: int = SIZE) -> Mapping[str, str]:
-    """Makes the folder, deletes what was not used for longest, and tells JAX of it.
+    """Creates the folder, evicts the least recently used files, returns JAX's settings.
 
     Args:
-      folder: Of all processors; made if need be, for its owner alone.
+      folder: The folder of all processors; created if need be, for its owner alone.
       size: Bytes of programs that may stay in the folder of this processor.
 
     Returns:
@@ -62,18 +60,23 @@ def prepared(folder: Path, size: int = SIZE) -> Mapping[str, str]:
     Raises:
       OSError: The folder cannot be made or read.
     """
+    # JAX's hash leaves the processor out, and the code of one may be illegal on
+    # another.
     own = folder / _processor()
-    # Its programs are run: others must not be able to write there.
+    # Files in it are executed: other users must not be able to write there.
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Not by `jax_compilation_cache_max_size`: JAX then needs the package filelock, and
+    # for every entry that it adds reads a file per entry, under a lock that all
+    # processes wait for.
     _cut(own, size)
     return {FOLDER: str(own), **_KEEP_ALL}
 
 
 def switch_on() -> None:
-    """Has this process, and those that it starts, use the user's folder.
+    """Enables the user's cache folder in this process and in those that it starts.
 
-    Unless the environment names another, or `JAX_ENABLE_COMPILATION_CACHE=false` is
-    set, which JAX itself obeys.
+    Has no effect if the environment names another folder, or if
+    `JAX_ENABLE_COMPILATION_CACHE=false` is set, which JAX itself obeys.
     """
     import jax
 
@@ -85,7 +88,7 @@ def switch_on() -> None:
         warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
         return
     os.environ.update(variables)
-    # JAX has read its variables already.
+    # The import above has read the variables: this process needs the values as well.
     jax.config.update("jax_compilation_cache_dir", variables[FOLDER])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -96,6 +99,7 @@ def _processor() -> str:
     kind = [platform.machine()]
     # Outside Linux the file is missing, and homes are rarely shared between machines.
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        # The file has a paragraph for each core, and the first describes all.
         of_one_core = iter(lambda: next(lines, "").strip(), "")
         kind += [line for line in of_one_core if line.startswith(_DESCRIBES)]
     digest = hashlib.sha256("\n".join(kind).encode()).hexdigest()
@@ -113,6 +117,8 @@ def _cut(folder: Path, size: int) -> None:
         # Another run may be cutting the folder too.
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
+            # Reading a file sets the first, unless the file system is mounted without
+            # access times; writing it sets the second.
             used = max(status.st_atime, status.st_mtime)
             found.append((used, status.st_size, path))
     total = sum(length for _, length, _ in found)

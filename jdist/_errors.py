@@ -1,4 +1,4 @@
-"""The exceptions that jdist raises, and the one form of their messages.
+"""The exceptions that jdist raises, and the form of their messages.
 
 A wrong kind of argument is a `TypeError` and a wrong value a `ValueError`, as in
 Python itself. The classes here are for what those two cannot say: a proof that
@@ -18,7 +18,7 @@ class JdistError(Exception):
 
 
 class VerificationError(JdistError, AssertionError):
-    """Two ways to one gradient disagree by more than rounding can explain.
+    """Two computations of a gradient differ by more than rounding can explain.
 
     Raised by `verify.Report.raise_if_failed`. It is an `AssertionError` too, so that
     a test runner counts it as a failed claim, not as a broken program.
@@ -26,7 +26,7 @@ class VerificationError(JdistError, AssertionError):
 
 
 class Unavailable(JdistError):
-    """Hardware or software that the call needs is not here.
+    """Hardware or software that a call needs is missing.
 
     A row of the equivalence matrix raises it to be skipped *by name*; the message
     says what is missing.
@@ -34,21 +34,22 @@ class Unavailable(JdistError):
 
 
 def extra(name: str) -> str:
-    """The command that installs one of jdist's extras, by how jdist was installed.
-
-    From a checkout it names the folder: the index may not have jdist, or another one.
+    """The command that installs one of jdist's extras, given how jdist was installed.
 
     Args:
-      name: Of the extra, such as `"checkpoint"`.
+      name: Name of the extra, such as `"checkpoint"`.
 
     Example:
       >>> extra("tls").startswith("pip install ")
       True
     """
     root = Path(__file__).parents[1]
+    # From a checkout the command names the folder: the package index may not have
+    # jdist, or another package of that name.
     if (root / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{root}[{name}]')}"
     try:
+        # pip records here the folder that a package was installed from (PEP 610).
         origin = metadata.distribution("jdist").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         origin = None
@@ -60,7 +61,7 @@ def extra(name: str) -> str:
 
 
 def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
-    """Words a refusal: the argument, the rule, what was given, and the way out.
+    """Formats an error message: the argument, the rule, the value and a remedy.
 
     Args:
       call: Function and argument, such as `"shard_batch(sizes=...)"`.
@@ -78,7 +79,7 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
 
 
 def check_choice(call: str, value: object, known: Iterable[object]) -> None:
-    """Refuses what is not one of a few names.
+    """Checks that a value is one of a few names.
 
     Args:
       call: Function and argument, as for `requirement`.
@@ -88,6 +89,7 @@ def check_choice(call: str, value: object, known: Iterable[object]) -> None:
     Raises:
       ValueError: It is none of them.
     """
+    # An iterator can be read only once, and the message lists the names too.
     if value not in (known := tuple(known)):
         rule = f"must be one of {', '.join(map(repr, known))}"
         raise ValueError(requirement(call, rule, repr(value)))

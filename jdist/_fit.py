@@ -1,4 +1,4 @@
-"""Training over many batches: metrics, the loop with its checkpoints, its bar."""
+"""Training over many batches: metrics, the loop, checkpoints and a progress bar."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,9 +33,9 @@ State = TypeVar("State")
 
 
 class Metrics(NamedTuple):
-    """The results of a step, an evaluation or an epoch; None for what it has not.
+    """Results of a step, an evaluation or an epoch; None for what was not measured.
 
-    A step's are of the parameters before it moved them.
+    Those of a step belong to the parameters before its update.
     """
 
     loss: Any
@@ -74,14 +74,14 @@ Advance = Callable[[str, Metrics | None], None]
 
 
 def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
-    """Combines the losses of batches as if they were one; waits until they are known.
+    """Combines the losses of batches as if they were one batch; waits for the devices.
 
     Args:
-      found: Of training steps, each at its own parameters, or of evaluations.
-      reduction: That of the steps.
+      found: Metrics of training steps, each at its own parameters, or of evaluations.
+      reduction: The reduction of the steps.
 
     Returns:
-      Loss, examples and weight, as Python's numbers.
+      Loss, examples and weight, as Python numbers.
 
     Raises:
       ValueError: There are none, one does not say its weight, or `reduction` is
@@ -114,7 +114,7 @@ def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
 
 
 def check_state(call: str, state: object, kind: type, maker: str) -> None:
-    """Refuses what is not the state of a training run, such as the parameters alone.
+    """Checks that an argument is a training state, and not parameters, for example.
 
     Args:
       call: Function and argument, for the error's text.
@@ -134,7 +134,7 @@ def check_state(call: str, state: object, kind: type, maker: str) -> None:
 
 
 def check_save_every(save_every: int) -> None:
-    """Refuses a number of steps below 1."""
+    """Checks that the number of steps between checkpoints is at least 1."""
     if save_every < 1:
         call = "fit(save_every=...)"
         raise ValueError(requirement(call, "must be 1 at least", save_every))
@@ -151,23 +151,25 @@ def fitted(
     save_every: int,
     console: Console | None,
 ) -> tuple[State, list[Metrics]]:
-    """A step for each batch; the last state, and the metrics of every step.
+    """Runs one step for each batch; returns the last state and all metrics.
 
     Args:
       step: `step(state, batch, weights) -> (state, metrics)`.
-      state: The first.
+      state: The first state.
       pairs: Batches and their weights.
-      number: Steps taken before. The state's own count may be on a device, where to
-        read it would wait for the step.
-      total: How many batches there are, if that is known.
+      number: Steps taken before.
+      total: Number of batches, if known.
       checkpoints: Where the state is saved, or None.
-      save_every: After how many steps of the whole run; and at the end.
-      console: Where a bar shows the step and its loss; None for none.
+      save_every: Steps of the whole run between checkpoints; the last state is saved
+        too.
+      console: Where a bar shows the step and its loss; None for no bar.
     """
     metrics: list[Metrics] = []
     with progress(console, total, "training") as advance:
         for batch, weights in pairs:
             state, found = step(state, batch, weights)
+            # Counted on the host: the state's own count may be on a device, and reading
+            # it would wait for the step.
             number += 1
             # The loss of the step before: this step's may still be computed, and to
             # show it would wait for the device.
@@ -191,15 +193,15 @@ def pair(given: PyTree) -> tuple[PyTree, Any]:
 def progress(
     console: Console | None, total: int | None, text: str
 ) -> Iterator[Advance]:
-    """Shows a progress bar for as long as its block runs.
+    """Shows a progress bar while its block runs.
 
     Args:
-      console: Where it is shown; None for none.
-      total: How many batches there are, if that is known.
+      console: Where it is shown; None for no bar.
+      total: Number of batches, if known.
       text: Shown until the first batch is done.
 
     Yields:
-      To be called after each batch, with a text and the metrics whose loss to show.
+      A function to call after each batch, with a text and metrics whose loss to show.
     """
     if console is None:
         yield lambda text, shown: None

@@ -1,4 +1,4 @@
-"""A bounded map that drops the entry least recently used; safe in threads."""
+"""A bounded, thread-safe map that evicts the least recently used entry."""
 
 import threading
 from collections import OrderedDict
@@ -13,7 +13,7 @@ class LRUCache(Generic[Key, Entry]):
     """At most `size` entries by key, in the order of their last use.
 
     Args:
-      size: How many entries are held.
+      size: Largest number of entries.
 
     Example:
       >>> cache = LRUCache(2)
@@ -29,7 +29,7 @@ class LRUCache(Generic[Key, Entry]):
         self._lock = threading.Lock()
 
     def get(self, key: Key) -> Entry | None:
-        """The entry of a key, used now; None if there is none."""
+        """Returns the entry of a key and marks it as used; None if there is none."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -37,12 +37,13 @@ class LRUCache(Generic[Key, Entry]):
             return self._entries[key]
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Sets the entry of a key, in place of the one least recently used."""
+        """Sets the entry of a key; evicts the least recently used one if full."""
         with self._lock:
             self._put(key, entry)
 
     def get_or_make(self, key: Key, make: Callable[[], Entry]) -> Entry:
-        """The entry of a key; if there is none, `make()` under the lock makes it."""
+        """Returns the entry of a key; `make()` creates it if there is none."""
+        # Created under the lock, so that concurrent callers share one entry.
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -55,7 +56,7 @@ class LRUCache(Generic[Key, Entry]):
             return self._entries.pop(key, None)
 
     def drop(self, entry: Entry) -> None:
-        """Removes an entry, under whatever keys it is held."""
+        """Removes an entry from all its keys."""
         with self._lock:
             # Listed first: a dict must not change while it is walked through.
             keys = [key for key, other in self._entries.items() if other is entry]
@@ -72,6 +73,7 @@ class LRUCache(Generic[Key, Entry]):
             return len(self._entries)
 
     def __contains__(self, key: object) -> bool:
+        # Without the lock: a look-up in a dict is atomic.
         return key in self._entries
 
     def _put(self, key: Key, entry: Entry) -> Entry:

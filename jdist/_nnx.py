@@ -1,7 +1,7 @@
-"""Flax NNX modules taken apart, and their random streams begun again from a key.
+"""Flax NNX modules split into pytrees, and random streams restarted from a key.
 
-A module is an object that changes when it is called. A pure function puts one together
-of parameters, state and fresh streams, calls it, and takes it apart again.
+A module is an object that changes when it is called. A pure function builds one from
+parameters, state and new random streams, calls it, and splits it again.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ __all__ = ["ModuleParts", "RandomStreams", "drawn", "taken_apart"]
 
 
 class ModuleParts(NamedTuple):
-    """A Flax module taken apart.
+    """The parts of a Flax module.
 
     Attributes:
       graph: Its structure.
@@ -38,7 +38,8 @@ class ModuleParts(NamedTuple):
 
 
 def taken_apart(module: "nnx.Module") -> ModuleParts:
-    """The parts of a module, none of which changes when the module does."""
+    """Splits a module into parts that do not change when the module does."""
+    # Imported on use: Flax is an optional dependency.
     from flax import nnx
 
     graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -51,8 +52,8 @@ class RandomStreams:
     """The structure of a module's random streams, without their values.
 
     Attributes:
-      structure: Of the tree.
-      leaves: For each leaf whether it is a key, or else a count; and its shape.
+      structure: Structure of the tree.
+      leaves: For each leaf, whether it is a key (otherwise it is a count); its shape.
     """
 
     structure: jax.tree_util.PyTreeDef
@@ -60,14 +61,14 @@ class RandomStreams:
 
     @classmethod
     def of(cls, streams: PyTree) -> "RandomStreams":
-        """The structure of `ModuleParts.streams`; shapes in place of arrays will do."""
+        """The structure of `ModuleParts.streams`, which may hold shapes, not arrays."""
         leaves, structure = jax.tree.flatten(streams)
         are_keys = map(is_key, leaves)
         shapes = [tuple(x.shape) for x in leaves]
         return cls(structure, tuple(zip(are_keys, shapes, strict=True)))
 
     def begun(self, key: jax.Array) -> PyTree:
-        """Every stream at its beginning, with a key of its own.
+        """Restarts every stream at count 0, with a key of its own.
 
         Example:
           >>> from flax import nnx
@@ -93,16 +94,16 @@ def drawn(
     """Whether a module has drawn from its streams.
 
     Args:
-      before: The streams that it was made with, at their beginning.
-      after: Those of the module afterwards.
-      again: Makes the module of other streams, calls it, and takes it apart.
+      before: The streams that it was built with, at count 0.
+      after: The streams of the module after the call.
+      again: Builds the module with other streams, calls it, and splits it.
     """
-    # A stream counts its draws, so that one without draws keeps its very arrays.
+    # A stream counts its draws: without a draw its arrays are the same objects.
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     if all(one is other for one, other in pairs):
         return False
-    # Or it has new ones of the same values, from a lifted call such as `nnx.remat`:
-    # traced, what becomes of the counts alone says which.
+    # A lifted call such as `nnx.remat` returns new arrays of the same values. A trace
+    # from the counts to the counts tells these from draws.
     leaves, structure = jax.tree.flatten(before)
     places = [place for place, leaf in enumerate(leaves) if not is_key(leaf)]
 
@@ -114,6 +115,7 @@ def drawn(
         return [found[place] for place in places]
 
     zeros = [np.zeros(leaves[place].shape, np.uint32) for place in places]
+    # The answer is needed at once, also where the step around this is being traced.
     with jax.ensure_compile_time_eval():
         program, _ = without_unread(trace(counted, *zeros)[0], 0)
         return any(map(np.any, evaluate(program, zeros)))

@@ -1,6 +1,7 @@
-"""A user's own code, found by `module:name` and kept apart when it raises.
+"""User code named by `module:name`, and the exit status of commands that run it.
 
-And the commands that run it, whose exit status says whose fault an error is.
+Exceptions of the user's code are kept apart from jdist's, and the exit status says
+which of the two ended the command.
 """
 
 import importlib
@@ -19,18 +20,19 @@ from jdist._errors import JdistError, requirement
 
 
 class OwnCodeRaised(JdistError):
-    """The user's own code raised: the cause is what it raised.
+    """The user's own code raised an exception, which is the cause of this one.
 
-    It keeps a `ValueError` of theirs apart from one about a wrong call of ours.
+    Keeps a `ValueError` of the user's code apart from one about a wrong call of jdist.
     """
 
 
 @contextmanager
 def own_code(what: str) -> Iterator[None]:
-    """Everything raised inside, `sys.exit` included, becomes `OwnCodeRaised`."""
+    """Turns exceptions of its block, `sys.exit` included, into `OwnCodeRaised`."""
     try:
         yield
     except OwnCodeRaised:
+        # An inner block has named the code already.
         raise
     except (Exception, SystemExit) as error:
         name = type(error).__name__
@@ -38,19 +40,20 @@ def own_code(what: str) -> Iterator[None]:
 
 
 def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> int:
-    """The exit status of a command; an error is told in a line on standard error.
+    """Runs a command, and prints an error as one line on standard error.
 
     Args:
       run: The command, which returns its status.
-      misuse: What it raises where it was called wrongly.
+      misuse: Exceptions that it raises when it is called with wrong arguments.
 
     Returns:
-      The command's status; 2 for misuse; 4 where code raised, with a traceback; 130
-      where it was interrupted.
+      The command's status; 2 for misuse; 4 for any other exception, with a traceback;
+      130 if interrupted.
     """
     try:
         return run()
     except OwnCodeRaised as error:
+        # Before `misuse`, which may hold its base class. The user's traceback alone.
         traceback.print_exception(error.__cause__)
         told, status = str(error), 4
     except KeyboardInterrupt:
@@ -58,21 +61,21 @@ def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> 
     except misuse as error:
         told, status = str(error) or type(error).__name__, 2
     except Exception as error:  # noqa: BLE001
-        # Python's own exit status for it is 1, which here is a verdict.
+        # Python's exit status of an exception is 1, which here means a failed check.
         traceback.print_exception(error)
         told, status = str(error) or type(error).__name__, 4
-    # As text: rich would take brackets in a message for markup.
+    # As text: rich would read brackets in a message as markup.
     console = Console(stderr=True)
     console.print("[red]error:[/red]", Text(told), highlight=False)
     return status
 
 
 def named(specification: str, argument: str) -> Any:
-    """The object that `module:name` names; the current folder is searched too.
+    """Imports the object named by `module:name`; searches the current folder too.
 
     Args:
       specification: `module:name`.
-      argument: What it is for, for the messages.
+      argument: The name of the argument, for error messages.
 
     Raises:
       ValueError: The text is not `module:name`, or there is no such module or name.
@@ -82,6 +85,7 @@ def named(specification: str, argument: str) -> Any:
     if not (colon and module_name and name):
         rule = f"must be module:name, such as mymodule:{argument}"
         raise ValueError(requirement(argument, rule, repr(specification)))
+    # `python -m` searches the current folder; a console script does not.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if not _exists(module_name):
@@ -97,7 +101,8 @@ def named(specification: str, argument: str) -> Any:
 
 
 def _exists(module_name: str) -> bool:
-    """Whether it can be found; its packages are imported, the module is not."""
+    """Whether a module exists; imports the packages above it, but not the module."""
+    # `find_spec` raises where a package above is missing: those are checked first.
     package, dot, _ = module_name.rpartition(".")
     if dot and not _exists(package):
         return False

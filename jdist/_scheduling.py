@@ -1,13 +1,14 @@
 """Scheduling classes of the threads in a process that `spawn` or `launch` started.
 
-Linux gives each thread a class, which the threads that it starts inherit. Started
-processes begin in the batch class: a thread of it that wakes up never interrupts one
-that runs. XLA and gloo want that on a core of their own, where each would only keep the
-other from its work. A thread that waits for a message wants the contrary: in the batch
-class it waits for the end of the running thread's time slice, up to 4 ms, whenever
-another program has the core. So a process that becomes a worker leaves the class, and
-what JAX has started before stays in it. A worker of a pipeline, or of an elastic run,
-enters it again: its messages are large and come while it computes.
+Linux gives each thread a scheduling class, which the threads that it starts inherit.
+Started processes begin in the batch class, in which a thread that wakes up never
+preempts a running one. This suits the threads of XLA and gloo on a core of their own:
+preemption would only delay the other thread. It does not suit a thread that waits for a
+message: in the batch class it waits for the end of the running thread's time slice, up
+to 4 ms, whenever another program has the core. A process that becomes a worker
+therefore leaves the class; threads that JAX started earlier stay in it. A worker of a
+pipeline or of an elastic run enters it again, because its messages are large and arrive
+while it computes.
 """
 
 import contextlib
@@ -23,17 +24,14 @@ BATCH = "batch class"
 
 
 def leave_batch_class() -> None:
-    """Puts this thread into the ordinary class, unless the user chose another one."""
+    """Moves this thread to the ordinary class, unless the user chose another one."""
     if _begun_in_batch_class():
         _enter(os.SCHED_OTHER)
 
 
 def enter_batch_class() -> None:
-    """Puts all threads of this process back into the class in which it began.
-
-    For workers that compute while messages come: a thread that takes in a large one
-    must not interrupt the one that computes.
-    """
+    """Moves all threads of this process back to the class in which it began."""
+    # All threads: one that receives a large message must not preempt a computing one.
     if _begun_in_batch_class():
         for thread in os.listdir("/proc/self/task"):
             _enter(os.SCHED_BATCH, int(thread))
@@ -41,7 +39,7 @@ def enter_batch_class() -> None:
 
 @contextlib.contextmanager
 def in_batch_class() -> Iterator[None]:
-    """Has threads that are started in the block be of the class the process began in.
+    """Starts threads of its block in the class in which the process began.
 
     A no-op in a process that was not put into the batch class.
     """
@@ -62,6 +60,6 @@ def _begun_in_batch_class() -> bool:
 
 
 def _enter(scheduling_class: int, thread: int = 0) -> None:
-    # Where a sandbox forbids it, the thread stays as it is; it may also have ended.
+    # A sandbox may forbid the call, which is then skipped; the thread may have ended.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, scheduling_class, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Pytrees: paths and wording of leaves, splitting by dtype, addition, PRNG keys.
+"""Pytrees: paths and descriptions of leaves, splitting by dtype, sums, PRNG keys.
 
 A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bias`.
 Errors, reports and tables all use the same one.
@@ -41,6 +41,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
       >>> [path_of(keys) for keys, _ in jax.tree.leaves_with_path({"a": [1, 2]})]
       ['a/0', 'a/1']
     """
+    # A tree that is a single leaf has an empty path.
     return jax.tree_util.keystr(keys, simple=True, separator="/") or "(root)"
 
 
@@ -87,7 +88,7 @@ def is_inexact(leaf: object) -> bool:
 
 
 def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
-    """Whether a leaf stands for an array of which only shape and dtype are known."""
+    """Whether a leaf is a `jax.ShapeDtypeStruct`, an array without its values."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -105,8 +106,10 @@ def shapes_of(tree: PyTree) -> PyTree:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         kind: Any = jax.typeof(leaf)
+        # JAX moves arrays that are not committed: their device says nothing.
         tied = isinstance(leaf, jax.Array) and leaf.committed
         place = leaf.sharding if tied else None
+        # Programs are compiled per weak type too, which decides how numbers promote.
         return jax.ShapeDtypeStruct(
             kind.shape, kind.dtype, sharding=place, weak_type=kind.weak_type
         )
@@ -121,20 +124,20 @@ def is_key(leaf: object) -> bool:
 
 
 def words(array: jax.Array) -> jax.Array:
-    """The array, or of PRNG keys the integers that they are made of."""
+    """Returns the array, or the underlying integers of an array of PRNG keys."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
 def unworded(array: ArrayLike, like: ArrayLike) -> Any:
-    """Inverse of `words`: the array, as PRNG keys of its kind if `like` is some."""
+    """Inverse of `words`: wraps the array as PRNG keys if `like` holds PRNG keys."""
     if not is_key(like):
         return array
-    # A collective or a file returns NumPy's arrays, which are no keys yet.
+    # Collectives and files return NumPy arrays, which hold no keys.
     return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype to add up in: float32 at least, since 16-bit sums lose what they add.
+    """The dtype of sums: at least float32, since 16-bit sums lose small terms.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,10 +148,10 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def split_inexact(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a tree into its floating leaves and the rest, None in the other's place.
+    """Splits a tree into its floating leaves and the rest; each has None elsewhere.
 
-    Together with `merge` it lets integers, booleans and PRNG keys stand in a tree of
-    parameters: they are passed on, and their gradient is None.
+    Together with `merge` it allows integers, booleans and PRNG keys in a tree of
+    parameters: they are passed through, and their gradient is None.
     """
     inexact = jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
     rest = jax.tree.map(lambda x: None if is_inexact(x) else x, tree)
@@ -156,7 +159,7 @@ def split_inexact(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(first: PyTree, second: PyTree) -> PyTree:
-    """Inverse of `split_inexact`: at each leaf, whichever is not None."""
+    """Inverse of `split_inexact`: takes at each leaf the one that is not None."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=is_none
     )
@@ -165,7 +168,7 @@ def merge(first: PyTree, second: PyTree) -> PyTree:
 def add_trees(
     first: PyTree, second: PyTree, add: Callable[[Any, Any], Any] = operator.add
 ) -> PyTree:
-    """Adds two trees leaf by leaf; where one has None, the other's leaf stands.
+    """Adds two trees leaf by leaf; where one has None, takes the other's leaf.
 
     Example:
       >>> add_trees({"w": 1.0, "b": None}, {"w": 0.5, "b": 2.0})
@@ -190,7 +193,7 @@ def examples_in(batch: PyTree, call: str) -> int:
     Raises:
       ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
     """
-    # A scalar yields (), which is no length, and is told apart by that.
+    # A scalar yields (), which is not a length and is refused below.
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(lengths) == 1 and () not in lengths:
         return int(lengths.pop()[0])

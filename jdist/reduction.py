@@ -1,4 +1,4 @@
-"""Reductions as partial results that combine: one mechanism for every split.
+"""Reductions as partial results that combine, for every split of a batch.
 
 A batch of examples e with losses l_e and weights w_e is reduced to one loss, and its
 gradient is a sum over examples with *seeds* s_e:
@@ -98,7 +98,7 @@ class Partial(NamedTuple):
 
 
 def check_reduction(call: str, reduction: str) -> None:
-    """Refuses a name that is not in `REDUCTIONS`."""
+    """Checks that a name is in `REDUCTIONS`."""
     check_choice(f"{call}(reduction=...)", reduction, REDUCTIONS)
 
 
@@ -112,7 +112,7 @@ def partial(
     weights: jax.Array,
     reduction: str,
 ) -> Partial:
-    """One forward and backward pass over the examples at hand, not yet divided.
+    """One forward and backward pass over a shard, not yet divided by a total.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`.
@@ -139,7 +139,7 @@ def partial_with_aux(
     weights: jax.Array,
     reduction: str,
 ) -> tuple[Partial, Any]:
-    """`partial` of a loss function that returns `(losses, aux)`; and its `aux`."""
+    """`partial` for a loss function that returns `(losses, aux)`; returns aux too."""
     trainable, fixed = split_inexact(params)
 
     def losses_of(trainable: PyTree) -> tuple[jax.Array, Any]:
@@ -151,6 +151,7 @@ def partial_with_aux(
     value, cotangents, weight = seeds(losses, weights, reduction)
     given, factor = _entering(cotangents, losses.dtype, reduction)
     (gradient,) = pull_back(given)
+    # Widened before any sum: a total of many shards in 16 bits would lose terms.
     gradient = scaled(jax.tree.map(_widen, gradient), factor)
     return Partial(value, gradient, weight), aux
 
@@ -158,10 +159,10 @@ def partial_with_aux(
 def normalized(
     weights: ArrayLike, reduction: str, total: ArrayLike | None = None
 ) -> jax.Array:
-    """Weights of a mean, times the power of two that brings their total to (1/2, 1].
+    """Scales the weights of a mean by a power of two to a total in (1/2, 1].
 
     Nothing is rounded, and a mean does not change: both of its sums get the factor.
-    To be used before `partial`, with the total of all shards; see the module.
+    Use it before `partial`, with the total of all shards; see the module.
 
     Args:
       weights: `(examples,)`, of one shard.
@@ -187,7 +188,7 @@ def normalized(
 
 
 def wide_weights(weights: ArrayLike) -> jax.Array:
-    """Weights, or one, in the precision that they are added up in: 16 bits overflow."""
+    """Weights, or a single one, in at least float32: 16-bit sums overflow."""
     weights = jnp.asarray(weights)
     return _widen(weights) if is_inexact(weights) else weights.astype(jnp.float32)
 
@@ -220,7 +221,7 @@ def seeds(
 
 
 def check_losses(losses: PyTree, expected: tuple[int, ...]) -> None:
-    """Refuses what a loss function returned if it is not one loss per example."""
+    """Checks that a loss function returned one real loss per example."""
     shape = getattr(losses, "shape", None)
     if shape == expected and jnp.issubdtype(losses.dtype, jnp.floating):
         return
@@ -269,11 +270,12 @@ def rounded(
     if wide_dtype(dtype) == dtype:
         return given, None
     total, sent = jnp.sum(cotangents), jnp.sum(_widen(given))
+    # Where all have rounded to 0 there is nothing to correct, and 0 / 0 would be NaN.
     return given, jnp.where(sent == 0, 1, total / sent)
 
 
 def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
-    """A tree times what `rounded` returned."""
+    """Multiplies a tree by the factor that `rounded` returned."""
     if factor is None:
         return gradient
     # 16-bit leaves in float32: in 16 bits the factor may round to 1.
@@ -285,7 +287,7 @@ def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
 def _entering(
     cotangents: jax.Array, dtype: DTypeLike, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The seeds of the backward pass, and the factor of its result."""
+    """The cotangents that enter the backward pass, and the factor for its result."""
     if reduction not in ("max", "min"):
         return rounded(cotangents, dtype)
     power = _reciprocal_power(jnp.maximum(jnp.sum(cotangents), 1))
@@ -315,6 +317,7 @@ def combine(first: Partial, second: Partial, reduction: str) -> Partial:
     if reduction in ("mean", "sum"):
         return jax.tree.map(jnp.add, first, second)
     pick = jnp.maximum if reduction == "max" else jnp.minimum
+    # A part that does not hold the extreme of both adds zeros; if both do, they tie.
     value = pick(first.value, second.value)
     return Partial(
         value,
@@ -336,7 +339,7 @@ def empty(like: PyTree, reduction: str) -> Partial:
 
 
 def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
-    """One replica's partial as it is to be added up; call it where the axis is bound.
+    """Prepares one replica's partial for a sum; call it where the axis is bound.
 
     For mean and sum that is the partial itself. For max and min the extreme over all
     replicas is found here, by a collective of one scalar, and a replica that does not
@@ -367,11 +370,13 @@ def finish(part: Partial, reduction: str, like: PyTree) -> tuple[jax.Array, Any]
     usable = total >= 0 if reduction == "sum" else total > 0
     loss = jnp.where(usable, loss, jnp.nan)
     trainable, _ = split_inexact(like)
+    # Rounded to the parameters' dtypes once, after the division.
     return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), divided, trainable)
 
 
 def _holders(part: Partial, value: jax.Array) -> Partial:
     """The part if it holds the extreme `value`, else zeros; a NaN weight stays."""
+    # A NaN value compares unequal, but its weight must still mark the result.
     holds = part.value == value
     return Partial(
         part.value,
@@ -392,7 +397,7 @@ def _scaled(
     return operate(array, scalar)
 
 
-# --- for gradients that are already there ---
+# --- gradients that are computed already ---
 
 
 def weighted_mean(tree: PyTree, weight: ArrayLike, axis_name: Hashable) -> PyTree:
@@ -445,6 +450,7 @@ def weighted_mean(tree: PyTree, weight: ArrayLike, axis_name: Hashable) -> PyTre
 
     def weighted(leaf: jax.Array) -> jax.Array:
         wide = _widen(jnp.asarray(leaf))
+        # Not a plain product: 0 * NaN is NaN.
         return jnp.where(weight == 0, 0, _scaled(jnp.multiply, wide, weight))
 
     # One collective for all leaves and the total.

@@ -4,9 +4,9 @@ A batch D is split over K replicas into D_1 .. D_K of B_1 .. B_K examples, and
 
     dL/dW = sum_i (B_i / B) dL_i/dW
 
-whatever the B_i are. Averaging the replicas' gradients, as if all B_i were equal, is
-the classic mistake; here weights travel with the data, and uneven shards, empty shards
-and masked examples come out right.
+for any B_i. Averaging the replicas' gradients as if all B_i were equal is a common
+mistake. Here weights travel with the data, so that uneven shards, empty shards and
+masked examples are right.
 """
 
 from jdist._fit import Metrics, over_epoch
@@ -73,5 +73,6 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    # Completion shows what users may touch, not the rooms, which are attributes too.
+    # Shells complete from this list. The subpackages are attributes too, because their
+    # modules have been imported, but they are internal.
     return __all__

@@ -1,8 +1,8 @@
 """The rows of `python -m jdist.verify`: every strategy of jdist, for the judge.
 
-The only part that imports all strategies. The judge imports none of them and is not
-imported here; the two meet in the entry-point group `jdist.verify`, where other
-packages add rows of their own.
+This is the only part that imports all strategies. It does not import the judge, and the
+judge does not import it: the judge finds rows by the entry-point group `jdist.verify`,
+to which other packages can add rows.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ __all__ = ["Candidate", "LossFn", "Row", "strategies"]
 
 
 def strategies() -> dict[str, Row | Mapping[str, Row]]:
-    """All rows by name; combinations of what others show in mappings of their own."""
+    """All rows by name; combinations of other rows are in nested mappings."""
     return {
         **data_parallel.rows(),
         **processes.rows(),

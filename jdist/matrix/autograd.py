@@ -1,6 +1,6 @@
 """Rows of distributed autograd: workers of this process compute parts of the losses.
 
-The examples are cut into uneven parts; the reduction is computed where the pass begins.
+The examples are divided into uneven parts; the caller computes the reduction.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Forward = Callable[[int, Variable, list[PyTree]], PyTree]
 
 
 def rows() -> dict[str, Row]:
-    """Rows here, over three workers in both modes, and from each worker to the next."""
+    """Rows of one worker, of three in both modes, and of a chain of three workers."""
     named: dict[str, Row] = {
         "here, in parts": partial(_row, _here, "smart"),
         "smart, over 3 workers": partial(_row, _over_workers, "smart"),
@@ -44,7 +44,7 @@ def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candid
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)
         variable = autograd.variable(params)
-        # A cluster for each gradient: rows of other families make workers of their own.
+        # A cluster for each gradient: other rows create workers in this process too.
         with (
             precision_of_caller(),
             _registered(loss_fn) as number,
@@ -61,8 +61,9 @@ def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candid
 
 
 def _cuts(count: int) -> list[slice]:
-    """Slices of uneven parts: a half, two thirds of the rest, and what is left."""
+    """Slices of uneven parts: a half, two thirds of the rest, and the remainder."""
     ends = [0, -(-count // 2), -(-5 * count // 6), count]
+    # Few examples leave parts empty, and a loss of no examples is not called.
     return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
@@ -79,13 +80,14 @@ def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> PyTree:
 
 
 def _through_workers(number: int, params: Variable, parts: list[PyTree]) -> PyTree:
-    # Recorded, because a variable does not travel; its value does, with its history.
+    # A variable cannot be sent to a worker; its recorded value can, with its history.
     return rpc.rpc_sync(1, _onwards, args=(1, number, params.recorded(), parts))
 
 
+# Eager, since it calls the next worker: a compiled function could not.
 @autograd.eager
 def _onwards(rank: int, number: int, params: PyTree, parts: list[PyTree]) -> PyTree:
-    """Computes one part, and has the next worker compute the rest."""
+    """Computes one part, and calls the next worker for the rest."""
     own = _part(number, params, parts[0])
     if not parts[1:]:
         return own
@@ -93,6 +95,7 @@ def _onwards(rank: int, number: int, params: PyTree, parts: list[PyTree]) -> PyT
     return autograd.apply(_joined, own, rpc.rpc_sync(rank + 1, _onwards, args=args))
 
 
+# Eager, since it looks its loss up in this process.
 @autograd.eager
 def _part(number: int, params: PyTree, batch: PyTree) -> PyTree:
     """The losses of some examples."""
@@ -105,10 +108,8 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _registered(loss_fn: LossFn) -> Iterator[int]:
-    """Registers a loss under a number by which this process's workers find it.
-
-    Functions travel by name, and a loss of the judge's may have none.
-    """
+    """Registers a loss under a number, by which workers of this process find it."""
+    # rpc sends functions by name, and a loss of the judge may have none.
     number = next(_numbers)
     _LOSSES[number] = loss_fn
     try:

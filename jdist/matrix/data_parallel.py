@@ -1,6 +1,6 @@
 """Rows of data parallelism: over devices, and on one device by `vmap`.
 
-Shards are as uneven as they can be, an empty one among them.
+Shards are of unequal sizes, and one of them is empty.
 """
 
 from functools import partial
@@ -22,8 +22,9 @@ MIB = 2**20
 
 
 def rows() -> dict[str, Row]:
-    """Methods, buckets, lossless hooks, the host's reducer, training steps, Join."""
+    """Rows of methods, buckets, lossless hooks, reducer, training steps and Join."""
     by_gather = partial(_gradient, method="all_gather")
+    # The error of a lossless hook is 0: feedback must not change its result.
     feedback = hooks.error_feedback(hooks.all_reduce())
     named: dict[str, Row] = {
         **{f"all_reduce x{n}": partial(_gradient, n) for n in (1, 2, 4, 8)},
@@ -38,6 +39,7 @@ def rows() -> dict[str, Row]:
         "hook error_feedback x3 on one device": partial(
             _gradient, 3, shared=True, hook=feedback
         ),
+        # Only before its start: later it approximates, and no bound of rounding holds.
         "hook power_sgd before its start x4": partial(
             _gradient, 4, hook=hooks.power_sgd()
         ),
@@ -98,7 +100,7 @@ def _train_step(
     shared: bool = False,
     zero: bool = False,
 ) -> Candidate:
-    """The gradient that a training step's optimizer is given."""
+    """The gradient that a training step passes to its optimizer."""
     where = _replicas(count, shared)
     opt = data_parallel.zero(recorder(), where) if zero else recorder()
     step = data_parallel.train_step(
@@ -115,7 +117,7 @@ def _train_step(
 
 
 def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
-    """Replicas whose streams have one batch each, and the last one's none."""
+    """Replicas with one batch each, except the last, whose stream is empty."""
     where = _replicas(count)
     step = data_parallel.train_step(loss_fn, recorder(), where, reduction=reduction)
 
@@ -141,6 +143,7 @@ def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
     def is_sharded(x: object) -> bool:
         return isinstance(x, Sharded)
 
+    # ZeRO pads and divides its state; the judge compares whole arrays.
     gradient = jax.tree.map(
         lambda x: x.whole() if is_sharded(x) else x, state.opt_state, is_leaf=is_sharded
     )
@@ -148,7 +151,7 @@ def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
 
 
 def _replicas(count: int, shared: bool = False) -> Mesh | int:
-    """A mesh of so many devices; or their number, where replicas share one device."""
+    """A mesh of `count` devices; or `count` itself, for replicas on one device."""
     return count if shared else Mesh(np.array(devices(count)), ("data",))
 
 
@@ -161,6 +164,7 @@ def _shards(
 ) -> tuple[PyTree, jax.Array]:
     """The batch over the replicas, with rows for equal micro-batches."""
     sizes = _sizes(examples_in(batch, "candidate"), count)
+    # A step takes equal micro-batches; the rows added have weight 0.
     rows = -(-max(sizes) // accumulate) * accumulate
     return data_parallel.shard_batch(batch, where, sizes, weights=weights, rows=rows)
 

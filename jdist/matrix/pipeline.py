@@ -1,10 +1,10 @@
 """Rows of pipelines: every family of schedules, over devices, workers and one program.
 
-A loss that has no stages is cut here by its parameters. Leaf k belongs to stage k
-modulo the number of stages, and what its gradient is made of crosses every stage
-between that one and the loss, which the last stage computes:
+A loss without stages is divided by its parameters. Leaf k belongs to stage k modulo
+the number of stages, and its cotangent crosses every stage between that one and the
+loss, which the last stage computes:
 
-    stages of their own      each but the last puts out its leaves beside those before
+    different stages         each but the last outputs its leaves beside those before
     equal stages             each adds its leaves to a value with zeros in their places
 """
 
@@ -39,7 +39,7 @@ MICRO_BATCHES = 3
 _ONE_STAGE = pipeline.one_f_one_b(1, MICRO_BATCHES)
 _ON_MESHES = {
     "1F1B x2": pipeline.one_f_one_b(2, MICRO_BATCHES),
-    # Rounds of as many micro-batches as workers.
+    # Takes micro-batches in rounds of as many as there are workers, hence 4.
     "interleaved x2": pipeline.interleaved(2, 4, 2),
     "ZB-H1 x2": pipeline.zero_bubble(2, MICRO_BATCHES),
     "GPipe x2": pipeline.gpipe(2, MICRO_BATCHES),
@@ -54,7 +54,7 @@ _LAYOUTS = {
 
 
 def rows() -> dict[str, Row | Mapping[str, Row]]:
-    """Schedules over devices, meshes and workers, in one program; PipeDream."""
+    """Rows of schedules over devices, meshes and workers, in one program; PipeDream."""
     m = MICRO_BATCHES
     one_f_one_b = pipeline.one_f_one_b(3, m)
     on_meshes = {
@@ -62,8 +62,8 @@ def rows() -> dict[str, Row | Mapping[str, Row]]:
         for schedule, made in _ON_MESHES.items()
         for layout, axes in _LAYOUTS.items()
     }
-    # Each schedule and each layout once, so that a fault of either is found in a
-    # quarter of the time that all combinations take.
+    # Each schedule and each layout once: a fault of either is found in a quarter of the
+    # time that all combinations take.
     once = map(", ".join, zip(_ON_MESHES, _LAYOUTS, strict=True))
     named: dict[str, Row] = {
         "gpipe x3": partial(_over_devices, pipeline.gpipe(3, m)),
@@ -93,7 +93,7 @@ def rows() -> dict[str, Row | Mapping[str, Row]]:
     }
 
 
-# --- stages of their own ---
+# --- different stages ---
 
 
 def _over_devices(
@@ -104,7 +104,7 @@ def _over_devices(
     shared: bool = False,
     **options: Any,
 ) -> Candidate:
-    """A device for each worker, or JAX's default one; options are the last stage's."""
+    """One device per worker, or JAX's default one; options are for the last stage."""
     if options.get("join_weight_gradients") and reduction in ("max", "min"):
         raise Unavailable("joined weight gradients, which are for mean and sum")
     where = None if shared else devices(schedule.workers)
@@ -124,10 +124,7 @@ def _over_devices(
 def _over_meshes(
     schedule: Schedule, axes: Mapping[str, int], loss_fn: LossFn, reduction: str
 ) -> Candidate:
-    """A mesh for each worker, whose model axis divides every leaf.
-
-    Leaves have more rows in the pipeline than the loss is given, as many as that takes.
-    """
+    """A mesh for each worker, whose model axis divides every leaf."""
     shape, parts = tuple(axes.values()), axes.get("model", 1)
     workers, stages = schedule.workers, schedule.stages
     found = np.array(devices(workers * math.prod(shape))).reshape(workers, *shape)
@@ -143,6 +140,7 @@ def _over_meshes(
         def losses(padded: PyTree, batch: PyTree) -> jax.Array:
             return loss_fn(jax.tree.map(_without_padding, padded, params), batch)
 
+        # The model axis must divide the rows of each leaf; the loss drops the padding.
         padded = jax.tree.map(lambda leaf: _with_padding(leaf, parts), params)
         made = _stages(losses, padded, stages)
         pipe = Pipeline(made, _losses, schedule, places, reduction=reduction)
@@ -179,6 +177,8 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
         shares = _shares(params, schedule.stages)
 
         def on_worker(name: str) -> tuple[jax.Array, list[PyTree]]:
+            # The workers of a local cluster share this process: each thread acts as
+            # one.
             with rpc.use_worker(name):
                 pipe = Pipeline(stages, _losses, schedule, names, reduction=reduction)
                 placed = pipe.place(shares)
@@ -189,6 +189,7 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
             rpc.local_cluster(names),
             ThreadPoolExecutor(len(names)) as threads,
         ):
+            # In parallel: the pass of each worker waits for its neighbours.
             found = list(threads.map(on_worker, names))
         # Each worker returns the gradients of its own stage, None for the others.
         own = [grads[number] for number, (_, grads) in enumerate(found)]
@@ -198,7 +199,7 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
 
 
 def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
-    """One update of all micro-batches; its gradient is what the optimizer is given."""
+    """One update of all micro-batches; the gradient is the one the optimizer gets."""
     if reduction not in ("mean", "sum"):
         raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
 
@@ -209,6 +210,8 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
             _stages(loss_fn, params, 3),
             _losses,
             optimizer=recorder(),
+            # All micro-batches use one version of the weights: the gradient is the
+            # batch's.
             policy="flush",
             update_every=MICRO_BATCHES,
             reduction=reduction,
@@ -225,7 +228,7 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
 
 
 def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list[Stage]:
-    """Stages that put out their leaves, and a last one that computes the losses."""
+    """Stages that output their leaves, and a last one that computes the losses."""
     structure = jax.tree.structure(params)
 
     def last(own: list[jax.Array], *given: PyTree) -> jax.Array:
@@ -251,7 +254,7 @@ def _put_out(
 
 
 def _losses(losses: jax.Array, batch: PyTree) -> jax.Array:
-    """The last stage has computed them already."""
+    """Returns the losses, which the last stage has computed."""
     return losses
 
 
@@ -274,11 +277,7 @@ def _whole(
 
 
 def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candidate:
-    """Every stage has all leaves, and a flag for each that is its own.
-
-    A micro-batch has a copy of the leaves for each example, of which the loss reads the
-    first.
-    """
+    """Equal stages: each has all leaves, and a flag for each leaf that it adds."""
     mesh = Mesh(np.array(devices(schedule.workers)), ("stage",))
     count = schedule.stages
     stages = [Stage(_add, (f"h{j}",), (f"h{j + 1}",)) for j in range(count)]
@@ -294,12 +293,14 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
         owned = [
             {
                 "leaves": leaves,
+                # As data, since one program takes stages whose code is equal.
                 "mine": [np.bool_(k % count == j) for k in range(len(leaves))],
             }
             for j in range(count)
         ]
 
         def losses(found: list[jax.Array], entries: PyTree) -> jax.Array:
+            # The copies are equal: all examples pass the same stages.
             own = jax.tree.unflatten(structure, [copies[0] for copies in found])
             return loss_fn(merge(own, fixed), entries["batch"])
 
@@ -313,7 +314,7 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
 
 
 def _add(own: PyTree, found: list[jax.Array]) -> list[jax.Array]:
-    """Puts its own leaves where there are zeros."""
+    """Adds the leaves of a stage where the value has zeros."""
     return [
         value + jnp.where(mine, leaf, jnp.zeros_like(leaf))[None]
         for value, leaf, mine in zip(found, own["leaves"], own["mine"], strict=True)

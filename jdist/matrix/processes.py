@@ -1,10 +1,8 @@
-"""The matrix's rows over two processes, each of which is a replica.
+"""Rows over two processes, each of which is a replica.
 
-The judge runs in one process and has `rpc.spawn` start two others for the first row
-that is asked for; they stay until the judge ends. For every gradient the three become
-workers of one group: the judge calls both others, which sum over `jax.distributed`.
-Between two gradients the judge is no worker, because other rows make workers in its
-process.
+The judge runs in one process. For the first row that it computes, `rpc.spawn` starts
+two others, which stay until the judge ends. For every gradient the three become workers
+of one group: the judge calls the other two, which sum over `jax.distributed`.
 """
 
 import atexit
@@ -77,10 +75,12 @@ class ReplicaPair:
     """
 
     def __init__(self, serving: Callable[[int], None] | None = None) -> None:
-        # They hold nothing that they would have to bring to an end.
+        # No grace: the processes have no work to finish when the judge ends.
         self._processes = rpc.spawn(serving or serve, nprocs=2, grace=0.0, join=False)
         self.pids = self._processes.pids
         try:
+            # Between two gradients this process is no worker: other rows create workers
+            # in it.
             self._join()
             rpc.shutdown()
         except (rpc.RpcError, OSError) as error:
@@ -89,7 +89,7 @@ class ReplicaPair:
             ) from error
 
     def gradient(self, *request: PyTree) -> PyTree:
-        """Loss and gradient; raises what a process raised.
+        """Computes loss and gradient; raises what a process raised.
 
         Args:
           request: The loss, options of `value_and_grad`, parameters, batch, weights.
@@ -97,6 +97,7 @@ class ReplicaPair:
         Raises:
           JdistError: The processes disagree, or do not answer.
         """
+        # x64 is a setting of this thread: the processes have to be told.
         wide = jnp.result_type(float) == jnp.float64
         try:
             self._join()
@@ -113,6 +114,7 @@ class ReplicaPair:
         except (rpc.RpcTimeout, rpc.WorkerLost) as error:
             said = self._said(error)
             raise JdistError(f"the two processes are gone: {said}") from error
+        # Bytes: as numbers NaN would differ from itself, and 0 equal -0.
         one, other = ([x.tobytes() for x in jax.tree.leaves(a)] for a in answers)
         if one != other:
             raise JdistError("the two processes have different bits")
@@ -123,7 +125,7 @@ class ReplicaPair:
         self._processes.close()
 
     def _join(self) -> None:
-        """Makes this process a worker of one group with the two."""
+        """Makes this process a worker of one group with the two others."""
         deadline = time.monotonic() + _PATIENCE
         options = _options(key=self._processes.key, join_timeout=_ATTEMPT)
         while True:
@@ -142,7 +144,7 @@ class ReplicaPair:
                     raise
 
     def _said(self, error: BaseException) -> str:
-        """Why: what ended the processes, if they have ended."""
+        """An error's text, with the reason the processes ended if they have ended."""
         try:
             self._processes.join(timeout=5.0)
         except (rpc.ProcessFailed, rpc.RpcTimeout, rpc.RpcError) as ending:
@@ -151,8 +153,8 @@ class ReplicaPair:
 
 
 def _options(**options: Any) -> rpc.RpcOptions:
-    # The loss may be any function that a module defines: pickled where rpc does not
-    # name it. The processes are the judge's own children and run whatever it sends.
+    # rpc sends functions by name, and pickles a loss that it cannot name. The processes
+    # are children of the judge, so pickles from it are trusted.
     return rpc.RpcOptions(allow_pickle=True, **options)
 
 
@@ -167,14 +169,14 @@ def _pair() -> ReplicaPair:
 
 
 def serve(rank: int) -> None:
-    """Joins one group with the judge after the other, until this process is ended."""
+    """Joins groups with the judge, one after another, until the process is killed."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     _silence()
     with process_group() as mesh:
         _meshes.append(mesh)
         while True:
-            # The judge gave up, or lost the other one: it may come again.
+            # The judge gave up, or lost the other process: it may form another group.
             with suppress(rpc.RpcError):
                 rpc.init_rpc(
                     f"worker{rank}",
@@ -189,7 +191,8 @@ _meshes: list[Mesh] = []
 
 
 def _silence() -> None:
-    """Keeps what gloo and XLA write off the judge's output; errors are raised there."""
+    """Discards the output of gloo and XLA; errors are raised in the judge's process."""
+    # By file descriptor, since they write from C++.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere.fileno(), stream.fileno())
@@ -211,7 +214,7 @@ def _own_gradient(
     batch: PyTree,
     weights: np.ndarray,
 ) -> tuple[np.ndarray, PyTree]:
-    """This process's part: the first has three quarters of the examples."""
+    """Loss and gradient; the first process has three quarters of the examples."""
     count = examples_in(batch, "candidate")
     cut = -(-3 * count // 4)
     own = slice(None, cut) if jax.process_index() == 0 else slice(cut, None)

@@ -1,8 +1,8 @@
-"""The form of a row of the equivalence matrix, and what several rows need.
+"""The type of a row of the equivalence matrix, and helpers of several rows.
 
 A row builds, for a loss function and a reduction, a candidate for the judge: a function
 that computes the loss and its gradient by one strategy. Rows import the strategies and
-never the judge, which finds them by the entry-point group `jdist.verify`.
+never the judge, which finds rows by the entry-point group `jdist.verify`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ or where the strategy does not know the reduction."""
 
 
 def devices(count: int) -> list[jax.Device]:
-    """The first devices.
+    """Returns the first `count` devices.
 
     Raises:
       Unavailable: There are fewer.
@@ -43,7 +43,7 @@ def devices(count: int) -> list[jax.Device]:
 
 
 def recorder() -> Optimizer:
-    """An optimizer that moves nothing; its state is the gradient, 0 for a None."""
+    """An optimizer that keeps the parameters; its state is the gradient, 0 for None."""
 
     def step(
         params: PyTree, grads: PyTree, state: PyTree, _: object
@@ -58,11 +58,9 @@ def recorder() -> Optimizer:
 
 @contextlib.contextmanager
 def precision_of_caller() -> Iterator[None]:
-    """Gives all threads the caller's float width for as long as the block runs.
-
-    The judge calls candidates under `jax.enable_x64`, which is a setting of its thread
-    alone, and workers compute in theirs.
-    """
+    """Sets the caller's float width in all threads while its block runs."""
+    # The judge calls candidates under `jax.enable_x64`, a setting of its thread alone,
+    # and workers compute in other threads. The setting of those is read in a new one.
     with ThreadPoolExecutor(1) as other:
         before = other.submit(_is_wide).result()
     jax.config.update("jax_enable_x64", _is_wide())

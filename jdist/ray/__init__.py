@@ -1,4 +1,4 @@
-"""Workers that Ray places on machines; calls between them stay jdist's.
+"""Workers that Ray places on machines; jdist makes the calls between them.
 
     import jdist.ray
     from jdist import rpc

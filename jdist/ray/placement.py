@@ -1,4 +1,4 @@
-"""A placement group of Ray, one actor in it for each worker, and their replacement."""
+"""A Ray placement group with one actor for each worker, and their replacement."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ def cluster(  # noqa: PLR0913 - options, by keyword
     options: rpc.RpcOptions | None = None,
     timeout: float = 300.0,
 ) -> Iterator[Workers]:
-    """Workers in actors that Ray places; this process is one more, of rank 0.
+    """Starts workers in actors that Ray places; this process is the worker of rank 0.
 
-    Each worker is a process of its own, with the resources that it was given and the
-    environment variables of `python -m jdist.launch`. Ray starts it and sees it die;
-    calls, references, gradients and pipelines go over jdist's own connections, which
-    are encrypted between machines. A worker that dies, or whose machine does, is a
-    `WorkerLost` with its name in every call to it.
+    Each worker is a process of its own, with the resources requested and the
+    environment variables of `python -m jdist.launch`. Ray starts it and detects its
+    end; calls, references, gradients and pipelines use jdist's own connections, which
+    are encrypted between machines. If a worker or its machine dies, every call to it
+    raises `WorkerLost` with its name.
 
-    At the end of the block all workers shut down, gracefully or, when the block raised
-    an exception, at once; then their processes are ended. Where Ray was not initialized
-    in this process, it is for the block.
+    At the end of the block all workers shut down, gracefully or, if the block raised an
+    exception, at once; then their processes are killed. If Ray is not initialized in
+    this process, it is initialized for the block.
 
     Args:
-      names: Of the workers, which have the ranks 1, 2, ... in this order.
-      resources: Of each worker, in Ray's names: `{"CPU": 4, "GPU": 1}`, `{"TPU": 4}`;
-        by default one CPU. Memory is in bytes.
+      names: Names of the workers, which get the ranks 1, 2, ... in this order.
+      resources: Resources of each worker, in Ray's names: `{"CPU": 4, "GPU": 1}`,
+        `{"TPU": 4}`; by default one CPU. Memory is in bytes.
       strategy: How Ray spreads them over machines: "PACK", "SPREAD", "STRICT_PACK" or
         "STRICT_SPREAD".
       replace: Start another process for each that ends before the block does, with the
         same name, rank and resources, as soon as Ray has room for it. The group is then
         elastic: it has no `rpc.barrier` of a fixed size, and a new process knows
         nothing of the values that its predecessor had.
-      joined: Called in this process with every worker that has joined, the first ones
-        before the block begins, replacements from a thread. It must not wait for work
-        of the worker; start that by `rpc.rpc_async`.
+      joined: Called in this process with every worker that has joined: the first
+        workers before the block begins, replacements from a thread. It must not wait
+        for work of the worker; start that by `rpc.rpc_async`.
       driver: The name of this process as a worker.
       allow: As for `rpc.init_rpc`.
-      options: For all workers; without `host` and `device`, which belong to one.
+      options: Options of all workers; without `host` and `device`, which belong to one.
       timeout: Seconds until Ray has placed all workers and their processes have
         started.
 
@@ -128,6 +128,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
         ]
         infos = [rpc.WorkerInfo(name, rank) for rank, name in enumerate(wanted, 1)]
         workers = Workers(terms, map(_PlacedWorker, infos, meetings))
+        # Last on the stack, so first to run: processes end before their group.
         stack.callback(workers._end)
         workers._start(driver, (address, port), until)
         graceful = False
@@ -140,7 +141,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
 
 
 class Workers:
-    """The workers that Ray placed; `cluster` makes it.
+    """The workers that Ray placed; made by `cluster`.
 
     Attributes:
       infos: Names and ranks, in the order of the names.
@@ -166,7 +167,7 @@ class Workers:
             return {each.info.name: each.node for each in here}
 
     def check(self) -> None:
-        """Raises what kept a worker from being replaced.
+        """Raises the error that kept a worker from being replaced.
 
         Raises:
           RpcError: A replacement could not join, or `joined` raised; its cause says
@@ -176,7 +177,7 @@ class Workers:
             raise rpc.RpcError(f"{self._failure}") from self._failure.__cause__
 
     def wait(self, timeout: float = 60.0) -> None:
-        """Waits until every worker answers, replaced where it was lost.
+        """Waits until every worker answers, lost workers having been replaced.
 
         Args:
           timeout: Seconds.
@@ -215,7 +216,7 @@ class Workers:
         """The workers that do not answer."""
         left = max(_LOOK_SECONDS, until - time.monotonic())
         asked = {
-            # Any function that every worker may be asked for.
+            # Any function that every worker allows.
             info.name: rpc.rpc_async(info.name, max, args=(0, 1), timeout=left)
             for info in self.infos
         }
@@ -239,8 +240,9 @@ class Workers:
         ]
 
     def _start(self, driver: str, at: tuple[str, int], until: float) -> None:
-        """Starts all processes, which become workers together with this one."""
+        """Starts all processes, which form one group with this one."""
         ray, terms = self._terms.ray, self._terms
+        # All are requested before any is awaited, so that Ray starts them in parallel.
         for each in self._placed:
             each.create(terms)
         ready = [each.actor.ready.remote() for each in self._placed]
@@ -254,6 +256,7 @@ class Workers:
                 f"Ray had not started {', '.join(late)} in time. Raise "
                 "`cluster(timeout=...)`, or look at Ray's logs."
             ) from None
+        # Requested first: `init_rpc` below returns when all workers have joined.
         joins = [each.join(terms) for each in self._placed]
         try:
             rpc.init_rpc(
@@ -279,12 +282,15 @@ class Workers:
             thread.start()
 
     def _keep(self, worker: _PlacedWorker) -> None:
-        """Replaces one worker as often as it ends."""
+        """Replaces one worker each time it ends."""
         terms = self._terms
         while True:
+            # `watch` never returns, so it is done when the process has ended for any
+            # reason.
             terms.ray.wait([worker.watched])
             with self._changed:
                 worker.present = False
+                # Under the lock: `_end` must not miss an actor that is created now.
                 if self._closing.is_set() or terms.world_size:
                     return
                 worker.create(terms)
@@ -304,11 +310,7 @@ class Workers:
                 self._changed.notify_all()
 
     def _rejoin(self, worker: _PlacedWorker) -> None:
-        """Waits until a new process has joined, and starts others where it could not.
-
-        Ray may place it on a machine that is gone and still counts as alive; and the
-        group may still have the predecessor, where Ray noticed its end first.
-        """
+        """Waits until a new process has joined; starts another one if it could not."""
         terms = self._terms
         pause = threading.Event()
         for seconds in (*_PAUSES, None):
@@ -316,6 +318,8 @@ class Workers:
                 terms.ray.get(worker.actor.ready.remote())
                 terms.ray.get(worker.join(terms))
                 break
+            # Ray may have chosen a dead machine that still counts as alive; or the
+            # group still has the predecessor, whose end Ray noticed first.
             except (terms.ray.exceptions.RayActorError, rpc.RpcError):
                 if seconds is None or self._closing.is_set():
                     raise
@@ -329,10 +333,11 @@ class Workers:
             worker.joined(terms)
 
     def _leave(self, graceful: bool) -> None:
-        """Shuts down rpc in all processes."""
+        """Shuts rpc down in all processes."""
         with self._changed:
             self._closing.set()
             present = [each for each in self._placed if each.present]
+            # All at once: a graceful shutdown of one waits for the others.
             leaving = [each.actor.leave.remote(graceful) for each in present]
         try:
             rpc.shutdown(graceful)
@@ -342,7 +347,7 @@ class Workers:
                 ray.wait(leaving, num_returns=len(leaving), timeout=_ENDING_SECONDS)
 
     def _end(self) -> None:
-        """Ends all processes and waits for that."""
+        """Kills all processes and waits until they have ended."""
         ray = self._terms.ray
         with self._changed:
             self._closing.set()
@@ -363,6 +368,7 @@ class _Terms:
     ray: ModuleType
     group: Any
     bundle: Mapping[str, float]
+    # 0 for an elastic group, which replacements can join later.
     world_size: int
     allow: tuple[str, ...]
     # The key is in them.
@@ -372,14 +378,14 @@ class _Terms:
 
 
 class _PlacedWorker:
-    """One worker, in whichever process it is.
+    """One worker, which may move to another process.
 
     Attributes:
       info: Its name and rank.
-      actor: Ray's handle of its process; None before the first.
-      watched: A reference of Ray that is done when the process has ended.
+      actor: Ray's handle of its process; None before the first one.
+      watched: A Ray reference that is done when the process has ended.
       present: Whether it belongs to the group, as far as Ray knows.
-      node: Ray's id of the machine it is on.
+      node: Ray's id of its machine.
     """
 
     def __init__(self, info: rpc.WorkerInfo, meeting: Rendezvous) -> None:
@@ -391,7 +397,7 @@ class _PlacedWorker:
         self.node = ""
 
     def create(self, terms: _Terms) -> None:
-        """Asks Ray for a process."""
+        """Requests a process from Ray."""
         needs = dict(terms.bundle)
         scheduling = terms.ray.util.scheduling_strategies
         place = scheduling.PlacementGroupSchedulingStrategy(
@@ -407,6 +413,7 @@ class _PlacedWorker:
             scheduling_strategy=place,
             # `watch` occupies one thread for good.
             max_concurrency=2,
+            # A process that Ray restarted itself would not join the group.
             max_restarts=0,
             **memory,
         )
@@ -414,7 +421,7 @@ class _PlacedWorker:
         self.watched = self.actor.watch.remote()
 
     def join(self, terms: _Terms) -> Any:
-        """Lets the process join; a reference of Ray that is done when it has."""
+        """Lets the process join; returns a Ray reference that is done when it has."""
         return self.actor.join.remote(
             self.info.name, terms.world_size, terms.allow, terms.options
         )
@@ -431,6 +438,7 @@ def _ray() -> ModuleType:
         found = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ModuleNotFoundError as error:
+        # A module that an installed Ray lacks is another error.
         if (error.name or "").partition(".")[0] != "ray":
             raise
         what = f"`jdist.ray.cluster` needs Ray: {extra('ray')}"
@@ -446,7 +454,7 @@ def _placed(
     until: float,
     stack: contextlib.ExitStack,
 ) -> Any:
-    """A placement group that has been placed; it is removed with the stack."""
+    """Returns a placement group that Ray has placed; the stack removes it."""
     group = ray.util.placement_group([dict(bundle)] * count, strategy=strategy)
     stack.callback(ray.util.remove_placement_group, group)
     if not group.wait(max(0.0, until - time.monotonic())):
@@ -469,11 +477,9 @@ def _placed(
 def _meeting(
     rank: int, size: int, address: str, ports: tuple[int, int], key: str
 ) -> Rendezvous:
-    """The rendezvous of a worker with the others, of which this process is the first.
-
-    Ray shows each worker its own devices alone, as if it had a machine for itself.
-    """
+    """The rendezvous of a worker with the others; this process is the first of them."""
     return Rendezvous(
+        # Ray shows each worker its own devices only, as if each had its own machine.
         nprocs=1,
         nnodes=size,
         node_rank=rank,

@@ -1,4 +1,4 @@
-"""The Ray actor that is one worker."""
+"""The Ray actor in which a worker runs."""
 
 import os
 import threading
@@ -19,19 +19,20 @@ def is_preparing() -> bool:
 
 
 class WorkerActor:
-    """A process that Ray placed; its calls are served by rpc, and not by Ray.
+    """A process that Ray placed; rpc, not Ray, serves its calls.
 
     Args:
       variables: Environment variables to set.
-      main: How the driver's main module is imported again, see
+      main: How the driver's main module is imported here, see
         `jdist.rpc.extension.main_module`.
     """
 
     def __init__(self, variables: Mapping[str, str], main: Mapping[str, str]) -> None:
         os.environ.update(variables)
-        # A program that lies on the driver's machine alone cannot be imported. Its
-        # functions are then refused when they are called, by name.
+        # A program on the driver's machine only cannot be imported: calls of its
+        # functions are then refused by name.
         if Path(main.get("init_main_from_path", __file__)).is_file():
+            # A main module without a guard calls `cluster` here, which then refuses.
             _preparing.set()
             try:
                 prepare(dict(main))
@@ -44,11 +45,11 @@ class WorkerActor:
     def join(
         self, name: str, world_size: int, allow: Sequence[str], options: rpc.RpcOptions
     ) -> None:
-        """Becomes a worker of the group; its rank and the address are variables."""
+        """Joins the group; environment variables hold the rank and the address."""
         rpc.init_rpc(name, world_size=world_size, allow=allow, options=options)
 
     def leave(self, graceful: bool) -> None:
-        """Ends the worker; the process stays."""
+        """Shuts the worker down; the process stays."""
         rpc.shutdown(graceful)
 
     def watch(self) -> None:

@@ -1,3 +1,3 @@
-"""Where a run's data, processes and checkpoints come from."""
+"""Data, processes and checkpoints of a training run."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""Training states on disk: saved as they lie, restored on another number of devices.
+"""Training states on disk, restorable on another number of devices.
 
-What is saved is every leaf of the `TrainState` by its path, sharded state unpadded in
-its description and divided in the file, so that no device ever holds the whole of it.
-Restored is what has the same paths, shapes and dtypes, laid out like a state that was
-made for the devices at hand.
+Every leaf of the `TrainState` is saved by its path. Sharded state is described without
+padding and written in parts, so that no device ever holds the whole array. A saved
+state can be restored if paths, shapes and dtypes are the same, and is laid out like a
+state that was created for the present devices.
 
 A process that is killed while it saves leaves the last complete checkpoint to resume
 from (`jdist._checkpoint`).
@@ -40,8 +40,8 @@ class TrainCheckpoints(Checkpoints[TrainState]):
     Use it as a context manager, or `close` it: orbax holds threads.
 
     Args:
-      folder: Made if it is not there.
-      keep: How many of the last checkpoints stay; None for all.
+      folder: Created if it does not exist.
+      keep: Number of latest checkpoints to keep; None for all.
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
@@ -75,8 +75,6 @@ class TrainCheckpoints(Checkpoints[TrainState]):
     def save(self, state: TrainState) -> None:
         """Writes the state under its step, and returns when it is on disk.
 
-        Not before: the next step donates the buffers that are being read.
-
         Raises:
           ValueError: That step was saved before.
           TypeError: It is no state, but the parameters, for example.
@@ -85,6 +83,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
         self._folder.check_new("save(state)", int(state.step))
         leaves = _leaves(state)
         saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
+        # Waits for the disk: the next step donates the buffers that are being read.
         self._folder.write(int(state.step), _by_item(saved), _description(state))
 
     def steps(self) -> list[int]:
@@ -99,10 +98,10 @@ class TrainCheckpoints(Checkpoints[TrainState]):
         Args:
           like: A state of the same parameters and optimizer for the devices at hand,
             from `TrainStep.init`; its values do not matter.
-          step: Which; None for the latest.
-          hook_state: Whether to restore what a communication hook kept. It belongs to
-            its number of replicas: on another one it has to be left out, and the hook
-            begins anew.
+          step: The step to restore; None for the latest.
+          hook_state: Whether to restore the state of a communication hook. It depends
+            on the number of replicas: with another number it has to be left out, and
+            the hook starts from its first state.
 
         Returns:
           The state, bit for bit, laid out as `like` is.
@@ -122,7 +121,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
             kept = _by_item(description).get(_HOOK_STATE)
             like = like._replace(hook_state=kept and _kept(kept, like))
         leaves = _leaves(like)
-        # Paths, dtypes and shapes first: orbax's own errors do not name a leaf.
+        # Checked before reading: the errors of orbax do not name a leaf.
         check_same("restore", description, _description(like))
         wanted = {path: _placed(_array(leaf)) for path, leaf in leaves.items()}
         # Padding depends on the number of devices: orbax cuts it off or adds zeros.
@@ -134,7 +133,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
         )
 
     def close(self) -> None:
-        """Ends what orbax runs in the background."""
+        """Stops orbax's background threads."""
         self._folder.close()
 
 
@@ -143,13 +142,14 @@ def _is_sharded(leaf: object) -> bool:
 
 
 def _leaves(state: TrainState) -> dict[str, Any]:
-    """By path; sharded arrays under the path that they would have undivided."""
+    """Leaves by path; a sharded array has the path that it has when undivided."""
     pairs = jax.tree.leaves_with_path(state, is_leaf=_is_sharded)
     return {path_of(keys): leaf for keys, leaf in pairs}
 
 
 def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The items on disk; a hook's state is one of its own, which can be left unread."""
+    """Groups leaves by item on disk."""
+    # A hook's state is an item of its own, so that it can be left unread.
     items: dict[str, dict[str, Any]] = {"arrays": {}}
     for path, leaf in leaves.items():
         name = _HOOK_STATE if path.startswith(f"{_HOOK_STATE}/") else "arrays"
@@ -158,10 +158,10 @@ def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
-    """Shapes and places of what a hook kept, by path within its state."""
+    """Shapes and shardings of a saved hook state, by path within it."""
     place, found = like.step.sharding, {}
     if isinstance(place, NamedSharding):
-        # A mesh for hooks has the axis of replicas alone.
+        # Hooks are refused on a mesh with axes besides that of the replicas.
         place = NamedSharding(place.mesh, PartitionSpec(*place.mesh.axis_names))
     for path, text in description.items():
         if text.startswith("key<"):
@@ -199,7 +199,7 @@ def _refilled(array: jax.Array, like: PyTree) -> PyTree:
     if _is_sharded(like):
         return Sharded(array, like.shape)
     found = unworded(array, like)
-    # A key was restored as its words, which lie where `like` does not say.
+    # Keys are restored as integers, whose sharding `like` does not determine.
     return found if found is array else jax.device_put(found, like.sharding)
 
 

@@ -3,16 +3,16 @@
     with data_parallel.process_group() as mesh:      # python -m jdist.launch --nproc 2
         step = data_parallel.train_step(loss_fn, optimizer, mesh)
 
-In a process that was started alone the mesh is over its own devices, so that the same
+In a process that is started alone the mesh has its own devices, so that the same
 program runs in one process and in many. Communication is JAX's: `jax.distributed` with
 gloo between CPUs, NCCL between GPUs, the interconnect between TPUs.
 
-What JAX leaves open is how a run ends that goes wrong. A process that raises would wait
-at its exit for the others (five minutes by default), and they for it, inside a
-collective. Here it leaves at once; its connections break, the others' collectives fail,
-and they say who is missing. Seen on CPU with two processes:
+JAX does not end a failed run: a process that raises would wait at its exit for the
+others (five minutes by default), and they for it, inside a collective. Here it leaves
+at once. Its connections break, the others' collectives fail, and their errors name the
+missing process. Observed on CPU with two processes:
 
-    what happens to rank 1             the others end
+    rank 1                             the others end
     it raises, or is killed            at once: the collective fails (`ProcessLost`)
     it freezes                         after `heartbeat` seconds: JAX aborts them
     it returns too early               after `timeout` seconds it raises `ProcessLost`,
@@ -52,24 +52,24 @@ VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 
 # JAX's own variable, which a user may set, counts before the launcher's.
 _BIND = ("JAX_COORDINATOR_BIND_ADDRESS", "JDIST_COORDINATOR_BIND_ADDRESS")
-# Variables that count processes, and what to do where nothing says how to find them.
+# Variables that count processes, and the remedy if nothing tells how to find them.
 _ONE_OF_SEVERAL = {
     "WORLD_SIZE": "Set JAX_COORDINATOR_ADDRESS to host:port, as `jdist.launch` does.",
     "SLURM_NTASKS": 'Give `cluster="slurm"`.',
     "OMPI_COMM_WORLD_SIZE": 'Give `cluster="ompi"`.',
     "PMI_SIZE": 'Give `cluster="mpi4py"`.',
 }
-# Seconds to wait for the departure notes of others, and between two looks at them.
+# Seconds to wait for the departure notes of others, and between two reads of them.
 _PATIENCE = 2.0
 _BREATH = 0.05
 _LEFT = "jdist/left/"
 _ENDED = "jdist/ended/"
-# How a collective, or JAX's own coordination, words that a peer is gone.
+# Text of errors by which collectives, or JAX's coordination, report a lost peer.
 _SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
 class ProcessLost(JdistError):
-    """A process of the group did not come, or is gone.
+    """A process of the group did not join, or was lost.
 
     Attributes:
       ranks: Those that are known to be missing.
@@ -81,13 +81,13 @@ class ProcessLost(JdistError):
 
 
 class _DepartureNote(NamedTuple):
-    """What a process leaves behind for the others, in JAX's key-value store.
+    """A note in JAX's key-value store that a process leaves for the others.
 
     Attributes:
       moment: When it left, in seconds since the epoch.
       own: Whether the failure is its own, and not that of a collective.
       text: The first line of its error.
-      ended: Whether it came to the end of the block.
+      ended: Whether it reached the end of the block.
     """
 
     moment: float
@@ -104,10 +104,10 @@ def process_group(
     timeout: float = 60.0,
     heartbeat: float = 30.0,
 ) -> Iterator[Mesh]:
-    """Joins this process to the others of its run for as long as the block lasts.
+    """Joins this process to the others of its run while the block runs.
 
-    To be entered before the first JAX computation, and once per process: what
-    `jax.distributed` and its backend are started with stays. The processes are found
+    Enter it before the first JAX computation, and once per process: `jax.distributed`
+    and its backend cannot be restarted with other settings. The processes are found
 
     - by `RANK`, `WORLD_SIZE` and `JAX_COORDINATOR_ADDRESS`, which `jdist.launch` and
       `jdist.rpc.spawn` set;
@@ -149,9 +149,9 @@ def process_group(
             require_backend()
             devices = jax.devices()
         yield Mesh(np.array(devices), (axis,))
-    # Interrupts too: the others would wait for a process that is gone.
+    # Interrupts too: the others would wait for a process that has left.
     except BaseException as error:
-        # `sys.exit(0)` is an end like any other.
+        # `sys.exit(0)` is no failure.
         failed = not isinstance(error, SystemExit) or bool(error.code)
         lost = _verdict(error) if owned and failed else None
         _leave(owned, failed=failed)
@@ -168,7 +168,7 @@ def process_group(
 
 
 def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
-    """Starts `jax.distributed` if there are others to join; whether it did."""
+    """Starts `jax.distributed` if there are others to join; returns whether it did."""
     if jax.distributed.is_initialized():
         return False  # By the caller, who also shuts it down.
     place = _place(os.environ)
@@ -194,14 +194,15 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
             num_processes=place.size,
             process_id=place.rank,
             local_device_ids=_own_devices(os.environ),
-            # What the launcher said counts, also within a cluster that JAX detects.
+            # The launcher's variables take precedence over a cluster that JAX detects.
             cluster_detection_method="deactivate",
         )
     return True
 
 
 def _call_roll(place: RunPlace, timeout: float) -> None:
-    """Waits for all processes; `jax.distributed` would end them all without a name."""
+    """Waits for all processes to start, and names those that do not."""
+    # `jax.distributed` would end all processes and name none.
     from jdist.rpc.extension import AbsentRanks, roll_call
 
     until = time.monotonic() + timeout
@@ -221,7 +222,8 @@ def _call_roll(place: RunPlace, timeout: float) -> None:
 
 
 def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
-    """Waits until JAX's coordinator listens; its client would wait a second more."""
+    """Waits until JAX's coordinator listens."""
+    # A client that finds no listener waits a whole second before it retries.
     host, _, port = place.coordinator.rpartition(":")
     pause = threading.Event()
     while True:
@@ -242,11 +244,11 @@ def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
 
 
 def _place(environment: Mapping[str, str]) -> RunPlace | None:
-    """This process's place as the launcher says; None if nothing says so."""
+    """This process's place in the run, from the launcher's variables; or None."""
     given = [name for name in VARIABLES if name in environment]
     if "JAX_COORDINATOR_ADDRESS" not in given:
         return None
-    # Where several processes meet: to import rpc takes a quarter of all else here.
+    # Only where there are several processes: rpc adds a quarter to the import time.
     from jdist.rpc.extension import RunPlace
 
     if len(given) < len(VARIABLES):
@@ -264,9 +266,9 @@ def _place(environment: Mapping[str, str]) -> RunPlace | None:
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """Of several processes on a machine each takes one GPU; CPUs stay as is.
+    """One GPU for each of several processes on a machine.
 
-    None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
+    None for all devices, or for those in `JAX_LOCAL_DEVICE_IDS`.
     """
     # Two processes on one GPU would each reserve most of its memory.
     several = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
@@ -282,7 +284,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
-    """Refuses to train N times side by side where one run of N was meant."""
+    """Checks that this is not one of N separate runs where one run of N was meant."""
     for name, remedy in _ONE_OF_SEVERAL.items():
         count = environment.get(name, "1")
         if count.isdecimal() and int(count) > 1:
@@ -314,24 +316,23 @@ def _check_seconds(name: str, seconds: float) -> None:
 def _early_end(timeout: float) -> ProcessLost | None:
     """Waits for all processes at the end of the block.
 
-    JAX waits, too, but where others do not come it ends all processes from C++, with
-    the names of those that are still at work.
-
     Returns:
       None if all came in time.
     """
+    # JAX has a barrier too, but after its deadline it aborts all processes from C++,
+    # and names those that are still working.
     client = distributed_client()
     if client is None:
         return None
     rank, size = jax.process_index(), jax.process_count()
     try:
-        # First the key: a process that gives up at the barrier reads who has come.
+        # The key before the barrier: a process that times out there reads the arrivals.
         client.key_value_set(f"{_ENDED}{rank}", "")
         client.wait_at_barrier("jdist/end", math.ceil(timeout * 1000))
     except jax.errors.JaxRuntimeError:
         moment = time.time()
         try:
-            # Others that end read this note when their collectives fail.
+            # Other processes read this note when their collectives fail.
             note = _DepartureNote(moment, own=True, text="", ended=True)
             client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
             keys = client.key_value_dir_get(_ENDED)
@@ -358,7 +359,7 @@ def _leave(owned: bool, *, failed: bool) -> None:
     if not owned:
         return
     if failed:
-        # Others are inside a collective and will never come to a shutdown.
+        # Others are inside a collective and will never reach the shutdown.
         abandon_distributed()
     else:
         jax.distributed.shutdown()
@@ -371,10 +372,10 @@ def _verdict(error: BaseException) -> ProcessLost | None:
       None if the failure is this process's own.
     """
     client = distributed_client()
-    if client is None:  # The interpreter ends, and JAX has shut down already.
+    if client is None:  # JAX has shut down already: the interpreter exits.
         return None
     rank, size = jax.process_index(), jax.process_count()
-    # Raised while a step is dispatched, the same failure is a ValueError.
+    # A failure during the dispatch of a step is raised as a ValueError.
     kinds = (jax.errors.JaxRuntimeError, ValueError)
     suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
     moment = time.time()
@@ -385,13 +386,13 @@ def _verdict(error: BaseException) -> ProcessLost | None:
             return None
         notes = _notes(client, size)
     except jax.errors.JaxRuntimeError:
-        # The coordinator is gone too.
+        # The coordinator is lost as well.
         return _lost((0,), size, moment)
     return _blamed(notes, size, moment)
 
 
 def _notes(client: Any, size: int) -> dict[int, _DepartureNote]:
-    """The departure notes by rank, once one names a cause or all are there."""
+    """The departure notes by rank, once one names a cause or all have arrived."""
     deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
     while True:
         found = {
@@ -407,7 +408,7 @@ def _notes(client: Any, size: int) -> dict[int, _DepartureNote]:
 def _blamed(
     notes: Mapping[int, _DepartureNote], size: int, moment: float
 ) -> ProcessLost | None:
-    # Causes in the order of time: what fails later is a consequence of the first.
+    # The earliest cause counts: later failures follow from it.
     own = [(note.moment, rank) for rank, note in notes.items() if note.own]
     early = sorted(rank for rank, note in notes.items() if note.ended)
     if early and min(own)[1] in early:
@@ -419,7 +420,7 @@ def _blamed(
             f"{notes[rank].text}",
             (rank,),
         )
-    # Killed, or frozen: a process that raises leaves a note.
+    # Without a note a process was killed, or is frozen.
     silent = tuple(rank for rank in range(size) if rank not in notes)
     return _lost(silent, size, moment) if silent else None
 

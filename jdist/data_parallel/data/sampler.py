@@ -1,4 +1,4 @@
-"""A sampler: which examples go to which replica at each step of an epoch.
+"""A sampler: the examples of each replica at each step of an epoch.
 
 An epoch visits every example exactly once. PyTorch's `DistributedSampler` makes shards
 equal by visiting some examples twice, or not at all (`drop_last`), which biases the
@@ -8,8 +8,8 @@ differ by one example, and weights say so.
     10 examples, 3 replicas, 6 a step, without shuffling
     step 0:  0 1 | 2 3 | 4 5          step 1:  6 7 | 8 . | 9 .        . has weight 0
 
-The order follows from seed and epoch alone, by a generator whose numbers NumPy has
-frozen, so that every process computes the same, and a run resumes in mid-epoch.
+The order depends on seed and epoch alone, so that every process computes the same one
+and a run can resume in mid-epoch.
 """
 
 import operator
@@ -44,9 +44,9 @@ class Sampler:
     """Batches of an epoch, shuffled and divided over replicas.
 
     Attributes:
-      examples: How many there are.
-      batch: How many make a step, of all replicas together.
-      seed: Of the order.
+      examples: Number of examples.
+      batch: Number of examples per step, over all replicas.
+      seed: Seed of the order.
       shuffle: False keeps the order of the data.
 
     Raises:
@@ -83,7 +83,7 @@ class Sampler:
         """All examples, each once, in the order of an epoch."""
         if not self.shuffle:
             return np.arange(self.examples)
-        # NumPy has frozen the numbers of `RandomState`, not those of `Generator`.
+        # NumPy guarantees the numbers of `RandomState`, but not those of `Generator`.
         bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
         return np.random.RandomState(bits).permutation(self.examples)
 
@@ -98,11 +98,11 @@ class Sampler:
         """The steps of an epoch, as indices.
 
         Args:
-          replicas: How many there are in all.
-          epoch: Its number.
+          replicas: Number of replicas.
+          epoch: Number of the epoch.
           only: The replicas whose examples are wanted; None for all. If they have none
-            at a step, one example with weight 0 stands for them.
-          start: Steps to leave out, for a run that resumes.
+            at a step, they get one example with weight 0.
+          start: Steps to skip, for a run that resumes.
 
         Raises:
           ValueError: `start` is negative or beyond the epoch; `only` names none, or
@@ -125,7 +125,7 @@ class Sampler:
                 found = np.concatenate(own)
                 yield Shards(found, sizes, np.ones(len(found), np.float32))
             else:
-                # A program takes rows of every process, hence one that counts nothing.
+                # A program takes rows of every process: one row with weight 0.
                 sizes = (1, *sizes[1:])
                 yield Shards(rows[:1], sizes, np.zeros(1, np.float32))
 
@@ -147,8 +147,8 @@ class Sampler:
           data: Pytree of arrays, each `(examples, ...)`; anything that takes an array
             of indices, such as a memory-mapped file.
           mesh: The devices; or a number of replicas that share one device.
-          epoch: Its number.
-          start: Steps to leave out, for a run that resumes.
+          epoch: Number of the epoch.
+          start: Steps to skip, for a run that resumes.
           rows: Rows per replica, padding included, such as a multiple of the
             micro-batches of `train_step(accumulate=...)`; None for as few as hold a
             replica's part of a batch.

@@ -31,7 +31,7 @@ __all__ = ["Elastic", "ElasticResult", "elastic"]
 
 
 class ElasticResult(NamedTuple):
-    """What a replica has at the end of an elastic run."""
+    """The result of an elastic run on one replica."""
 
     state: TrainState
     """The state after the last step, the same on every replica."""
@@ -44,22 +44,22 @@ class ElasticResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """An elastic run; `elastic` makes it.
+    """An elastic run; made by `elastic`.
 
     Attributes:
-      programs: Its compiled functions.
-      optimizer: Makes its steps.
+      programs: The compiled functions.
+      optimizer: The optimizer.
       sums: The reduction.
-      global_batch: Examples of a step.
+      global_batch: Examples per step.
       slots: See `elastic`.
-      folder: Of its checkpoints, or None.
-      save_every: Steps between them.
+      folder: The folder of checkpoints, or None.
+      save_every: Steps between checkpoints.
       deadline: See `elastic`.
       least: See `elastic`.
       join_timeout: See `elastic`.
-      seed: Of the order of the examples.
-      shuffle: Whether they have another order in each epoch.
-      name: Of the run.
+      seed: The seed of the order of examples.
+      shuffle: Whether each epoch has another order.
+      name: The name of the run.
     """
 
     programs: Programs
@@ -84,17 +84,17 @@ class Elastic:
         *,
         epochs: int = 1,
     ) -> ElasticResult:
-        """Takes part in the run as the current worker, until it is over.
+        """Takes part in the run as the current worker, until the run is over.
 
         Every worker of the group calls it, at any time and with the same arguments. It
         waits for the worker of rank 0, and for as many replicas as `least` says, but no
         longer than `join_timeout`.
 
         Args:
-          params: Pytree of arrays: the first parameters. A newcomer's do not count.
+          params: Pytree of arrays: the first parameters. A newcomer's are not used.
           data: Pytree of arrays, each `(examples, ...)`: all of it, on every worker.
           weights: `(examples,)`, non-negative; None for 1 each.
-          epochs: How often each example is used.
+          epochs: Number of passes over the examples.
 
         Returns:
           The state and the losses.
@@ -108,7 +108,7 @@ class Elastic:
           WorkerLost: Rank 0 was lost. With a folder, another replica has then written
             a checkpoint of its last step.
         """
-        # The import of rpc starts what a program in one process does not need.
+        # Imported on use: a program of one process does not need rpc.
         from jdist.data_parallel.elasticity.replica_group import follow_leader
 
         call = "Elastic.run"
@@ -145,7 +145,7 @@ class Elastic:
         return ElasticResult(state, found)
 
     def _agreed(self, params: PyTree, batches: Batches, epochs: int) -> dict[str, str]:
-        """What would make replicas compute different things if it differed."""
+        """Settings, as text by name, on which all replicas must agree."""
 
         def shapes(tree: PyTree) -> str:
             leaves = named_leaves(tree).items()
@@ -156,6 +156,7 @@ class Elastic:
             "reduction": self.sums,
             "slots": str(self.slots),
             "order of examples": str(batches.sampler),
+            # A digest, since every report carries these texts.
             "weights": hashlib.sha256(batches.weights.tobytes()).hexdigest()[:12],
             "shapes of parameters": shapes(params),
             "shapes of data": shapes(jax.tree.map(lambda x: x[:1], batches.data)),
@@ -182,41 +183,41 @@ def elastic(  # noqa: PLR0913 - options, by keyword
     """Training that stays exact while replicas come and go.
 
     Replicas are the workers of an rpc group. Each step's global batch is divided over
-    those that are there. What a replica that dies has not computed goes to others, and
-    a step is taken when all its examples have been counted, each once:
+    the live ones. Examples that a replica has not computed when it dies go to others,
+    and a step is taken when each of its examples has been counted once:
 
-        dL/dW = sum_i (B_i / B) dL_i/dW              whatever the shards i are
+        dL/dW = sum_i (B_i / B) dL_i/dW              for any shards i
 
-    A newcomer takes its state from a living replica while the others go on. If all but
-    rank 0 die, it goes on alone; without rank 0, whose process has the group's
-    coordinator, the run ends, and goes on from the last checkpoint when it is started
-    again.
+    A newcomer fetches the state from a live replica while the others continue. If all
+    but rank 0 die, rank 0 continues alone. If rank 0 dies, whose process has the
+    group's coordinator, the run ends; started again, it continues from the last
+    checkpoint.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
         must treat examples independently.
-      optimizer: Makes the steps.
-      global_batch: Examples of a step, over all replicas; the last of an epoch may be
-        smaller.
+      optimizer: The optimizer.
+      global_batch: Examples per step, over all replicas; the last batch of an epoch may
+        be smaller.
       reduction: "mean", "sum", "max" or "min".
-      slots: None adds shards up as they happen to be. A number divides each batch into
-        so many slots, each computed alone, and adds them up along a fixed tree: on
+      slots: None sums shards in whatever sizes they have. A number divides each batch
+        into as many slots, each computed alone, and sums them along a fixed tree: on
         devices of one kind the parameters are then bit-equal for every history.
-      folder: Where checkpoints are, which all replicas read and write; None for none.
+      folder: Folder of checkpoints, which all replicas read and write; None for none.
       save_every: Steps between checkpoints, which one of the replicas writes; needs a
         folder.
-      deadline: Seconds in which a replica computes its share or hands its state out.
-        One that takes longer is expelled while another has the state, and comes back
-        with its next report. A deadline shorter than compilation costs repeated work.
-      least: Replicas for which a step waits.
-      join_timeout: Seconds that it waits for them, and a replica for rank 0 to begin
-        the run; after that the run ends with an error.
-      seed: Of the order of the examples.
+      deadline: Seconds in which a replica must compute its share or send its state. A
+        slower one is expelled while another has the state, and readmitted with its next
+        report. A deadline shorter than compilation costs repeated work.
+      least: Smallest number of replicas with which a step begins.
+      join_timeout: Seconds that a step waits for them, and a replica for rank 0 to
+        begin the run; after that the run ends with an error.
+      seed: Seed of the order of examples.
       shuffle: False keeps the order of the data.
-      name: Of the run, in the group; another run needs another one.
+      name: Name of the run, unique in the group.
 
     Returns:
-      What runs it.
+      The run; each worker calls `Elastic.run`.
 
     Raises:
       ValueError: An argument is out of its range; `save_every` without a folder.
@@ -300,7 +301,8 @@ def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.
 
 
 def _check_batches(call: str, batches: Batches, epochs: int, reduction: str) -> None:
-    """Refuses a batch of which nothing counts: it has no mean, and no extreme."""
+    """Checks that every batch has a positive weight: others have no mean or extreme."""
+    # The usual case, without a look at every batch of the run.
     if reduction == "sum" or batches.weights.all():
         return
     for step in range(batches.sampler.steps * epochs):

@@ -1,4 +1,4 @@
-"""A replica of an elastic run: it does what the leader says, and reports."""
+"""A replica of an elastic run: it follows the leader's directives and reports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Sum = TypeVar("Sum")
 
 
 class Unreachable(Exception):
-    """A replica did not hand out its state."""
+    """A replica did not send its state."""
 
 
 class Snapshot(NamedTuple, Generic[State]):
-    """A state, and which one it is."""
+    """A state, with its generation and its step."""
 
     generation: int
     """See `Directive`."""
@@ -32,41 +32,42 @@ class Snapshot(NamedTuple, Generic[State]):
 
 
 class Work(Protocol[State, Sum]):
-    """What a replica does besides following the protocol."""
+    """The computation of a replica, without the protocol."""
 
     def restore(self) -> tuple[int, State]:
-        """The last checkpoint, or the first parameters; and the steps in it."""
+        """Returns the last checkpoint, or the first state, and its number of steps."""
 
     def fetch(self, replica: int) -> Snapshot[State]:
-        """The state of another replica.
+        """Fetches the state of another replica.
 
         Raises:
           Unreachable: It does not hand it out.
         """
 
     def apply(self, state: State, step: int, total: Sum) -> State:
-        """The state after a step, from the sum of its parts."""
+        """Computes the state after a step from the sum of its parts."""
 
     def compute(self, state: State, step: int, part: Part) -> list[tuple[Part, Sum]]:
-        """Sums of the units of a part, each with the units that it is of."""
+        """Computes the sums of a part, each with its range of units."""
 
     def save(self, step: int, state: State) -> Future[None]:
-        """Begins to write a checkpoint; done when it is complete."""
+        """Begins to write a checkpoint; the future is done when it is complete."""
 
 
 class Follower(Generic[State, Sum]):
     """A replica; see the module.
 
     Args:
-      work: What it computes with.
+      work: Its computation.
 
     Attributes:
-      snapshot: Its state. Replaced as a whole: another thread may hand it out.
+      snapshot: Its state.
       heir: Whether it writes a checkpoint if the leader is lost.
-      over: Whether the run is.
+      over: Whether the run is over.
     """
 
     def __init__(self, work: Work[State, Sum]) -> None:
+        # Always replaced as a whole, since another thread may be sending it.
         self.snapshot: Snapshot[State] = Snapshot(0, None, None)
         self.heir = False
         self.over = False
@@ -74,24 +75,24 @@ class Follower(Generic[State, Sum]):
         self._saving: tuple[int, Future[None]] | None = None
 
     def first_report(self) -> ReplicaReport:
-        """What a newcomer says."""
+        """The report of a newcomer."""
         return ReplicaReport()
 
     def follow(
         self, directive: Directive, totals: Mapping[int, Sum]
     ) -> tuple[ReplicaReport, Sequence[Sum]]:
-        """Does what the leader says.
+        """Carries out a directive.
 
         Args:
-          directive: What that is.
-          totals: The sums of the steps that are to be applied.
+          directive: The leader's answer to the last report.
+          totals: The sums of the steps to apply.
 
         Returns:
           The next report, and the sums of its parts.
         """
         unreachable = None
         if directive.late or directive.generation != self.snapshot.generation:
-            # An earlier state, or one of before a restart, must not pass for a result.
+            # A state from before a restart, or an earlier one, must not be a result.
             self.snapshot = Snapshot(directive.generation, None, None)
         if directive.restore:
             self.snapshot = Snapshot(directive.generation, *self._work.restore())
@@ -101,7 +102,9 @@ class Follower(Generic[State, Sum]):
         generation, held, state = self.snapshot
         found: list[tuple[Part, Sum]] = []
         if state is not None and held is not None:
+            # Before the computation: the checkpoint is written while that runs.
             if directive.save:
+                # One checkpoint at a time: `_saving` has room for one.
                 self._finish_saving()
                 self._saving = (held, self._work.save(held, state))
             if directive.step is not None:
@@ -109,6 +112,7 @@ class Follower(Generic[State, Sum]):
                     found += self._work.compute(state, directive.step, part)
         self.heir = directive.heir
         if directive.end:
+            # A failed write raises here, while `close` would only wait.
             self._finish_saving()
             self.over = True
         report = ReplicaReport(
@@ -122,11 +126,12 @@ class Follower(Generic[State, Sum]):
         return report, [total for _, total in found]
 
     def _fetch(self, generation: int, source: int) -> int | None:
-        """Takes a state; the source if that did not work."""
+        """Fetches a state; returns the source if that failed, else None."""
         try:
             snapshot = self._work.fetch(source)
         except Unreachable:
             return source
+        # A state from before a restart is of no use.
         if snapshot.generation != generation or snapshot.held is None:
             return source
         self.snapshot = snapshot
@@ -141,7 +146,8 @@ class Follower(Generic[State, Sum]):
             self.snapshot = Snapshot(self.snapshot.generation, step + 1, after)
 
     def _saved(self) -> int | None:
-        """The step of a checkpoint that is complete since the last report."""
+        """The step of a checkpoint completed since the last report, or None."""
+        # Does not wait: a report delayed by the disk could miss its deadline.
         if self._saving is None or not self._saving[1].done():
             return None
         return self._finish_saving()

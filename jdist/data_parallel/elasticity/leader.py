@@ -1,22 +1,22 @@
 """The leader of an elastic run: a state machine of events in and effects out.
 
-It knows neither processes nor arrays nor clocks. A step's batch is a number of *units*
-(slots, or examples), which are assigned in contiguous parts to the replicas that are
-there. A step is committed once its parts, computed by whichever replicas, are all of
-the batch and each unit once:
+It has no access to processes, arrays or clocks. A step's batch is a number of *units*
+(slots, or examples), which are assigned in contiguous parts to the live replicas. A
+step is committed once the parts computed by any replicas contain each unit of the batch
+once:
 
     replica                          leader
-    Replicareport: I hold step 7       -->
+    report: state of step 7     -->
                                 <--  Directive: compute units 0..5 of step 7
-    report: units 0..5          -->  (with 6..10, 11..15 of the others: commit)
+    report: units 0..5          -->  (with 6..10, 11..15 from others: commit)
                                 <--  Directive: apply step 7, compute .. of step 8
 
-A replica that dies or misses the deadline leaves its units without a result, and they
-are assigned anew; what the others have computed stays. A newcomer fetches a state from
-a living replica while the others go on, and then applies the gradients that were
-committed meanwhile, which the leader keeps so long.
+If a replica dies or misses the deadline, its units are assigned to others; results of
+other replicas are kept. A newcomer fetches a state from a live replica while the others
+continue, and then applies the gradients committed meanwhile, which the leader keeps
+until then.
 
-The order of events alone decides what happens: one seed replays a simulated run.
+Effects depend on the sequence of events only: one seed replays a simulated run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class ReplicaReport(NamedTuple):
-    """What a replica tells the leader; the answer is a `Directive`."""
+    """A replica's message to the leader; the answer is a `Directive`."""
 
     generation: int = 0
     """The last one that the replica was told of; see `Directive`."""
@@ -72,7 +72,7 @@ class ReplicaReport(NamedTuple):
 
 
 class Directive(NamedTuple):
-    """What a replica does next, in the order of the fields; then it reports."""
+    """Instructions for a replica, carried out in the order of the fields."""
 
     generation: int
     """How often the run has begun from a checkpoint or from the first parameters.
@@ -108,17 +108,17 @@ class Directive(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Effect: tell a replica."""
+    """Effect: send a directive to a replica."""
 
     replica: int
     instruction: Directive
 
 
 class Commit(NamedTuple):
-    """Effect: add up the results of these parts; they are the whole step.
+    """Effect: sum the results of these parts, which make up the whole step.
 
-    It comes before each order to apply that step. Results of steps before `oldest` are
-    not needed any more.
+    Precedes each order to apply that step. Results of steps before `oldest` are no
+    longer needed.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Commit(NamedTuple):
 
 
 class Abandon(NamedTuple):
-    """Effect: end the run, in which no step could begin for too long."""
+    """Effect: end the run, because a step has waited too long for replicas."""
 
     ready: int
     """Replicas that could compute."""
@@ -139,17 +139,17 @@ Effects = Iterator[Effect]
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What an elastic run is about.
+    """Parameters of an elastic run.
 
     Attributes:
-      steps: How many the run has.
-      units: Number of units of a step.
-      deadline: Seconds for an instruction to compute, after which a replica is expelled
-        while there is another one.
-      least: Replicas that a step waits for before it begins.
-      patience: Seconds that it waits.
+      steps: Number of steps.
+      units: Maps a step to its number of units.
+      deadline: Seconds in which a replica must compute its parts; a slower one is
+        expelled if another has the state.
+      least: Smallest number of replicas with which a step begins.
+      patience: Seconds that a step waits for them.
       save_every: Steps between checkpoints; None for none.
-      log: Committed gradients that are kept at most.
+      log: Largest number of committed gradients that are kept.
     """
 
     steps: int
@@ -166,16 +166,16 @@ class _Seat:
     """The leader's view of one replica.
 
     Attributes:
-      held: The steps in its state when it last reported; None without one.
+      held: Steps in its state when it last reported; None without a state.
       waiting: Whether its report awaits an answer.
-      parts: Units that it computes.
-      due: When its deadline passes.
-      source: From which replica it fetches a state.
-      base: Steps in that replica's state when it was told to.
-      avoid: Replicas from which it could not.
+      parts: Units assigned to it.
+      due: Time of its deadline.
+      source: Replica from which it fetches a state.
+      base: Steps in that replica's state when the fetch was ordered.
+      avoid: Replicas from which a fetch failed.
       restoring: Whether it reads a checkpoint.
       expelled: Whether it missed a deadline and has not reported since.
-      ended: Whether it was told that the run is over.
+      ended: Whether it received the directive that ends the run.
     """
 
     held: int | None = None
@@ -193,14 +193,14 @@ class _Seat:
 class Leader:
     """The state machine; see the module.
 
-    Replicas are numbers, none of which is used again for another process.
+    Replicas are numbers, which are never reused for another process.
 
     Args:
-      terms: What the run is about.
+      terms: Parameters of the run.
       own: The replica in whose process the leader runs.
 
     Attributes:
-      step: Steps that are committed; None before the first state is there.
+      step: Number of committed steps; None before there is a state.
       generation: See `Directive`.
     """
 
@@ -223,8 +223,9 @@ class Leader:
     # --- events ---
 
     def report(self, replica: int, report: ReplicaReport, now: float) -> list[Effect]:
-        """A replica has reported."""
+        """Handles a report of a replica."""
         seat = self._seats.setdefault(replica, _Seat())
+        # Results and states from before a restart do not count.
         current = report.generation == self.generation
         if seat.restoring and current and report.held is not None:
             self._start_at(report.held)
@@ -234,10 +235,11 @@ class Leader:
             self._suspect(report.unreachable)
         if current and report.step == self.step and self._begun:
             self._take(seat, report.parts)
-        # What it was told to compute and did not.
+        # Units that were assigned to it and are missing in its report.
         self._open += seat.parts
         reachable = current and report.held is not None and self._reaches(report.held)
         failed = () if report.unreachable is None else (report.unreachable,)
+        # A new seat: a report also ends an expulsion, a fetch and a restore.
         self._seats[replica] = _Seat(
             held=report.held if reachable else None,
             waiting=True,
@@ -246,47 +248,49 @@ class Leader:
         return list(self._advance(now))
 
     def gone(self, replica: int, now: float) -> list[Effect]:
-        """A replica has died, was lost or has left."""
+        """Handles the loss or departure of a replica."""
         seat = self._seats.pop(replica, None)
         if seat is None:
             return []
         self._open += seat.parts
+        # Its checkpoint may be incomplete: another replica writes one.
         if self._saver == replica:
             self._saver, self._save_due = None, True
         return list(self._advance(now))
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: replicas beyond their deadline are expelled."""
+        """Expels replicas beyond their deadline; ends a run that waited too long."""
         if self._begin_by <= now:
             self._begin_by = math.inf
             return [Abandon(len(self._ready()))]
+        # Sorted, here and below, so that effects depend on the sequence of events only.
         for replica, seat in sorted(self._seats.items()):
-            # A sole holder of the state keeps its units: no other could compute them.
+            # The only holder of the state keeps its units: no other could compute them.
             if seat.parts and seat.due <= now and self._holders(without=replica):
                 self._suspect(replica)
         return list(self._advance(now))
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """The time of the next deadline; None if there is none."""
         dues = [seat.due for seat in self._seats.values() if seat.parts]
         found = min([self._begin_by, *dues])
         return None if found == math.inf else found
 
     @property
     def is_over(self) -> bool:
-        """Whether all replicas that are there were told that the run is over."""
+        """Whether all live replicas have received the directive that ends the run."""
         if self.step != self._terms.steps:
             return False
         return all(seat.ended or seat.expelled for seat in self._seats.values())
 
-    # --- inside ---
+    # --- transitions ---
 
     def _start_at(self, step: int) -> None:
-        """A checkpoint, or the first parameters, are where the run goes on from."""
+        """Starts from a checkpoint or from the first parameters."""
         self.step = self._oldest = step
 
     def _take(self, seat: _Seat, parts: Iterable[Part]) -> None:
-        """Notes results, unless another replica was told to compute them meanwhile."""
+        """Records results, unless another replica was assigned them meanwhile."""
         for part in parts:
             within = [
                 (owner, whole)
@@ -297,6 +301,8 @@ class Leader:
             if not within:
                 continue
             owner, whole = within[0]
+            # In a fixed order a result is a node of the tree, which may be less than
+            # the range that was assigned; the rest is still to be computed.
             owner.remove(whole)
             owner += [
                 each
@@ -311,18 +317,20 @@ class Leader:
     def _suspect(self, replica: int) -> None:
         seat = self._seats.get(replica)
         if seat is None or seat.waiting:
-            return  # It has reported since.
+            return  # It has reported meanwhile.
         self._open += seat.parts
         seat.parts, seat.expelled = [], True
         if self._saver == replica:
             self._saver, self._save_due = None, True
 
     def _reaches(self, held: int) -> bool:
-        """Whether the gradients that are kept lead from there to the present."""
+        """Whether the gradients kept lead from that state to the current one."""
         return self.step is not None and self._oldest <= held <= self.step
 
     def _holders(self, without: int | None = None) -> list[int]:
         """Replicas with a state that leads to the present, the best source first."""
+        # Fetches are spread over the holders; then the state with most steps is the
+        # best, since the fewest gradients have to be applied to it.
         fetching = [seat.source for seat in self._seats.values()]
         found = [
             (fetching.count(replica), -(seat.held or 0), -replica, replica)
@@ -342,11 +350,13 @@ class Leader:
             if not self._begun:
                 yield from self._begin(now)
             yield from self._assign_open(now)
+            # After the assignment: an order to compute applies committed steps as well.
             yield from self._catch_up()
         yield from self._provide_states()
         if self.step is None or self._begun or self._over:
             self._begin_by = math.inf
         else:
+            # A step that is waiting already keeps its time.
             self._begin_by = min(self._begin_by, now + self._terms.patience)
 
     def _is_whole(self) -> bool:
@@ -361,7 +371,7 @@ class Leader:
         self._open.clear()
         self._begun = False
         for seat in self._seats.values():
-            seat.parts = []  # Nothing is left of them but what was computed twice.
+            seat.parts = []  # Only units that were computed twice are left in them.
         self.step += 1
         every = self._terms.save_every
         if every and (self.step % every == 0 or self.step == self._terms.steps):
@@ -372,13 +382,15 @@ class Leader:
     def _forget(self) -> None:
         """Drops gradients that no replica needs, and those beyond the limit."""
         assert self.step is not None
+        # `base` too: a state that is being fetched will need the gradients since.
         held = [each for s in self._seats.values() for each in (s.held, s.base)]
         needed = min((each for each in held if each is not None), default=self.step)
+        # A replica further behind has to fetch a state instead.
         floor = self.step - self._terms.log
         self._oldest = max(self._oldest, min(needed, self.step - 1), floor)
 
     def _ready(self) -> list[int]:
-        """Replicas that can compute the present step, at most one gradient behind."""
+        """Replicas that can compute the current step, at most one gradient behind."""
         assert self.step is not None
         return [
             replica
@@ -394,7 +406,7 @@ class Leader:
         if self.step >= self._terms.steps:
             yield from self._end(ready)
             return
-        # The first step waits for rank 0, so that one replica knows every loss.
+        # The first step waits for rank 0, so that one replica has every loss.
         if len(ready) < self._terms.least or not (
             self._has_begun or self._own in ready
         ):
@@ -404,16 +416,17 @@ class Leader:
         yield from self._assign_open(now)
 
     def _assign_open(self, now: float) -> Effects:
-        """Divides units without a replica over those that are ready."""
+        """Divides unassigned units over the replicas that are ready."""
         if not self._begun or not self._open:
             return
         ready = self._ready()
         if not ready:
             return
+        # Not rank 0: the heir writes a checkpoint if rank 0 is lost.
         heir = next((each for each in ready if each != self._own), None)
         shares = _divided(sorted(self._open), len(ready))
         busy = [replica for replica, own in zip(ready, shares, strict=True) if own]
-        # Rank 0 has the sums to do.
+        # Not rank 0 if possible: it sums the gradients.
         writer = heir if heir in busy else busy[0]
         self._open = []
         for replica, parts in zip(ready, shares, strict=True):
@@ -454,8 +467,8 @@ class Leader:
         seat = self._seats[replica]
         assert seat.held is not None
         seat.waiting = False
-        # One replica writes at a time. At the end there is no later order, and the one
-        # that still writes does both in turn.
+        # One replica writes at a time. The last order has no successor: a replica that
+        # is still writing then writes both checkpoints in turn.
         free = self._saver is None or (end and self._saver == replica)
         save = self._save_due and free and (writes or end)
         if save:
@@ -472,13 +485,13 @@ class Leader:
         return Order(replica, instruction)
 
     def _provide_states(self) -> Effects:
-        """Sends replicas without a state to one that has it, or to the checkpoint."""
+        """Lets replicas without a state fetch one, or restore the last checkpoint."""
         for replica, seat in sorted(self._seats.items()):
             if not seat.waiting or seat.held is not None:
                 continue
             holders = self._holders(without=replica)
             if holders:
-                # Those that could not be reached once more, if there are no others.
+                # A holder that was out of reach is tried again if there is no other.
                 source = min(holders, key=lambda each: each in seat.avoid)
                 seat.waiting, seat.source = False, source
                 seat.base = self._seats[source].held
@@ -487,7 +500,8 @@ class Leader:
                 seat.waiting, seat.ended = False, True
                 yield Order(replica, Directive(self.generation, end=True, late=True))
             elif not any(each.restoring for each in self._seats.values()):
-                # A state that only expelled replicas hold is given up with them.
+                # One replica restores and the others fetch from it, so that all have
+                # the same state. States of expelled replicas are given up.
                 self._restart()
                 seat.waiting, seat.restoring = False, True
                 yield Order(replica, Directive(self.generation, restore=True))
@@ -504,7 +518,8 @@ class Leader:
 
 
 def _divided(parts: Sequence[Part], count: int) -> list[list[Part]]:
-    """Contiguous shares of the parts' units; sizes differ by one at most."""
+    """Divides units into contiguous shares, whose sizes differ by one at most."""
+    # Contiguous, so that a share is few ranges, and few nodes of the summation tree.
     units = sum(part.stop - part.start for part in parts)
     share, extra = divmod(units, count)
     shares: list[list[Part]] = []

@@ -1,11 +1,11 @@
 """The messages of an elastic run between the workers of an rpc group.
 
-    REPORT  a replica to rank 0: its report and sums, answered by a directive and totals
-            once the leader has one
-    STATE   a replica to another one: the state that it holds
+    REPORT  from a replica to rank 0: its report and sums; the answer, when the leader
+            has one, is a directive and totals
+    STATE   from a replica to another one: a request for the state that it holds
 
 The leader's state machine runs in the process of rank 0, whose worker is a replica too.
-A replica's number is the incarnation of its worker, which no later worker gets.
+A replica's number is the incarnation of its worker, which is never reused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Answer = tuple[tuple[Any, ...], dict[int, list[jax.Array]]]
 
 
 class Message(NamedTuple):
-    """What a replica sends to rank 0."""
+    """A message from a replica to rank 0."""
 
     run: str
     """The run's name."""
@@ -74,13 +74,13 @@ class Message(NamedTuple):
 
 
 class LeaderService:
-    """The leader of one run, between messages and its state machine.
+    """Connects the messages of one run to the state machine of its leader.
 
     Args:
       agent: The worker of rank 0.
-      terms: Of the run.
-      agreed: What all replicas have to agree on.
-      work: Adds up the sums.
+      terms: Parameters of the run.
+      agreed: Settings on which all replicas must agree.
+      work: Computes totals.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class LeaderService:
         self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
         self._totals: dict[int, list[jax.Array]] = {}
         self._failed: str | None = None
-        # The timer's thread must not wait for a sum.
+        # In a thread of the pool: a tick waits for the lock, and the timer must not.
         self._alarm = agent.timer.alarm(lambda now: agent.pool.run(self._tick))
 
     def report(self, replica: int, message: Message, answer: Future[Answer]) -> None:
-        """A replica has reported; its answer comes when the leader has one."""
+        """Handles a report; completes `answer` when the leader has a directive."""
         for name in sorted(self._agreed.keys() | message.terms.keys()):
             here, there = (t.get(name) for t in (self._agreed, message.terms))
             if here != there:
@@ -122,7 +122,7 @@ class LeaderService:
         self._react(reported)
 
     def gone(self, replica: int) -> None:
-        """A replica was lost, or has left."""
+        """Handles the loss or departure of a replica."""
 
         def left(now: float) -> list[Effect]:
             self._answers.pop(replica, None)
@@ -131,7 +131,7 @@ class LeaderService:
         self._react(left)
 
     def fail(self, reason: str) -> None:
-        """The run cannot go on."""
+        """Ends the run with an error on all replicas."""
         with self._lock:
             self._failed = reason
             answers, self._answers = self._answers, {}
@@ -139,10 +139,8 @@ class LeaderService:
             answer.set_exception(RpcError(reason))
 
     def wait(self) -> None:
-        """Returns when all replicas were told that the run is over.
-
-        One that is slower than the deadline learns it from an error.
-        """
+        """Waits until all replicas have received the directive that ends the run."""
+        # Not without limit: a replica slower than the deadline gets an error instead.
         with self._ended:
             self._ended.wait_for(lambda: self._leader.is_over, self._terms.deadline)
 
@@ -150,7 +148,7 @@ class LeaderService:
         self._react(self._leader.tick)
 
     def _react(self, event: Callable[[float], list[Effect]]) -> None:
-        """Has the leader take an event, and does what follows."""
+        """Passes an event to the leader, and carries out its effects."""
         orders: list[tuple[Future[Answer], Answer]] = []
         failed = None
         with self._lock:
@@ -163,6 +161,7 @@ class LeaderService:
                 failed = str(error)
             except Exception as error:  # noqa: BLE001 - all replicas have to know
                 failed = f"Rank 0 could not add up a step's gradient: {error!r}"
+        # Outside the lock: completing an answer runs the callbacks that send it.
         for answer, value in orders:
             answer.set_result(value)
         if failed is not None:
@@ -177,13 +176,13 @@ class LeaderService:
         )
 
     def _keep(self, report: ReplicaReport, sums: Sequence[list[jax.Array]]) -> None:
-        """Keeps what belongs to the present step; the leader takes nothing else."""
+        """Keeps the sums of the current step; the leader accepts no others."""
         present = (self._leader.generation, self._leader.step)
         if present != self._sums_of:
             self._sums, self._sums_of = {}, present
         if (report.generation, report.step) == present:
             for part, leaves in zip(report.parts, sums, strict=True):
-                # Two replicas may have computed it: what was counted stays.
+                # Two replicas may have computed it: the first result was counted.
                 self._sums.setdefault(part, self._structure.unflatten(leaves))
 
     def _handle(self, effects: Sequence[Effect]) -> list[tuple[Future[Answer], Answer]]:
@@ -203,12 +202,13 @@ class LeaderService:
         self._alarm.set(self._leader.next_deadline())
         if self._leader.is_over:
             self._ended.notify_all()
+        # A replica that was lost meanwhile has no pending answer.
         known = self._answers.keys() & orders.keys()
         return [(self._answers.pop(each), orders[each]) for each in known]
 
 
 def _unpacked(body: Any) -> Message:
-    """The message that arrived."""
+    """Checks the types of a message, and unpacks it."""
     match body:
         case (str(), dict() as terms, float(), report, list() as sums):
             texts = all(type(x) is str for x in (*terms, *terms.values()))
@@ -221,7 +221,7 @@ def _unpacked(body: Any) -> Message:
 
 
 def _is_report(row: Any, sums: int) -> bool:
-    """Whether these are the fields of a `ReplicaReport` with so many parts."""
+    """Whether a row has the fields of a `ReplicaReport` with `sums` parts."""
     match row:
         case (int(), *others) if len(row) == len(ReplicaReport._fields):
             parts = others.pop(ReplicaReport._fields.index("parts") - 1)
@@ -236,13 +236,15 @@ def _is_part(row: Any) -> bool:
 
 
 class ElasticRuns:
-    """The elastic runs of one worker: those that it leads, and the states it holds."""
+    """The elastic runs of one worker: those that it leads or follows."""
 
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()
         self._leaders: dict[str, LeaderService | None] = {}  # None once it is over.
+        # Reports that arrived before rank 0 began the run, by run and replica.
         self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
         self._followers: dict[str, Follower[TrainState, Partial]] = {}
+        # A report handled after the loss of its replica must not admit it again.
         self._gone: set[int] = set()
         self._timer = agent.timer
         agent.register(_REPORT, self._on_report)
@@ -253,7 +255,7 @@ class ElasticRuns:
     def following(
         self, name: str, follower: Follower[TrainState, Partial]
     ) -> Iterator[None]:
-        """Hands out the state of a replica."""
+        """Serves the state of a replica while its block runs."""
         with self._lock:
             if name in self._followers:
                 rule = "must be of no run that this worker is in"
@@ -282,6 +284,8 @@ class ElasticRuns:
     def end(self, name: str, reason: str) -> None:
         """Ends a run that this worker leads."""
         with self._lock:
+            # None stays under the name, so that late reports learn that the run is
+            # over.
             leader, self._leaders[name] = self._leaders[name], None
         assert leader is not None
         leader.fail(reason)
@@ -319,7 +323,7 @@ class ElasticRuns:
         return answer
 
     def _give_up(self, message: Message, replica: int) -> None:
-        """Rank 0 has not begun the run in time."""
+        """Fails a report for which rank 0 has not begun the run in time."""
         with self._lock:
             early = self._early.get(message.run, {})
             waiting, answer = early.get(replica, (None, None))
@@ -355,7 +359,7 @@ class ElasticRuns:
 
 
 def install(agent: Agent) -> None:
-    """Gives a worker what elastic runs need there."""
+    """Installs the handlers of elastic runs in a worker."""
     agent.extension_state[_PACKAGE] = ElasticRuns(agent)
 
 
@@ -371,17 +375,17 @@ def follow_leader(
     """Takes part in a run as the current worker, until it is over.
 
     Args:
-      name: Of the run.
-      terms: Of the run.
-      agreed: What all replicas have to agree on.
-      make_work: Makes the arithmetic of this replica; given its worker, and what
-        fetches the state of another replica.
+      name: Name of the run.
+      terms: Parameters of the run.
+      agreed: Settings on which all replicas must agree.
+      make_work: Creates the computation of this replica from its worker and a function
+        that fetches the state of another replica.
 
     Returns:
       The state after the last step, and the losses of the steps applied here.
     """
     agent = current_agent()
-    enter_batch_class()  # messages come while it computes
+    enter_batch_class()  # Messages arrive while it computes.
     runs: ElasticRuns = agent.extension_state[_PACKAGE]
 
     def fetched(replica: int) -> Snapshot[TrainState]:
@@ -431,16 +435,17 @@ def _follow(
     follower: Follower[TrainState, Partial],
     work: ReplicaWork,
 ) -> None:
-    """Reports and does what the leader says, until the run is over."""
+    """Reports and carries out directives, until the run is over."""
     structure = work.sum_structure
     report, sums = follower.first_report(), list[list[jax.Array]]()
     while not follower.over:
         message = Message(name, agreed, terms.patience, tuple(report), sums)
         try:
-            # Without a limit: the leader may wait for replicas that are to come.
+            # Without a timeout: the leader may be waiting for more replicas.
             pending = agent.call_async(0, _REPORT, tuple(message), 0, _META)
             row, totals = pending.wait(0)
         except RpcError:
+            # If rank 0 is lost, its heir saves the last state for the next start.
             _, held, state = follower.snapshot
             if follower.heir and work.folder is not None and state is not None:
                 assert held is not None
@@ -453,7 +458,7 @@ def _follow(
             report, found = follower.follow(directive._replace(parts=parts), given)
         except BaseException:
             if not agent.info.id:
-                raise  # With rank 0 the run ends: no other is to take its shares.
+                raise  # The run ends with rank 0: its shares go to no other replica.
             leaving = tuple(Message(name, agreed, terms.patience, None, []))
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)

@@ -1,9 +1,8 @@
 """The arithmetic of an elastic run: sums of shards, their total, and the step.
 
-The gradient of a step is that of its whole batch, whatever shards it is computed in
-(see `jdist.reduction`); a shard is padded to a power of two rows, so that few programs
-are compiled. In a fixed order a batch is divided into slots, each computed alone by one
-program, and their partials are added up along the tree of `summation_tree`.
+The gradient of a step is that of its whole batch, for any division into shards (see
+`jdist.reduction`). In a fixed order a batch is divided into slots, each computed alone
+by one program, and their partials are summed along the tree of `summation_tree`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Programs:
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`.
-      optimizer: Makes the steps.
+      optimizer: The optimizer.
       reduction: See `jdist.reduction`.
     """
 
@@ -58,7 +57,7 @@ class Programs:
 
         self.shard_sum = jax.jit(shard_sum)
         self.combined = jax.jit(partial(reductions.combine, reduction=reduction))
-        # Not donated: another thread may hand the state out.
+        # Nothing is donated: another thread may be sending the state to a newcomer.
         self.stepped = jax.jit(stepped)
 
 
@@ -70,7 +69,7 @@ class Batches:
       data: Pytree of arrays, each `(examples, ...)`.
       weights: `(examples,)`.
       sampler: The order of the examples.
-      slots: Into how many a batch is divided for a fixed order; None without one.
+      slots: Number of slots of a batch in a fixed order; None without one.
     """
 
     data: PyTree
@@ -85,20 +84,23 @@ class Batches:
         return _order(self.sampler, epoch)[within * size : (within + 1) * size]
 
     def units(self, step: int) -> int:
-        """Units of a step: its slots, or its examples."""
+        """Number of units of a step: its slots, or its examples."""
         return len(self.rows(step)) if self.slots is None else self.slots
 
     def shard(self, step: int, part: Part) -> tuple[PyTree, np.ndarray, np.float32]:
-        """Examples and weights of a part of a step, padded; and the step's weight."""
+        """Examples and weights of a part of a step, padded, and the step's weight."""
         rows = self.rows(step)
         total = np.float32(self.weights[rows].sum(dtype=np.float64))
         if self.slots is None:
             own = rows[part.start : part.stop]
+            # A power of two, so that few programs are compiled.
             size = 1 << (len(own) - 1).bit_length()
         else:
             own = np.array_split(rows, self.slots)[part.start]
+            # One size for all slots, so that one program computes them with equal
+            # rounding.
             size = -(-self.sampler.batch // self.slots)
-        # A real example, which counts nothing: zeros could make NaN of a gradient.
+        # Padded by a real example of weight 0: a row of zeros could give NaN.
         places = np.concatenate([own, np.repeat(rows[:1], size - len(own))])
         weights = np.where(np.arange(size) < len(own), self.weights[places], 0)
         batch = jax.tree.map(lambda x: np.asarray(x[places]), self.data)
@@ -106,10 +108,10 @@ class Batches:
 
 
 class SumStructure(Protocol):
-    """JAX's structure of a tree, of which it tells the type checker nothing."""
+    """The structure of a tree, which JAX's own type does not describe."""
 
     def unflatten(self, leaves: list[jax.Array]) -> Partial:
-        """The sum of these leaves."""
+        """Rebuilds a sum from its leaves."""
 
 
 @lru_cache(maxsize=4)  # Each step asks several times for that of its epoch.
@@ -119,16 +121,16 @@ def _order(sampler: Sampler, epoch: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class ReplicaWork:
-    """What one replica computes; see `follower.Work`.
+    """The computation of one replica; see `follower.Work`.
 
     Attributes:
       programs: The compiled functions.
       batches: The batches.
       first: The state before the first step, on the device of this replica.
       device: That device; None for JAX's default.
-      folder: Of the checkpoints; None for none.
+      folder: The folder of checkpoints; None for none.
       source: Fetches the state of another replica.
-      losses: Of the steps that were applied here.
+      losses: The losses of the steps that were applied here.
     """
 
     programs: Programs
@@ -171,10 +173,11 @@ class ReplicaWork:
         return [(node, tree_sum(sums, node, self.programs.combined)) for node in nodes]
 
     def total(self, sums: Mapping[Part, Partial]) -> Partial:
-        """The sum of a step's parts, which are the whole of it."""
+        """The sum of all parts of a step."""
         if self.batches.slots is not None:
             whole = Part(0, self.batches.slots)
             return tree_sum(sums, whole, self.programs.combined)
+        # In the order of examples, not of arrival.
         first, *others = (sums[part] for part in sorted(sums))
         for other in others:
             first = self.programs.combined(first, other)
@@ -183,6 +186,7 @@ class ReplicaWork:
     def save(self, step: int, state: TrainState) -> Future[None]:
         """See `Work`."""
         if self._writer is None:
+            # One thread, so that checkpoints are written in the order of their steps.
             self._writer = ThreadPoolExecutor(1, "checkpoint")
         return self._writer.submit(self.write, step, state)
 
@@ -195,18 +199,18 @@ class ReplicaWork:
             try:
                 saved.save(state)
             except Exception:
-                # One that was taken for lost, and was not, may write it as well.
+                # A live replica that counted as lost may have written it as well.
                 if step not in saved.steps():
                     raise
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for the checkpoint that is being written."""
         if self._writer is not None:
             self._writer.shutdown()
 
     @property
     def sum_structure(self) -> SumStructure:
-        """The structure of a sum, which travels as its leaves."""
+        """The structure of a sum, of which messages carry the leaves."""
         trainable, _ = split_inexact(self.first.params)
         scalar = jnp.zeros(())
         structure = jax.tree.structure(Partial(scalar, trainable, scalar))
@@ -216,5 +220,5 @@ class ReplicaWork:
         batch, weights, total = self.batches.shard(step, part)
         placed = jax.device_put((batch, weights, total), self.device)
         found = self.programs.shard_sum(state.params, *placed)
-        # Its report says that it was computed, which a deadline is for.
+        # A report, for which there is a deadline, states that the result is computed.
         return jax.block_until_ready(found)

@@ -1,7 +1,7 @@
-"""A binary tree over the units of a step, along which their results are added up.
+"""A binary tree over the units of a step, along which their results are summed.
 
-Its shape follows from their number alone, so that a sum has the same bits whichever
-replicas computed which units, and wherever parts of the sum were made.
+Its shape depends on their number only, so that a sum has the same bits for any
+assignment of units to replicas, and for any place where parts of it were computed.
 
     units 0..5:  ((0 + (1 + 2)) + (3 + (4 + 5)))
 """
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 def nodes_within(part: Part, units: int) -> list[Part]:
-    """The fewest nodes of the tree that make up a part, in order.
+    """The smallest set of tree nodes that make up a part, in order.
 
     Example:
       >>> [tuple(node) for node in nodes_within(Part(1, 6), 6)]
@@ -37,7 +37,7 @@ def _within(node: Part, part: Part) -> list[Part]:
 def tree_sum(
     values: Mapping[Part, Value], node: Part, add: Callable[[Value, Value], Value]
 ) -> Value:
-    """The sum of a node, from the values of nodes below it that make it up.
+    """The sum of a node, from values of nodes below that make it up.
 
     Raises:
       KeyError: They do not make it up.
@@ -47,6 +47,7 @@ def tree_sum(
       >>> tree_sum(values, Part(0, 3), lambda left, right: f"({left} {right})")
       '(a (b c))'
     """
+    # At a leaf the look-up raises KeyError if its value is missing.
     if node in values or node.stop - node.start == 1:
         return values[node]
     left, right = (tree_sum(values, half, add) for half in _halves(node))

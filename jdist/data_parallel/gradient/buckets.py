@@ -1,9 +1,10 @@
 """Assignment of gradients to buckets, each summed by one collective.
 
-A collective has a price per call and a price per byte. Many small gradients in one flat
-buffer pay the first only once; but a bucket can leave only when its last gradient is
-there, and a large one gains nothing from being copied. Hence limits, and an order: that
-in which gradients become ready (see `jdist.data_parallel.gradient.gradient_order`).
+A collective has a cost per call and a cost per byte. Many small gradients in one flat
+buffer pay the first only once, but a bucket cannot be sent before its last gradient is
+ready, and a large gradient gains nothing from the copy. Buckets therefore have limits,
+and are filled in the order in which gradients become ready
+(`jdist.data_parallel.gradient.gradient_order`).
 """
 
 import math
@@ -34,7 +35,7 @@ two CPU processes over gloo (docs/data_parallel.md, "Buckets")."""
 def assign_buckets(
     leaves: Sequence[PyTree], limits: Sequence[float]
 ) -> list[list[int]]:
-    """Divides leaves, in the order given, into buckets: torch's rule.
+    """Divides leaves, in the order given, into buckets by PyTorch's rule.
 
     Leaves of one dtype and one device fill a bucket in turn. A bucket is closed when it
     holds *at least* its limit, so that the last leaf may overshoot it. Each dtype and
@@ -84,19 +85,19 @@ def assign_buckets(
 def plan_buckets(
     leaves: Sequence[PyTree], ready: Sequence[int], paths: Sequence[str], cap: Cap
 ) -> list[list[int]]:
-    """The buckets of a gradient, in the order in which they leave.
+    """The buckets of a gradient, in the order in which they are sent.
 
     Args:
-      leaves: The gradient's leaves: their shapes and dtypes count.
-      ready: For each leaf, when it becomes final; see
+      leaves: The gradient's leaves, of which shapes and dtypes are used.
+      ready: When each leaf becomes final; see
         `jdist.data_parallel.gradient.gradient_order`.
-      paths: For each leaf, its name.
+      paths: The path of each leaf.
       cap: None: a first limit of 1 MiB and then 25 MiB, in the order of `ready`, and
         leaves of 1 MiB and more alone. Numbers: the only limits, in MiB. Lists of
         paths: the buckets.
 
     Returns:
-      Lists of indices into `leaves`; a bucket leaves when its last leaf is ready.
+      Lists of indices into `leaves`; a bucket is sent when its last leaf is ready.
     """
     order = sorted(range(len(leaves)), key=lambda i: (ready[i], i))
     # Ties keep the order of leaves, so that all processes make the same buckets.
@@ -105,14 +106,15 @@ def plan_buckets(
         at = {path: i for i, path in enumerate(paths)}
         found = [[at[path] for path in bucket] for bucket in cap]
     else:
+        # A large leaf saves little by sharing a call, and would pay for a copy.
         alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
         small = [i for i in order if i not in alone]
-        # As shapes: the leaves of a gradient all lie where its replica is, and a device
-        # must not divide them.
+        # As shapes, which have no device: all leaves are on the devices of one replica,
+        # so buckets need not be divided by device.
         assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
         found = [[small[i] for i in bucket] for bucket in assigned]
         found += [[i] for i in alone]
-    # A bucket leaves with its last leaf, whatever order it was filled in.
+    # A bucket is sent after its last leaf, in whatever order it was filled.
     return sorted(found, key=lambda bucket: max(rank[i] for i in bucket))
 
 
@@ -130,7 +132,7 @@ def is_explicit(cap: Cap) -> TypeGuard[Sequence[Sequence[str]]]:
 
 
 def check_cap(argument: str, cap: Cap) -> None:
-    """Refuses what is neither None, limits, nor lists of paths.
+    """Checks that a cap is None, limits, or lists of paths.
 
     Raises:
       ValueError: A limit is negative or NaN, there are none, or a bucket is empty.
@@ -152,7 +154,7 @@ def check_cap(argument: str, cap: Cap) -> None:
 def check_paths(
     argument: str, leaves: Sequence[PyTree], paths: Sequence[str], cap: Cap
 ) -> None:
-    """Refuses buckets that are listed but do not fit the gradient.
+    """Checks that listed buckets fit the gradient.
 
     Raises:
       ValueError: A leaf is missing, unknown or listed twice, or a bucket mixes dtypes.
@@ -177,7 +179,7 @@ def check_paths(
 
 
 def bytes_of(leaf: Any) -> int:
-    """Bytes of an array, or of what has a shape and a dtype like one."""
+    """Number of bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(leaf.shape) * int(jnp.dtype(leaf.dtype).itemsize)
 
 

@@ -1,16 +1,15 @@
 """Communication: from every replica's partial gradient to the whole batch's.
 
 Without a hook each bucket of gradients takes one collective; the loss and the total
-weight travel with the first. With a hook the total is needed first, so that each
-replica can hand over its *share*, already weighted:
+weight are sent with the first. With a hook the total is needed first, so that each
+replica can pass the hook its *share*, already weighted:
 
     without   psum of S w l, S w, S w dl/dW        then  / S w
     with      psum of S w l, S w;   share_i = (S w dl/dW on replica i) / S w
               gradient = hook's sum of the shares
 
-The collectives are kept apart and in the order of the buckets by a dependence on data
-(see `jdist._compat.after`): XLA would make one of them all, and on CPU that one starts
-when the last gradient is ready and still pays for each array in it.
+The collectives are kept apart and in the order of the buckets by a data dependence (see
+`jdist._compat.after`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -55,12 +54,10 @@ def _swaps(axis_name: Hashable) -> bool:
 
 
 def _by_all_reduce(array: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The plain sum; between two CPU processes by swapping the arrays.
-
-    Both then add the same two numbers, so that the bits are equal, and XLA fuses the
-    addition with what follows it: a fifth to a third less time than gloo's all-reduce
-    (docs/data_parallel.md, "Many processes").
-    """
+    """The sum over replicas; two CPU processes swap their arrays and add."""
+    # Both add the same two numbers, so the bits are equal, and XLA fuses the addition
+    # with what follows: a fifth to a third less time than gloo's all-reduce
+    # (docs/data_parallel.md, "Many processes").
     if _swaps(axis_name):
         return array + jax.lax.ppermute(array, axis_name, [(0, 1), (1, 0)])
     return summed(array, axis_name)
@@ -73,7 +70,7 @@ METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
 
 
 def _as_hook(hook: Hook | Callable[..., PyTree]) -> Hook:
-    """A plain function is a hook that keeps nothing."""
+    """Wraps a plain function as a stateless hook."""
     if isinstance(hook, Hook):
         return hook
     return Hook(getattr(hook, "__name__", "hook"), hook)
@@ -84,7 +81,7 @@ def _chosen(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 class _Leaves(NamedTuple):
-    """A gradient taken apart: its leaves with their names, and its buckets."""
+    """The leaves of a gradient with their paths, and its buckets."""
 
     arrays: list[jax.Array]
     paths: list[str]
@@ -93,10 +90,10 @@ class _Leaves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How replicas join their partials: the options, checked when it is made.
+    """Combines the partials of all replicas; options are checked when it is created.
 
     Attributes:
-      call: The public function that asks, for the errors' texts.
+      call: The calling public function, for error messages.
       axis: The axis of replicas.
       reduction: One of `jdist.reduction.REDUCTIONS`.
       method: "all_reduce" or "all_gather".
@@ -104,8 +101,9 @@ class Communication:
       hook: See `data_parallel.value_and_grad`.
       replicated: Whether all replicas must end up with the same gradient.
       divided: Whether gradients may be divided over further axes of the mesh. Each is
-        then summed by itself, in its own shape, and nothing joins or gathers them.
-      debug: Whether replicas compare the gradients that they end up with.
+        then summed by itself, in its own shape, and is neither concatenated nor
+        gathered.
+      debug: Whether replicas compare the gradients after the sum.
       scattered: Whether each replica keeps only its part of a sum, where the replicas
         divide the array; see `jdist.data_parallel.gradient.scattered`.
     """
@@ -122,7 +120,7 @@ class Communication:
     scattered: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses options that are not what they must be."""
+        """Checks the options."""
         reductions.check_reduction(self.call, self.reduction)
         check_choice(f"{self.call}(method=...)", self.method, METHODS)
         check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
@@ -132,15 +130,14 @@ class Communication:
 
     @property
     def stateful(self) -> bool:
-        """Whether there is a hook that keeps something from step to step."""
+        """Whether there is a hook with a state."""
         return isinstance(self.hook, Hook) and self.hook.init is not None
 
     def weights_of(self, batch: PyTree, weights: jax.Array | None) -> jax.Array:
-        """This replica's weights as `partial` is to have them; None stands for 1 each.
+        """This replica's weights as `partial` takes them; None stands for 1 each.
 
         For a mean they are normalized by the total over all replicas, which takes a
-        collective of one number. It needs no more than the weights, so that it can run
-        beside the forward pass.
+        collective of one number.
         """
         count = examples_in(batch, self.call)
         # Without weights the total is known without a collective.
@@ -148,20 +145,21 @@ class Communication:
         if weights is None:
             weights = jnp.ones(count, jnp.float32)
         elif self.reduction == "mean":
+            # Depends on the weights only, so that it can run beside the forward pass.
             total = jnp.sum(reductions.wide_weights(weights))
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
         return reductions.normalized(weights, self.reduction, total)
 
     def checksums(self, gradient: PyTree) -> dict[str, jax.Array] | None:
-        """Of what all replicas ended up with, to be compared; None unless debugging."""
+        """Checksums of all replicas' gradients; None unless `debug` is set."""
         return checksums(gradient, self.axis) if self.debug else None
 
     def start(self, part: Partial, ready: Partial) -> tuple[PyTree, ...]:
-        """The hook's state of one replica before the first step, by bucket."""
+        """The hook's first state on one replica, by bucket."""
         hook = _as_hook(self.hook)
         leaves = self._take_apart(part.gradient, ready.gradient)
-        # The structure counts, not the numbers: a hook's state begins from zeros.
+        # A hook's state begins from zeros: only shapes are used here.
         nothing = jnp.zeros((), part.weight.dtype)
         return tuple(
             hook.start(bucket.replaced(jnp.zeros_like(bucket.buffer)))
@@ -175,17 +173,17 @@ class Communication:
         like: PyTree,
         state: tuple[PyTree, ...] = (),
     ) -> tuple[jax.Array, PyTree, tuple[PyTree, ...]]:
-        """Joins the partials of all replicas; call it where the axis is bound.
+        """Combines the partials of all replicas; call it where the axis is bound.
 
         Args:
-          part: This replica's.
+          part: The partial of this replica.
           ready: Tree like `part` of integers: when each leaf becomes final.
           like: The parameters, whose dtypes the gradient gets.
-          state: The hook's, from `start` or the step before.
+          state: The hook's state, from `start` or the previous step.
 
         Returns:
-          The loss, the gradient, and the hook's new state. With `scattered` of each
-          array that the replicas divide this one's part.
+          The loss, the gradient, and the hook's new state. With `scattered`, this
+          replica's part of each array that the replicas divide.
         """
         part = self._as_parameters(part, like)
         # For an extreme: replicas that do not hold it contribute nothing.
@@ -209,9 +207,11 @@ class Communication:
         return loss, gradient, state
 
     def _as_parameters(self, part: Partial, like: PyTree) -> Partial:
-        """The partial with its gradient divided as the parameters are."""
+        """Lays the gradient of a partial out as the parameters are."""
         if not self.divided:
             return part
+        # Under jit only the compiler knows the layout of the parameters, so the
+        # gradient is tied to it.
         trainable, _ = split_inexact(like)
         return part._replace(gradient=jax.tree.map(alike, part.gradient, trainable))
 
@@ -222,11 +222,11 @@ class Communication:
             return part, leaves.arrays  # Neither buckets nor copies.
         scalars = self._scalars(part)
         buckets = [list(indices) for indices in leaves.buckets]
-        # Loss and total weight ride in a bucket, or in a collective of their own.
+        # Loss and total weight are sent in a bucket, or in a collective of their own.
         passengers = [len(leaves.arrays) + i for i in range(len(scalars))]
         carrier = self._carrier(leaves, scalars[0].dtype)
-        # A small bucket is copied into a buffer anyway; to a large array that travels
-        # alone two numbers would add a copy of it.
+        # A small bucket is copied into a buffer anyway. A large array is sent without a
+        # copy, which two more numbers would require.
         if carrier is None:
             buckets.insert(0, passengers)
         else:
@@ -240,7 +240,7 @@ class Communication:
         return self._with_scalars(part, arrays[count:]), arrays[:count]
 
     def _carrier(self, leaves: _Leaves, dtype: Any) -> int | None:
-        """The first bucket that is copied anyway and can take loss and total along."""
+        """The first bucket that is copied anyway and can hold loss and total weight."""
         if self.divided:
             return None
         for number, indices in enumerate(leaves.buckets):
@@ -253,11 +253,11 @@ class Communication:
         return None
 
     def _in_order(self, buffers: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """One collective for each list of arrays, one after the other."""
+        """One collective for each list of arrays, in order."""
         sums, previous = [], None
-        # Swaps are not merged, and XLA keeps collectives in the program's order. A
-        # dependence would only keep it from fusing the additions. Nor are there buckets
-        # to keep apart where gradients are divided, or collectives on one device.
+        # XLA does not merge swaps and keeps them in the program's order; a dependence
+        # would prevent the fusion of their additions. Divided gradients have no
+        # buckets, and one device has no collectives.
         swaps = self.method == "all_reduce" and _swaps(self.axis)
         free = self.divided or swaps or share_a_device(self.axis)
         replicas = jax.lax.axis_size(self.axis)
@@ -266,8 +266,11 @@ class Communication:
             if scatters:
                 buffer, dimension = by_replica(arrays, replicas)
             else:
-                # An array that travels alone keeps its shape: nothing is copied.
+                # A single array keeps its shape, so that it is not copied.
                 buffer = arrays[0] if len(arrays) == 1 else flatten(arrays)
+            # Without the dependence XLA would merge all collectives. On CPU the merged
+            # one starts when the last gradient is ready, and still costs a call per
+            # array.
             if previous is not None and not free:
                 buffer = after(buffer, previous)
             if scatters:
@@ -284,7 +287,7 @@ class Communication:
         return sums
 
     def _scatters(self, arrays: Sequence[jax.Array]) -> bool:
-        """Whether each replica gets its part of these sums, and not the whole."""
+        """Whether each replica gets only its part of these sums."""
         replicas = jax.lax.axis_size(self.axis)
         return self.scattered and all(
             scattered_dimension(x.shape, replicas) is not None for x in arrays
@@ -304,7 +307,7 @@ class Communication:
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None
         filled = self._filled(leaves._replace(arrays=shares), fraction)
-        # A hook that keeps nothing is given `()` for each bucket.
+        # A stateless hook is given `()` for each bucket.
         state = state or tuple(hook.start(bucket) for bucket in filled)
         for bucket, own, indices in zip(filled, state, leaves.buckets, strict=True):
             given = (
@@ -314,26 +317,25 @@ class Communication:
             self._check_result(bucket, result)
             previous = result.buffer
             arrays.update(zip(indices, result.gradients(), strict=True))
-            # A step that is not finite is one that an optimizer skips; what a hook
-            # remembered of it would spoil all later ones.
+            # An optimizer skips a step that is not finite. A hook's state from such a
+            # step would make all later ones NaN.
             finite = jnp.all(jnp.isfinite(result.buffer))
             new_state.append(_chosen(finite, new, own))
         return whole, [arrays[i] for i in range(len(arrays))], tuple(new_state)
 
     def _take_apart(self, gradient: PyTree, ready: PyTree) -> _Leaves:
-        """The leaves with their names, and the buckets they are in."""
+        """The leaves of a gradient with their paths and buckets."""
         named = {k: g for k, g in named_leaves(gradient).items() if g is not None}
         arrays, paths = list(named.values()), list(named)
         argument = f"{self.call}(bucket_cap_mb=...)"
         check_paths(argument, arrays, paths, self.bucket_cap_mb)
-        # A leaf that is None is none in either tree, so that both lists are of the same
-        # gradients.
+        # None is no leaf in either tree, so that both lists have the same gradients.
         when = jax.tree.leaves(ready)
         # A limit of 0 closes each bucket after one leaf.
         cap = 0 if self.divided else self.bucket_cap_mb
         buckets = plan_buckets(arrays, when, paths, cap)
         if self.scattered:
-            # Parts and wholes cannot travel in one collective.
+            # A reduce-scatter and an all-reduce cannot share a collective.
             scatters = [self._scatters([x]) for x in arrays]
             chosen = [
                 [i for i in bucket if scatters[i] is kind]
@@ -361,7 +363,7 @@ class Communication:
     def _scalars(self, part: Partial) -> list[jax.Array]:
         """The numbers that are summed besides the gradient."""
         if self.reduction in ("max", "min"):
-            # The extreme itself was agreed upon before the backward pass.
+            # `aligned` has found the extreme already.
             return [part.weight]
         return [part.weight, part.value.astype(part.weight.dtype)]
 
@@ -370,7 +372,7 @@ class Communication:
         return Partial(*values, None, found[0])
 
     def _check_divided(self) -> None:
-        """Refuses what would make whole a gradient that is divided over other axes."""
+        """Checks that no option gathers a gradient that is divided over other axes."""
         given = {
             "method": self.method != "all_reduce",
             "bucket_cap_mb": self.bucket_cap_mb is not None,

@@ -1,8 +1,8 @@
 """The order in which gradients become final, read from the backward pass's program.
 
-A parameter's gradient can leave as soon as nothing more will be added to it. Names and
-the order of leaves do not tell when that is (`layer10` sorts before `layer2`); the
-program does: JAX writes a backward pass down in the order in which it is computed.
+A parameter's gradient can be sent once nothing more will be added to it. Names and the
+order of leaves do not show when that is (`layer10` sorts before `layer2`). The program
+does: JAX writes the equations of a backward pass in the order of computation.
 
     program of the loss and its pull-back          (equation)   final after it
     h = x @ w1;  y = tanh(h);  z = y @ w2            0, 1, 2
@@ -41,7 +41,7 @@ whatever reads their result."""
 def with_gradient_order(
     fn: Callable[..., PyTree], *arguments: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs a function and tells when each leaf of its result becomes final.
+    """Runs a function and finds when each leaf of its result becomes final.
 
     The function is traced once; it may use collectives over an axis that is bound here.
 
@@ -64,8 +64,8 @@ def with_gradient_order(
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
     results = evaluate(program, jax.tree.leaves(arguments))
-    # Of the program that was just evaluated: a second trace might order its equations
-    # otherwise.
+    # Read from the program that was evaluated: a second trace might order its equations
+    # differently.
     ready = gradient_order(program.jaxpr)
     return (
         jax.tree.unflatten(structure, results),
@@ -76,7 +76,7 @@ def with_gradient_order(
 def gradient_order(program: Jaxpr) -> list[int]:
     """For each result, the number of the last costly equation that it depends on."""
     arguments = [NEVER] * (len(program.constvars) + len(program.invars))
-    # A list, in which called programs go on counting.
+    # A list, so that called programs continue the same count.
     return _walk(program, arguments, counter=[0])
 
 
@@ -103,7 +103,8 @@ def _walk(program: Jaxpr, arguments: list[int], counter: list[int]) -> list[int]
 
 
 def _is_costly(equation: JaxprEqn) -> bool:
-    """Collectives of the loss count too: they wait for the other replicas."""
+    """Whether an equation is in `COSTLY`, is a collective, or contains programs."""
     name = equation.primitive.name
+    # Collectives of the loss are costly: they wait for the other replicas.
     waits = any(key in equation.params for key in ("axis_index_groups", "axis_name"))
     return name in COSTLY or waits or bool(inner_programs(equation))

@@ -1,7 +1,7 @@
 """The state of a communication hook: one row per replica, in the hook's own structure.
 
-A hook keeps something for each of its buckets (a residual, a factor). The state belongs
-to the buckets, and so to the model, the bucket cap and the number of replicas.
+A hook may keep a state for each bucket, such as a residual or a factor. It depends on
+the buckets, and so on the model, the bucket cap and the number of replicas.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["check_hook_rows", "structured"]
 
 
 def check_hook_rows(argument: str, kept: PyTree, replicas: int) -> None:
-    """Refuses a hook's state that is not of so many replicas.
+    """Checks that a hook's state has a row for each replica.
 
     Raises:
       ValueError: It has another number of rows.
@@ -29,12 +29,12 @@ def check_hook_rows(argument: str, kept: PyTree, replicas: int) -> None:
 
 
 def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
-    """A hook's state in the hook's own structure.
+    """Rebuilds a hook's state in the hook's own structure.
 
     Args:
       argument: Function and argument, for the error's text.
-      kept: Its leaves by path.
-      like: A tree of that structure, of shapes and dtypes.
+      kept: The leaves of the state by path.
+      like: A tree of that structure with shapes and dtypes.
 
     Raises:
       ValueError: They are not the leaves of such a tree; the message names the first.

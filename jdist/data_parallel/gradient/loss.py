@@ -20,7 +20,7 @@ from jdist._tree import PyTree, described, named_leaves
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A user's loss function with all its forms brought to one.
+    """A user's loss function, called in one form.
 
     Attributes:
       fn: See the module.
@@ -37,20 +37,20 @@ class Loss:
         key: jax.Array | None = None,
         states: PyTree = None,
     ) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        """Losses, and the new model state and aux, None where there is none.
+        """Returns the losses, the new model state and aux, None where there is none.
 
         Raises:
           ValueError: It returned something else than its arguments ask for, or a state
             of other structure, shapes or dtypes than it was given.
         """
-        # Variables of Flax may be written to in the trace only that made them.
+        # Flax variables can be written only in the trace that created them.
         states = jax.tree.map(lambda x: x, states)
         keys = () if key is None else (key,)
         named = {} if states is None else {"states": states}
         found = self.fn(params, batch, *keys, **named)
         wanted = ["losses"]
         wanted += ["new_states"] * (states is not None) + ["aux"] * self.has_aux
-        if len(wanted) == 1:  # What is no array of losses, `reduction` refuses.
+        if len(wanted) == 1:  # `reduction` checks the losses.
             return found, (None, None)
         if not isinstance(found, tuple) or len(found) != len(wanted):
             rule = f"must return the tuple ({', '.join(wanted)})"
@@ -64,7 +64,8 @@ class Loss:
 
 
 def _check_state(old: PyTree, new: PyTree) -> None:
-    """A state that changed its shape would compile every step anew."""
+    """Checks that the new model state has the paths, shapes and dtypes of the old."""
+    # A state that changes its shape would compile every step anew.
     before, after = (
         {
             path: described(leaf)

@@ -1,10 +1,10 @@
-"""Sums of gradients of which each replica keeps one part: reduce-scatter, for ZeRO.
+"""Reduce-scatter of gradients for ZeRO: each replica keeps one part of every sum.
 
-Where the optimizer's state is divided over K replicas, each needs 1/K of every sum. A
-reduce-scatter makes no more than that, and passes half the bytes of an all-reduce.
+If the optimizer's state is divided over K replicas, each needs 1/K of every sum. A
+reduce-scatter computes no more than that, and sends half the bytes of an all-reduce.
 
-What is divided is the first dimension that K divides. Several arrays travel as rows,
-one for each replica, so that its parts of all of them are one piece:
+Arrays are divided along the first dimension that K divides. Several arrays are sent as
+rows, one per replica, so that its parts of all arrays are contiguous:
 
     a, 4 x 3, and b, 5 x 2, over 2        row 0:  a[0:2]  b[:, 0:1]
                                           row 1:  a[2:4]  b[:, 1:2]
@@ -29,7 +29,7 @@ def scattered_dimension(shape: Shape, replicas: int) -> int | None:
 
 
 def scattered_spec(shape: Shape, replicas: int, axis: str) -> PartitionSpec:
-    """How a sum is laid out afterwards: divided, or whole where nothing divides."""
+    """The layout of a sum afterwards: divided, or whole if no dimension divides."""
     dimension = scattered_dimension(shape, replicas)
     if dimension is None:
         return PartitionSpec()
@@ -37,22 +37,17 @@ def scattered_spec(shape: Shape, replicas: int, axis: str) -> PartitionSpec:
 
 
 def can_scatter(mesh: Mesh) -> bool:
-    """Whether a reduce-scatter over these devices can be relied on.
-
-    Between CPU devices of a distributed runtime gloo runs it, also within a process,
-    and has returned wrong numbers (JAX issue 40830).
-    """
+    """Whether a reduce-scatter over these devices is reliable."""
+    # Between CPU devices of a distributed runtime gloo runs it, also within a process,
+    # and has returned wrong numbers (JAX issue 40830).
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return not (on_cpu and jax.distributed.is_initialized())
 
 
 def by_replica(arrays: Sequence[jax.Array], replicas: int) -> tuple[jax.Array, int]:
-    """Arrays of one dtype as one buffer, and the dimension along which it is divided.
-
-    An array that travels alone keeps its shape, so that nothing is copied; several
-    become rows, one for each replica.
-    """
+    """Joins arrays of one dtype in a buffer; returns it and the dimension to divide."""
     dimensions = [_dimension(x.shape, replicas) for x in arrays]
+    # A single array keeps its shape, so that it is not copied.
     if len(arrays) == 1:
         return arrays[0], dimensions[0]
     rows = [_rows(x, d, replicas) for x, d in zip(arrays, dimensions, strict=True)]

@@ -1,14 +1,14 @@
 """Detection of parameters that no loss depends on: their gradient is None, not zero.
 
-To an optimizer the two differ: a zero gradient still decays the weight, still moves it
-by its momentum, and counts as a step; None leaves parameter, state and count as they
-are. PyTorch's `DistributedDataParallel` has to search its graph for such parameters
-after every forward pass and to agree on them with all ranks. Here the program says it,
-once, when it is compiled: JAX does not propagate a cotangent that it knows to be zero,
-so that a mark on a parameter whose backward rule never runs was never needed.
+An optimizer treats the two differently. A zero gradient still decays the weight, moves
+it by its momentum, and counts as a step; None leaves parameter, state and count
+unchanged. PyTorch's `DistributedDataParallel` searches its graph for such parameters
+after every forward pass and agrees on them with all ranks. Here they are known once,
+when the program is compiled: JAX does not propagate a cotangent that it knows to be
+zero, so a parameter whose backward rule is never traced is unused.
 
-What is decided by *values* (a branch of `lax.cond` that no example takes) is part of
-the program all the same: its gradient is zero, not None.
+A dependence decided by *values* (a branch of `lax.cond` that no example takes) is part
+of the program: its gradient is zero, not None.
 """
 
 import jax
@@ -17,10 +17,10 @@ from jdist._tree import PyTree, is_inexact, path_of
 
 
 def watched(params: PyTree, used: set[str]) -> PyTree:
-    """The same parameters, marked: those that get a cotangent enter `used`.
+    """Marks parameters, so that the paths of those with a cotangent enter `used`.
 
     Args:
-      params: Pytree, as it enters the loss function.
+      params: Pytree, the argument of the loss function.
       used: Receives the paths of leaves, while the backward pass is traced.
     """
     return jax.tree_util.tree_map_with_path(

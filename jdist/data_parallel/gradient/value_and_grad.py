@@ -1,9 +1,9 @@
-"""The whole batch's loss and gradient, computed by replicas that each see a part.
+"""The loss and gradient of a whole batch, computed by replicas on parts of it.
 
 Each replica runs one forward and one backward pass over its own examples and gets a
 `Partial` (see `jdist.reduction`); one collective joins the partials; the division by
 the total comes last. The replicas are the devices of a mesh axis under `shard_map`, or,
-on a single device, the rows of a `vmap` with an axis name: the same code in both.
+on a single device, the rows of a `vmap` with an axis name; both run the same code.
 """
 
 from __future__ import annotations
@@ -177,6 +177,7 @@ class _Programs:
 
         axis = communication.axis
         takes = (EACH, rows, rows)
+        # Nothing is donated: callers keep the parameters.
         self.step = jax.jit(
             over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))
         )

@@ -1,8 +1,8 @@
-"""Ways to add gradients up over replicas, with and without loss; one in each file.
+"""Communication hooks: sums of gradients over replicas, lossless and compressed.
 
-A hook is a pure function `(state, bucket) -> (state, bucket)` that is given each bucket
-of gradients before it is summed and returns the sum, or what can be said of it in fewer
-bytes. `data_parallel.value_and_grad(..., hook=...)` calls it.
+A hook is a pure function `(state, bucket) -> (state, bucket)`. It is given each bucket
+of gradients before the sum, and returns the sum, or an approximation that is sent in
+fewer bytes. `data_parallel.value_and_grad(..., hook=...)` calls it.
 """
 
 from jdist.data_parallel.hooks.cast import bf16, fp16

@@ -1,16 +1,16 @@
-"""Half the bytes: buckets summed in a 16-bit type.
+"""Sums of buckets in a 16-bit type: half the bytes.
 
 Each share is rounded once, and the sum of K of them at most K - 1 times, each time by
 at most u of a partial sum's magnitude. With S = sum_i |share_i|, per element,
 
     |error|  <=  ((1 + u)^K - 1) S + K tiny       u = 2^-11 (float16), 2^-8 (bfloat16)
 
-where tiny is half the smallest subnormal number: what a share near zero can lose.
+where tiny is half the smallest subnormal number, the error of a share near zero.
 
-The roundings of the sum are no replica's own, and error feedback does not see them.
+Error feedback sees the rounding of the shares, but not that of the sum.
 
-XLA's CPU backend computes in float32 what is bfloat16, collectives included: there
-`bf16` rounds the shares but saves no bytes. float16 is sent as it is.
+XLA's CPU backend computes bfloat16 in float32, collectives included: there `bf16`
+rounds the shares but saves no bytes. float16 is sent in 16 bits.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def fp16(hook: Hook | None = None) -> Hook:
     beyond 65504, which gives infinity.
 
     Args:
-      hook: What sums the compressed buckets; None for a plain all-reduce.
+      hook: Sums the compressed buckets; None for a plain all-reduce.
 
     References:
       `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`
@@ -43,7 +43,7 @@ def bf16(hook: Hook | None = None) -> Hook:
     """Compresses buckets to bfloat16: 8 bits of precision, the range of float32.
 
     Args:
-      hook: What sums the compressed buckets; None for a plain all-reduce.
+      hook: Sums the compressed buckets; None for a plain all-reduce.
 
     References:
       `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook`
@@ -72,7 +72,7 @@ def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
     return Hook(
         name if hook is None else f"{name}({hook.name})",
         reduce,
-        # With the dtype of the buckets that the inner hook will be given.
+        # The inner hook keeps state in the dtype of the buckets that it is given.
         None if init is None else lambda bucket: init(narrow(bucket)),
         inner.replicated,
     )

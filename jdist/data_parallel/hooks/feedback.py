@@ -1,14 +1,14 @@
-"""Error feedback: what a lossy hook leaves out is added to the next gradient.
+"""Error feedback: the error of a lossy hook is added to the next gradient.
 
-    given_i  = share_i + error_i                what replica i hands to the inner hook
-    error_i <- given_i - sent_i                 what did not reach the sum
+    given_i  = share_i + error_i                replica i's input to the inner hook
+    error_i <- given_i - sent_i                 the part that did not reach the sum
 
-Summed over replicas and over steps 1 .. T nothing but the last error is missing:
+Summed over replicas and over steps 1 .. T only the last error is missing:
 
     sum_t result_t  =  sum_t gradient_t  -  sum_i error_i(T)
 
-whatever the inner hook does, so that a hook whose errors stay bounded gives in the mean
-over steps the gradient itself.
+for any inner hook. If its errors stay bounded, the mean over steps is therefore the
+mean of the gradients.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
 def error_feedback(hook: Hook) -> Hook:
-    """Keeps what `hook` leaves out, on each replica, for the next step.
+    """Adds the error of `hook` on each replica to its gradient of the next step.
 
     Args:
       hook: A lossy hook that says what it sent (`Bucket.sent`), as all hooks here do.

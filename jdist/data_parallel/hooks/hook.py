@@ -1,4 +1,4 @@
-"""The form of a communication hook, and the bucket that it is given."""
+"""The type of a communication hook, and of the buckets that it sums."""
 
 import dataclasses
 import math
@@ -15,21 +15,21 @@ from jdist._tree import PyTree
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some gradients of one replica in one flat buffer, on their way to the others.
+    """Gradients of one replica in one flat buffer, to be summed over replicas.
 
     Attributes:
       buffer: Shape `(n,)`, float32 or wider: this replica's *share* of the batch's
-        gradient. Shares are weighted already, so that whatever the replicas' numbers
-        of examples, the gradient is their plain sum:
+        gradient. Shares are weighted already, so that the gradient is their plain sum
+        for any numbers of examples:
         `sum_i share_i = sum_i (B_i / B) dL_i/dW`.
       weight: Scalar, this replica's part of the total weight, B_i / B.
-      index: The bucket's number; bucket 0 leaves first.
+      index: The bucket's number; bucket 0 is sent first.
       is_last: Whether no other bucket follows.
       axis_name: The axis of replicas, for collectives.
       paths: Names of the gradients in the buffer, in their order.
       shapes: Their shapes.
-      sent: What of `buffer` has reached the sum, where a hook changes or leaves out
-        something: the sum over replicas of `sent` is the buffer that it returns. None:
+      sent: The part of `buffer` that reached the sum, set by hooks that approximate:
+        the sum over replicas of `sent` is the buffer that the hook returns. None for
         all of it.
     """
 
@@ -44,11 +44,11 @@ class Bucket:
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return int(jax.lax.axis_size(self.axis_name))
 
     def gradients(self) -> list[jax.Array]:
-        """The buffer cut into the gradients' shapes."""
+        """Splits the buffer into the gradients."""
         return split(self.buffer, self.shapes)
 
     def replaced(self, buffer: jax.Array, sent: jax.Array | None = None) -> "Bucket":
@@ -58,19 +58,19 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A way to add up a bucket over replicas.
+    """A sum of a bucket over replicas, exact or approximate.
 
     A plain function `(state, bucket) -> (state, bucket)` serves as a hook without
     state: it is given `()`.
 
     Attributes:
-      name: For reports.
+      name: Name in reports.
       reduce: `(state, bucket) -> (state, bucket)`, pure: the bucket that it returns
-        holds the sum of all replicas' buffers, or what the hook makes of it, with the
-        same shape and dtype, and is the same on all replicas unless `replicated` is
-        False. The state is this replica's, for this bucket.
-      init: From a bucket (zeros, before the first step) to the state; None where the
-        hook keeps none.
+        holds the sum of all replicas' buffers, or an approximation, with the same shape
+        and dtype, and is the same on all replicas unless `replicated` is False. The
+        state is this replica's, for this bucket.
+      init: Maps a bucket (zeros, before the first step) to the first state; None if
+        the hook is stateless.
       replicated: Whether all replicas end up with the same buffer.
     """
 
@@ -102,7 +102,7 @@ def split(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arra
 
 
 def require_real(name: str, bucket: Bucket) -> None:
-    """Refuses a bucket of complex gradients.
+    """Checks that a bucket has real gradients.
 
     Raises:
       TypeError: It is one.

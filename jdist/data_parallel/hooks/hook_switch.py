@@ -1,4 +1,4 @@
-"""One hook for the first steps, another from then on."""
+"""A hook that switches from one hook to another after a number of steps."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,13 @@ from jdist.data_parallel.hooks.hook import Bucket, Hook
 def switch(first: Hook, then: Hook, at: int) -> Hook:
     """Uses `first` for `at` steps and `then` for all later ones.
 
-    Each keeps its own state, which the other leaves alone. Both are in the compiled
-    program; which of them runs is decided by a count of steps, the same on all
-    replicas.
+    Each has a state of its own. Both are in the compiled program, and a count of steps,
+    equal on all replicas, selects the one that runs.
 
     Args:
-      first: For steps 0 to at - 1.
-      then: From step `at` on.
-      at: At least 0; 0 is `then` alone.
+      first: The hook of steps 0 to at - 1.
+      then: The hook from step `at` on.
+      at: At least 0; 0 for `then` alone.
 
     Raises:
       ValueError: `at` is negative.
@@ -29,14 +28,14 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
         return then
     hooks = (first, then)
 
-    # Both states from the start: a state must not change its structure at a step.
+    # Both states from the start: the compiled step needs a state of one structure.
     def init(bucket: Bucket) -> PyTree:
         return jnp.zeros((), jnp.int32), tuple(hook.start(bucket) for hook in hooks)
 
     def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         count, states = state
         states, result = one_of(count < at, hooks, states, bucket)
-        # It stops there, so that a run of any length does not overflow it.
+        # The count stops at `at`, so that it cannot overflow in a long run.
         return (jnp.minimum(count + 1, at), states), result
 
     name = f"switch({first.name}, {then.name}, at={at})"
@@ -49,14 +48,22 @@ def one_of(
     states: tuple[PyTree, PyTree],
     bucket: Bucket,
 ) -> tuple[tuple[PyTree, PyTree], Bucket]:
-    """Lets one of two hooks sum a bucket, chosen by a scalar equal on all replicas."""
+    """Sums a bucket by one of two hooks.
+
+    Args:
+      is_first: Scalar, equal on all replicas: whether the first one is used.
+      hooks: The two hooks.
+      states: Their states.
+      bucket: The bucket.
+    """
 
     def run(place: int, states: PyTree, buffer: jax.Array) -> PyTree:
         own, result = hooks[place].reduce(states[place], bucket.replaced(buffer))
         states = tuple(own if i == place else s for i, s in enumerate(states))
         return states, result.buffer, buffer if result.sent is None else result.sent
 
-    # `cond` returns arrays: a bucket is taken apart here and put together after it.
+    # All replicas take the same branch: a collective inside would otherwise never end.
+    # `cond` returns arrays, so the bucket is split here and rebuilt after it.
     states, buffer, sent = jax.lax.cond(
         is_first,
         lambda *given: run(0, *given),

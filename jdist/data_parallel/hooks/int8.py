@@ -1,14 +1,14 @@
-"""A quarter of the bytes: each replica's buckets in 8-bit integers with a scale.
+"""Buckets in 8-bit integers with a scale: a quarter of the bytes.
 
 The numbers of a channel, from low = min(x, 0) to high = max(x, 0), are laid on 256
-levels, of which one is 0 itself:
+levels, one of which is exactly 0:
 
     scale = (high - low) / 255      zero = round(-low / scale)
     q     = clip(round(x / scale) + zero, 0, 255)        x ~ scale (q - zero)
 
-Scales differ between replicas, so the integers cannot be added up on the way: they are
-gathered, K times n bytes on every replica, and added in rank order. Each replica is off
-by half a step at most, hence per element
+Scales differ between replicas, so the integers cannot be summed by the collective: they
+are gathered, K times n bytes on every replica, and added in rank order. The error of
+each replica is at most half a step, hence per element
 
     |error|  <=  sum_i scale_i / 2        (and the rounding of the sum)
 
@@ -73,8 +73,9 @@ def _quantizing(name: str, channel: int | None) -> Hook:
     def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         require_real(name, bucket)
         size, dtype = bucket.buffer.size, bucket.buffer.dtype
+        # Never 0, also for an empty bucket: the buffer is divided into rows of it.
         width = channel or max(size, 1)
-        # The range of a channel of float16 numbers may be no float16, nor may the sum.
+        # The range of a float16 channel may overflow float16, and so may the sum.
         wide = bucket.buffer.astype(wide_dtype(dtype))
         # Zeros change the range of no channel: 0 is always within it.
         padded = jnp.pad(wide, (0, -size % width)).reshape(-1, width)
@@ -105,6 +106,7 @@ def _quantize(channels: jax.Array) -> _Quantized:
     zero = jnp.round(-low / step)
     levels = jnp.round(channels / step[:, None]) + zero[:, None]
     levels = jnp.clip(levels, 0, LEVELS).astype(jnp.uint8)
+    # `zero` fits a byte, since low <= 0 <= high.
     return _Quantized(levels, scale, zero.astype(jnp.uint8))
 
 

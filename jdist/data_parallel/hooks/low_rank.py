@@ -1,15 +1,15 @@
-"""Gradients of matrices as two thin factors: one step of power iteration each.
+"""Gradients of matrices as two low-rank factors, by one step of power iteration.
 
 For the sum M of the replicas' matrices M_i (n x m), with Q (m x r) the same on all:
 
-    P = orthogonal basis of sum_i M_i Q          n r numbers travel
-    Q = sum_i M_i^T P                            m r numbers travel
+    P = orthogonal basis of sum_i M_i Q          n r numbers are sent
+    Q = sum_i M_i^T P                            m r numbers are sent
     M ~ P Q^T = P P^T M                          replica i's part of it is P P^T M_i
 
-P P^T projects: what it leaves out on replica i is M_i - P P^T M_i, and error feedback
-adds it to the next step. Q is the start of the next step's iteration (warm start), so
-that over steps P turns to the leading directions of M. A matrix of rank r or less is
-sent exactly.
+P P^T is a projection. Its error on replica i is M_i - P P^T M_i, which error feedback
+adds to the next step. Q starts the next step's iteration (warm start), so that over
+steps P converges to the leading directions of M. A matrix of rank r or less is sent
+exactly.
 """
 
 from typing import NamedTuple
@@ -39,18 +39,18 @@ def power_sgd(
     """PowerSGD: an exact sum for the first steps, then factors of low rank.
 
     A gradient of shape (n, a, b, ..) is an n x (a b ..) matrix. It is compressed if
-    `(n + m) r * min_compression_rate < n m`; vectors never are: they travel with the
-    first factors. Two collectives for each bucket. Inside `fp16` factors are float16,
+    `(n + m) r * min_compression_rate < n m`; vectors never are, and are sent with the
+    first factors. Each bucket takes two collectives. Inside `fp16` factors are float16,
     too: each number of one is a sum over a row or column, and where that is beyond
     65504 the result is infinite or NaN, although the gradient need not be.
 
     Args:
       rank: Columns r of the factors, at most n and m.
-      start: Steps with an exact sum, for the time when gradients change quickly.
+      start: Steps with an exact sum first, while gradients change quickly.
       min_compression_rate: How many times smaller the factors must be.
-      error_feedback: Whether what is left out is added to the next step.
+      error_feedback: Whether the error is added to the next step.
       warm_start: Whether Q is kept; otherwise it is drawn anew in each step.
-      seed: Of Q.
+      seed: The seed of Q.
 
     Raises:
       ValueError: `rank` is below 1, `start` below 0, or the rate not above 0.
@@ -102,7 +102,7 @@ def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
         if not warm_start:
             # A count of steps, by which `_drawn` makes another Q for each.
             return jnp.zeros((), jnp.uint32)
-        # By NumPy: the same numbers on every replica and under every JAX version.
+        # NumPy draws the same numbers on every replica and under every version of JAX.
         rng = np.random.default_rng((seed, bucket.index))
         sizes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
         dtype = _real(bucket)
@@ -113,6 +113,7 @@ def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
         matrices = _compressible(bucket, rank, rate)
         starts = state if warm_start else _drawn(state, bucket, matrices, seed)
         new_starts, result = _projected(starts, bucket, matrices)
+        # Without a warm start the state only counts steps, for a new draw in each.
         return new_starts if warm_start else state + 1, result
 
     return Hook(f"power_sgd(rank={rank})", reduce, init)
@@ -131,11 +132,11 @@ def _projected(
     others = [i for i in range(len(gradients)) if i not in matrices.places]
     # An orthonormal start keeps the products in the range of the gradient's numbers.
     left = [_product(m, _basis(q)) for m, q in zip(own, starts, strict=True)]
-    # Vectors travel with the first factors: one collective for both.
+    # Vectors are sent with the first factors, to save a collective.
     given = [*(p.astype(bucket.buffer.dtype) for p in left)]
     given += [gradients[i] for i in others]
     summed = _summed(given, bucket)
-    # Every replica decomposes the same sums, and so has the same bases.
+    # Every replica decomposes the same sums, and so gets the same bases.
     bases = [_basis(p.astype(dtype)) for p in summed[: len(left)]]
     right = [_product(m.T, p) for m, p in zip(own, bases, strict=True)]
     factors = _summed([q.astype(bucket.buffer.dtype) for q in right], bucket)
@@ -145,7 +146,7 @@ def _projected(
     rows = zip(matrices.places, bases, factors, right, strict=True)
     for place, p, q, own_q in rows:
         results[place] = _product(p, q.T)
-        # This replica's part of the result; the rest of its matrix is error feedback's.
+        # This replica's part of the result: error feedback keeps the rest.
         sent[place] = _product(p, own_q.T)
     everything = (
         flatten([x[i].astype(bucket.buffer.dtype) for i in range(len(gradients))])

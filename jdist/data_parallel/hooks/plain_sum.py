@@ -1,4 +1,4 @@
-"""No compression: the plain sum."""
+"""The exact sum, without compression."""
 
 from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
@@ -6,10 +6,10 @@ from jdist.data_parallel.replicas.mapping import summed
 
 
 def all_reduce() -> Hook:
-    """Adds the buckets up as they are: lossless, one all-reduce for each.
+    """Sums each bucket by one all-reduce, without loss.
 
-    The same gradient, to rounding, as without a hook. It is what other hooks are
-    compared with, and what they are composed with.
+    Gives the same gradient, up to rounding, as no hook. Other hooks are compared with
+    it, and are composed with it.
 
     References:
       `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook`.

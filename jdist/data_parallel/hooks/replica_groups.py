@@ -1,7 +1,7 @@
-"""Gradients of all replicas for the first steps, then within groups of replicas.
+"""Gradients of the whole batch for the first steps, then of groups of replicas.
 
-From then on the replicas' parameters differ; averaging them periodically keeps them
-together: see `jdist.data_parallel.local_sgd`.
+After the switch the replicas' parameters differ, and have to be averaged periodically:
+see `jdist.data_parallel.local_sgd`.
 """
 
 from functools import reduce
@@ -24,9 +24,8 @@ def post_local_sgd(start: int, group_size: int = 1) -> Hook:
     group has no examples.
 
     Args:
-      start: Steps that end with the same gradient on all replicas.
-      group_size: Consecutive replicas that form a group; 1 for each by itself, without
-        any communication.
+      start: Steps with the same gradient on all replicas.
+      group_size: Consecutive replicas that form a group; 1 for no communication.
 
     Raises:
       ValueError: `start` is below 0 or `group_size` below 1; on use, if the number of
@@ -48,6 +47,7 @@ def group_mean(size: int) -> Hook:
     def mean(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         weight = group_sum(bucket.weight, bucket, size)
         total = group_sum(bucket.buffer, bucket, size)
+        # Real, also for complex gradients, and as wide as their parts.
         divisor = weight.astype(jnp.finfo(total.dtype).dtype)
         # A group without examples has no mean; its gradient is 0, not NaN.
         return state, bucket.replaced(jnp.where(weight == 0, 0, total / divisor))
@@ -56,15 +56,13 @@ def group_mean(size: int) -> Hook:
 
 
 def group_sum(array: jax.Array, bucket: Bucket, size: int) -> jax.Array:
-    """The sum over the group of consecutive replicas that this one belongs to.
-
-    Each member's array is passed around in its group, and all add them up in the order
-    of ranks, so that they get the same bits.
-    """
+    """The sum over the group of consecutive replicas that this one belongs to."""
     count = bucket.replicas
     if count % size:
         rule = f"must divide the {count} replicas"
         raise ValueError(requirement("post_local_sgd(group_size=...)", rule, size))
+    # Each array is passed around its group, and all members add them in rank order, so
+    # that they get the same bits.
     rows = [array]
     for shift in range(1, size):
         pairs = [(k, k // size * size + (k - shift) % size) for k in range(count)]

@@ -1,15 +1,15 @@
-"""Whether all replicas hold the same bits: the check behind `debug=True`.
+"""A check that all replicas hold the same bits, for `debug=True`.
 
-What a step returns is declared to be the same on all replicas, and nothing in JAX looks
-whether it is: a hook that forgets to communicate gives every device a gradient of its
-own under one name. In debug mode each replica computes a checksum of each of its
-gradients inside the program, all are gathered, and the host compares them.
+The results of a step are declared to be the same on all replicas, and JAX does not
+check it: with a hook that does not communicate, one array has different values on every
+device. In debug mode each replica computes a checksum of each gradient inside the
+program, the checksums are gathered, and the host compares them.
 
     checksum = sum over positions i of  mix(bits of number i + c i)     modulo 2^32
 
-mix is a bijection that spreads each bit over all others. So a difference in one number
-is always seen, and any other but once in 2^32. Without it signs that differ in an even
-number of places would cancel: a negated gradient would look the same.
+mix is a bijection that spreads each bit over all others. A difference in one number is
+therefore always detected, any other with probability 1 - 2^-32. Without mix, sign flips
+in an even number of places would cancel, as in a negated gradient.
 """
 
 from collections.abc import Hashable, Mapping
@@ -30,7 +30,7 @@ class ReplicasDiffer(JdistError):
 
 
 def checksums(tree: PyTree, axis_name: Hashable) -> dict[str, jax.Array]:
-    """All replicas' checksums of the leaves; call it where the axis is bound.
+    """Checksums of the leaves on all replicas; call it where the axis is bound.
 
     Returns:
       For each path `(replicas,)`, uint32, the same on all replicas.
@@ -69,7 +69,7 @@ def _mixed(words: jax.Array) -> jax.Array:
 def check_agreement(
     call: str, sums: Mapping[str, Any], mesh: Mesh | int, axis: str
 ) -> None:
-    """Refuses a result whose leaves differ between replicas.
+    """Checks that the leaves of a result are the same on all replicas.
 
     Args:
       call: The public function, for the error's text.

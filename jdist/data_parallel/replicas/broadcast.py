@@ -1,8 +1,8 @@
-"""Broadcast of the values that training starts from, compared between processes.
+"""Broadcast of initial values, after a comparison between processes.
 
-Within one process there is only one tree of parameters. A second process may have been
-started with other code, other data types or another seed. So trees are compared first,
-by structure, shapes and dtypes, and then replaced by those of replica 0, bit for bit.
+Within one process there is only one tree of parameters. Another process may have been
+started with other code, other data types or another seed. Trees are therefore compared
+by structure, shapes and dtypes, and then replaced by replica 0's, bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
     divided = jax.tree.map(jnp.copy, divided)
     own = jax.tree.map(_first_copy, tree)
     if jax.process_count() > 1:
-        # First: a broadcast of trees that differ would hang, or fail without a path.
+        # Before the broadcast, which would hang or fail without a path if trees differ.
         _check_processes(own, name)
         own = _from_process_0(own)
     if isinstance(mesh, int):
@@ -104,12 +104,12 @@ def check_replicas(replicas: Sequence[PyTree], *, name: str = "params") -> None:
 
 
 def _description(tree: PyTree) -> dict[str, str]:
-    """Leaf by leaf; under the empty path the structure."""
+    """Descriptions of all leaves by path, and of the structure under the empty path."""
     leaves = {
         path: "None" if leaf is None else described(leaf)
         for path, leaf in named_leaves(jax.tree.map(_first_copy, tree)).items()
     }
-    # As text, which can be sent: a structure may hold classes of the program.
+    # As text: a structure may hold classes of the program, which cannot be sent.
     return leaves | {"": str(jax.tree.structure(tree))}
 
 
@@ -118,7 +118,7 @@ def _compare(
 ) -> None:
     first, *others = descriptions
     for rank, other in enumerate(others, start=1):
-        # The structure stands last: a missing leaf says more.
+        # The structure last: a missing leaf is the better message.
         paths = sorted(first.keys() | other.keys(), key=lambda path: (not path, path))
         for path in paths:
             expected, found = (d.get(path, "no leaf") for d in (first, other))
@@ -148,7 +148,7 @@ def _from_process_0(tree: PyTree) -> PyTree:
 
 
 def _first_copy(leaf: Any) -> PyTree:
-    """The first device's copy; a number gets the dtype that it computes with."""
+    """The first device's copy; a number gets the dtype that JAX computes it in."""
     if isinstance(leaf, jax.Array):
         return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
     return np.asarray(leaf, jnp.result_type(leaf))

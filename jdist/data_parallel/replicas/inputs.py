@@ -1,4 +1,4 @@
-"""Checks of a compiled step's arrays: alive, and on the step's devices.
+"""Checks that the arrays of a compiled step are alive and on its devices.
 
 JAX refuses a program whose arrays are committed to different devices, and may end the
 process where a donated buffer is used again. Both are checked before the program runs:
@@ -18,7 +18,7 @@ from jdist.data_parallel.replicas.mapping import EACH
 
 
 def check_alive(argument: str, tree: PyTree) -> None:
-    """Refuses arrays whose buffers a step took over.
+    """Checks that no array was donated or deleted.
 
     Args:
       argument: Function and argument, such as `"step(state=...)"`.
@@ -41,12 +41,12 @@ def check_alive(argument: str, tree: PyTree) -> None:
 
 
 def check_place(argument: str, state: PyTree, mesh: Mesh | int) -> None:
-    """Refuses a state that is tied to other devices than the mesh's.
+    """Checks that a state is on the devices of the mesh.
 
     Args:
       argument: Function and argument, such as `"step(state=...)"`.
       state: What `init` or the last step returned.
-      mesh: The devices. Replicas on one device are where their state is, all of it.
+      mesh: The devices. Replicas on one device use the device of their state.
 
     Raises:
       ValueError: A leaf lies elsewhere, and the message names the first.
@@ -69,18 +69,18 @@ def check_place(argument: str, state: PyTree, mesh: Mesh | int) -> None:
 def brought(
     argument: str, mesh: Mesh | int, axis: str, whole: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Arrays that are tied to other devices, on those of the program.
+    """Moves arrays that are committed to other devices to those of the program.
 
-    Traced arrays, and those that are tied to no device, are left to JAX. The shape of
-    an array gets the place that the array would be brought to.
+    Traced and uncommitted arrays are left to JAX. A shape gets the sharding that the
+    array would be moved to.
 
     Args:
       argument: Function and argument, for the error's text.
       mesh: The devices; or a number of replicas on one device, which is then that of
-        the first array here that is tied to one.
+        the first committed array.
       axis: The mesh axis that counts replicas.
-      whole: What each replica has all of, such as parameters.
-      rows: What is divided over the replicas, such as a batch and its weights.
+      whole: Arrays that each replica has whole, such as parameters.
+      rows: Arrays divided over the replicas, such as a batch and its weights.
 
     Raises:
       ValueError: The mesh spans several processes, and an array is tied to devices of
@@ -124,12 +124,12 @@ def _shape_at(leaf: Any, place: Any) -> Any:
 
 
 def _home(tree: PyTree) -> PyTree:
-    """Where the first array is that is tied to a device; None if there is none."""
+    """The sharding of the first committed array; None if there is none."""
     for leaf in jax.tree.leaves(tree):
         if _is_tied(leaf):
             place = leaf.sharding
             is_named = isinstance(place, NamedSharding)
-            # Its mesh and not its spec, which is for arrays of its own rank.
+            # Without its spec, which fits arrays of its own rank only.
             return NamedSharding(place.mesh, EACH) if is_named else place
     return None
 
@@ -140,7 +140,7 @@ def _is_tied(leaf: Any) -> bool:
 
 
 def _is_elsewhere(leaf: Any, place: Any) -> bool:
-    # The devices and not the layout, which the program changes as it needs.
+    # Devices only: the program changes the layout as it needs.
     return _is_tied(leaf) and leaf.sharding.device_set != place.device_set
 
 

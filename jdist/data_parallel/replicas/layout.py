@@ -1,18 +1,18 @@
-"""Parameters divided over the mesh: which layouts are kept, and which are refused.
+"""Layouts of parameters over the mesh: those that are kept, and those refused.
 
 A mesh may have further axes beside that of the replicas, and parameters may be divided
 over them (tensor parallelism). The library's programs are manual over the axis of
-replicas only. Over the further axes each array stays as it was given, the compiler adds
-the communication that the model takes, and a gradient has its parameter's layout:
+replicas only. Over the further axes each array keeps its layout, the compiler adds the
+communication that the model needs, and a gradient has its parameter's layout:
 
     mesh (data 4, model 2)          w: P(None, "model")      batch: P("data")
     replica (2 devices)             half of w on each        a quarter of the rows
     gradient                        P(None, "model"): one all-reduce over "data" of half
                                     the gradient on each device
 
-What would have to make such an array whole is refused: buckets and hooks, which join
-gradients in flat buffers; gathering; and parameters that are divided over the replicas
-themselves, since each replica computes with all of its parameters.
+Options that would gather such an array are refused: buckets and hooks, which join
+gradients in flat buffers; the method "all_gather"; and parameters that are divided over
+the replicas themselves, since each replica computes with whole parameters.
 """
 
 from typing import Any
@@ -34,10 +34,7 @@ def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
 
 
 def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
-    """Whether a mesh has further axes; refuses types of them that cannot be kept.
-
-    JAX 0.10 gathers what is divided over an explicit axis where it enters a shard_map
-    that is manual over another one.
+    """Whether a mesh has further axes; their types must be Auto.
 
     Raises:
       ValueError: A further axis is explicit.
@@ -47,6 +44,8 @@ def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
         return False
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in further:
+        # JAX 0.10 gathers arrays divided over an explicit axis where they enter a
+        # shard_map that is manual over another axis.
         if types[name] == AxisType.Explicit:
             rule = f"must have axes of type Auto beside {axis!r}"
             got = f"the explicit axis {name!r}"
@@ -59,7 +58,7 @@ def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
 
 
 def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
-    """Refuses a mesh with further axes, for what would make whole what they divide.
+    """Checks that a mesh has no further axes, for options that would gather arrays.
 
     Raises:
       ValueError: There are some.
@@ -74,9 +73,9 @@ def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
 
 
 def check_params(argument: str, params: PyTree, mesh: Mesh | int, axis: str) -> None:
-    """Refuses parameters that a replica would have to make whole.
+    """Checks that no replica would have to gather parameters.
 
-    Traced ones cannot be seen; their values come out right.
+    The layout of traced parameters is unknown; their gradient is right all the same.
 
     Args:
       argument: For the error, such as `"fn(params=...)"`.

@@ -1,9 +1,9 @@
 """Splitting a batch over replicas, evenly or not, without changing its gradient.
 
-One compiled program needs shards of one shape, so shorter shards are padded and the
-padding gets weight 0. It is padded with *real examples*, never zeros: a log, a norm or
-a square root at a zero row has an infinite derivative, and 0 * inf = NaN survives any
-mask that is applied to the loss afterwards.
+One compiled program needs shards of one shape, so shorter shards are padded with rows
+of weight 0. These are *real examples*, never zeros: a log, a norm or a square root at a
+zero row has an infinite derivative, and 0 * inf = NaN survives any mask that is applied
+to the loss afterwards.
 
     sizes (3, 1), batch a b c d:     replica 0: a b c      weights 1 1 1
                                      replica 1: d d d      weights 1 0 0
@@ -28,7 +28,7 @@ from jdist._tree import PyTree, Shaped, examples_in, is_shape, wide_dtype
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class BoundWeights:
-    """Weights that give what was asked for in steps of one reduction only.
+    """Weights that are right for steps of one reduction only.
 
     Attributes:
       array: Shape `(rows,)`, as from `shard_batch`.
@@ -123,7 +123,7 @@ def shard_batch(
 
 
 def own_replicas(mesh: Mesh, axis: str) -> list[int]:
-    """The replicas that have a device in this process, in the order of the mesh.
+    """The replicas with a device in this process, in the order of the mesh.
 
     Raises:
       ValueError: It has none: such a process has nothing to bring or to compute.
@@ -144,7 +144,7 @@ def own_replicas(mesh: Mesh, axis: str) -> list[int]:
 
 
 def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
-    """The number of replicas that a mesh, or a plain number, stands for.
+    """The number of replicas of a mesh, or the number itself.
 
     Raises:
       ValueError: The mesh has no such axis, or the number is below 1.
@@ -167,7 +167,7 @@ def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
 
 
 def check_rows(count: int, replicas: int) -> None:
-    """Refuses rows that do not divide."""
+    """Checks that the replicas divide the rows."""
     if count % replicas or not count:
         rule = f"must divide evenly over {replicas} replicas"
         got = f"{count} examples"
@@ -237,14 +237,14 @@ def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray
 
 
 def unbound(weights: Weights) -> Weights:
-    """The array of weights that are bound to a reduction; others as they are."""
+    """Unwraps weights that are bound to a reduction; returns others unchanged."""
     return weights.array if isinstance(weights, BoundWeights) else weights
 
 
 def weights_given(
     call: str, weights: Weights, count: int, reduction: str
 ) -> jax.Array | np.ndarray | jax.ShapeDtypeStruct | None:
-    """Weights that a step is given, checked: a number per row, or None for 1 each.
+    """Checks the weights given to a step: a number per row, or None for 1 each.
 
     Lists and tuples become arrays; integers and booleans become float32.
 
@@ -293,10 +293,10 @@ def _check_one_per_row(call: str, weights: Shaped, count: int) -> None:
 def check_weight_values(
     call: str, weights: np.ndarray, *, all_zero: bool = False
 ) -> None:
-    """Refuses weights that would make a NaN: negative, not finite, or all zero.
+    """Checks that weights cannot make a NaN: negative, not finite, or all zero.
 
-    So does a total that the devices' precision cannot hold. `all_zero` allows weights
-    that are all 0, where other processes have weights as well.
+    Their total must fit the devices' precision. `all_zero` allows weights that are all
+    0, for a process where others have weights as well.
     """
     argument = f"{call}(weights=...)"
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
@@ -312,7 +312,7 @@ def check_weight_values(
     dtype = jax.dtypes.canonicalize_dtype(weights.dtype if floating else np.float32)
     kept = jnp.finfo(wide_dtype(dtype))
     with np.errstate(over="ignore"):  # An overflow is refused below, by its value.
-        # In float64: whether the precision of the devices holds it is the question.
+        # In float64, to see whether the precision of the devices can hold it.
         total = float(weights.sum(dtype=np.float64))
     if total and not float(kept.tiny) <= total <= float(kept.max):
         rule = f"must have a total between {kept.tiny:.2g} and {kept.max:.2g}, as "

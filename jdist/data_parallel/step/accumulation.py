@@ -1,9 +1,8 @@
-"""Gradient accumulation: a replica's rows in one pass, or in micro-batches in turn.
+"""Gradient accumulation: a replica's rows in one pass, or in micro-batches.
 
-Accumulation is what `no_sync` is for in PyTorch: k backward passes, one reduction. The
-micro-batches' *partials* are added up (see `jdist.reduction`), not their means, so that
-a micro-batch counts by the weight of its examples: the mean of k means is another
-number as soon as the counts differ.
+As with `no_sync` in PyTorch, k backward passes share one reduction. The micro-batches'
+*partials* are summed (see `jdist.reduction`), not their means, so that a micro-batch
+counts by the weight of its examples: the mean of k means differs if the counts do.
 
     rows of one replica, k = 3:   [a b][c d][e .]     . has weight 0
     partial = a + b + c + d + e,  total = 5           one reduction, then / 5
@@ -44,7 +43,7 @@ class ReplicaBatch(NamedTuple):
 def accumulated(
     loss: LossCall, params: PyTree, share: ReplicaBatch, reduction: str, count: int
 ) -> tuple[Partial, PyTree, PyTree]:
-    """Forward and backward passes over one replica's share, added up.
+    """Forward and backward passes over one replica's share, summed.
 
     Args:
       loss: As `jdist.data_parallel.gradient.loss.Loss`.
@@ -70,7 +69,7 @@ def accumulated(
         part, (new_states, aux) = reductions.partial_with_aux(
             losses_of, params, batch, weights, reduction
         )
-        # Padding is repeated examples: alone it must not move the statistics.
+        # Padding repeats examples: alone it must not move the statistics.
         some = jnp.any(weights > 0)
         new_states = jax.tree.map(
             lambda new, old: jnp.where(some, new, old), new_states, state
@@ -78,8 +77,9 @@ def accumulated(
         return part._replace(gradient=only(part.gradient, used)), new_states, aux
 
     if count == 1:
+        # Index 0, so that keys are folded in the same way for every number of them.
         part, state, aux = one(share.states, 0, share.batch, share.weights)
-        # With the axis of micro-batches that several would have.
+        # With a leading axis of one micro-batch, as for several.
         return part, state, as_row(aux)
 
     indices = jnp.arange(count, dtype=jnp.int32)
@@ -87,7 +87,7 @@ def accumulated(
         lambda x: x.reshape(count, -1, *x.shape[1:]), (share.batch, share.weights)
     )
     first = own_row((indices, *rows))
-    # Which gradients are None shows in the trace; `scan` needs the carry's structure.
+    # `scan` needs the structure of its carry; a trace shows which gradients are None.
     shapes, *_ = jax.eval_shape(one, share.states, *first)
 
     def body(carry: tuple[Partial, PyTree], micro: PyTree) -> tuple[PyTree, PyTree]:
@@ -96,5 +96,6 @@ def accumulated(
         return (reductions.combine(so_far, part, reduction), state), aux
 
     start = (reductions.empty(shapes, reduction), share.states)
+    # Not unrolled: activations of one micro-batch at a time, one compiled body.
     (part, state), aux = jax.lax.scan(body, start, (indices, *rows))
     return part, state, aux

@@ -1,7 +1,7 @@
-"""Horovod's form: an optimizer that averages gradients over replicas before it steps.
+"""An optimizer that averages gradients over replicas before its step, as in Horovod.
 
-For a training loop that exists already, inside `jax.shard_map`, `jax.pmap` or
-`jax.vmap`: its wrapped optimizer steps by the mean of the replicas' gradients.
+It is for existing training loops inside `jax.shard_map`, `jax.pmap` or
+`jax.vmap`: the wrapped optimizer steps by the mean of the replicas' gradients.
 """
 
 from collections.abc import Hashable, Mapping
@@ -57,8 +57,9 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
     ) -> tuple[PyTree, PyTree]:
         rest = dict(overrides)
         if opt.precision is not None:
-            # Masters take the mean as it was added up, and not rounded to 16 bits.
+            # Master weights take the mean in float32, not rounded to 16 bits.
             grads = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), grads)
+        # `weight` is taken out: the wrapped optimizer has no such hyperparameter.
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
         return opt.step_tree(params, whole, state, rest, **form)
 

@@ -1,10 +1,10 @@
-"""torch's `DataParallel`: one process scatters, applies a model, and gathers outputs.
+"""PyTorch's `DataParallel`: scatters a batch, applies a model, gathers the outputs.
 
     batch  --scatter-->  rows of replica 0 .. K-1  --apply-->  outputs  --gather--> all
     params --replicate-> the same on each
 
-Not a way to train (the loss is outside, on one device, and so is its gradient's start)
-but to apply a model to more than one device holds; `jax.grad` goes through it.
+It applies a model to batches that one device cannot hold. It is differentiable, but
+not meant for training: the loss is computed outside, on one device.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def DataParallel(
             given = jax.tree.map(_as_it_was, wide, params)
             return (fn(given, batch),)
 
-        # Parameters enter widened, so that the sum of their gradients, which JAX adds
-        # up where they enter the mapped function, is in float32 at least.
+        # Widened outside the mapped function: JAX sums gradients where parameters enter
+        # it, and the sum must be in float32 at least.
         mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
 
@@ -69,7 +69,9 @@ def DataParallel(
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
         count = examples_in(batch, "apply(params, batch)")
         check_params("apply(params=...)", params, mesh, axis)
+        # The weights are not needed: outputs of padding are dropped below.
         scattered, _ = shard_batch(batch, mesh, axis=axis)
+        # Before `brought`, which would read a donated array to move it.
         check_alive("apply(params, batch)", (params, batch))
         params, scattered = brought(
             "apply(params, batch)", mesh, axis, params, scattered
@@ -83,14 +85,14 @@ def DataParallel(
             for rank in range(replicas)
             for i in range(share + (rank < extra))
         ]
-        # Padding stands within each replica's rows, not at the end.
+        # Padding is within each replica's rows, not at the end of the batch.
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
 
     return apply
 
 
 def _widened(param: PyTree) -> PyTree:
-    """In the precision that the replicas' gradients are added up in."""
+    """Casts a parameter to the dtype in which its gradients are summed."""
     return param.astype(wide_dtype(param.dtype)) if is_inexact(param) else param
 
 

@@ -28,23 +28,23 @@ def fit(
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
-    """Trains on one batch after the other.
+    """Trains on a sequence of batches.
 
-    Where the mesh spans several processes each calls it, with as many batches as the
-    others: `Sampler.batches` and `Join` give that.
+    If the mesh spans several processes, each calls it with the same number of batches,
+    as from `Sampler.batches` and `Join`.
 
     Args:
       step: From `train_step`.
       state: From `TrainStep.init`, or restored; its arrays are donated.
       batches: Pairs of a batch and its weights, as from `Sampler.batches`, `Join` and
         `shard_batch`; or batches that are no tuples, whose examples count 1 each. For a
-        resumed run those that come after `state.step` steps.
-      total: How many there are, if they do not say it themselves.
+        resumed run, the batches after the first `state.step`.
+      total: Number of batches, if `len(batches)` is undefined.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.
-      save_every: See there.
-      console: Where a bar shows the step and its loss; None for none. Of several
-        processes one should show it.
+      save_every: Steps between checkpoints.
+      console: Where a bar shows the step and its loss; None for no bar. With several
+        processes, give it to one.
 
     Returns:
       The last state, and the metrics of every step; see `over_epoch`.
@@ -76,7 +76,9 @@ def fit(
     return fitted(
         counted,
         state,
+        # Lazily, so that a batch is prepared while the device computes the last step.
         map(pair, batches),
+        # Read once: in the loop it would wait for the device at every step.
         int(state.step),
         total=total,
         checkpoints=checkpoints,
@@ -99,8 +101,8 @@ def evaluate(
       step: From `train_step`.
       state: Training state; nothing is changed by it.
       batches: As for `fit`.
-      total: How many there are, if they do not say it themselves.
-      console: Where a bar shows how far it is; None for none.
+      total: Number of batches, if `len(batches)` is undefined.
+      console: Where a progress bar is shown; None for no bar.
 
     Raises:
       ValueError: There are no batches; and what `TrainStep.evaluate` refuses.
@@ -120,20 +122,22 @@ def evaluate(
     with progress(console, total, "evaluating") as advance:
         for batch, weights in map(pair, batches):
             one = step.evaluate(state, batch, weights)
+            # The previous loss: this one may still be computed, and showing it would
+            # wait.
             advance("evaluating", found[-1] if found else None)
-            # Auxiliary outputs may be as large as the data set.
+            # Auxiliary outputs of all batches may be as large as the data set.
             found.append(one._replace(aux=None))
     return over_epoch(found, step.reduction)
 
 
 def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:
-    """How many examples count, and their weight; of weights on devices, there."""
+    """Number of examples with a weight above 0, and the sum of the weights."""
     if weights is None:
         count = examples_in(batch, "fit(batches)")
         return count, float(count)
     weights = unbound(weights)
     if isinstance(weights, jax.Array):
-        # To read them would make the host wait for the device in every step.
+        # Counted there: reading them would wait for the device at every step.
         return _counts_there(weights)
     weights = np.asarray(weights)
     return int(np.sum(weights > 0)), float(np.sum(weights, dtype=np.float64))

@@ -1,10 +1,9 @@
 """Uneven inputs: replicas that run out of data before others, without a deadlock.
 
-All replicas run one program, so that one which has no batch left still takes part; its
-rows have weight 0 (they repeat an example, see
-`jdist.data_parallel.replicas.shards`). What the
-others' gradient is divided by is a choice. With B_i the total weight of replica i's
-batch, g_i the gradient of its mean, A the replicas that still have data and K all:
+All replicas run one program, so that a replica without a batch still takes part, with
+rows of weight 0 (which repeat an example, see `jdist.data_parallel.replicas.shards`).
+The divisor of the others' gradient is a choice. With B_i the total weight of replica
+i's batch, g_i the gradient of its mean, A the replicas with data and K all replicas:
 
     divide_by     gradient                       weights of replica i's examples
     "weight"      sum_A (B_i / sum_A B) g_i      w            the whole batch's gradient
@@ -12,8 +11,8 @@ batch, g_i the gradient of its mean, A the replicas that still have data and K a
     "initial"     sum_A g_i / K                  w / (B_i K), added up and not averaged
 
 The last two are PyTorch's `join`, with `divide_by_initial_world_size` False and True.
-"initial" is 3/4 of the right gradient when one of four replicas has left; both count a
-small batch as much as a large one. They are here to repeat runs made with them.
+"initial" gives 3/4 of the right gradient when one of four replicas has ended, and both
+weigh a small batch like a large one. They exist to reproduce runs made with them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,11 +40,11 @@ class EarlyEnd(JdistError):
 
 
 class Join:
-    """Batches of all replicas, step by step, until the last one has no more.
+    """Batches of all replicas, step by step, until all streams have ended.
 
     Iterate over it once: each step is `(batch, weights)` as from `shard_batch`, for
-    `train_step(..., reduction=joined.reduction)`. Another reduction would divide
-    otherwise than `divide_by` says: except by "weight", a step of one refuses them.
+    `train_step(..., reduction=joined.reduction)`. Except with "weight", a step of
+    another reduction refuses the weights, since its divisor would be another one.
 
     Args:
       streams: For each replica of this process, in the order of the mesh, an iterable
@@ -54,7 +53,7 @@ class Join:
       rows: Rows per replica: the largest batch there is.
       divide_by: "weight", "active" or "initial"; see above.
       weighted: Whether the streams hold pairs `(batch, weights)`.
-      early_end: "wait" goes on until all have ended; "error" raises as soon as some
+      early_end: "wait" continues until all have ended; "error" raises as soon as some
         have ended and others have not.
       axis: The mesh axis that counts replicas.
 
@@ -114,6 +113,8 @@ class Join:
         step = 0
         while True:
             items = [self._next(stream) for stream in self._streams]
+            # Every process takes part at every step, since this is a collective; so all
+            # end at the same one.
             active = self._agreed([item is not None for item in items])
             if not active.any():
                 return
@@ -125,7 +126,7 @@ class Join:
                 )
             yield self._joined(items, spare)
             here = next((item for item in items if item is not None), None)
-            # A batch to repeat an example of, once this process has no more.
+            # The source of an example to repeat once this process has no batch left.
             spare = spare if here is None else here
             step += 1
 
@@ -139,7 +140,7 @@ class Join:
             rule = "must hold batches of one example or more"
             raise ValueError(requirement("Join(streams=...)", rule, "an empty batch"))
         own = np.ones(count, np.float32) if weights is None else np.asarray(weights)
-        # In float64: the weights are divided by it.
+        # In float64, since every weight is divided by it.
         total = own.sum(dtype=np.float64)
         if self._divide_by != "weight" and total > 0:
             share = total * (self._replicas if self._divide_by == "initial" else 1)
@@ -149,16 +150,17 @@ class Join:
     def _joined(
         self, items: Sequence[PyTree], spare: PyTree
     ) -> tuple[PyTree, jax.Array | BoundWeights]:
-        """One batch of all replicas; `spare` is an old one to repeat an example of."""
+        """One batch of all replicas; `spare` is an earlier batch of this process."""
         given = [item for item in items if item is not None]
         sizes = [0 if item is None else len(item[1]) for item in items]
         if not given:
             if spare is None:
                 rule = "must hold at least one batch in every process"
                 raise ValueError(requirement("Join(streams=...)", rule, "none here"))
-            # `shard_batch` pads with real examples, so that it needs one.
+            # `shard_batch` pads with real examples, so it needs at least one.
             batch, weights = jax.tree.map(lambda x: x[:1], spare)
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1
+        # Joined, since `shard_batch` takes the examples of this process in one batch.
         batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
         batch, weights = shard_batch(
             batch,
@@ -168,14 +170,14 @@ class Join:
             rows=self._rows,
             axis=self._axis,
         )
-        if self._divide_by == "weight":  # For any reduction of the whole batch.
+        if self._divide_by == "weight":  # Right for any reduction.
             return batch, weights
         return batch, BoundWeights(weights, self.reduction)
 
     def _agreed(self, here: Sequence[bool]) -> np.ndarray:
-        """Which of all replicas have a batch, in every process the same."""
+        """Whether each replica has a batch, the same array in every process."""
         active = np.zeros(self._replicas, bool)
         active[self._own] = here
         if len(self._own) == self._replicas:
-            return active  # One process has seen them all.
+            return active  # All replicas are in this process.
         return np.any(multihost_utils.process_allgather(active), axis=0)

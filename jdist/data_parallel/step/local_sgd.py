@@ -1,4 +1,4 @@
-"""Local SGD: replicas step by themselves and average their parameters now and then.
+"""Local SGD: replicas step independently and average their parameters periodically.
 
 Between two averages nothing is communicated, or gradients within small groups only. The
 parameters of replica i after its own steps are w_i, and the average over the examples
@@ -9,9 +9,9 @@ that each has seen since the last one, n_i,
 With plain SGD and an average after every step this is ordinary data parallelism, for
 any numbers of examples: sum_i (B_i/B) (w - lr g_i) = w - lr sum_i (B_i/B) g_i.
 
-When it happens is torch's rule. Counting steps from 0, the parameters are averaged
-after step t if t >= start and (t - start) is a multiple of the period; before `start`
-all replicas use the whole batch's gradient and cannot part ways.
+The schedule is PyTorch's. Counting steps from 0, the parameters are averaged after step
+t if t >= start and (t - start) is a multiple of the period; before `start` all replicas
+use the whole batch's gradient and keep equal parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jdist.optim import Optimizer, check_optimizer
 
 
 class LocalState(NamedTuple):
-    """The state between two steps; all leaves but `step` have a row per replica."""
+    """The state between two steps; leaves other than `step` have a row per replica."""
 
     step: jax.Array
     """Steps taken, int32 scalar."""
@@ -66,7 +66,7 @@ class LocalSGD:
     """Local SGD over replicas; made by `local_sgd`.
 
     Attributes:
-      optimizer: What moves the parameters.
+      optimizer: The optimizer.
       mesh: The devices; or a number of replicas on one device.
       axis: The mesh axis that counts replicas.
       compiled: The jitted functions: a step, and the average.
@@ -78,11 +78,12 @@ class LocalSGD:
     compiled: tuple[PyTree, PyTree]
 
     def init(self, params: PyTree) -> LocalState:
-        """The state before the first step: the parameters once for each replica.
+        """The state before the first step: a copy of the parameters for each replica.
 
-        Of shapes (`jax.ShapeDtypeStruct`) it is the shapes of the state, for `lower`.
+        Given shapes (`jax.ShapeDtypeStruct`), it has shapes, for `lower`.
         """
         count = replicas_of(self.mesh, self.axis, "local_sgd")
+        # Sums of weights over a period: as wide as the precision in use allows.
         nothing = jnp.zeros((), jnp.result_type(float))
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
@@ -109,7 +110,7 @@ class LocalSGD:
     def step(
         self, state: LocalState, batch: PyTree, weights: Weights = None
     ) -> tuple[LocalState, jax.Array]:
-        """One step of each replica on its own rows, and an average if it is due.
+        """One step of each replica on its own rows, followed by an average if due.
 
         Args:
           state: What `init` or the last step returned; donated.
@@ -131,7 +132,7 @@ class LocalSGD:
     def lower(
         self, state: LocalState, batch: PyTree, weights: Weights = None
     ) -> jax.stages.Lowered:
-        """The program that a step runs, which is neither run nor compiled here.
+        """Lowers the program of a step, without compiling or running it.
 
         Arguments and errors are those of a step. Each array may be a shape: of the
         state those that `init` makes of the parameters' shapes.
@@ -142,7 +143,7 @@ class LocalSGD:
     def _given(
         self, call: str, state: LocalState, batch: PyTree, weights: Weights
     ) -> tuple[PyTree, PyTree]:
-        """Batch and weights, checked, as the program can take them."""
+        """Checks batch and weights, and moves them to the devices of the program."""
         count = examples_in(batch, f"{call}(state, batch)")
         check_rows(count, replicas_of(self.mesh, self.axis, call))
         weights = weights_given(call, weights, count, "mean")
@@ -154,7 +155,7 @@ class LocalSGD:
         return given
 
     def average(self, state: LocalState) -> PyTree:
-        """The parameters averaged over replicas, for evaluation or for the end."""
+        """Averages the parameters over replicas, for evaluation or after the end."""
         check_alive("average(state=...)", state)
         return self.compiled[1](state.params, state.seen)
 
@@ -205,7 +206,6 @@ def local_sgd(
     replicas_of(mesh, axis, "local_sgd")
     check_alone("local_sgd", mesh, axis)
     _check_options(optimizer, period, start)
-    # Before `start` the whole batch's gradient, then the group's.
     hooks = (all_reduce(), group_mean(group_size))
 
     def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
@@ -219,18 +219,19 @@ def local_sgd(
             _, result = one_of(step < start, hooks, ((), ()), bucket)
             return state, result
 
+        # Not `switch`, which would count steps a second time.
         hook = Hook("local_sgd", summed, replicated=False)
         communication = Communication("local_sgd", axis, hook=hook, replicated=False)
         if weights is None:
             weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
-        # The weights as given, not normalized: averages weigh replicas by examples.
+        # Before they are normalized: averages weigh replicas by their examples.
         seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
         weights = communication.weights_of(batch, weights)
         part, ready = with_gradient_order(part_of, params, batch, weights)
         loss, grads, _ = communication(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)
-        # The step is the same on all replicas, so that all take one branch: a
-        # collective inside `cond` would otherwise wait for ever.
+        # All replicas have the same step and take the same branch: otherwise a
+        # collective inside `cond` would never end.
         params, seen = jax.lax.cond(
             (step >= start) & ((step - start) % period == 0),
             lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
@@ -247,7 +248,7 @@ def local_sgd(
     step = over_replicas(on_replica, mesh, axis, takes, (EACH, rows, EACH))
     mean = over_replicas(average, mesh, axis, (rows, rows), (EACH,))
     compiled = (
-        # All of the state is replaced: its buffers serve again.
+        # The whole state is replaced, so its buffers can be reused.
         jax.jit(step, donate_argnums=(0, 1, 2, 3)),
         jax.jit(lambda *a: mean(*a)[0]),
     )
@@ -268,7 +269,7 @@ def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
 
 
 def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:
-    """The mean by what each has seen; right after an average, what all have."""
+    """The mean of parameters, weighted by the examples that each replica has seen."""
     total = jax.lax.psum(seen, axis)
     floating, rest = split_inexact(params)
     # Right after an average nothing has been seen, and the mean would be 0 / 0.

@@ -1,17 +1,17 @@
-"""State of a model that no gradient reaches, such as batch-norm statistics.
+"""State of a model that has no gradient, such as batch-norm statistics.
 
-Each replica's forward pass makes its own new state, from its own examples. After the
-step all replicas must hold one again, and which one is a choice:
+Each replica's forward pass computes a new state from its own examples. After the step
+all replicas must hold the same one, which is a choice:
 
     "mean"    floating leaves: the average, in proportion to the weight of each
               replica's examples; other leaves as in "first"
     "first"   the state of the first replica that has examples at all; PyTorch's
               `DistributedDataParallel`, which broadcasts the buffers of rank 0
 
-"mean" uses what all replicas saw. Of a variance it is the mean of the variances within
-the replicas, as with any batch norm that is not itself synchronised; a model that
-reduces its statistics over the axis in the forward pass (`jax.lax.pmean`) makes equal
-states, and both rules leave them alone but for rounding.
+"mean" uses the examples of all replicas. A variance becomes the mean of the variances
+within replicas, as in any batch norm that is not synchronized. A model that reduces its
+statistics over the axis in the forward pass (`jax.lax.pmean`) has equal states, which
+both rules keep, up to rounding.
 """
 
 from collections.abc import Hashable
@@ -27,14 +27,14 @@ RULES = ("mean", "first")
 
 
 def check_rule(call: str, rule: str) -> None:
-    """Refuses a name that is not in `RULES`."""
+    """Checks that a name is in `RULES`."""
     check_choice(f"{call}(states=...)", rule, RULES)
 
 
 def synchronized(
     state: PyTree, weight: jax.Array, axis_name: Hashable, rule: str = "mean"
 ) -> PyTree:
-    """One state out of the replicas' states; call it where `axis_name` is bound.
+    """Joins the replicas' states in one; call it where `axis_name` is bound.
 
     Args:
       state: Pytree, this replica's own; None where the model has none.
@@ -66,20 +66,21 @@ def synchronized(
 
 
 def _of_first(state: PyTree, weight: jax.Array, axis_name: Hashable) -> PyTree:
-    """The state of the first replica with examples, or of the first if none has any."""
+    """The state of the first replica with examples; of replica 0 if there is none."""
     if not jax.tree.leaves(state):
         return state
     rank = jax.lax.axis_index(axis_name)
     beyond = jnp.full_like(rank, jax.lax.axis_size(axis_name))
+    # The state of a replica without examples comes from padding.
     first = jax.lax.pmin(jnp.where(weight > 0, rank, beyond), axis_name)
     first = jnp.where(first == beyond, 0, first)
 
     def picked(leaf: jax.Array) -> jax.Array:
         if is_key(leaf):
             return unworded(picked(words(leaf)), leaf)
-        if leaf.dtype == bool:  # No sum of booleans.
+        if leaf.dtype == bool:  # Booleans cannot be summed.
             return picked(leaf.astype(jnp.uint8)).astype(bool)
-        # A sum with one term that is not 0 is a broadcast, bit for bit.
+        # A sum with a single term other than 0 is an exact broadcast.
         own = jnp.where(rank == first, leaf, jnp.zeros_like(leaf))
         return jax.lax.psum(own, axis_name)
 

@@ -2,10 +2,10 @@
 
     nnx.Param variables                      the parameters
     batch statistics and other variables     the model state
-    random streams                           made anew from the step's key
+    random streams                           restarted from the step's key
 
-A module is an object that changes when it is called; a training step is a function. So
-the module is put together inside the step, called, and taken apart again.
+A module is an object that changes when it is called; a training step is a function. The
+module is therefore built inside the step, called, and split again.
 """
 
 import sys
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FromNNX:
-    """A loss function of arrays, and what it starts from; made by `from_nnx`.
+    """A loss function of arrays, and its initial values; made by `from_nnx`.
 
     Attributes:
       loss_fn: For `train_step`.
@@ -45,7 +45,7 @@ class FromNNX:
 
 
 def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromNNX:
-    """A Flax NNX module's loss as `train_step` takes it.
+    """Converts the loss of a Flax NNX module for `train_step`.
 
     Args:
       model: The module; it is read, not changed.
@@ -77,6 +77,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
       >>> bool(jnp.all(trained.norm.mean[...] != 0))
       True
     """
+    # Imported on use: Flax is an optional dependency.
     from flax import nnx
 
     if not isinstance(model, nnx.Module):
@@ -91,7 +92,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         params: PyTree, state: PyTree, random: PyTree = parts.streams
     ) -> "nnx.Module":
         kept = parts.rest if state is None else state
-        # Copies: Flax lets a variable be written to only in the trace that made it.
+        # Copied: a Flax variable can be written only in the trace that created it.
         return nnx.merge(parts.graph, params, random, kept, copy=True)
 
     def losses(
@@ -106,6 +107,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
 
         begun = parts.streams if key is None else streams.begun(key)
         found, after = called(begun)
+        # `drawn` may call the loss again, hence only where a draw would be an error.
         if key is None and drawn(begun, after.streams, lambda own: called(own)[1]):
             rule = "must be given where the model draws random numbers, as dropout does"
             remedy = "Without it all replicas and steps would draw the same ones."
@@ -118,6 +120,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     def in_evaluation(
         params: PyTree, batch: PyTree, *, states: PyTree = None
     ) -> PyTree:
+        # With the streams of the model: in evaluation mode dropout draws nothing.
         model = made(params, states)
         model.eval()  # A copy of the module; the caller's keeps its mode.
         return loss_fn(model, batch)
@@ -130,7 +133,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
 
 
 def check_stateless(argument: str, params: PyTree) -> None:
-    """Refuses a module as parameters whose state no step would move.
+    """Checks that parameters are not a Flax module with other variables.
 
     Args:
       argument: Function and argument, such as `"init(params=...)"`.
@@ -140,7 +143,7 @@ def check_stateless(argument: str, params: PyTree) -> None:
       ValueError: There is an NNX module, or a state of one, with variables that are no
         parameters: batch statistics would be differentiated, and their update lost.
     """
-    nnx = sys.modules.get("flax.nnx")  # Not imported, there are no modules.
+    nnx = sys.modules.get("flax.nnx")  # Without that import there are no modules.
     if nnx is None:
         return
 

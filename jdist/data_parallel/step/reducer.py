@@ -6,14 +6,14 @@ The model is a list of layers, each compiled into a forward and a backward half 
     compute      ... backward 3 | backward 2 | backward 1 | backward 0 |
     collectives                 | bucket 0 (3) | bucket 1 (2, 1)  | bucket 2 (0) |
 
-As soon as the last gradient of a bucket has been *dispatched*, so is the bucket's
-collective; it runs when the gradients are there, whatever else does. This is how
-PyTorch's reducer works, with autograd's hooks in the place of the list of layers. In
-one compiled program (`data_parallel.value_and_grad`) the order is the compiler's.
+The collective of a bucket is dispatched right after its last gradient. It runs when the
+gradients are computed, in parallel with later backward halves. PyTorch's reducer works
+in the same way, with hooks of autograd in place of the list of layers. In one compiled
+program (`data_parallel.value_and_grad`) the compiler chooses the order.
 
-Overlap takes free threads: on CPU XLA's pool has as many as there are cores or devices,
-whichever is more (`PJRT_NPROC` in the environment sets it), and on one core computing
-and communicating share the time anyway.
+Overlap needs free threads. On CPU XLA's pool has one per core or per device, whichever
+are more (the environment variable `PJRT_NPROC` sets it), and on one core computation
+and communication share the time anyway.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from jdist.reduction import Partial
 from jdist.segment import Segment, segment
 from jdist.segment.internal import Invoke
 
+# The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
 Layer = Callable[[Any, Any], Any]
 
@@ -72,12 +73,12 @@ def reducer(
     bucket_cap_mb: Cap = None,
     on_reduce: Callable[[int, jax.Array], None] | None = None,
 ) -> Reducer:
-    """The whole batch's loss and gradient, driven by the host layer by layer.
+    """The whole batch's loss and gradient, dispatched by the host layer by layer.
 
     Args:
-      layers: Functions `(params, inputs) -> outputs`, the first of which is given the
-        batch, each other the outputs of the one before. A layer is what one backward
-        half computes at a time: group what is too small to be worth a dispatch.
+      layers: Functions `(params, inputs) -> outputs`. The first is given the batch,
+        each other one the outputs of the previous one. Each layer is dispatched by
+        itself: group layers that are too small to be worth a dispatch.
       loss_fn: `loss_fn(outputs, batch) -> losses` of the last layer's outputs, one real
         loss per example. No collectives, here or in the layers.
       mesh: One axis of devices; with several processes each drives its own.
@@ -125,7 +126,7 @@ def reducer(
 @final
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """What `data_parallel.reducer` returns: a function of parameters and batch."""
+    """A function of parameters and batch; made by `data_parallel.reducer`."""
 
     _driver: _Driver
     _replicas: int
@@ -142,7 +143,7 @@ class Reducer:
     def lower(
         self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs of a call by name, which are neither run nor compiled here.
+        """Lowers the programs of a call, without compiling or running them.
 
         Arguments and errors are those of a call. Each array may be a shape
         (`jax.ShapeDtypeStruct`), and the mesh's devices need not be here.
@@ -169,7 +170,7 @@ class Reducer:
     def _given(
         self, call: str, params: Sequence[PyTree], batch: PyTree, weights: Weights
     ) -> tuple[_BucketPlan, tuple[PyTree, PyTree]]:
-        """The plan of the buckets; batch and weights, checked."""
+        """Plans the buckets, and checks batch and weights."""
         driver = self._driver
         count = examples_in(batch, f"{call}(params, batch)")
         check_rows(count, self._replicas)
@@ -187,10 +188,10 @@ class Reducer:
 
 @dataclass(frozen=True, slots=True)
 class _BucketPlan:
-    """Which leaves of which layers are in which bucket, in the order of departure.
+    """The assignment of leaves to buckets, in the order in which they are sent.
 
     Attributes:
-      owners: For each leaf the number of its layer.
+      owners: The number of the layer of each leaf.
       buckets: Lists of leaves, numbered over all layers.
     """
 
@@ -201,12 +202,14 @@ class _BucketPlan:
     def of(call: str, params: Sequence[PyTree], cap: Cap) -> _BucketPlan:
         named = {k: x for k, x in named_leaves(list(params)).items() if is_inexact(x)}
         paths = list(named)
+        # In the dtypes of the sums, which decide the sizes of buckets.
         leaves = [
             jax.ShapeDtypeStruct(np.shape(x), wide_dtype(jnp.result_type(x)))
             for x in named.values()
         ]
         check_paths(f"{call}(bucket_cap_mb=...)", leaves, paths, cap)
         owners = [int(path.split("/")[0]) for path in paths]
+        # Backward halves run from the last layer to the first.
         ready = [-owner for owner in owners]
         return _BucketPlan(owners, plan_buckets(leaves, ready, paths, cap))
 
@@ -221,7 +224,7 @@ class _BucketPlan:
 
 
 class _Driver:
-    """The compiled parts of one model, and how they are called one after another."""
+    """The compiled parts of one model, and the order in which they are dispatched."""
 
     def __init__(
         self,
@@ -231,13 +234,13 @@ class _Driver:
         axis: str,
         reduction: str,
     ) -> None:
-        # Each process drives its own devices; collectives meet the others'.
+        # Each process dispatches to its own devices; collectives join those of others.
         here = jax.process_index()
         self.devices = [d for d in mesh.devices.flat if d.process_index == here]
         self.mesh, self.axis, self.reduction = mesh, axis, reduction
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        # First layers share the wrapper's code: the label tells them apart.
+        # All first layers share the code of the wrapper: the label tells them apart.
         label = ("reducer", getattr(layers[0], "__code__", type(layers[0])))
         first = segment(_first(layers[0]), label=label)
         self.segments = [first, *map(segment, layers[1:])]
@@ -245,9 +248,12 @@ class _Driver:
         def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
             part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
             trainable, _ = split_inexact(outputs)
+            # `pull_back` of the last layer takes cotangents in the dtypes of its
+            # outputs.
             cast = jax.tree.map(
                 lambda g, x: g.astype(x.dtype), part.gradient, trainable
             )
+            # A row per replica: the rows of all devices form one array.
             return jnp.stack([part.value, part.weight])[None], cast
 
         def reduce_bucket(buffer: jax.Array) -> jax.Array:
@@ -255,12 +261,14 @@ class _Driver:
 
         spec = PartitionSpec(axis)
         self.head = jax.jit(head)
+        # One program over all devices, since the total is that of all replicas.
         self.normalized = jax.jit(
             lambda weights: reductions.normalized(weights, reduction),
             out_shardings=self.rows,
         )
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
         self.reduce = jax.jit(_named("reduce_bucket", summed))
+        # The plan is static, since it determines how sums are split.
         self.finish = jax.jit(self._finished, static_argnums=0)
 
     def run(
@@ -270,8 +278,8 @@ class _Driver:
         given: tuple[PyTree, PyTree],
         on_reduce: Callable[[int, jax.Array], None] | None,
     ) -> tuple[jax.Array, PyTree]:
-        """Dispatches one pass."""
-        # No copy where they are there already.
+        """Dispatches one forward and backward pass."""
+        # No copy if they are on these devices already.
         params = jax.device_put(list(params), self.whole)
         own_params = self._by_device(params)
         batch, weights = jax.device_put(given, self.rows)
@@ -282,9 +290,11 @@ class _Driver:
         ]
         scalars = self._reduced([one.forward() for one in passes])
         sums: list[jax.Array] = []
-        # Dispatch does not wait: a bucket's collective is enqueued as soon as the last
-        # backward half that fills it is, and runs beside the halves that follow.
+        # Dispatch does not wait: a bucket's collective is enqueued right after the last
+        # backward half that fills it, and runs in parallel with those that follow.
         for layer in reversed(range(len(self.segments))):
+            # All devices before the next layer, so that no collective waits for a
+            # device whose work is not yet dispatched.
             for one in passes:
                 one.backward(layer)
             while len(sums) < len(plan.buckets):
@@ -303,7 +313,7 @@ class _Driver:
     def lower(
         self, plan: _BucketPlan, params: Sequence[PyTree], given: tuple[PyTree, PyTree]
     ) -> dict[str, jax.stages.Lowered]:
-        """Rehearses a pass on shapes; see `Reducer.lower`."""
+        """Runs a pass on shapes; see `Reducer.lower`."""
         ahead, found = Ahead(), {}
 
         def call(name: str, function: Any, *arguments: PyTree) -> PyTree:
@@ -314,7 +324,7 @@ class _Driver:
         one = SingleDeviceSharding(self.mesh.devices.flat[0])
         batch, weights = _placed(given, self.rows)
         weights = call("weights", self.normalized, weights)
-        # Rows of the batch lie evenly over the replicas.
+        # The replicas divide the rows of the batch evenly.
         own = jax.tree.map(
             lambda x: x.update(shape=(x.shape[0] // self.mesh.size, *x.shape[1:])),
             (batch, weights),
@@ -351,6 +361,7 @@ class _Driver:
     def _reduced(self, rows: list[jax.Array]) -> jax.Array:
         """The sum over all replicas of one row from each."""
         shape = (self.mesh.size, *rows[0].shape[1:])
+        # The rows stay where they are: nothing is copied.
         make = jax.make_array_from_single_device_arrays
         return self.reduce(make(shape, self.rows, rows))
 
@@ -382,7 +393,7 @@ class _Driver:
 
 
 class _ReplicaPass:
-    """One replica's forward and backward pass, as far as it has been dispatched."""
+    """The forward and backward pass of one replica, as far as it is dispatched."""
 
     def __init__(
         self,
@@ -399,7 +410,7 @@ class _ReplicaPass:
         self.done: dict[int, list[jax.Array]] = {}
 
     def forward(self) -> jax.Array:
-        """All layers and the loss; returns this replica's value and weight."""
+        """Dispatches layers and loss; returns the replica's value and weight."""
         value = self.batch
         for seg, params in zip(self.segments, self.params, strict=True):
             value, residuals = seg.forward(params, value)
@@ -408,8 +419,8 @@ class _ReplicaPass:
         return scalars
 
     def backward(self, layer: int) -> None:
-        """One layer's backward half; its residuals are given up."""
-        # The only reference: activations are freed as the backward pass proceeds.
+        """Dispatches the backward half of a layer, and drops its residuals."""
+        # The only reference: activations are freed during the backward pass.
         params, residuals = self.params[layer], self.residuals.pop()
         d_params, (self.cotangent, *_) = self.segments[layer].backward(
             params, residuals, self.cotangent
@@ -418,8 +429,7 @@ class _ReplicaPass:
 
     def gradients(self, plan: _BucketPlan, bucket: list[int]) -> list[jax.Array]:
         """The leaves of a bucket."""
-        # `done` has the leaves of a layer from 0 on; the plan numbers those of all
-        # layers.
+        # `done` numbers the leaves of each layer from 0, the plan those of all layers.
         first = {owner: plan.owners.index(owner) for owner in set(plan.owners)}
         owners = [plan.owners[leaf] for leaf in bucket]
         return [
@@ -429,7 +439,7 @@ class _ReplicaPass:
 
 
 def _placed(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
-    """Shapes of arrays that will be there."""
+    """Shapes of the arrays of a tree, with a sharding."""
     return jax.tree.map(lambda x: x.update(sharding=place), shapes_of(tree))
 
 
@@ -440,16 +450,17 @@ def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
 
 
 def _first(layer: Layer) -> Layer:
-    """The first layer: nothing asks for the gradient of the batch."""
+    """Wraps the first layer so that the batch has no gradient."""
 
     def first(params: PyTree, batch: PyTree) -> PyTree:
+        # Its backward half would otherwise compute a gradient that is not used.
         return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
 
     return first
 
 
 def _named(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Under this name it shows in a profile."""
+    """Renames a function for profiles."""
 
     def call(*arguments: PyTree) -> PyTree:
         return fn(*arguments)

@@ -22,14 +22,14 @@ from jdist.reduction import Partial
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStep:
-    """The part of a training step that runs on every replica, with the axis bound.
+    """The part of a training step that runs on every replica, where the axis is bound.
 
     Attributes:
       loss: The loss function.
-      communication: How gradients are joined.
+      communication: The sum of gradients.
       accumulate: Number of micro-batches.
-      rule: How model state is joined.
-      wide: Whether 16-bit parameters get gradients in float32, for their masters.
+      rule: The rule for model state, see `synchronized`.
+      wide: Whether 16-bit parameters get gradients in float32, for master weights.
     """
 
     loss: Loss
@@ -46,11 +46,11 @@ class ReplicaStep:
         batch: PyTree,
         weights: jax.Array | None,
     ) -> tuple[PyTree, ...]:
-        """Computes this replica's gradient and joins it with the others'.
+        """Computes this replica's gradient and sums it with the others'.
 
         Args:
           state: The training state; the optimizer's part is not used.
-          hook_state: This replica's row of what the hook keeps.
+          hook_state: This replica's row of the hook's state.
           scale: The loss scale, or None.
           batch: This replica's rows.
           weights: Theirs, or None for 1 each.
@@ -62,17 +62,17 @@ class ReplicaStep:
         weights = self.communication.weights_of(batch, weights)
         (part, states, aux), ready = self._own(state, scale, batch, weights)
         axis = self.communication.axis
+        # Normalized weights serve as well: only their proportions matter.
         states = synchronized(states, jnp.sum(weights), axis, self.rule)
         like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
         kept = own_row(hook_state)
-        # Of `ready` the part for the partial: when states and aux are final does not
-        # matter.
+        # Only the part of `ready` for the partial: states and aux are not in buckets.
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
         row = as_row(kept) if self.communication.stateful else None
         return loss, grads, states, row, aux, self.communication.checksums(grads)
 
     def _like(self, gradient: PyTree, param: PyTree) -> PyTree:
-        """An array of the dtype in which a finished gradient is handed over."""
+        """An array with the dtype of the finished gradient."""
         if gradient is None:
             return None
         return param.astype(wide_dtype(param.dtype)) if self.wide else param
@@ -80,7 +80,7 @@ class ReplicaStep:
     def start(
         self, state: TrainState, batch: PyTree, weights: jax.Array | None
     ) -> tuple[PyTree]:
-        """This replica's row of what the hook keeps, before the first step."""
+        """This replica's row of the hook's first state."""
         weights = self.communication.weights_of(batch, weights)
         (part, *_), ready = self._own(state, None, batch, weights)
         kept = self.communication.start(part, ready[0])
@@ -93,7 +93,7 @@ class ReplicaStep:
         batch: PyTree,
         weights: jax.Array,
     ) -> PyTree:
-        """This replica's partial, model state and aux; and when each is ready."""
+        """This replica's partial, model state and aux, and when each is final."""
         key = _key_of_replica(state, self.communication.axis)
         loss = _scaled(self.loss, scale)
 
@@ -107,7 +107,7 @@ class ReplicaStep:
 
 
 def _key_of_replica(state: TrainState, axis: str) -> jax.Array | None:
-    """Another key for each replica and each step, from the one key of the run."""
+    """A key for this replica and step, folded from the key of the run."""
     if state.key is None:
         return None
     rank = jax.lax.axis_index(axis)
@@ -115,7 +115,7 @@ def _key_of_replica(state: TrainState, axis: str) -> jax.Array | None:
 
 
 def _scaled(loss: Loss, scale: jax.Array | None) -> LossCall:
-    """Losses times the loss scale of a mixed-precision optimizer, in float32 at least.
+    """Multiplies losses by the loss scale of a mixed-precision optimizer.
 
     A scaled loss is only differentiated; `Metrics` has it without the scale.
     """
@@ -124,6 +124,7 @@ def _scaled(loss: Loss, scale: jax.Array | None) -> LossCall:
 
     def scaled(*arguments: PyTree) -> PyTree:
         losses, rest = loss(*arguments)
+        # In float32 at least: scaled losses overflow float16.
         wide = losses.astype(wide_dtype(losses.dtype))
         return wide * scale.astype(wide.dtype), rest
 
@@ -148,6 +149,7 @@ def evaluation(
       axis: The mesh axis that counts replicas.
       reduction: That of the training step.
     """
+    # Without hook or buckets, which are for gradients.
     communication = Communication("evaluate", axis, reduction)
     rows = PartitionSpec(axis)
 
@@ -169,10 +171,10 @@ def evaluation(
         losses, aux = losses_of(state, batch)
         reductions.check_losses(losses, entering.shape)
         value, _, weight = reductions.seeds(losses, entering, reduction)
-        # A partial without gradients: the same communication, of two numbers.
+        # A partial without gradients, so that losses are joined as in a training step.
         part = Partial(value, {}, weight)
         found, *_ = communication(part, part, {})
-        # Counts are of weights as they were given; those that enter are normalized.
+        # Counted from the weights as given, since `entering` is normalized.
         given = jnp.ones(entering.shape, jnp.float32) if weights is None else weights
         wide = reductions.wide_weights(given)
         own = jnp.sum(wide > 0), jnp.sum(wide)

@@ -11,7 +11,7 @@ from jdist._tree import PyTree
 
 
 class TrainState(NamedTuple):
-    """All that one step hands to the next; made by `TrainStep.init`."""
+    """The values that one step passes to the next; made by `TrainStep.init`."""
 
     step: jax.Array
     """Steps taken, int32 scalar."""

@@ -1,16 +1,16 @@
-"""One step of training over replicas: compiled once, its state donated.
+"""A training step over replicas, compiled once, with a donated state.
 
                      replica 0 .. K-1, each on its own rows
-    state, batch --> [ micro-batch 1 .. k: forward, backward; partials added up ]
+    state, batch --> [ micro-batch 1 .. k: forward, backward; partials summed ]
                      one reduction over the replicas, then / total
                  --> clip by the global norm --> optimizer --> state, metrics
 
-Random numbers follow from what the state holds:
+Random numbers depend on the state only:
 
     key of micro-batch j on replica r at step t = fold(fold(fold(key, t), r), j)
 
-with fold = `jax.random.fold_in`. They depend on the number of replicas; where they must
-not, put a key per example into the batch (`jax.random.split(key, examples)`).
+with fold = `jax.random.fold_in`. They depend on the number of replicas; to avoid that,
+put a key per example into the batch (`jax.random.split(key, examples)`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
 class Synchronization(TypedDict, total=False):
-    """How gradients and model state of the replicas are joined."""
+    """Options of the sum of gradients and of model state over replicas."""
 
     method: str
     """Of gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
@@ -72,25 +72,25 @@ class Synchronization(TypedDict, total=False):
     The state given to a step that raises has been donated."""
 
 
-# `jax.jit` keeps what it compiled by a weak reference to the function.
+# `jax.jit` caches programs by a weak reference to the function.
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TrainStep:
     """A compiled training step; made by `train_step`, and called like a function.
 
-    Given shapes (`jax.ShapeDtypeStruct`) in the place of arrays, `init` returns shapes
-    and `lower` the program, for any mesh, also of devices that are not here.
+    Given shapes (`jax.ShapeDtypeStruct`) in place of arrays, `init` returns shapes and
+    `lower` the program, for any mesh, also of devices that this machine lacks.
 
     Attributes:
-      optimizer: What moves the parameters.
+      optimizer: The optimizer.
       mesh: The devices; or a number of replicas on one device.
       divisor: The number of a batch's rows must be a multiple of it.
-      compiled: The jitted function `(state, key, batch, weights, overrides)`. The key,
-        which does not change, is apart: it is not donated and never leaves.
-      start: `(state, batch, weights) -> hook_state`, jitted, before the first step with
-        a hook that keeps something; else None.
+      compiled: The jitted function `(state, key, batch, weights, overrides)`, to which
+        the state is passed without its key.
+      start: The jitted `(state, batch, weights) -> hook_state`, for the first step with
+        a hook that has a state; else None.
       axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
-      reduction: What joins the examples' losses.
+      reduction: The reduction of the examples' losses.
       evaluated: The jitted function `(state, batch, weights) -> Metrics`.
     """
 
@@ -137,21 +137,22 @@ class TrainStep:
             given = shapes_of((first, params, opt_state, states, key))
             first, params, opt_state, states, key = given
         if isinstance(self.mesh, int):
-            # A mesh has its places; replicas on one device go where the arrays are.
+            # A mesh fixes the devices; replicas on one device use that of the arrays.
             given = (params, opt_state, states, key)
             given, _ = brought("init", self.mesh, self.axis, given, None)
             params, opt_state, states, key = given
         params = replicate(params, self.mesh)
         if opt_state is None and is_shape(first):
-            # Parameters place the program, also where no value follows from theirs.
+            # Unused parameters too: they determine the devices of the program.
             init = jax.jit(self.optimizer.init, keep_unused=True)
             opt_state = Ahead(places=True)(init, params)
         elif opt_state is None:
+            # From replicated parameters, so that the state is on the same devices.
             opt_state = self.optimizer.init(params)
         else:
             opt_state = replicate(opt_state, self.mesh, name="opt_state")
         return TrainState(
-            # A device array: a Python number would be another type at the first step.
+            # A device array, since a Python number would compile another program.
             replicate(first, self.mesh),
             params,
             opt_state,
@@ -184,12 +185,13 @@ class TrainStep:
         """
         batch, weights = self._given("step", state, batch, weights, self.divisor)
         state = self._with_hook_state(state, batch, weights)
-        # Its shapes follow from the buckets, which the first backward pass shows.
+        # Its shapes depend on the buckets, known from the first backward pass.
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
-        # The key does not change: donated, it would have to be copied in each step.
+        # Apart from the state: a donated key would have to be copied in each step.
         key, moving = state.key, state._replace(key=None)
         moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
+        # Reads the checksums, for which the host waits.
         if self.debug:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
@@ -197,7 +199,7 @@ class TrainStep:
     def evaluate(
         self, state: TrainState, batch: PyTree, weights: Weights = None
     ) -> Metrics:
-        """The loss of a batch, by forward passes alone; nothing is changed by it.
+        """Computes the loss of a batch by a forward pass; the state does not change.
 
         Args:
           state: What `init` or the last step returned; it is not donated.
@@ -214,7 +216,7 @@ class TrainStep:
         """
         replicas = replicas_of(self.mesh, self.axis, "evaluate")
         batch, weights = self._given("evaluate", state, batch, weights, replicas)
-        # Without what an evaluation does not read: nothing of it enters the program.
+        # Without the fields that an evaluation does not read.
         needed = state._replace(opt_state=None, hook_state=None)
         found: Metrics = self.evaluated(needed, batch, weights)
         return found
@@ -227,7 +229,7 @@ class TrainStep:
         weights: Weights,
         divisor: int,
     ) -> tuple[PyTree, PyTree]:
-        """Batch and weights as the program can take them; see `inputs`."""
+        """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state=...)", state, TrainState, "step")
         count = examples_in(batch, f"{call}(state, batch)")
         if count % divisor or not count:
@@ -248,7 +250,7 @@ class TrainStep:
     def _with_hook_state(
         self, state: TrainState, batch: PyTree, weights: Weights
     ) -> PyTree:
-        """The state with what its hook kept, if anything, in the hook's structure."""
+        """The state, with a hook state that was restored by path in its structure."""
         argument, kept = "step(state=...)", state.hook_state
         if not jax.tree.leaves(kept):
             return state
@@ -257,7 +259,7 @@ class TrainStep:
             remedy = "To go on without it: `state._replace(hook_state=None)`."
             got = f"{len(jax.tree.leaves(kept))} arrays"
             raise ValueError(requirement(argument, rule, got, remedy))
-        if isinstance(kept, dict):  # As it was restored; a hook's own is a tuple.
+        if isinstance(kept, dict):  # From a checkpoint: a hook's own is a tuple.
             bare = state._replace(hook_state=None)
             like = jax.eval_shape(self.start, bare, batch, weights)
             state = state._replace(hook_state=structured(argument, kept, like))
@@ -271,7 +273,7 @@ class TrainStep:
         weights: Weights = None,
         **overrides: PyTree,
     ) -> jax.stages.Lowered:
-        """The program that a step runs, which is neither run nor compiled here.
+        """Lowers the program of a step, without compiling or running it.
 
         Arguments and errors are those of a step. Each array may be a shape: of the
         state those that `init` makes of the parameters' shapes; of the batch and the
@@ -280,6 +282,7 @@ class TrainStep:
         batch, weights = self._given("lower", state, batch, weights, self.divisor)
         state = self._with_hook_state(state, batch, weights)
         if self.start is not None and state.hook_state is None:
+            # Traced only: the devices of the mesh may be absent.
             kept = Ahead(places=True)(self.start, state, batch, weights)
             state = state._replace(hook_state=kept)
         key, moving = state.key, state._replace(key=None)
@@ -301,9 +304,9 @@ def train_step(  # noqa: PLR0913 - options, by keyword
 ) -> TrainStep:
     """A training step over replicas, equal to the step of one device on all examples.
 
-    A parameter that no loss depends on is left as it is, with its optimizer state and
-    step count, bit for bit: neither weight decay nor momentum moves it. One that some
-    replicas' examples do not touch has a gradient of zero there.
+    A parameter that no loss depends on is unchanged bit for bit, and so are its
+    optimizer state and step count: neither weight decay nor momentum applies. One that
+    the examples of some replicas do not use has a gradient of zero there.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`: one real loss per example. With a
@@ -354,6 +357,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     _check_accumulate(call, accumulate)
     _check_max_norm(call, max_norm)
     options = _checked_options(call, synchronization)
+    # The other options are those of `Communication`.
     rule = options.pop("states", "mean")
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
@@ -367,7 +371,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
         divided=divided,
         scattered=_scatters(optimizer, mesh, axis, options),
     )
-    # Masters take gradients in float32, not rounded to their copies' 16 bits.
+    # Master weights take gradients in float32, not rounded to 16 bits.
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, has_aux)
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
@@ -377,6 +381,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
         optimizer,
         mesh,
         replicas * accumulate,
+        # The state alone: batches may be used again.
         jax.jit(step, donate_argnums=0),
         _start(replica_step, mesh, axis) if communication.stateful else None,
         axis,
@@ -389,7 +394,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
 def _step(
     mapped: Any, optimizer: Optimizer, max_norm: float | None, divided: bool
 ) -> Callable[..., PyTree]:
-    """The function that is compiled: gradients, clipping, and the optimizer's step."""
+    """The function to compile: gradients, clipping, and the optimizer's step."""
 
     def step(
         state: TrainState,
@@ -400,23 +405,26 @@ def _step(
     ) -> PyTree:
         scale = None
         if optimizer.loss_factor is not None:
+            # Part of the state, so that a dynamic scale changes without recompilation.
             scale = optimizer.loss_factor(state.opt_state)
         value, grads, states, hook_state, aux, sums = mapped(
-            # Without the optimizer's state: what ZeRO divides would be made whole where
-            # it enters a mapped function as `EACH`.
+            # Without the optimizer's state: as `EACH` in a mapped function, the arrays
+            # that ZeRO divides would be gathered.
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
             batch,
             weights,
         )
+        # After the reduction, so that the norm is that of the whole batch.
         grads, norm = _clipped(grads, max_norm, scale)
         params, opt_state = optimizer.step(
             state.params, _ascending(grads), state.opt_state, **overrides
         )
         new = TrainState(state.step + 1, params, opt_state, states, None, hook_state)
-        if divided:  # A donated buffer serves again for what is laid out like it.
+        if divided:  # A donated buffer is reused for an array of the same layout only.
             new = jax.tree.map(alike, new, state)
+        # The losses were scaled before the backward pass, and so is their mean.
         return new, Metrics(_unscaled(value, scale), grad_norm=norm, aux=aux), sums
 
     return step
@@ -432,6 +440,7 @@ def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
 
     def mapped(state: TrainState, *rest: PyTree) -> tuple[PyTree, ...]:
         scattered = replica_step.communication.scattered
+        # Here, while the step is traced: layouts depend on the shapes of parameters.
         grads = jax.tree.map(layout, state.params) if scattered else EACH
         gives = (EACH, grads, EACH, rows, rows, EACH)
         return over_replicas(replica_step.step, mesh, axis, takes, gives)(state, *rest)
@@ -442,10 +451,8 @@ def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
 def _scatters(
     optimizer: Optimizer, mesh: Mesh | int, axis: str, options: Mapping[str, Any]
 ) -> bool:
-    """Whether sums of gradients stay divided, as the optimizer takes them.
-
-    Hooks and gathering make whole sums, and `debug` compares them.
-    """
+    """Whether sums of gradients stay divided, as a ZeRO optimizer takes them."""
+    # Hooks and the method "all_gather" give whole sums, and `debug` compares them.
     plain = options.get("method", "all_reduce") == "all_reduce"
     plain = plain and options.get("hook") is None and not options.get("debug")
     if not plain or not isinstance(mesh, Mesh):
@@ -470,19 +477,17 @@ def _unscaled(number: jax.Array, scale: jax.Array | None) -> jax.Array:
 def _clipped(
     grads: PyTree, max_norm: float | None, scale: jax.Array | None
 ) -> tuple[PyTree, jax.Array | None]:
-    """Gradients clipped as if they were not scaled, and the norm that they would have.
-
-    A loss scale stays on: the optimizer takes it off where 16 bits no longer matter.
-    """
+    """Clips gradients by their norm without the loss scale; returns that norm too."""
     if max_norm is None:
         return grads, None
+    # The gradients keep the scale: the optimizer removes it in float32.
     limit = max_norm if scale is None else max_norm * scale
     clipped, norm = clip_by_global_norm(grads, limit)
     return clipped, _unscaled(norm, scale)
 
 
 def _ascending(grads: PyTree) -> PyTree:
-    """Of complex parameters the conjugate, as optimizers want it; see `Optimizer`."""
+    """Conjugates gradients of complex parameters for the optimizer; see `Optimizer`."""
     return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
 
 

@@ -1,23 +1,23 @@
-"""ZeRO, stage 1: each replica keeps its part of the optimizer's state, and steps it.
+"""ZeRO, stage 1: each replica keeps and updates a part of the optimizer's state.
 
-Without it every replica holds the whole state, twice the parameters for Adam, and all
-do the same update. With it K replicas hold 1/K each:
+Without it every replica holds the whole state, for Adam twice the parameters, and all
+compute the same update. With it each of K replicas holds 1/K:
 
     gradients --- reduce-scatter --+
     parameters, whole -> own part -+-> optimizer --> own part of the state, kept
                                                `--> own part of the parameters
                                                     --> all-gather --> whole
 
-An update that treats every number alone does the same operations, divided or not, and
-gives the same bits; except that a compiler may contract a product and a sum into one
-rounding here and not there (without such instructions, under
-`XLA_FLAGS=--xla_cpu_max_isa=AVX`, all bits are the same). What looks at many numbers (a
-norm, the check for infinities of a loss scale) still means the whole array, since only
-the *layout* of arrays is changed and the compiler adds what that needs.
+An elementwise update performs the same operations on divided arrays and gives the same
+bits, except that a compiler may contract a product and a sum to one rounding in one of
+the programs only (without such instructions, under
+`XLA_FLAGS=--xla_cpu_max_isa=AVX`, all bits are the same). Reductions over an array (a
+norm, the check of a loss scale for infinities) still cover the whole array, since only
+the *layout* of arrays changes, and the compiler adds the communication.
 
-Each array is divided along its first dimension that K divides. Where there is none, its
-largest is padded with zeros, which no element of the array ever sees. A dimension that
-a further axis of the mesh divides (tensor parallelism) is left to that axis.
+Each array is divided along its first dimension that K divides. If there is none, its
+largest dimension is padded with zeros, which affect no element. A dimension that a
+further axis of the mesh divides (tensor parallelism) is left to that axis.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sharded:
     spec: PartitionSpec = field(default=PartitionSpec(), metadata={"static": True})
 
     def whole(self) -> jax.Array:
-        """The array without padding, as an optimizer that is not sharded has it."""
+        """The array without padding, as in an optimizer that is not sharded."""
         return self.array[tuple(slice(size) for size in self.shape)]
 
 
@@ -63,7 +63,7 @@ class ZeroOptimizer(Optimizer):
     """An optimizer whose state is divided.
 
     Attributes:
-      layout: How arrays are divided, and over what.
+      layout: The layout of its state.
     """
 
     layout: _StateLayout
@@ -71,19 +71,20 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def rule(self) -> tuple[Any, ...]:
-        """See `Optimizer`: so many replicas may contract other roundings."""
+        """See `Optimizer`; another number of replicas may round differently."""
         return (*self.of.rule, "zero", self.layout.replicas)
 
 
 def is_divided_over(opt: Optimizer, mesh: Mesh, axis: str) -> bool:
-    """Whether `opt` needs no more of a gradient than each replica's part of it."""
+    """Whether `opt` uses only each replica's part of a gradient."""
     if not isinstance(opt, ZeroOptimizer):
         return False
+    # With specs the state is divided over further axes too, unlike a scattered sum.
     return (opt.layout.mesh, opt.layout.axis, opt.layout.specs) == (mesh, axis, None)
 
 
 def check_undivided(call: str, opt: Optimizer) -> None:
-    """Refuses it where parameters may be divided over further axes.
+    """Checks that an optimizer is undivided, where parameters may be divided.
 
     Raises:
       ValueError: Its state is divided.
@@ -102,7 +103,7 @@ def check_undivided(call: str, opt: Optimizer) -> None:
 def zero(
     opt: Optimizer, mesh: Mesh | int, *, axis: str = "data", specs: PyTree = None
 ) -> Optimizer:
-    """An optimizer whose state is divided over the replicas; the result is the same.
+    """Divides the state of an optimizer over the replicas; results are the same.
 
     `init` and `step` see whole parameters and gradients, in the global view: under jit
     or outside, not inside shard_map. `train_step` takes it as any other optimizer.
@@ -152,14 +153,15 @@ def zero(
 
     def init_tree(params: PyTree) -> PyTree:
         check_params("init(params=...)", params, mesh, axis)
+        # Shapes without padding: those of a state that is not divided.
         wanted, each = jax.eval_shape(opt.init_tree, params), layout.each(params)
 
         def init(params: PyTree) -> PyTree:
-            # Made divided: no device holds the whole state, not even at the start.
+            # Created divided, so that no device ever holds the whole state.
             state = opt.init_tree(layout.parts(params, each))
             return layout.wrapped(state, wanted, layout.by_path(params))
 
-        # Parameters place the program, even if the state has none of their values.
+        # Unused parameters are kept too: they determine the devices of the program.
         return jax.jit(init, keep_unused=True)(params)
 
     def step_tree(
@@ -170,6 +172,7 @@ def zero(
         **form: bool,
     ) -> tuple[PyTree, PyTree]:
         each = layout.each(params)
+        # Gradients from a reduce-scatter have this layout already.
         own, own_grads = (layout.parts(tree, each) for tree in (params, grads))
         moved, inner = opt.step_tree(
             own, own_grads, _unwrapped(state), overrides, **form
@@ -177,7 +180,7 @@ def zero(
         structure: Any
         leaves, structure = jax.tree.flatten(params)
         rest = (structure.flatten_up_to(grads), *map(jax.tree.leaves, (moved, each)))
-        # A parameter without a gradient stays the array it was, bit for bit.
+        # A parameter without a gradient keeps its array, bit for bit.
         new_params = [
             old if grad is None and not form else layout.joined(new, old, spec)
             for old, grad, new, spec in zip(leaves, *rest, strict=True)
@@ -199,7 +202,7 @@ def zero(
 
 @dataclass(frozen=True, slots=True)
 class _StateLayout:
-    """How arrays are divided over the replicas of a mesh axis."""
+    """The layout of arrays that are divided over the replicas of a mesh axis."""
 
     mesh: Mesh
     axis: str
@@ -207,9 +210,10 @@ class _StateLayout:
     specs: PyTree
 
     def each(self, params: PyTree) -> PyTree:
-        """Tree like the parameters, of how further axes divide them."""
+        """A tree like the parameters, with the specs of further axes."""
         structure: Any = jax.tree.structure(params)
         try:
+            # A spec, or None, may stand for a whole subtree.
             found = jax.tree.broadcast(self.specs, params, is_leaf=_is_spec)
         except ValueError as error:
             rule = "must be a tree like the parameters, or a part of it from the top"
@@ -219,20 +223,21 @@ class _StateLayout:
         return structure.unflatten(PartitionSpec() if x is None else x for x in specs)
 
     def by_path(self, params: PyTree) -> dict[str, PartitionSpec]:
-        """The same by the parameters' paths."""
+        """The specs of further axes by the parameters' paths."""
         specs = jax.tree.leaves(self.each(params))
         named = {path: x for path, x in named_leaves(params).items() if x is not None}
         return dict(zip(named, specs, strict=True))
 
     def dimension(self, shape: tuple[int, ...], spec: PartitionSpec) -> int | None:
-        """The first that divides, or else the largest; of those that are free."""
+        """The first free dimension that the replicas divide, or else the largest."""
+        # Padding the largest dimension adds the fewest elements.
         entries = (*spec, *[None] * (len(shape) - len(spec)))
         free = [i for i, entry in enumerate(entries) if entry is None]
         even = (i for i in free if shape[i] % self.replicas == 0)
         return next(even, max(free, key=lambda i: shape[i], default=None))
 
     def padded(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-        """The shape with that dimension rounded up."""
+        """The shape with its divided dimension rounded up."""
         d = self.dimension(shape, spec)
         if d is None:
             return shape
@@ -243,7 +248,7 @@ class _StateLayout:
         )
 
     def parts(self, tree: PyTree, each: PyTree) -> PyTree:
-        """Parameters, or gradients of which some may be None."""
+        """Pads and divides parameters, or gradients, which may be None."""
         return jax.tree.map(
             lambda leaf, spec: None if leaf is None else self.part(leaf, spec),
             tree,
@@ -252,7 +257,7 @@ class _StateLayout:
         )
 
     def part(self, leaf: Any, spec: PartitionSpec) -> PyTree:
-        """A parameter or gradient, padded and divided; scalars and integers stay."""
+        """Pads and divides a parameter or gradient, but no scalar or integer."""
         if not is_inexact(leaf) or not jnp.ndim(leaf):
             return leaf  # Nothing to divide.
         array = jnp.asarray(leaf)
@@ -263,7 +268,7 @@ class _StateLayout:
         )
 
     def divided(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Laid out over the axis; its dimension divides."""
+        """Lays an array out over the axis, which must divide its dimension."""
         d = self.dimension(array.shape, spec)
         entries = [*spec, *[None] * (array.ndim - len(spec))]
         if d is not None:
@@ -273,7 +278,7 @@ class _StateLayout:
     def joined(
         self, part: jax.Array, like: jax.Array, spec: PartitionSpec
     ) -> jax.Array:
-        """Inverse of `part`: whole, on every replica."""
+        """Inverse of `part`: gathers the whole array on every replica."""
         if not is_inexact(like):
             return part
         # First whole, then cut: an explicit axis cannot be sliced while it is divided.
@@ -284,12 +289,12 @@ class _StateLayout:
     def wrapped(
         self, state: PyTree, wanted: PyTree, specs: Mapping[str, PartitionSpec]
     ) -> PyTree:
-        """A new state, divided.
+        """Wraps the arrays of a new state.
 
         Args:
-          state: Of divided parameters.
-          wanted: Has the shapes of the undivided one.
-          specs: Of the parameters, by path.
+          state: The state of divided parameters.
+          wanted: The shapes of the undivided state.
+          specs: The specs of the parameters, by path.
         """
         structure: Any = jax.tree.structure(state)
         named = {k: x for k, x in named_leaves(state).items() if x is not None}
@@ -302,7 +307,7 @@ class _StateLayout:
     def _wrapped_leaf(
         self, path: str, leaf: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
     ) -> PyTree:
-        # A count or a norm, which has not the shape of its parameter's part.
+        # A count or a norm, whose shape is not that of its parameter's part.
         if not shape or leaf.shape == shape != self.padded(shape, spec):
             return laid_out(leaf, self.mesh, PartitionSpec())
         if leaf.shape == self.padded(shape, spec):
@@ -315,7 +320,7 @@ class _StateLayout:
         raise ValueError(requirement("zero(opt=...)", rule, got))
 
     def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
-        """A stepped state, divided as the one before was."""
+        """Wraps the arrays of an updated state like those of the state before."""
         structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
         pairs = zip(
             structure.flatten_up_to(inner),
@@ -333,10 +338,9 @@ class _StateLayout:
 def _spec_for(
     path: str, shape: tuple[int, ...], specs: Mapping[str, PartitionSpec]
 ) -> PartitionSpec:
-    """How an array of the state is divided: as the parameter whose path is in its own.
-
-    Another one's would cost memory, and change no value.
-    """
+    """The spec of a state array: that of the parameter whose path it contains."""
+    # A wrong match would cost memory, but change no value. With slashes around both,
+    # `w` does not match `w2`.
     own = [
         name
         for name, spec in specs.items()
