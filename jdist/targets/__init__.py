@@ -1,10 +1,10 @@
-"""Compiling for hardware that is not here: does it fit, and what would it do?
+"""Ahead-of-time compilation for accelerators that are not attached.
 
-JAX needs a compiler to compile for an accelerator, not the accelerator. `target` names
-hardware, `compile` compiles a function for it from shapes alone and reports: bytes on
-each device, collectives, operations, and an estimate of the time. The compilers are
-extras: `jdist[tpu]`, `jdist[cuda]`. `python -m jdist.targets` does it for a function of
-yours.
+Compiling for an accelerator requires its compiler, not the accelerator. `target` names
+the hardware; `compile` compiles a function for it from shapes alone and reports the
+bytes on each device, the collectives, the operations, and an estimate of the time. The
+compilers are extras: `jdist[tpu]`, `jdist[cuda]`. `python -m jdist.targets` does the
+same from the command line.
 """
 
 from jdist.targets.chips import CHIPS, Chip, Gpu

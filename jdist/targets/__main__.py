@@ -1,4 +1,4 @@
-"""`python -m jdist.targets module:job --target v5e:4x4`: does it fit, and what is it?
+"""`python -m jdist.targets module:job --target v5e:4x4`: compile without the hardware.
 
 A job is a function of the hardware, and of the batch size if it has one, that returns
 the function to compile and the shapes of its arguments:
@@ -8,7 +8,7 @@ the function to compile and the shapes of its arguments:
         ...
         return train_step, params, batch_shapes
 
-It is compiled for each target, without the hardware. All seconds are estimates.
+The report says whether it fits on each target. All seconds are estimates.
 
 exit status:
   0  it fits on every target; or a batch, or a slice, was found on which it does
@@ -54,7 +54,7 @@ class ExitStatus(IntEnum):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, see `ExitStatus`."""
     options = _parser().parse_args(arguments)
-    # The hardware that is here is none of the targets, and its start takes seconds.
+    # No target is attached hardware, whose initialization would take seconds.
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
 
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _search(job, options)
         return _compile(job, options)
 
+    # A ValueError is a usage error: what the job itself raises is `OwnCodeRaised`.
     return run_command(run, (JdistError, ValueError))
 
 
@@ -113,6 +114,7 @@ def _search(job: Job, options: argparse.Namespace) -> ExitStatus:
     best = True
     for name in options.target:
         result = _searched(job, name, options)
+        # A candidate that the job refused has no program to report.
         found += [(_label(each), each.program) for each in result.tried if each.program]
         best = best and result.best is not None
         if result.best and result.best.program:
@@ -120,6 +122,7 @@ def _search(job: Job, options: argparse.Namespace) -> ExitStatus:
             text = f"smallest on which it fits: {result.best.target}"
             if options.largest_batch:
                 text = f"largest batch that fits {name}: {result.best.batch}"
+            # `Text`, because rich would read brackets in a string as markup.
             console.print(Text(text, style="bold green"))
     return _concluded(found, best, options)
 

@@ -38,11 +38,8 @@ class MatrixProducts(NamedTuple):
 def products(
     instruction: Instruction, computation: Computation, module: HloModule
 ) -> tuple[MatrixProducts, ...]:
-    """The matrix products of an instruction, those inside a fusion too.
-
-    Other arithmetic is not counted: beside the memory that it reads and writes it takes
-    no time on any of these chips.
-    """
+    """Matrix products of an instruction, including those inside a fusion."""
+    # Other arithmetic is not counted: on all of these chips, memory traffic bounds it.
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called("calls")[0]]
         return tuple(
@@ -65,11 +62,11 @@ def bytes_accessed(
 ) -> int:
     """Bytes of device memory that an instruction reads and writes.
 
-    Slices count what they take, not what they take it from, and an update in place what
-    it writes; also inside a fusion. What lies in a chip's own memory counts nothing.
+    A slice counts the elements taken, not the whole array, and an in-place update the
+    elements written; the same holds inside a fusion. On-chip memory counts as 0.
     """
     opcode = instruction.opcode
-    # What an awaited instruction moves is counted at its start.
+    # The traffic of an asynchronous instruction is counted at its start.
     is_end = opcode.endswith("-done")
     if opcode in FREE or is_end or instruction.target == "AllocateBuffer":
         return 0
@@ -89,20 +86,21 @@ def bytes_accessed(
 def _own_bytes(
     instruction: Instruction, arrays: Sequence[tuple[ArrayShape, ...]]
 ) -> int:
-    """Bytes of an instruction that is no fusion, by the shapes of its operands."""
+    """Bytes that an instruction other than a fusion moves, by its operands' shapes."""
     opcode = instruction.opcode
     written = sum(map(_traffic, instruction.shapes))
-    # What is taken is read, and then written.
+    # The elements taken are read once and written once.
     if opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * written
-    # In place: the update is read and written, the rest of the array stays.
+    # In place: the update is read and written, the rest of the array is not touched.
     if opcode == "dynamic-update-slice":
         return 2 * sum(map(_traffic, arrays[1]))
     if opcode == "copy-start":
-        # Its result names both sides, and the operand is one of them.
+        # The result type lists both sides, and the operand is one of them.
         return sum(map(_traffic, instruction.shapes[:2]))
     if opcode.endswith("slice-start"):
-        # Of a slice that is awaited later: from where it is taken, and to where.
+        # An asynchronous slice: its result type lists the source and the elements
+        # taken.
         source, taken = instruction.shapes[:2]
         return (0 if source.space else taken.bytes) + _traffic(taken)
     return written + sum(_traffic(shape) for shapes in arrays for shape in shapes)
@@ -114,11 +112,12 @@ Count = Callable[[Instruction, list[ArrayShape], ArrayShape], int]
 def _dot(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
     dimensions = instruction.attribute("lhs_contracting_dims")
     summed = [arrays[0].sizes[int(x)] for x in re.findall(r"\d+", dimensions)]
+    # One multiplication and one addition for each contracted element.
     return 2 * out.elements * math.prod(summed)
 
 
 def _gemm(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
-    # A library call has its dimensions in the backend's own configuration.
+    # A library call keeps its dimensions in the backend's own configuration.
     match = re.search(
         r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes
     )
@@ -133,12 +132,15 @@ def _convolution(
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", instruction.attribute("window")))
     groups = int(instruction.attribute("batch_group_count") or 1)
     taps = 1
+    # Spatial axes are independent, so their counts multiply.
     for axis in sorted(x for x in left if x.isdigit()):
         size = arrays[0].sizes[left.index(axis)]
         kernel = arrays[1].sizes[right.index(axis)]
         along = {name: text.split("x")[int(axis)] for name, text in window.items()}
         taps *= _taps(size, kernel, out.sizes[result.index(axis)], along)
+    # Batch groups split the batch: each group has output features of its own.
     batch = arrays[0].sizes[left.index("b")] // groups
+    # With feature groups, the kernel's input dimension is already that of one group.
     inputs = arrays[1].sizes[right.index("i")]
     return 2 * batch * inputs * arrays[1].sizes[right.index("o")] * taps
 
@@ -151,13 +153,15 @@ def _taps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
     spread = int(window.get("rhs_dilate", 1))
     starts = np.arange(out)[:, None] * stride - low
     places = starts + np.arange(kernel)[None, :] * spread
-    # Between the elements of a dilated input there are zeros.
+    # A dilated input has zeros between its elements.
     inside = (places >= 0) & (places <= (size - 1) * dilation)
     return int((inside & (places % dilation == 0)).sum())
 
 
 def _cudnn(instruction: Instruction, arrays: list[ArrayShape], out: ArrayShape) -> int:
-    """Operations of a cuDNN convolution; a backward one has the forward window."""
+    """Operations of a cuDNN convolution, forward or backward."""
+    # Backward calls carry the window and dimensions of the forward convolution, so the
+    # shapes are put in the forward order.
     first, second = arrays[:2]
     if "BackwardInput" in instruction.target:
         return _convolution(instruction, [out, second], first)
@@ -183,6 +187,7 @@ def _counter(instruction: Instruction) -> Count | None:
 
 
 def _traffic(shape: ArrayShape) -> int:
+    # Space 0 is device memory; others do not take its bandwidth.
     return 0 if shape.space else shape.bytes
 
 
@@ -192,9 +197,11 @@ def _read_in(value: Instruction, computation: Computation, module: HloModule) ->
     read = 0
     for user in computation.users.get(value.name, ()):
         if user.opcode in ("dynamic-slice", "slice", "gather"):
+            # As the index operand, the value is read as a whole.
             is_sliced = user.operands[0] == value.name
             read += sum(s.bytes for s in user.shapes) if is_sliced else whole
         elif user.opcode == "dynamic-update-slice":
+            # The array that is updated stays in place and is not read.
             read += 0 if user.operands[0] == value.name else whole
         elif user.opcode == "bitcast":
             read += _read_in(user, computation, module)
@@ -204,12 +211,13 @@ def _read_in(value: Instruction, computation: Computation, module: HloModule) ->
                 if name == value.name:
                     read += _read_in(parameter, inner, module)
         else:
+            # Any other use may read every element.
             return whole
     return min(read, whole)
 
 
 def _written_by(root: Instruction, computation: Computation, module: HloModule) -> int:
-    """Bytes that a fusion writes whose result this is."""
+    """Bytes written by a fusion with this root instruction."""
     if root.opcode == "tuple":
         parts = [computation.by_name[name] for name in root.operands]
         return sum(_written_by(part, computation, module) for part in parts)

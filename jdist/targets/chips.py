@@ -1,4 +1,4 @@
-"""Chips: published figures, and what a compiler must be told of a GPU."""
+"""Published figures of chips, and GPU descriptions for the compiler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The description of a GPU from which XLA compiles without having it.
+    """A description of a GPU, from which XLA compiles without the device.
 
     Example:
       >>> h200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10)
@@ -37,10 +37,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One kind of accelerator: what it holds, computes and moves, as published.
+    """One kind of accelerator, described by its published figures.
 
-    A chip that `target` does not know is described by one, and `Hardware(chip, shape)`
-    puts many of it together.
+    Also describes a chip that `target` does not know; `Hardware(chip, shape)` combines
+    many of one kind.
 
     Example:
       >>> from jdist import targets
@@ -71,6 +71,7 @@ class Chip:
     platform: str
     memory: int
     bandwidth: float
+    # A mapping is not hashable, and a `Chip` is part of a cache key in `hardware`.
     peak_flops: Mapping[str, float] = field(hash=False)
     link_bandwidth: float = 0.0
     links: int = 1
@@ -94,7 +95,8 @@ def _tpu(
     links: int,
     int8: float | None = None,
 ) -> Chip:
-    """A TPU; `ici` is published as both directions together, in GB/s."""
+    """A TPU; `ici` is the published bandwidth of both directions together, in GB/s."""
+    # A float32 product at the highest precision takes six bfloat16 passes.
     peak = {"bfloat16": tflops, "float32": tflops, "float32_highest": tflops / 6}
     peak |= {} if int8 is None else {"int8": int8}
     return Chip(
@@ -102,8 +104,8 @@ def _tpu(
         "tpu",
         gib * GIB,
         gbps * GIGA,
-        # A product of float32 at the highest precision is six passes of bfloat16.
         MappingProxyType({dtype: value * TERA for dtype, value in peak.items()}),
+        # `Chip.link_bandwidth` is that of one direction.
         link_bandwidth=ici / 2 * GIGA,
         links=links,
         source=f"https://docs.cloud.google.com/tpu/docs/{name} (all but products of "
@@ -121,7 +123,7 @@ def _gpu(
     source: str,
     gpu: Gpu,
 ) -> Chip:
-    """A GPU; its links in GB/s, one direction."""
+    """A GPU; `nvlink` and `network` are in GB/s, one direction."""
     # Tensor cores have one peak for both 16-bit types.
     peak = {**tflops, "float16": tflops["bfloat16"]}
     return Chip(

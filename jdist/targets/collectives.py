@@ -1,4 +1,4 @@
-"""Collectives of a program: what each moves, among whom, and whether it waits."""
+"""Collectives of a program: their bytes, devices, time and overlap."""
 
 import math
 import re
@@ -27,18 +27,18 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a program, as often as a step runs it.
+    """One collective of a program, with all its runs in a step.
 
     Attributes:
       kind: XLA's name, such as "all-reduce".
-      count: How often one step runs it: as often as the loop that it stands in.
+      count: Number of runs in one step, iterations of loops included.
       bytes: Of one run on one device: of the whole array that is reduced, scattered or
-        exchanged, or that a gather makes.
-      devices: How many take part in each group; of a permute, in all pairs.
-      asynchronous: Whether it is started and awaited apart.
-      overlaps: Kernels that run in between.
-      seconds: An estimate of all runs, if nothing overlapped; see `Estimate.model`.
-      exposed_seconds: An estimate of what nothing between start and end hides.
+        exchanged, or of a gather's result.
+      devices: Number of devices in each group; of a permute, in all pairs.
+      asynchronous: Whether it has separate start and done instructions.
+      overlaps: Number of kernels that run in between.
+      seconds: Estimated seconds of all runs without overlap; see `Estimate.model`.
+      exposed_seconds: Estimated seconds that no kernel between start and end hides.
       op_name: The place in the traced function; "" where the compiler made it.
     """
 
@@ -55,13 +55,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class FoundCollective:
-    """A collective where it stands, before its time is known.
+    """A collective as read from the program, before its time is estimated.
 
     Attributes:
       kind: As `Collective`'s.
       bytes: As `Collective`'s.
       groups: Devices of each group, by their number in the program.
-      channel: Number that its parts share; "" without.
+      channel: Channel id that its start and end share; "" if it has none.
       op_name: As `Collective`'s.
     """
 
@@ -81,7 +81,7 @@ def kind_of(instruction: Instruction) -> str:
 def inside(
     instruction: Instruction, computation: Computation, module: HloModule
 ) -> tuple[FoundCollective, ...]:
-    """The collectives of an instruction: itself, or those that its fusion contains."""
+    """The collectives of an instruction: itself, or those inside its fusion."""
     if kind := kind_of(instruction):
         return (_found(kind, instruction, computation, module),)
     if instruction.opcode not in ("fusion", "async-start"):
@@ -89,7 +89,7 @@ def inside(
     name = instruction.called("calls")[0]
     inner = module.computations[name]
     found = tuple(x for each in inner.instructions for x in inside(each, inner, module))
-    # On TPUs a scattered sum is an all-reduce of which each device takes its slice.
+    # XLA for TPUs writes a reduce-scatter as a fused all-reduce and slice.
     if "all-reduce-scatter" in name and len(found) == 1:
         (one,) = found
         reduced = (one.bytes, one.groups, one.channel, instruction.op_name)
@@ -98,7 +98,7 @@ def inside(
 
 
 def custom_calls(instruction: Instruction, module: HloModule) -> set[str]:
-    """The functions that a fusion's custom calls name."""
+    """Targets of the custom calls inside a fusion."""
     if instruction.opcode != "fusion":
         return set()
     inner = module.computations[instruction.called("calls")[0]]
@@ -106,15 +106,15 @@ def custom_calls(instruction: Instruction, module: HloModule) -> set[str]:
 
 
 def transfer_seconds(found: FoundCollective, chip: Chip, per_host: int) -> float:
-    """An estimate: bytes over the bandwidth of the ring that a collective runs on.
+    """Estimates the time of a collective: its bytes over the bandwidth of its ring.
 
     Args:
       found: The collective.
-      chip: Whose links and network carry it.
+      chip: The chip whose links and network carry it.
       per_host: Chips of a host; device number // per_host is its host.
 
     Returns:
-      Seconds of one run, without any latency; infinite without a bandwidth.
+      Seconds of one run, without latency; infinite if there is no bandwidth.
     """
     share = 0.0
     for group in found.groups:
@@ -123,11 +123,11 @@ def transfer_seconds(found: FoundCollective, chip: Chip, per_host: int) -> float
             steps = 1.0
         else:
             bandwidth = _bandwidth(group, chip, per_host, ring=True)
-            # A ring reduces while it scatters, and then gathers: two passes.
+            # A ring all-reduce is a reduce-scatter and an all-gather: two passes.
             passes = 2 if found.kind == "all-reduce" else 1
             steps = passes * (len(group) - 1) / len(group)
         seconds = steps * found.bytes / bandwidth if bandwidth else math.inf
-        # Groups run side by side, so that the slowest decides.
+        # Groups run concurrently: the slowest decides. A group of one sends nothing.
         share = max(share, seconds if len(set(group)) > 1 else 0.0)
     return share
 
@@ -139,7 +139,7 @@ def _bandwidth(group: Sequence[int], chip: Chip, per_host: int, *, ring: bool) -
     hosts = [device // per_host for device in group]
     if len(set(hosts)) == 1 or not chip.network_bandwidth:
         return links
-    # Rings between hosts share the adapters of all their members in a host.
+    # A ring between hosts can use the adapters of all its members in a host.
     members = min(hosts.count(host) for host in set(hosts)) if ring else 1
     return min(links, chip.network_bandwidth * members)
 
@@ -149,6 +149,7 @@ def _found(
 ) -> FoundCollective:
     operands = computation.operand_shapes(instruction)
     if kind == "collective-permute":
+        # The in-place form has further operands: its output buffer and offsets.
         operands = operands[:1] or operands
         pairs = re.findall(r"\d+", instruction.attribute("source_target_pairs"))
         numbers = tuple(map(int, pairs))
@@ -157,7 +158,7 @@ def _found(
         groups = replica_groups(instruction, module.partitions)
     size = sum(map(_bytes, operands))
     if kind == "all-gather":
-        # Each device holds a part of the array that is gathered.
+        # Operands are the parts of one device; `bytes` is of the gathered array.
         size *= len(groups[0])
     channel = instruction.attribute("channel_id")
     return FoundCollective(kind, size, groups, channel, instruction.op_name)
@@ -171,10 +172,10 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
     """The devices of each group, in any of the forms that XLA writes.
 
     Raises:
-      ValueError: It is another form.
+      ValueError: The groups are written in another form.
     """
     text = instruction.attribute("replica_groups")
-    # Without groups all devices are one.
+    # Absent or empty groups mean one group of all devices.
     if text in ("", "{}"):
         return (tuple(range(partitions)),)
     if text.startswith("{"):
@@ -182,7 +183,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
             tuple(map(int, group.split(",")))
             for group in re.findall(r"\{([\d,]+)\}", text)
         )
-    # All devices in a row, as an array of these sizes, whose rows are the groups.
+    # The iota form: device numbers reshaped, transposed, and read row by row.
     if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _rows(_transposed(match[2], match[3]).reshape(_numbers(match[1])))
     if listed := instruction.attribute("device_ids"):
@@ -190,11 +191,12 @@ def replica_groups(instruction: Instruction, partitions: int) -> Groups:
     if match := _MESH.fullmatch(text):
         axes = {name: int(size) for name, size in re.findall(_AXIS, match["axes"])}
         chosen = [name.strip().strip("'") for name in match["chosen"].split(",")]
-        # Part of an axis is written `'axis':(2)4`, which is no name.
+        # Part of an axis is written `'axis':(2)4`, which this parser does not support.
         if set(chosen) <= set(axes):
             devices = _ordered(match, math.prod(axes.values()))
             last = [list(axes).index(name) for name in chosen]
             rest = [axis for axis in range(len(axes)) if axis not in last]
+            # With the chosen axes last, each row is one group.
             devices = devices.reshape(list(axes.values())).transpose(rest + last)
             count = math.prod(axes[name] for name in chosen)
             return _rows(devices.reshape(-1, count))
@@ -213,14 +215,14 @@ _MESH = re.compile(
 
 
 def _ordered(match: re.Match[str], count: int) -> np.ndarray:
-    """The devices of a mesh, in its order."""
+    """Device numbers in the order of a mesh."""
     if match["listed"]:
         return np.array(_numbers(match["listed"]))
     return _transposed(match["sizes"] or str(count), match["order"])
 
 
 def _transposed(sizes: str, order: str | None) -> np.ndarray:
-    """All devices in an array of these sizes, its axes then put in another order."""
+    """Device numbers reshaped to `sizes`, with their axes transposed to `order`."""
     shape = _numbers(sizes)
     devices = np.arange(math.prod(shape)).reshape(shape)
     return devices.transpose(_numbers(order) if order else None)

@@ -1,4 +1,4 @@
-"""Compiling a function, from shapes alone, for hardware that is not here."""
+"""Compilation of a function, from shapes alone, for unattached hardware."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class CanBeLowered(Protocol):
-    """What `jax.jit` returns, and whatever has such a method."""
+    """An object with a `lower` method, such as the result of `jax.jit`."""
 
     def lower(self, *arguments: PyTree) -> Lowered:
-        """The program for arguments of these shapes, not compiled yet."""
+        """Lowers the program for arguments of these shapes."""
         ...
 
 
@@ -36,18 +36,19 @@ def compile(
     *shapes: PyTree,
     target: Hardware,
 ) -> CompiledProgram:
-    """Compiles a function for hardware that is not here, and reports on the program.
+    """Compiles a function for unattached hardware, and reports on the program.
 
-    A program that does not fit is an answer, `fits` and `refused`, not an error.
+    A program that does not fit is not an error: the report says so in `fits` and
+    `refused`.
 
     Args:
-      fn: A function, or one that was jitted (`donate_argnums` counts then), or whatever
-        has a method `lower`; or what was lowered for devices of the target already,
-        such as the programs of `Pipeline.lower`, and then no shapes.
+      fn: A function; a jitted function, whose `donate_argnums` apply; any object with a
+        method `lower`; or a program already lowered for devices of the target, such as
+        those of `Pipeline.lower`, without shapes.
       *shapes: Its arguments. Arrays and `jax.ShapeDtypeStruct`s give shapes; one with a
         sharding over `target.mesh(...)` is laid out by it, and all others are
         replicated over the same mesh. On a target of one chip none needs a sharding.
-        Anything else is passed on.
+        Other values are passed through unchanged.
       target: The hardware, from `targets.target`.
 
     Raises:
@@ -81,12 +82,13 @@ def compile(
         raise TypeError(requirement("compile(fn=...)", rule, type(fn).__name__))
     default = _default_sharding(shapes, target, devices)
     placed = jax.tree.map(lambda leaf: _shape(leaf, default), shapes)
+    # A jitted function is lowered as it is, to keep its options, such as donation.
     lowerable: CanBeLowered = fn if hasattr(fn, "lower") else jax.jit(fn)
     return _compiled(_lowered(lowerable, placed, target), target)
 
 
 def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
-    # Before XLA optimizes, which may fuse these places into others.
+    # Read before XLA optimizes: fusion would merge the places that are reported.
     before = lowered.as_text("hlo")
     found = CompiledProgram(
         target.name,
@@ -98,7 +100,7 @@ def _compiled(lowered: Lowered, target: Hardware) -> CompiledProgram:
     try:
         compiled = lowered.compile(compilers.compiler_options(target.chip))
     except jax.errors.JaxRuntimeError as error:
-        # A refusal for want of memory is an answer; any other error is none.
+        # Exceeding the memory is a result to report; any other error is raised.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _refused(found, str(error))
@@ -112,7 +114,7 @@ def _default_sharding(
     mesh = None
     for leaf in jax.tree.leaves(shapes):
         sharding = getattr(leaf, "sharding", None)
-        # A concrete array is somewhere here, and gives its shape only.
+        # A concrete array is on attached devices; only its shape applies.
         if not isinstance(leaf, jax.ShapeDtypeStruct) or sharding is None:
             continue
         if not sharding.device_set <= set(devices):
@@ -139,8 +141,10 @@ def _shape(leaf: PyTree, default: Sharding) -> PyTree:
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
+        # Weak types are kept: they decide how the argument is promoted.
         weak = bool(getattr(leaf, "weak_type", False))
-        # A jax.Array of 64 bits was made so; NumPy's are what JAX will make of them.
+        # A 64-bit jax.Array was made under x64; a NumPy array gets the dtype that JAX
+        # would give it.
         dtype = leaf.dtype
         if isinstance(leaf, np.ndarray):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -149,8 +153,10 @@ def _shape(leaf: PyTree, default: Sharding) -> PyTree:
 
 
 def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> Lowered:
+    # An object that only has `lower` cannot be traced apart from lowering.
     if not hasattr(fn, "trace"):
         return fn.lower(*placed)
+    # Traced separately, so that a failed lowering can name its callbacks.
     traced = fn.trace(*placed)
     try:
         return traced.lower()
@@ -168,6 +174,7 @@ def _lowered(fn: CanBeLowered, placed: tuple[PyTree, ...], target: Hardware) -> 
 
 def _places(text: str, pattern: str) -> tuple[str, ...]:
     """Places of the traced function whose instructions match a pattern."""
+    # A dict as an ordered set: many instructions share one place.
     found: dict[str, None] = {}
     for line in text.splitlines()[1:]:
         # An instruction has " = "; the head of a computation names its types only.
@@ -179,9 +186,9 @@ def _places(text: str, pattern: str) -> tuple[str, ...]:
 
 
 def _refused(found: CompiledProgram, message: str) -> CompiledProgram:
-    """Adds the compiler's refusal to a report, in its own words."""
+    """Adds the compiler's out-of-memory message to a report."""
     text = message.partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0] or message
-    # XLA's compilers word it in two ways.
+    # XLA's compilers use two wordings.
     patterns = (
         r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds",
         r"Used (\d+(?:\.\d+)?)([KMGT]?) of",
@@ -202,6 +209,7 @@ def _reported(
     cost = roofline.cost(module, target.chip, per_host)
     memory = _memory(compiled)
     refused = ""
+    # Not every compiler refuses a program that is larger than the memory.
     if memory.total > target.chip.memory:
         refused = (
             f"It wants {size_text(memory.total)} of each device, "
@@ -220,7 +228,7 @@ def _reported(
         flops=cost.flops,
         bytes_accessed=cost.bytes,
         estimate=roofline.estimate(cost, target.chip),
-        # An instruction that XLA cannot judge counts -1 in its sum.
+        # XLA adds -1 for an instruction that it has no estimate of.
         compiler_seconds=own if own >= 0 else None,
         donated=tuple(shown[x] for x in module.aliased_parameters),
         donated_in_vain=tuple(shown[x] for x in module.donated_in_vain),

@@ -1,4 +1,4 @@
-"""Compilers of hardware that is not here: their devices and versions."""
+"""Compilers for unattached hardware: their devices and versions."""
 
 import contextlib
 import importlib.metadata
@@ -15,13 +15,13 @@ from jdist._errors import Unavailable, extra, requirement
 from jdist.targets.chips import Chip, Gpu
 
 QUIET_TPU = {
-    # Without these libtpu asks a metadata server of Google's cloud who it is.
+    # Otherwise libtpu queries the metadata server of Google Cloud for its identity.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
-    # A process that only compiles takes no TPU from another one.
+    # A process that only compiles does not lock out one that uses a TPU.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 HOST_CHIPS = {"v5e": 8, "v6e": 8}
@@ -29,10 +29,10 @@ HOST_CHIPS = {"v5e": 8, "v6e": 8}
 
 
 def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
-    """The devices of hardware that is not here, to make a mesh of.
+    """Devices of unattached hardware, for use in a mesh.
 
     Args:
-      chip: Which.
+      chip: The kind of chip.
       shape: Chips along each axis of a TPU slice; hosts and GPUs of each.
 
     Raises:
@@ -60,6 +60,7 @@ def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
                 topology=f"{hosts}x1x{gpus}",
             )
     except jax.errors.JaxRuntimeError as error:
+        # All PJRT errors have one exception type; the status code is in the text.
         if "INVALID_ARGUMENT" not in str(error):
             raise
         rule = "must be a slice that the compiler knows"
@@ -79,12 +80,14 @@ def host_bounds(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Chips of one TPU host along each of three axes."""
     full = (*shape, 1, 1)[:3]
     if math.prod(shape) <= HOST_CHIPS.get(chip.name, 4):
+        # A slice within one host has no host boundaries.
         return full
+    # Larger slices are made of hosts with 2 x 2 chips.
     return tuple(min(size, bound) for size, bound in zip(full, (2, 2, 1), strict=True))
 
 
 def compiler_options(chip: Chip) -> dict[str, str | bool]:
-    """Options of `Lowered.compile` for a chip: where CUDA's assembler is."""
+    """Options of `Lowered.compile` for a chip: the folder of CUDA's assembler."""
     if chip.platform != "cuda":
         return {}
     for file in importlib.metadata.files("nvidia-cuda-nvcc-cu12") or ():
@@ -104,7 +107,7 @@ def _cpu_devices(count: int) -> tuple[jax.Device, ...]:
 
 
 def _check_versions(platform: str) -> None:
-    """Refuses a compiler that is missing, or not of the version that JAX asks for."""
+    """Raises unless the compiler is installed in the version that JAX requires."""
     for name, wanted in _packages(platform).items():
         remedy = (
             f"{extra(platform)} installs the compiler that fits; no hardware is needed."
@@ -141,13 +144,13 @@ def _packages(platform: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables that are unset, while a library is loaded that reads them."""
+    """Sets environment variables that are unset, for the duration of a block."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
         yield
     finally:
-        # They describe a machine that this is not: a TPU here must not be led astray.
+        # They describe other hardware: an attached TPU must not be configured by them.
         for name in added:
             os.environ.pop(name, None)
 
@@ -160,6 +163,7 @@ def _gpu_text(chip: Chip) -> str:
     gpu: Gpu = chip.gpu
     major, minor = gpu.compute_capability
     dnn_major, dnn_minor = gpu.cudnn
+    # Constants are limits that all supported GPUs share.
     limits = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -170,6 +174,7 @@ def _gpu_text(chip: Chip) -> str:
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
         "shared_memory_per_block": 48 * 2**10,
+        # CUDA reserves 1 KiB of shared memory for each block.
         "shared_memory_per_block_optin": gpu.shared_memory - 2**10,
         "shared_memory_per_core": gpu.shared_memory,
         "core_count": gpu.cores,

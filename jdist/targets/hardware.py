@@ -1,4 +1,4 @@
-"""Hardware to compile for: chips of one kind, in hosts, by name."""
+"""Hardware to compile for, by name: chips of one kind in hosts."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ FORM = "must be CHIP:SHAPE, such as 'v5e:4x4' (a slice) or 'h100:2x8' (hosts x G
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Chips of one kind, put together; `target` makes the known ones by name.
+    """A slice or cluster of chips of one kind; `target` makes known ones by name.
 
     Example:
       >>> from jdist import targets
@@ -85,7 +85,7 @@ class Hardware:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices, which can be compiled for and not computed on.
+        """Devices that programs can be compiled for, but not run on.
 
         Raises:
           Unavailable: The compiler is not installed, or of another version.
@@ -96,8 +96,8 @@ class Hardware:
     def mesh(self, axes: Mapping[str, int]) -> Mesh:
         """A mesh over all chips.
 
-        On a slice the axes of the mesh are laid along those of the torus, as
-        `jax.make_mesh` does it.
+        On a TPU slice the axes of the mesh follow those of the torus, as in
+        `jax.make_mesh`.
 
         Args:
           axes: Number of chips along each named axis, such as
@@ -124,12 +124,12 @@ class Hardware:
 
 @functools.lru_cache(maxsize=32)
 def _devices(hardware: Hardware) -> tuple[jax.Device, ...]:
-    # The compiler makes new devices in each call, and those of two calls are not equal.
+    # Cached: each call makes new devices, and those of two calls are not equal.
     return compilers.devices(hardware.chip, hardware.shape)
 
 
 def target(name: str) -> Hardware:
-    """Hardware by name, whether or not it or its compiler is here.
+    """Looks up hardware by name; needs neither the hardware nor its compiler.
 
     Args:
       name: A TPU slice, `"v5e:4x4"`, `"v5p:8x8x16"`, `"v6e:16x16"`; or hosts and the

@@ -1,8 +1,8 @@
 """Parses XLA's text of a scheduled program: computations, instructions, shapes.
 
-Of the text this needs only its form, `%name = type opcode(operands), attributes`, which
-is the same on all platforms and has been for years. What an attribute means is known
-where it is used.
+The parser relies only on the form `%name = type opcode(operands), attributes`, which is
+the same on all platforms and has been stable for years. Attributes are interpreted by
+the modules that use them.
 """
 
 import math
@@ -20,7 +20,7 @@ HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{$")
 
 
 class ArrayShape(NamedTuple):
-    """One array in XLA's terms: `bf16[128,256]{1,0:T(8,128)S(1)}`."""
+    """The type of one array in XLA's notation: `bf16[128,256]{1,0:T(8,128)S(1)}`."""
 
     dtype: str
     """XLA's short name, such as "bf16"."""
@@ -38,9 +38,11 @@ class ArrayShape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes without padding; 0 for tokens."""
+        # Bits, because int4 takes less than a byte per element.
         return self.elements * _bits(self.dtype) // 8
 
 
+# Without slots, because `cached_property` needs an instance dictionary.
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
@@ -85,7 +87,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Which function a custom call calls; "" for other instructions."""
+        """The function that a custom call calls; "" for other instructions."""
         return self.attribute("custom_call_target").strip('"')
 
 
@@ -106,6 +108,7 @@ class Computation:
         """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
         for each in self.instructions:
+            # Once, also where an instruction reads an operand twice.
             for operand in dict.fromkeys(each.operands):
                 users.setdefault(operand, []).append(each)
         return {name: tuple(found) for name, found in users.items()}
@@ -152,13 +155,13 @@ class HloModule:
 
     @property
     def aliased_parameters(self) -> tuple[int, ...]:
-        """Numbers of parameters whose memory a result takes over."""
+        """Numbers of parameters whose memory a result reuses."""
         found = re.findall(r": \((\d+), ", self._attribute("input_output_alias"))
         return tuple(sorted(set(map(int, found))))
 
     @property
     def donated_in_vain(self) -> tuple[int, ...]:
-        """Numbers of donated parameters that no result fits into."""
+        """Numbers of donated parameters whose memory no result reuses."""
         found = re.findall(r"\((\d+), ", self._attribute("buffer_donor"))
         return tuple(sorted({*map(int, found)} - {*self.aliased_parameters}))
 
@@ -168,7 +171,7 @@ class HloModule:
 
 
 def parse(text: str) -> HloModule:
-    """Parses what `Compiled.as_text()` returned.
+    """Parses the result of `Compiled.as_text()`.
 
     Args:
       text: The whole text, from `HloModule` on.
@@ -209,7 +212,7 @@ def shapes_of(text: str) -> tuple[ArrayShape, ...]:
 def _instruction(line: str) -> Instruction:
     is_root = line.startswith("ROOT ")
     name, equals, rest = line.removeprefix("ROOT ").partition(" = ")
-    # A tuple's type stands in parentheses and has spaces in it; an array's has none.
+    # A tuple type is in parentheses and contains spaces; an array type does not.
     length = _closing(rest) + 1 if rest.startswith("(") else rest.find(" ")
     opening = rest.find("(", length)
     if not equals or length <= 0 or opening < 0:
@@ -229,7 +232,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """The index of the parenthesis that closes the first one; the last if none does."""
+    """Index of the parenthesis that closes the first one; the last index if none."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -252,7 +255,9 @@ def _until_comma(text: str) -> str:
 
 
 def _bits(dtype: str) -> int:
+    # XLA stores a boolean in one byte.
     if dtype == "pred":
         return 8
     digits = re.match(r"[a-z]+(\d+)", dtype)
+    # A token has no digits in its name, and no size.
     return int(digits[1]) if digits else 0

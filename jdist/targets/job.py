@@ -1,4 +1,4 @@
-"""A job: a function of hardware, and of a batch size, that says what to compile."""
+"""Jobs: functions of hardware and batch size that return a program to compile."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ of its arguments. A default of `batch` is taken unless another is asked for."""
 
 
 def load(specification: str) -> Job:
-    """Finds a job by `module:name`.
+    """Loads a job by `module:name`.
 
     Raises:
       ValueError: There is none, or it is no function of hardware.
@@ -38,7 +38,7 @@ def takes_batch(job: Job) -> bool:
 def program_of(
     job: Job, hardware: Hardware, batch: int | None = None
 ) -> CompiledProgram:
-    """Compiles what a job asks for.
+    """Compiles the program that a job returns.
 
     Args:
       job: The job.
@@ -55,7 +55,8 @@ def program_of(
     if batch is not None and not takes_batch(job):
         rule = "must have a parameter `batch` to be tried with another one"
         raise ValueError(requirement(f"{name}(hardware)", rule, f"batch={batch}"))
-    # A compiler that is missing is no fault of the job's, which asks for a mesh first.
+    # A missing compiler is raised here, before a job that makes a mesh would raise it
+    # as an error of its own.
     _ = hardware.devices
     with own_code(f"{name}({hardware.name})"):
         found = job(hardware) if batch is None else job(hardware, batch=batch)

@@ -1,4 +1,4 @@
-"""A picture of reports: memory of each device beside its limit, and estimated time."""
+"""Bar charts of reports: memory of each device, its limit, and estimated time."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -62,6 +62,7 @@ def write_picture(programs: Sequence[tuple[str, CompiledProgram]], path: Path) -
     for axes in (memory, seconds):
         axes.margins(x=0.15)  # For the text behind the longest bar.
     memory.set_yticks(range(len(programs)), [label for label, _ in programs])
+    # Reversed, so that the first program is at the top.
     memory.set_ylim(len(programs) - 0.5, -0.5)
     memory.set_xlabel("GiB of each device; the line is its memory")
     seconds.set_xlabel("milliseconds of a step, estimated by roofline")
@@ -74,6 +75,7 @@ def write_picture(programs: Sequence[tuple[str, CompiledProgram]], path: Path) -
 def _memory(program: CompiledProgram) -> dict[str, float]:
     used = program.bytes_per_device
     if used is None:
+        # A refusal without a number is drawn up to the limit.
         wanted = program.wanted_bytes or program.memory
         return {"wanted": wanted / 2**30}
     kinds = {kind: count for kind, count in asdict(used).items() if kind != "aliased"}

@@ -21,9 +21,9 @@ class DeviceMemory:
     Attributes:
       arguments: Of all arguments.
       outputs: Of all results.
-      aliased: Of results that stand where a donated argument stood: in both above.
-      temporaries: Of everything between; what the compiler allots at the peak.
-      code: Of the program itself, as far as the compiler tells.
+      aliased: Of results in the memory of donated arguments; counted in both above.
+      temporaries: Of intermediate values: the compiler's peak allocation.
+      code: Of the program itself, where the compiler reports it.
     """
 
     arguments: int
@@ -34,7 +34,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """All of them, aliased memory once."""
+        """The sum of all kinds, with aliased memory counted once."""
         return (
             self.arguments + self.outputs - self.aliased + self.temporaries + self.code
         )
@@ -42,30 +42,30 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """The report of `compile`: what is known of a program, and what is estimated.
+    """The report of `compile`: measures of a program, and estimates of its time.
 
-    Printed, it is a table. Bytes, collectives, aliases and operations are read off the
-    compiled program; seconds are estimates. What does not fit was refused by the
-    compiler, and what only a program has is then empty.
+    Printing shows a table. Bytes, collectives, aliases and operations are read from the
+    compiled program; seconds are estimates. If the compiler refused the program, fields
+    that need a compiled program are empty.
 
     Attributes:
       target: Name of the hardware.
       bytes_per_device: By kind; None if the compiler refused the program.
       memory: Bytes of each device, as `Chip.memory`.
       refused: Why it does not fit, with the bytes that it wants; "" if it fits.
-      wanted_bytes: What it wants of each device, as far as the compiler says; for what
-        fits `bytes_per_device.total`.
+      wanted_bytes: Bytes needed on each device, where the compiler reports them;
+        `bytes_per_device.total` if it fits.
       collectives: In the order of the program.
       flops: Matrix operations of one step on one device, loops unrolled; a
         multiplication and an addition are two.
       bytes_accessed: Bytes of device memory that one step reads and writes.
       estimate: Seconds by roofline; None if it was refused.
-      compiler_seconds: XLA's own estimate, `optimal_seconds`, which knows no network
-        and counts a loop as one turn; TPU only, and None where XLA gives none.
+      compiler_seconds: XLA's own estimate, `optimal_seconds`, which ignores the
+        network and counts a loop as one iteration; TPU only, None where XLA has none.
       float64: Places of the traced function that compute in 64 bits.
       host_callbacks: Places that call back into Python on the host.
-      donated: Arguments that results took over, as "dtype[shape]" on one device.
-      donated_in_vain: Donated arguments that no result fitted into.
+      donated: Arguments whose memory results reuse, as "dtype[shape]" on one device.
+      donated_in_vain: Donated arguments whose memory no result reuses.
     """
 
     target: str
@@ -95,6 +95,7 @@ class CompiledProgram:
 
     def to_json(self) -> str:
         """Everything as JSON."""
+        # `asdict` leaves out properties.
         derived = {"fits": self.fits, "seconds": self.seconds}
         return json.dumps({**asdict(self), **derived}, indent=1)
 
@@ -109,6 +110,7 @@ class CompiledProgram:
 
     def __str__(self) -> str:
         """The table as plain text."""
+        # Independent of the terminal, so that the text is the same everywhere.
         console = Console(width=96, color_system=None, force_terminal=False)
         with console.capture() as captured:
             console.print(self)
@@ -153,7 +155,7 @@ class CompiledProgram:
 
 
 def size_text(count: int) -> str:
-    """Bytes with a unit of four digits."""
+    """Formats a number of bytes to four digits, with a unit."""
     value, units = float(count), iter(UNITS)
     unit = next(units)
     while abs(value) >= 1024 and unit != UNITS[-1]:
@@ -162,7 +164,7 @@ def size_text(count: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with a unit."""
+    """Formats a time to three digits, with a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -184,6 +186,7 @@ def _collective_table(found: Iterable[Collective]) -> Table:
         is_number = title in ("runs", "bytes", "devices", "hidden")
         table.add_column(title, justify="right" if is_number else "left")
     for each in found:
+        # A collective that takes no time, as within one device, has no share to hide.
         hidden = "-"
         if each.seconds:
             hidden = f"{1 - each.exposed_seconds / each.seconds:.0%}"

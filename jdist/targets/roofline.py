@@ -28,16 +28,16 @@ PEAKS = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one step on one device, none of them measured.
+    """Estimated seconds of one step on one device.
 
     Attributes:
       seconds: Of the step: `kernels` or `memory`, whichever is longer, and `exposed`.
       compute: Matrix operations at peak.
       memory: Bytes at full memory bandwidth.
       kernels: Sum over kernels of the longer of the two.
-      communication: All collectives, if nothing overlapped.
-      exposed: What of them no kernel hides.
-      model: How it was estimated, and what it leaves out.
+      communication: All collectives, without overlap.
+      exposed: The part of `communication` that no kernel hides.
+      model: Assumptions of the estimate, and effects that it leaves out, in words.
     """
 
     seconds: float
@@ -72,7 +72,7 @@ class Cost:
         )
 
     def times(self, count: int) -> "Cost":
-        """The cost of so many runs."""
+        """The cost of `count` runs."""
         return Cost(
             self.flops * count,
             self.bytes * count,
@@ -93,7 +93,7 @@ class Cost:
 
 @dataclass(slots=True)
 class _Started:
-    """A collective between its start and its end."""
+    """A collective in flight, between its start and done instructions."""
 
     found: FoundCollective
     start: str
@@ -115,7 +115,7 @@ class _Walk:
     def run(self, computation: Computation) -> Cost:
         for instruction in computation.instructions:
             self._visit(instruction, computation)
-        # What is not awaited in a computation has ended when that returns.
+        # A collective without a done instruction ends with its computation.
         for each in self.started:
             self._finish(each)
         return self.cost
@@ -127,7 +127,7 @@ class _Walk:
             return
         found = collectives.inside(instruction, computation, self.module)
         channels = {each.found.channel for each in self.started} - {""}
-        # A fusion that computes while a collective runs repeats it inside.
+        # A fusion that overlaps a collective in flight repeats it inside.
         found = tuple(each for each in found if each.channel not in channels)
         for each in found:
             self._begin(each, instruction)
@@ -149,7 +149,7 @@ class _Walk:
         each = _Started(found, instruction.name, seconds)
         targets = collectives.custom_calls(instruction, self.module)
         in_parts = instruction.opcode.endswith("-start")
-        # XLA writes some in two parts and runs them at once.
+        # XLA marks start and done pairs that it runs synchronously.
         if '"is_sync":true' in instruction.attributes:
             in_parts = False
         if in_parts or "AsyncCollectiveStart" in targets:
@@ -161,6 +161,7 @@ class _Walk:
         found = each.found
         seconds = collectives.transfer_seconds(found, self.chip, self.per_host)
         members = found.groups
+        # Pairs overlap: a device may both send and receive.
         if found.kind == "collective-permute":
             count = len({device for pair in members for device in pair})
         else:
@@ -190,6 +191,7 @@ class _Walk:
 
     def _cost_of(self, instruction: Instruction, computation: Computation) -> Cost:
         if instruction.opcode == "while":
+            # The condition is left out: it compares scalars.
             body = self._inner(instruction.called("body")[0])
             count = trip_count(instruction, computation, self.module)
             if count is None:
@@ -197,9 +199,10 @@ class _Walk:
                 return replace(body, unknown_loops=(*body.unknown_loops, place))
             return body.times(count)
         if instruction.opcode == "conditional":
+            # A conditional on a boolean names its branches by the value.
             names = ("branch_computations", "true_computation", "false_computation")
             branches = map(self._inner, instruction.called(*names))
-            # Which branch is taken is not known: the longest is counted.
+            # The branch taken is unknown: the most expensive one counts.
             return max(
                 branches, key=lambda cost: (cost.kernels, cost.bytes, cost.flops)
             )
@@ -208,6 +211,7 @@ class _Walk:
         return self._kernel(instruction, computation)
 
     def _inner(self, name: str) -> Cost:
+        # A walk of its own: its kernels hide outer collectives as a sum, in `_hide`.
         walk = _Walk(self.module, self.chip, self.per_host)
         return walk.run(self.module.computations[name])
 
@@ -216,7 +220,7 @@ class _Walk:
         found = arithmetic.products(instruction, computation, self.module)
         compute = sum(each.operations / _peak(self.chip, each) for each in found)
         memory = moved / self.chip.bandwidth if self.chip.bandwidth else 0.0
-        # A copy that is awaited later takes bandwidth, and no time of a kernel.
+        # An asynchronous copy takes bandwidth, but no kernel time.
         is_awaited = instruction.opcode.endswith("-start")
         kernels = 0.0 if is_awaited else max(compute, memory)
         return Cost(sum(each.operations for each in found), moved, compute, kernels)
@@ -227,14 +231,14 @@ def cost(module: HloModule, chip: Chip, per_host: int) -> Cost:
 
     Args:
       module: The scheduled program.
-      chip: Whose figures count.
+      chip: The chip whose figures apply.
       per_host: Chips of a host.
     """
     return _Walk(module, chip, per_host).run(module.entry)
 
 
 def estimate(found: Cost, chip: Chip) -> Estimate:
-    """Seconds of a program of a known cost."""
+    """Estimates the seconds of a program from its cost."""
     memory = found.bytes / chip.bandwidth
     exposed = sum(each.exposed_seconds for each in found.collectives)
     model = MODEL
@@ -242,7 +246,7 @@ def estimate(found: Cost, chip: Chip) -> Estimate:
         count = len(set(found.unknown_loops))
         model += f" {count} loops of unknown length are counted as one turn each."
     return Estimate(
-        # Copies beside kernels take no time of their own, but their share of bandwidth.
+        # Asynchronous copies take no kernel time, but share the memory bandwidth.
         max(found.kernels, memory) + exposed,
         found.compute,
         memory,
@@ -255,7 +259,7 @@ def estimate(found: Cost, chip: Chip) -> Estimate:
 
 def _peak(chip: Chip, products: arithmetic.MatrixProducts) -> float:
     name = PEAKS.get(products.dtype, "float8" if products.dtype[:2] == "f8" else "")
-    # A type that a chip has no unit for is computed in a wider one.
+    # Types without hardware support are computed in a wider one.
     wider: Sequence[str] = {
         "float8": ("float8", "bfloat16", "float32"),
         "int8": ("int8", "bfloat16", "float32"),
@@ -264,5 +268,7 @@ def _peak(chip: Chip, products: arithmetic.MatrixProducts) -> float:
     }.get(name, (name,))
     if name == "float32" and products.precision == "highest":
         wider = ("float32_highest", "float32")
+    # In order: the first type that the chip has a figure for.
     known = [chip.peak_flops[each] for each in wider if each in chip.peak_flops]
+    # A type without a published figure counts as the slowest one.
     return known[0] if known else min(chip.peak_flops.values())

@@ -22,13 +22,13 @@ SLICES = {
 HOSTS = "1x1 1x2 1x4 1x8 2x8 4x8 8x8 16x8 32x8 64x8 128x8"
 """GPUs of one host, and then hosts of eight."""
 
-# A job that fits with so many examples does not depend on their number.
+# A job that fits with this many examples does not depend on their number.
 LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One program that a search has compiled, or a job that could not be.
+    """One configuration that a search tried: a compiled program, or a refusal.
 
     Attributes:
       target: Name of the hardware.
@@ -50,11 +50,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What fits, and what was compiled to find it.
+    """The result of a search, with all configurations that it tried.
 
     Attributes:
       best: The largest batch or the smallest slice; None if none fits.
-      tried: Everything that was compiled, in order.
+      tried: All candidates, in the order in which they were tried.
     """
 
     best: Candidate | None
@@ -74,8 +74,8 @@ def largest_batch(
 ) -> SearchResult:
     """The largest batch with which a job fits, by doubling and then by bisection.
 
-    Memory is taken to grow with the batch. It nearly always grows by a straight line;
-    where that line meets the chip's memory is tried first.
+    Memory is assumed to grow with the batch. Growth is nearly always linear, so the
+    batch at which that line meets the chip's memory is tried first.
 
     Args:
       job: `job(hardware, batch)`.
@@ -124,7 +124,7 @@ def largest_batch(
 
     low, high = 0, 1
     while fits(high):
-        # A little short of where the line meets the memory, which is rarely missed.
+        # A little below the extrapolated batch, so that it nearly always fits.
         line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
         low, high = high, max(2 * high, line)
         if high * unit > LARGEST_BATCH:
@@ -132,12 +132,14 @@ def largest_batch(
             got = f"a job that fits with {low * unit} examples"
             raise ValueError(requirement("largest_batch(job=...)", rule, got))
     by_line = True
-    # One unit apart there is nothing between them.
+    # There is no batch between bounds that are one unit apart.
     while high - low > max(1, int(within * low)):
         line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
         middle = line if by_line and low < line < high else (low + high) // 2
+        # Invariant: `low` units fit, or are 0, and `high` units do not.
         low, high = (middle, high) if fits(middle) else (low, middle)
-        # Where memory is no straight line, the line would only creep.
+        # Where memory is not linear, extrapolation converges slowly: alternate with
+        # bisection.
         by_line = not by_line
     best = [each for each in tried if each.fits and each.batch == low * unit]
     return SearchResult(best[0] if best else None, tuple(tried))
@@ -152,8 +154,8 @@ def smallest_slice(
 ) -> SearchResult:
     """The smallest slice, or number of hosts, on which a job fits; by bisection.
 
-    What fits on a slice is taken to fit on larger ones. A slice that the job itself
-    refuses with a ValueError, such as by a mesh that does not divide it, does not fit.
+    A job that fits on a slice is assumed to fit on larger ones. A slice for which the
+    job raises a ValueError, such as a mesh that does not divide it, does not fit.
 
     Args:
       job: `job(hardware)`.
@@ -168,6 +170,7 @@ def smallest_slice(
     if chip not in CHIPS:
         rule = f"must be one of {', '.join(CHIPS)}"
         raise ValueError(requirement("smallest_slice(chip=...)", rule, chip))
+    # GPUs come as hosts, not as slices.
     shapes = SLICES.get(chip, HOSTS).split()
     tried: dict[int, Candidate] = {}
 
@@ -176,7 +179,8 @@ def smallest_slice(
         try:
             program = program_of(job, hardware, batch)
             found = Candidate(hardware.name, batch, program)
-        # A mesh that does not divide the chips is an answer of the job, no failure.
+        # A ValueError, such as for a mesh that does not divide the chips, rules out
+        # this slice only.
         except OwnCodeRaised as error:
             if not isinstance(error.__cause__, ValueError):
                 raise
@@ -189,6 +193,7 @@ def smallest_slice(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    # If the job refuses every slice, the fault is the job's and not the chip's.
     if all(each.program is None for each in tried.values()):
         refusal = next(iter(tried.values())).refusal
         rule = "must take one of the chip's slices"
@@ -197,12 +202,13 @@ def smallest_slice(
 
 
 def _meets(tried: list[Candidate], unit: int, memory: int) -> int:
-    """Where the line through the last two that fit meets the memory, in units."""
+    """The batch, in units, that fills the memory, extrapolated from the last two."""
     points = sorted(
         (each.batch, each.program.bytes_per_device.total)
         for each in tried
         if each.batch and each.program and each.program.bytes_per_device and each.fits
     )[-2:]
+    # Without growth there is no crossing: the caller doubles or bisects.
     if len(points) < 2 or points[1][1] <= points[0][1]:
         return 0
     (first, less), (second, more) = points

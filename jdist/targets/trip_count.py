@@ -1,8 +1,9 @@
 """Trip counts of a compiled program's loops, by interpreting their counters.
 
-The compiler of GPUs and CPUs states it. A TPU's does not, and writes a counter in many
-ways: copied, in two halves of 32 bits, against a limit that is carried along. Of these
-only integers matter, so a loop's scalars are computed here, turn by turn.
+The GPU and CPU compilers annotate loops with their trip counts. The TPU compiler does
+not, and its counters take many forms: copies, pairs of 32-bit halves, limits in the
+loop's carry. All of these are integers, so a loop's integer scalars are evaluated here,
+iteration by iteration.
 """
 
 import operator
@@ -48,15 +49,15 @@ COMPARISONS: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
 def trip_count(
     loop: Instruction, computation: Computation, module: HloModule
 ) -> int | None:
-    """The number of turns of a while loop.
+    """The number of iterations of a while loop.
 
     Args:
       loop: The loop.
-      computation: Where it stands.
-      module: Where its condition and body are.
+      computation: The computation that contains it.
+      module: The module, with its condition and body.
 
     Returns:
-      The number, or None if the data decide it as the program runs.
+      The number, or None if it depends on the program's data.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
@@ -67,7 +68,7 @@ def trip_count(
     if not isinstance(state, Mapping):
         return None
     needed = _needed(condition, body)
-    # The rest of the carry is arrays, which are not computed here.
+    # The condition does not depend on the other elements, most of which are arrays.
     state = {index: state.get(index) for index in needed}
     for turn in range(LONGEST):
         goes_on = _value(condition.root.name, condition, (state,), module)
@@ -79,7 +80,7 @@ def trip_count(
             index: _value(body.root.operands[index], body, (state,), module)
             for index in needed
         }
-        # Nothing that the condition reads changes any more: it would never end.
+        # A fixed point of all that the condition reads: the loop would never end.
         if following == state:
             return None
         state = following
@@ -87,7 +88,7 @@ def trip_count(
 
 
 def _needed(condition: Computation, body: Computation) -> tuple[int, ...]:
-    """Elements of a loop's carry that its condition depends on, over all turns."""
+    """Elements of a loop's carry that its condition depends on, in any iteration."""
     found = _elements(condition.root, condition)
     if body.root.opcode != "tuple":
         return ()
@@ -120,7 +121,7 @@ def _elements(wanted: Instruction, computation: Computation) -> set[int]:
 def _value(
     name: str, computation: Computation, arguments: Sequence[Value], module: HloModule
 ) -> Value:
-    """The value of an instruction, as far as it is an integer that can be known."""
+    """The value of an instruction: an integer, a tuple of values, None if unknown."""
     instruction = computation.by_name[name]
     opcode = instruction.opcode
     if opcode == "parameter":
@@ -155,29 +156,31 @@ def _combined(instruction: Instruction, values: Sequence[Value]) -> Value:
 
 
 def _is_scalar(instruction: Instruction) -> bool:
+    # Tuples are followed to their scalars; other arrays are not evaluated.
     in_tuple = instruction.opcode in ("tuple", "get-tuple-element", "fusion")
     return in_tuple or all(not shape.sizes for shape in instruction.shapes)
 
 
 def _function(instruction: Instruction) -> Callable[..., int] | None:
-    """What an instruction does to integers; None if that is not known here."""
+    """The integer function of an instruction; None if it has none here."""
     opcode = instruction.opcode
     if opcode == "compare":
         return COMPARISONS[instruction.attribute("direction")]
-    # Of other types it flips every bit.
+    # On integers `not` flips every bit, which `operator.not_` does not.
     if opcode == "not" and instruction.shapes[0].dtype != "pred":
         return None
     return FUNCTIONS.get(opcode)
 
 
 def _wrapped(number: int, dtype: str) -> int | None:
-    """An integer as its type has it; None for another type."""
+    """An integer wrapped to the range of its dtype; None for another kind of dtype."""
     if dtype == "pred":
         return int(bool(number))
     match = re.fullmatch(r"([su])(\d+)", dtype)
     if match is None:
         return None
     bits = int(match[2])
+    # Two's complement: a counter in two halves relies on overflow.
     number %= 2**bits
     return number - 2**bits if match[1] == "s" and number >= 2 ** (bits - 1) else number
 
@@ -185,4 +188,5 @@ def _wrapped(number: int, dtype: str) -> int | None:
 def _constant(literal: str) -> int | None:
     if literal in ("true", "false"):
         return int(literal == "true")
+    # Counters are integers: other constants stay unknown.
     return int(literal) if re.fullmatch(r"-?\d+", literal) else None

@@ -1,12 +1,12 @@
-"""The independent judge: compares any two ways to a gradient.
+"""Independent verification of gradients and training steps.
 
-It imports no strategy, and no strategy imports it. `compare` judges two gradient trees;
-`gradients` judges functions, and measures for itself how far apart right answers may
-be; `judge` does so at every step of a run; `step` judges whole optimizer steps by the
-new parameters; `trace` names the first value that is wrong, among those that `tap`
-marks; `keyed` gives each example its own random numbers. Arrays over several processes
-are compared where they lie. `defects` are wrong steps to try a test on, and `score`
-does so. `python -m jdist.verify` judges every strategy that is installed.
+The judge imports no strategy, and no strategy imports it. `compare` judges two gradient
+trees; `gradients` judges functions, by a rounding-error bound that it measures; `judge`
+does so at every step of a run; `step` judges whole optimizer steps by the new
+parameters; `trace` names the first value that is wrong, among those that `tap` marks;
+`keyed` gives each example its own random numbers. Arrays over several processes are
+compared shard by shard, without gathering. `defects` are wrong steps on which `score`
+tries a test. `python -m jdist.verify` judges every strategy that is installed.
 """
 
 import jdist.verify.defects as defects

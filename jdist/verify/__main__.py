@@ -2,8 +2,8 @@
 
 Without a problem, the equivalence matrix over all installed strategies, a line for each
 as it is done; in float32, unless other dtypes are chosen. `--all` adds combinations of
-what these show. With `module:name`, the same
-judgement on your own loss, parameters, batch and candidates.
+what these show. With `module:name`, the same judgement on your own loss, parameters,
+batch and candidates.
 
 exit status:
   0  everything was judged and holds
@@ -123,13 +123,14 @@ def _judge_problem(options: argparse.Namespace) -> int:
 def _judge_matrix(options: argparse.Namespace) -> int:
     if not options.finite_differences:
         raise JdistError("--no-finite-differences goes with a problem, module:name")
-    # Before the strategies are imported and the first is compiled, which take longer.
+    # Printed first: importing strategies and compiling the first one take longer.
     console.print("largest error/bound (a right answer stays below 1)")
     console.print(matrix.heading(options.reductions))
     rows, left = _chosen(options)
     cells: list[matrix.Cell] = []
     for row in _rows(rows, options):
         if row[0].strategy not in {cell.strategy for cell in cells}:
+            # `Text`, because rich would read brackets in a name as markup.
             console.print(Text(row[0].strategy, style="bold"))
         console.print(matrix.line(row))
         cells += row

@@ -1,4 +1,4 @@
-"""A rounding-error bound on the difference of two right gradients, derived.
+"""Derivation of a rounding-error bound on the difference of two right gradients.
 
 One entry of a gradient is a sum g = t_1 + .. + t_n over examples, t_i = c_i g_i with
 c_i the example's share (w_i / sum w for a mean). A program computes the terms, adds
@@ -123,7 +123,7 @@ def unit_roundoff(dtype: DTypeLike) -> float:
 
 
 def confidence(entries: int, draws: float = math.inf) -> float:
-    """lambda, or tau: how many deviations a right leaf of so many entries may reach.
+    """The number of deviations that a right leaf may reach: lambda, or tau.
 
     Args:
       entries: Number of entries in the leaf, m.
@@ -160,7 +160,7 @@ def bound(dtype: DTypeLike, entries: int, terms: int, scale: ArrayLike) -> np.nd
 def measured_bound(
     dtype: DTypeLike, sums: Sums, terms: int, draws: int, accumulation: DTypeLike
 ) -> Limit:
-    """The whole bound, from what was measured.
+    """The whole bound, from measured sums.
 
     Args:
       dtype: The leaf's.
@@ -187,7 +187,7 @@ def measured_bound(
     computing = root * confidence(entries, draws) * deviation
     random = np.sqrt(adding**2 + partial**2 + computing**2)
     allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
-    # Where nothing could be measured, nothing can be said.
+    # An entry that could not be measured has no bound, and is not judged.
     return Limit(np.where(np.isnan(allowed), np.inf, allowed), size)
 
 
@@ -216,11 +216,9 @@ def in_double(array: ArrayLike) -> np.ndarray:
 
 
 def flushes(dtype: DTypeLike) -> bool:
-    """Whether numbers below the smallest normal one may be flushed to zero.
-
-    float16 and narrower are computed in float32 and rounded, so their subnormal numbers
-    exist; wider types may be flushed.
-    """
+    """Whether numbers below the smallest normal one may be flushed to zero."""
+    # float16 and narrower types are computed in float32 and rounded, so that they keep
+    # their subnormal numbers.
     return bool(jnp.finfo(dtype).nexp >= 8)
 
 

@@ -119,9 +119,6 @@ def renamed(
 ) -> dict[str, Any]:
     """The candidate's leaves by the reference's paths, axes in the reference's order.
 
-    A name that is missing is refused and not reported as a missing leaf: a map that
-    leaves out a parameter would otherwise hide its gradient.
-
     Args:
       reference: As in `compare`.
       candidate: As in `compare`.
@@ -136,6 +133,8 @@ def renamed(
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]
+    # Raised, not reported as a missing leaf: a map that leaves out a parameter of both
+    # sides would hide its gradient.
     faults = {
         "name every leaf of the reference": [p for p in needed if p not in theirs],
         "name leaves of the reference only": [p for p in theirs if p not in wanted],
@@ -160,10 +159,10 @@ def renamed(
 def _ordered(
     path: str, leaf: ArrayLike | None, axes: tuple[int, ...]
 ) -> jax.Array | np.ndarray | None:
-    """A leaf with its axes in the reference's order; None, no gradient, has none."""
+    """Transposes a leaf to the reference's order of axes; None stays None."""
     if leaf is None:
         return None
-    # Of an array over several processes no host has all.
+    # An array over several processes cannot be converted to NumPy.
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if sorted(axes) != list(range(array.ndim)):
         rule = f"must order the {array.ndim} axes of the candidate's leaf"
@@ -187,11 +186,12 @@ def compare_leaves(
       name: Of the candidate.
       wanted: The reference's leaves by path, whole on this host.
       found: The candidate's; of an array over several processes the shards of this one.
-      limits: What each floating leaf of the reference is held against.
+      limits: The limit of each floating leaf of the reference; None for other leaves.
       peers: The processes that judge together, all of which get the same rows; None
         for this one alone.
       describe: The words for a shard that fails; None for `diagnose`.
-      excuse: Why other numbers prove nothing: what they would make fail is not judged.
+      excuse: Why differing values prove nothing; leaves that would fail because of them
+        are then *not judged*. Empty if there is no reason.
 
     Raises:
       PeersLost: A process raised, or did not come in time.
@@ -207,6 +207,7 @@ def compare_leaves(
     findings = [
         judged.finding(path, arrays)
         for path, leaf in judged.wanted.items()
+        # None on both sides is equal, and gets no row.
         if not (leaf is None and path in arrays and arrays[path] is None)
     ]
     findings += [
@@ -216,6 +217,7 @@ def compare_leaves(
     ]
     if peers is None or peers.size == 1:
         return tuple(merged({0: finding}, 1) for finding in findings)
+    # By path, because processes may have found different leaves.
     by_path: dict[str, dict[int, Finding]] = {}
     for rank, records in enumerate(peers.exchange(list(map(record, findings)))):
         for own in map(restored, records):
@@ -225,7 +227,7 @@ def compare_leaves(
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """One candidate, and what it is held against; see `compare_leaves`."""
+    """One candidate, with the reference and its limits; see `compare_leaves`."""
 
     name: str
     wanted: Mapping[str, np.ndarray | None]
@@ -251,7 +253,7 @@ class _Judged:
             same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
             return Finding(same, replicas=array.replicas)
         own = [self._of_shard(row, whole, shard) for shard in array.shards]
-        # In the angle each replica would otherwise count anew.
+        # In the angle, replicas of a shard would otherwise count more than once.
         first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
         products = Products(*map(sum, zip(Products(), *first, strict=True)))
         return Finding(worst_of([row for row, _ in own]), products, array.replicas)
@@ -274,7 +276,7 @@ class _Judged:
             error = np.abs(expected - got)
             relative = np.where(error == 0, 0, error / np.abs(expected))
             ratio = np.where(error == 0, 0, error / allowed)
-            # For a reader; no verdict rests on it.
+            # Informative only: no verdict depends on the angle.
             products = _products(whole, expected, got)
         worst = float(np.max(ratio, initial=0))
         furthest = float(np.max(ulp_distance(reference, found), initial=0))
@@ -285,7 +287,7 @@ class _Judged:
         # Not `worst > 1`, which is false for NaN.
         elif not worst <= 1:
             problem = self.describe(row.path, self.wanted, shard, ratio)
-        # What equals the reference bit by bit needs no bound.
+        # A leaf that is bit-equal to the reference needs no bound.
         elif furthest > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
         row = replace(
@@ -307,7 +309,7 @@ def _described(
     shard: Shard,
     ratio: np.ndarray,
 ) -> str:
-    """The words of `diagnose` for a shard."""
+    """Describes a failing shard in the words of `diagnose`."""
     return described_shard(path, wanted, shard, shard.values, ratio)
 
 
@@ -319,7 +321,7 @@ def described_shard(
     ratio: np.ndarray,
     what: str = "",
 ) -> str:
-    """Where a shard lies, and the words of `diagnose` for it.
+    """The position of a shard, and the words of `diagnose` for it.
 
     Args:
       path: Of its leaf.
@@ -342,7 +344,7 @@ def described_shard(
 def _assumed(
     leaf: np.ndarray | None, terms: int, scale: ArrayLike | None
 ) -> Limit | None:
-    """The limit of a leaf of which nothing was measured."""
+    """The limit of a leaf without measurements."""
     if leaf is None or not is_inexact(leaf):
         return None
     if scale is None:
@@ -351,9 +353,10 @@ def _assumed(
 
 
 def _blind(expected: np.ndarray, limit: Limit) -> bool:
-    """Whether zero would pass, and not because the gradient is zero to rounding."""
+    """Whether zero would pass although the gradient is not zero to rounding."""
     allowed = np.broadcast_to(limit.bound, expected.shape)
     size = np.broadcast_to(limit.size, expected.shape)
+    # See the end of the derivation in `bound`.
     wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
     return bool(wide and size.any() and (np.abs(expected) <= allowed).all())
 
@@ -438,7 +441,8 @@ def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
 
 
 def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:
-    # Squares of tiny numbers would vanish; every process takes the same unit.
+    # Scaled, because squares of tiny numbers underflow; by the whole leaf, so that the
+    # sums of all processes have one unit.
     unit = float(np.max(np.abs(whole), initial=0))
     unit = unit if unit > 0 and np.isfinite(unit) else 1.0
     a, b = first.ravel() / unit, second.ravel() / unit

@@ -1,4 +1,4 @@
-"""Words for a wrong leaf: usual mistakes, recognised by their numbers."""
+"""Diagnoses of wrong leaves: common mistakes, recognized by their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,15 +18,15 @@ def diagnose(
     ratio: np.ndarray,
     origin: Sequence[int] = (),
 ) -> str:
-    """Says where a leaf fails and, when it can be seen, what was done to it.
+    """Describes where a leaf fails and, if it is recognized, the mistake.
 
     Args:
       path: The leaf that fails.
       wanted: The reference's leaves by path, on the host.
       found: The candidate's leaf.
       ratio: error/bound of each entry, NaN where an entry is not finite.
-      origin: Where the leaves begin, if they are a slice of larger ones; places are
-        told as in those.
+      origin: The offset of the leaves, if they are slices of larger ones; indices in
+        the text are those of the larger ones.
     """
     reference = wanted[path]
     if not np.isfinite(found).all():
@@ -46,7 +46,7 @@ def diagnose(
 
 
 def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
-    """What was done to a leaf, if it can be seen; empty if not.
+    """The recognized mistake in a leaf, in words; empty if there is none.
 
     Args:
       path: The leaf.
@@ -54,7 +54,7 @@ def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
       found: The candidate's leaf.
     """
     reference = wanted[path]
-    # Any number is a multiple of any other.
+    # A single number is always a multiple of another: a factor would say nothing.
     if found.size > 1:
         factor = _factor(reference, found)
         if factor is not None:
@@ -75,6 +75,7 @@ def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
     power = float(np.vdot(a, a).real)
     if power == 0:
         return None
+    # The least-squares factor; the rest decides whether it explains the leaf.
     factor = float(np.vdot(a, b).real) / power
     rest = np.linalg.norm(b - factor * a)
     return factor if rest <= LIKENESS * np.linalg.norm(b) else None

@@ -1,4 +1,4 @@
-"""Random numbers in a loss: whether every way to split the batch draws the same.
+"""Detection of random numbers in a loss that depend on how the batch is split.
 
 A loss that makes one mask for the whole batch draws other numbers for half of it. So a
 right program that splits the batch has another gradient, and no judge can say whether
@@ -54,7 +54,7 @@ class Draw(NamedTuple):
     Attributes:
       primitive: Its name.
       keys: The shape of its keys, after the lengths of the loops that it stands in.
-      made: The shape of what it makes; of keys from keys, beyond theirs.
+      made: The shape of its result for each key.
       from_batch: Whether its keys depend on the batch.
     """
 
@@ -67,8 +67,8 @@ class Draw(NamedTuple):
 def keyed(loss_fn: Callable[..., Any]) -> Callable[[PyTree, PyTree], jax.Array]:
     """A loss that draws each example's numbers from that example's own key.
 
-    So the numbers do not depend on how the batch is split, and gradients with dropout
-    or noise can be judged, or compared between any two trainers.
+    The numbers then do not depend on how the batch is split, so that gradients with
+    dropout or noise can be judged, or compared between any two trainers.
 
     Args:
       loss_fn: `loss_fn(params, batch, key)`: for a batch of one example its loss, shape
@@ -106,7 +106,7 @@ def keyed(loss_fn: Callable[..., Any]) -> Callable[[PyTree, PyTree], jax.Array]:
 
 
 def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> None:
-    """Refuses a loss that wants more than it is given, such as a key.
+    """Raises if a loss takes more arguments than it is given, such as a key.
 
     Raises:
       TypeError: It cannot be called with these arguments.
@@ -126,7 +126,7 @@ def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> No
 
 
 def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> str:
-    """Why no split of the batch draws the loss's numbers; empty if they all do.
+    """The reason why a split of the batch draws other numbers; empty if none does.
 
     Args:
       loss_fn: `loss_fn(params, batch)`.
@@ -136,7 +136,7 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
     whole = _draws(loss_fn, params, batch)
     if not whole:
         return ""
-    # What is drawn for one example shows what grows with their number.
+    # The trace for one example shows which draws grow with their number.
     row = jax.tree.map(lambda x: x[:1] if jnp.ndim(x) else x, batch)
     try:
         alone = _draws(loss_fn, params, row)
@@ -155,17 +155,17 @@ def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) 
 
 
 def draws_of_its_own(candidate: Callable[..., Any], *arguments: PyTree) -> bool | None:
-    """Whether a candidate draws random numbers; None where that cannot be seen.
+    """Whether a candidate draws random numbers; None if that is unknown.
 
-    A jitted function is traced. So is one that refers to functions, constants and
-    containers only, which are then as they were: any other may be no program, or keep
-    traced values for its next call.
+    A jitted function is traced. So is a function that refers only to functions,
+    constants and containers, whose contents are restored. Other callables are not
+    traced: they may have side effects, or keep tracers for their next call.
     """
     found, containers = None, _containers_of(candidate)
     if isinstance(candidate, jax.stages.Wrapped):
         found = bool(_traced(candidate.trace(*arguments)))
     elif containers is not None:
-        # Values may decide what it does, or leave JAX: then it is no program.
+        # A function that branches on values or converts them cannot be traced.
         with _restored(containers), contextlib.suppress(Exception):
             found = bool(_traced(jax.jit(candidate).trace(*arguments)))
     inner = getattr(candidate, "__wrapped__", None)
@@ -180,7 +180,8 @@ def _traced(program: jax.stages.Traced) -> list[Draw]:
 
 
 def _containers_of(candidate: object) -> list[Any] | None:
-    """The lists, dicts and sets that a function may change; None if there is more."""
+    """The lists, dicts and sets that a function may change; None if others as well."""
+    # By id, with the object kept alive: ids are reused.
     reached: dict[int, Any] = {}
     rest = [candidate]
     while rest:
@@ -196,10 +197,11 @@ def _containers_of(candidate: object) -> list[Any] | None:
 
 
 def _inside_of(value: Any) -> list[object] | None:
-    """What a value refers to; None if it may keep things out of sight."""
+    """The objects that a value refers to; None if it may hold others."""
     inside: list[object] | None = None
     if isinstance(value, list | tuple | set | frozenset):
         inside = list(value)
+    # The exact type: a subclass may have attributes of its own.
     elif type(value) in _MAPPINGS:
         inside = list(value.values())
     elif isinstance(value, functools.partial):
@@ -208,14 +210,14 @@ def _inside_of(value: Any) -> list[object] | None:
         inside = [value.__func__, value.__self__]
     elif dataclasses.is_dataclass(value) and _is_frozen(type(value)):
         inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    # What assigns to outer names may keep values out of sight.
+    # A function that assigns to outer names may keep tracers in them.
     elif isinstance(value, types.FunctionType) and not _assigns(value.__code__):
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
         inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         known = value.__globals__
-        # What these packages keep between calls is their own affair.
+        # These packages handle tracers in their own globals.
         if known.get("__name__", "").partition(".")[0] not in _PACKAGES:
-            # Names of attributes too: more than the globals that it reads.
+            # `co_names` has attributes too: a superset of the globals that are read.
             names = {name for code in _codes(value.__code__) for name in code.co_names}
             inside += [known[name] for name in names if name in known]
     return inside
@@ -232,7 +234,7 @@ def _restored(containers: list[Any]) -> Iterator[None]:
         yield
     finally:
         for each, kept, identities in before:
-            # One that other threads read is left alone.
+            # Unchanged containers are not touched: other threads may read them.
             if _identities(each) == identities:
                 continue
             each.clear()
@@ -240,13 +242,14 @@ def _restored(containers: list[Any]) -> Iterator[None]:
 
 
 def _identities(container: Collection[object]) -> list[int]:
+    # By id, because arrays have no single truth value to compare by.
     held = container.values() if isinstance(container, dict) else container
     return list(map(id, held))
 
 
 _MAPPINGS = (dict, collections.OrderedDict, types.MappingProxyType)
 
-# A NumPy array takes no traced values, and what is jitted was traced before.
+# NumPy arrays cannot hold tracers, and jitted functions are traced by themselves.
 _FIXED = (
     bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.dtype,
     jax.Array, jax.stages.Wrapped, jax.custom_jvp, jax.custom_vjp, jnp.ufunc, type,
@@ -292,10 +295,10 @@ def made_of_batch(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> list
 def _depends(draw: Draw, single: Draw | None, several: bool) -> bool:
     if single is None:
         return not draw.from_batch
-    # Some examples' key for all of them: a split takes that of others.
+    # One example's key serves all of them: a split takes another example's.
     if several and draw.from_batch and draw.keys == single.keys:
         return True
-    # Keys made of a key matter where they are drawn from; many are thrown away.
+    # Split keys count where numbers are drawn from them: many are never used.
     more_keys = draw.keys != single.keys and draw.primitive != "random_split"
     return draw.made != single.made or (more_keys and not draw.from_batch)
 
@@ -332,7 +335,7 @@ def _walk(
         inside = list(_inside(equation, operands))
         walked = [_walk(inner, own, loops + length) for inner, own, length in inside]
         found += [draw for draws, _ in walked for draw in draws]
-        # Of several programs one may be a branch that is taken: any of them counts.
+        # Any of several programs may be the branch that is taken.
         if walked and all(len(own) == len(results) for _, own in walked):
             results = [
                 any(each) for each in zip(*(own for _, own in walked), strict=True)
@@ -355,8 +358,10 @@ def _draw(equation: JaxprEqn, from_batch: bool, loops: tuple[int, ...]) -> Draw:
 def _inside(
     equation: JaxprEqn, operands: list[bool]
 ) -> Iterator[tuple[Jaxpr, list[bool], tuple[int, ...]]]:
-    """The programs in an equation, which of their arguments depend on the batch, and
-    the length of the loop that runs them.
+    """Yields the inner programs of an equation.
+
+    Each comes with the batch dependence of its arguments, and with the length of the
+    loop that runs it.
     """
     counts = loop_counts(equation)
     for inner in jaxprs_in_params(equation.params):
@@ -364,11 +369,14 @@ def _inside(
         if counts is not None:
             own = _carried(inner, list(operands), *counts)
             yield inner, own, (equation.params["length"],)
+        # A while loop's operands are constants of two programs and the carry: equal
+        # counts do not mean that they correspond.
         elif count == len(operands) and equation.primitive.name != "while":
             yield inner, operands, ()
         elif count == len(operands) - 1:  # A branch: the first operand chooses it.
             yield inner, operands[1:], ()
         else:
+            # An unknown correspondence: any argument may depend on the batch.
             yield inner, [any(operands)] * count, ()
 
 

@@ -1,4 +1,4 @@
-"""Judges whether candidates return the gradient of a loss, and explains where not."""
+"""Judges candidates by the one-device gradient of a loss, and explains failures."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def judge(
     accumulation: DTypeLike | None = None,
     timeout: float = TIMEOUT,
 ) -> Callable[..., Report]:
-    """A judge of one loss that can be called again and again, compiled once.
+    """Builds a reusable judge of one loss, which compiles once.
 
     For judging every step of a training run. What it returns is called like
     `gradients`, without the first argument:
@@ -197,7 +197,7 @@ def prepared(
     accumulation: DTypeLike | None,
     programs: LossPrograms | None = None,
 ) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
-    """A judge in two halves: one measures the reference, one judges candidates by it.
+    """Builds a two-stage judge: measure the reference, then judge candidates by it.
 
     Judges of one loss for several reductions may share `programs`.
 
@@ -220,6 +220,7 @@ def prepared(
         expected = reference(params, batch, weights)
         measured = measure(params, batch, weights, seed)
 
+        # Measured on the first failure, for all candidates together.
         @cache
         def measured_again() -> Measured:
             return measure(params, batch, weights, None, SECOND_LOOK)
@@ -233,22 +234,23 @@ def prepared(
             notes = measured.notes
             failing = {row.candidate for row in rows if row.ratio > 1}
             if failing:
-                # Nothing is condemned by the luck of a few draws,
+                # A few draws may give too small a bound by chance: measure with more.
                 again = measured_again()
-                # nor for drawing other numbers than the reference,
+                # Random numbers of its own may explain a candidate's difference.
                 condemned = {n: x for n, x in found.items() if n in failing}
                 excuses, unsure = _excuses(
                     loss_fn, (params, batch), candidates, condemned, again, peers
                 )
                 second = _rows(expected, condemned, again, peers, excuses)
                 notes += unsure
-                # nor otherwise than it would be alone.
+                # The rows of a candidate must not depend on the others judged with it.
                 rows = tuple(
                     row
                     for name in candidates
                     for row in (second if name in failing else rows)
                     if row.candidate == name
                 )
+                # Over several processes no host has a whole gradient to explain.
                 if peers.size == 1:
                     notes += _uses(
                         lambda p: scalar(p, batch, weights), params, condemned, second
@@ -292,16 +294,14 @@ def _uses(
 
 
 def agreed(report: Report, peers: Peers) -> Report:
-    """The report that all processes give: its rows are already the same.
-
-    The first process's check of the reference and notes count for all: their numbers
-    may differ in the last digits between hosts.
-    """
+    """Makes the report the same on all processes."""
     if peers.size == 1:
         return report
     own = None if report.oracle is None else asdict(report.oracle)
     causes = [asdict(cause) for cause in report.attributions]
     record = {"oracle": own, "notes": report.notes, "attributions": causes}
+    # Rows are merged already. The oracle and the notes are those of process 0: on other
+    # hosts their last digits may differ.
     first = peers.exchange(record)[0]
     oracle = None
     if first["oracle"] is not None:
@@ -316,7 +316,7 @@ def agreed(report: Report, peers: Peers) -> Report:
 
 
 def check_options(reduction: str, accumulation: DTypeLike | None) -> None:
-    """Refuses an unknown reduction, and an accumulation that is no floating dtype."""
+    """Raises for an unknown reduction, or an accumulation that is no floating dtype."""
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
         got = repr(reduction)
@@ -347,7 +347,7 @@ def _rows(
     for name, (loss, gradient) in found.items():
         is_array = loss is None or isinstance(loss, jax.Array)
         own = loss if is_array else np.asarray(loss)
-        # The loss may come in a wider dtype than the reference's; it is judged in that.
+        # A loss in a wider dtype than the reference's is judged in the reference's.
         floating = own is not None and jnp.issubdtype(own.dtype, jnp.floating)
         if floating and own.shape == ():
             own = own.astype(value.dtype)
@@ -397,18 +397,15 @@ def excuse(
     limits: Mapping[str, Limit | None],
     peers: Peers,
 ) -> tuple[str, tuple[str, ...]]:
-    """The reason why wrong numbers are not judged, if there is one, and else notes.
-
-    Only what changes at every call is excused: a candidate that returns what it
-    computed before repeats itself.
+    """The reason why wrong values are not judged, or an empty one, and notes.
 
     Args:
       name: Of the candidate.
       candidate: A function.
       arguments: Of its call.
       drawn: The function whose random numbers count, and its arguments.
-      answers: The leaves that the candidate returned, and at each further call returns;
-        without an end, unless it is known to keep something from call to call.
+      answers: The leaves of the candidate's first result and of further calls; endless
+        unless it is known to keep state from call to call.
       limits: Of its leaves.
       peers: The processes that judge it.
     """
@@ -420,6 +417,7 @@ def excuse(
     if draws:
         return OWN_DRAWS, ()
     calls = list(islice(answers, CALLS))
+    # Every call has to differ: a candidate that returns a cached result is wrong.
     apart = len(calls) == CALLS and all(
         _apart(*pair, limits) for pair in pairwise(calls)
     )
@@ -439,7 +437,7 @@ def _apart(
     other: Mapping[str, Any],
     limits: Mapping[str, Limit | None],
 ) -> bool:
-    """Whether two answers differ by more than rounding, in what is held here."""
+    """Whether two results differ by more than rounding in this process's shards."""
     for path, limit in limits.items():
         if limit is None or one.get(path) is None or other.get(path) is None:
             continue
@@ -448,7 +446,7 @@ def _apart(
             return True
         allowed = np.broadcast_to(limit.bound, a.shape)
         for x, y in zip(a.shards, b.shards, strict=True):
-            # 16-bit numbers would be subtracted, and rounded, in 16 bits.
+            # NumPy would subtract 16-bit values in 16 bits.
             wide = np.result_type(allowed, x.values.dtype)
             # inf - inf is NaN, which is no change.
             with np.errstate(invalid="ignore"):
@@ -459,7 +457,7 @@ def _apart(
 
 
 def lent(tree: PyTree) -> PyTree:
-    """Copies of the arrays: a candidate may donate what it is given."""
+    """Copies of a tree's arrays, which a candidate may donate."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
@@ -475,7 +473,7 @@ def _call(
         rule = "must return (loss, gradient)"
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
-    # Not by `block_until_ready`, which notices no process that has raised.
+    # `block_until_ready` would wait forever if another process has raised.
     return peers.computed(result)
 
 
@@ -487,7 +485,7 @@ def check_arguments(
     weights: ArrayLike | None,
     reduction: str,
 ) -> None:
-    """Refuses arguments that cannot be judged."""
+    """Raises for arguments that cannot be judged."""
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))

@@ -126,12 +126,12 @@ class Perturbation:
         return replace(own, loops=(*self.loops, next(self._places)))
 
     def iteration(self, index: Array) -> "Perturbation":
-        """A perturbation for one iteration of the loop that this scope is."""
+        """A perturbation for one iteration of this loop."""
         own = self.within(_mix(self.seed + index.astype(jnp.uint32)))
         return replace(own, loops=(*self.loops, index))
 
     def observe(self, name: str, operands: Sequence[Value]) -> Value:
-        """Passes a tap's first operand on, by way of the observer if there is one."""
+        """Returns a tap's first operand, through the observer if there is one."""
         if self.observer is None:
             return operands[0]
         position = (*self.loops, next(self._places))
@@ -187,8 +187,8 @@ def run(
 
     Args:
       program: As traced in the settings that it is judged in.
-      inputs: Its arguments. Floating ones are exact, and what is traced from here on;
-        a `PrecisionPair` has a wide side of its own.
+      inputs: Its arguments. A floating array is exact, with the same value on both
+        sides; a `PrecisionPair` has a wide side of its own.
       perturbation: Of the wide side.
 
     Returns:
@@ -315,8 +315,9 @@ def _widely(
 
 
 def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
-    """Binds the equation as it stands."""
+    """Binds an equation to operands, with its own parameters."""
     params = equation.primitive.get_bind_params(equation.params)
+    # As JAX evaluates a jaxpr: with the mesh and settings of the equation's trace.
     with equation.ctx.manager:
         found = equation.primitive.bind(*operands, **params)
     return list(found) if equation.primitive.multiple_results else [found]
@@ -411,8 +412,8 @@ def _perturb(wide: Array, dtype: np.dtype, terms: int, noise: Perturbation) -> A
         return wide
     if flushes(dtype):
         return wide * factors
-    # Below the smallest normal number the spacing grows no finer.
-    # Below it the relative error of a rounding grows without limit.
+    # Subnormal numbers have one absolute spacing: their relative rounding error has no
+    # limit, so they are perturbed as much as the smallest normal number.
     tiny = float(jnp.finfo(dtype).smallest_normal)
     least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
     return wide + least * (factors - 1)
@@ -435,7 +436,7 @@ def _perturb_terms(
 
 
 def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array:
-    """A number in a wider dtype, to add it: its sum may be made of narrower parts."""
+    """Perturbs a value cast to a wider dtype, whose sum may be of narrower parts."""
     narrow = _dtype_of(equation.invars[0])
     if not jnp.issubdtype(narrow, jnp.inexact):
         return wide
@@ -555,6 +556,7 @@ def _scan(
     consts, carried = counts
     fixed, start = operands[:consts], operands[consts : consts + carried]
     slices = operands[consts + carried :]
+    # Every floating carry has two sides: an iteration may make it depend on inputs.
     carry = _Flat([_has_sides(_rounded(x)) for x in start])
     along = _Flat([isinstance(x, PrecisionPair) for x in slices])
     stacked = _Flat([_has_sides(v.aval) for v in body.jaxpr.outvars[carried:]])
@@ -694,7 +696,8 @@ def _top_k(call: _Call) -> list[Array]:
 
 
 def _scatter(call: _Call) -> list[Array]:
-    """Scatters by JAX's function: the equation combines in its own narrow dtype."""
+    """Scatters in float64 with the function of `jax.lax`."""
+    # The equation cannot be bound: its `update_jaxpr` combines in a narrow dtype.
     name, params = call.equation.primitive.name, call.equation.params
     update = params["update_jaxpr"]
     if name == "scatter" and update is not None and update.eqns:
@@ -719,6 +722,7 @@ _RULES: dict[str, Callable[[_Call], list[Array]]] = {
 def _widened(key: str, value: object) -> object:
     """A parameter of an equation for float64."""
     if key == "precision" and value is not None:
+        # The program's precision may round operands of products, on the exact side too.
         highest = jax.lax.Precision.HIGHEST
         return (highest,) * 2 if isinstance(value, tuple) else highest
     if isinstance(value, np.dtype) and jnp.issubdtype(value, jnp.inexact):

@@ -1,4 +1,4 @@
-"""The equivalence matrix: every strategy, every reduction, every dtype, one verdict.
+"""The equivalence matrix: every strategy, judged for each reduction and dtype.
 
 The rows are found by the entry-point group `jdist.verify`, so that the judge imports no
 strategy and any package can add its own. An entry point names a function without
@@ -8,8 +8,8 @@ arguments that returns strategies by name, and a strategy is
     candidate(params, batch, weights) -> (loss, gradient)
 
 `build` raises `jdist.Unavailable` where the hardware is missing; the row is then
-skipped by name, with the reason. In the place of a strategy there may be a mapping of
-further ones: combinations of what the other rows show, judged on request only.
+skipped by name, with the reason. A mapping in the place of a strategy holds further
+ones: combinations of what other rows show, which are judged on request only.
 """
 
 import json
@@ -142,9 +142,9 @@ def judge_in_processes(
     count: int,
     devices: Devices,
 ) -> Iterator[list[Cell]]:
-    """Judges the matrix like `judge`, in several processes side by side.
+    """Judges the matrix like `judge`, in several processes at the same time.
 
-    To trace and lower programs takes most of the time, and one core.
+    Tracing and lowering take most of the time, and use one core of each process.
 
     Args:
       names: Of installed strategies.
@@ -157,13 +157,14 @@ def judge_in_processes(
       RuntimeError: One of them was killed.
       Exception: What a strategy raised.
     """
-    # Neighbours share programs: each process has strategies that stand together.
+    # Neighbours share compiled programs: each process gets a range of strategies.
     cuts = [len(names) * n // count for n in range(count + 1)]
-    # To fork would copy JAX's threads' locks.
+    # Not fork, which would copy locks that JAX's threads hold.
     start = multiprocessing.get_context("spawn")
     with ExitStack() as at_end:
         lines = []
         for first, end in pairwise(cuts):
+            # A pool of one each, so that a range of strategies stays in one process.
             one = ProcessPoolExecutor(1, start, devices.set_up)
             at_end.callback(one.shutdown, wait=False, cancel_futures=True)
             line = partial(_of_installed, reductions, dtypes)
@@ -181,7 +182,7 @@ def judge_in_processes(
 def _of_installed(
     reductions: Sequence[str], dtypes: Sequence[str], name: str
 ) -> list[list[Cell]]:
-    """One strategy's lines, in a process that judges several, one after the other."""
+    """Judges one strategy in a worker process of `judge_in_processes`."""
     build = _installed()[name]
     return [_columns(dtype).row(name, build, reductions) for dtype in dtypes]
 
@@ -199,7 +200,7 @@ class _Columns:
 
     @cached_property
     def _programs(self) -> LossPrograms:
-        # To compile these takes most of a measurement.
+        # Shared by all reductions: compiling them is most of a measurement.
         return LossPrograms(self._problem.loss_fn, self._problem.accumulation)
 
     def row(self, name: str, build: Strategy, reductions: Sequence[str]) -> list[Cell]:
@@ -229,7 +230,7 @@ class _Columns:
         return prepare(problem.params, problem.batch, problem.weights, problem.seed)
 
 
-# In a process of `judge_in_processes`:
+# Caches of a worker process, whose strategies share references and imports.
 _columns = cache(_Columns)
 _installed = cache(strategies)
 
@@ -239,17 +240,17 @@ def _bound(candidate: Callable[..., Any], problem: Problem) -> Callable[..., Any
 
 
 def heading(reductions: Sequence[str]) -> Text:
-    """The line above the rows."""
+    """The header line of the matrix."""
     return _line("", [Text(name) for name in reductions])
 
 
 def line(cells: Sequence[Cell]) -> Text:
-    """A strategy's cells in one dtype, below the line with its name."""
+    """A line of the matrix: one strategy's cells in one dtype."""
     return _line(cells[0].dtype, [cell.__rich__() for cell in cells])
 
 
 def _line(title: str, columns: Sequence[Text]) -> Text:
-    """At most 74 characters for the four reductions there are."""
+    """A line of fixed-width columns: 74 characters with all four reductions."""
     text = Text(f"  {title:12}")
     for column in columns:
         column.align("right", 15)

@@ -102,7 +102,7 @@ def measurer(
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         losses = programs.losses(params, batch)
         apart = losses.exact.ndim > 0
-        # Of these reductions rounding may decide which example counts.
+        # Under max and min, rounding may decide which example counts.
         blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
         shares, notes = _shares(losses.exact, blur, weights, reduction)
         terms = int(np.count_nonzero(shares)) if apart else _leading(batch)
@@ -135,7 +135,7 @@ class _ExampleSums(NamedTuple):
 class LossPrograms:
     """The programs of one loss, traced in the user's settings, run in lockstep.
 
-    They know of no reduction and no weights.
+    They do not depend on the reduction or the weights.
     """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
@@ -145,7 +145,7 @@ class LossPrograms:
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
 
-        # They trace where they are called, and keep what they traced.
+        # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
         self._gradient_of = jax.jit(differentiated(summed))
         self._run_losses = jax.jit(self._together, static_argnums=(0, 2))
@@ -205,10 +205,7 @@ class LossPrograms:
         shares: jax.Array,
         draws: jax.Array,
     ) -> tuple[_Collected, jax.Array]:
-        """One example and one draw at a time, so that memory does not grow with them.
-
-        Draw 0 is exact. The number of draws is not part of what is compiled.
-        """
+        """Sums over all examples and draws, of which draw 0 is exact; and losses."""
         missed = self._unmeasured.setdefault(program, set())
         factor = magnified(program)
         count = max(shares.size, 1)
@@ -226,7 +223,7 @@ class LossPrograms:
 
         def step(at: jax.Array, state: PyTree) -> PyTree:
             index, draw = at // (draws + 1), at % (draws + 1)
-            # Of an example that does not count, nothing but its loss is wanted.
+            # Of an example without weight, only the loss is needed.
             idle = (draw > 0) & (shares.reshape(-1)[index] == 0)
             return jax.lax.cond(idle, lambda *_: state, advance, index, draw, state)
 
@@ -246,6 +243,8 @@ class LossPrograms:
         real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
         sums = _Collected(exact, real, real, exact, real, real)
         start = (sums, exact, jnp.zeros(count, jnp.float64))
+        # One example and draw at a time: memory does not grow with their number. The
+        # bound is an argument: more draws compile nothing anew.
         sums, _, losses = jax.lax.fori_loop(0, count * (draws + 1), step, start)
         return sums, losses
 
@@ -277,15 +276,16 @@ def _add(
             share * error,
             share**2 * jnp.abs(error) ** 2,
         )
+        # Not strict: the sixth sum, of the other draws, is added below.
         column = [add(o, x, first) for o, x in zip(old, new, strict=False)]
         columns.append([*column, add(old[5], share**2 * each * drawn, ~first)])
     return _Collected(*map(list, zip(*columns, strict=True)))
 
 
 def magnified(program: ClosedJaxpr) -> float:
-    """How much larger than rounding the perturbations of a program are.
+    """The factor by which a program's perturbations exceed its rounding.
 
-    They are so where nothing in it is of a floating dtype narrower than float64.
+    It is 1 unless all floating dtypes in the program are float64.
     """
     variables = (
         x for each in equations_in(program) for x in each.invars + each.outvars

@@ -1,4 +1,4 @@
-"""Mutation testing of a user's test: which planted defects does it notice?"""
+"""Mutation testing of a user's test: the planted defects that it notices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trial:
         applicable": the step cannot have the defect. "crashed": an exception came out
         of the test that is no failed claim, or out of the step.
       size: The largest relative distance of a wrong leaf from the right one.
-      reason: What the test said, or why there is nothing to notice.
+      reason: The test's message, or why there is nothing to notice.
     """
 
     defect: Defect
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a test notices; `print` it, ask `ok`, or `raise_if_missed`.
+    """The result of mutation testing: `print` it, ask `ok`, or `raise_if_missed`.
 
     Attributes:
       unfit: Why the test proves nothing: it does not pass the right step; else empty.
@@ -64,13 +64,14 @@ class Score:
 
     @property
     def overlooked(self) -> tuple[Trial, ...]:
-        """What would not have been noticed: missed, or not shown by the test's data."""
+        """The trials that the test missed, or that its data cannot show."""
         return self.having("missed", "cannot show")
 
     @property
     def ok(self) -> bool:
         """Whether the right step passes and each defect that applies is noticed."""
         wanting = self.having("missed", "cannot show", "crashed")
+        # A test to which no defect applies has shown nothing.
         return bool(self.having("noticed")) and not wanting
 
     def raise_if_missed(self) -> Score:
@@ -191,6 +192,7 @@ def _trial(
     if traits.kind not in defect.kinds:
         reason = f"no step of kind {traits.kind!r} can have it"
         return Trial(defect, "not applicable", reason=reason)
+    # Silent: an exception raised to the test would count as noticed or crashed.
     planted = PlantedStep(defect, step, traits, silent=True)
     outcome, reason = _outcome(test, planted, notices)
     if planted.size:
@@ -210,7 +212,7 @@ def _outcome(
     step: Callable[..., Any],
     notices: tuple[type[BaseException], ...],
 ) -> tuple[Outcome, str]:
-    """Runs the test once: its outcome, and what it said."""
+    """Runs the test once; returns its outcome and its message."""
     try:
         result = test(step)
     # What `pytest.fail` raises is no `Exception`.
@@ -225,6 +227,7 @@ def _outcome(
         return ("noticed" if isinstance(error, notices) else "crashed"), said
     if result is None:
         return "missed", ""
+    # Booleans of NumPy and JAX are accepted; an array or a number is a mistake.
     if np.shape(result) or np.asarray(result).dtype != np.dtype(bool):
         rule, got = "must return True, False or None", f"a {type(result).__name__}"
         raise TypeError(requirement("score(test)", rule, got))

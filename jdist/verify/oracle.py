@@ -1,8 +1,8 @@
 """The one-device gradient of the whole batch, and a check of that gradient itself.
 
-Written on its own, with nothing of `jdist.reduction`: the reductions are spelled out
-with jnp's own functions and differentiated by JAX. And because a judge may be wrong as
-well, finite differences in float64 pin the result in a random direction.
+Independent of `jdist.reduction`: the reductions are spelled out with jnp's functions
+and differentiated by JAX. Because a judge may be wrong as well, finite differences in
+float64 check the result in a random direction.
 
 The differences are those of the program that is judged, run in lockstep (`lockstep`):
 random numbers and discrete decisions are the program's own, casts lose nothing, and
@@ -50,7 +50,7 @@ def reduced(loss_fn: LossFn, reduction: str) -> Callable[[Any, Any, Any], jax.Ar
     """The scalar loss as a function `(params, batch, weights)`.
 
     Args:
-      loss_fn: Returns losses `(examples,)`, or a scalar that is used as it is.
+      loss_fn: Returns losses `(examples,)`, or a scalar, which is used unchanged.
       reduction: A key of `REDUCERS`.
 
     Raises:
@@ -122,7 +122,7 @@ class Slopes(NamedTuple):
 def finite_differences(
     loss_fn: LossFn, reduction: str
 ) -> Callable[[Any, Any, Any, int], OracleCheck]:
-    """Builds `check(params, batch, weights, seed)`; what it compiles is kept."""
+    """Builds `check(params, batch, weights, seed)`, which caches compiled programs."""
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(partial(_pulled_back, scalar))
     foreign: dict[ClosedJaxpr, set[str]] = {}
@@ -145,6 +145,8 @@ def finite_differences(
             with double_precision(), jax.numpy_dtype_promotion("standard"):
                 slopes = slopes_of(value, gradient, given, jnp.uint32(seed + point))
             found = pinned(jax.tree.map(np.asarray, slopes))
+            # One point that agrees is enough: a kink near another explains a failure
+            # there.
             if found.ok and not found.skipped:
                 return found
         if foreign[value]:
@@ -162,11 +164,9 @@ def _pulled_back(
     params: PyTree,
     *rest: PyTree,
 ) -> PyTree:
-    """The gradient, times a cotangent.
-
-    It is an input, so that what depends on it alone, the 1 / n of a mean, is not a
-    constant rounded to the program's dtype.
-    """
+    """The gradient, times a cotangent."""
+    # The cotangent is an input: what depends on it alone, such as the 1 / n of a mean,
+    # would otherwise be a constant rounded to the program's dtype.
     trainable, fixed = split_inexact(params)
     _, pull = jax.vjp(lambda t: scalar(merge(t, fixed), *rest), trainable)
     return pull(cotangent)[0]
@@ -192,6 +192,7 @@ def _slopes(
         both = jax.vmap(
             lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
         )
+        # Index 0 is the point itself, where `stop_gradient` holds its values.
         return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
 
     # A loop, so that the loss is compiled once and its memory is that of one shift.
@@ -239,8 +240,8 @@ def _paired(given: PyTree, moved: PyTree) -> list[Any]:
 def pinned(found: Slopes) -> OracleCheck:
     """Holds the derivative against the slope of a cubic through the losses.
 
-    What is left of them is rounding, and gives the slope's standard error; what the
-    cubic, a line and the two sides differ by is what curvature and kinks can explain.
+    The residuals are rounding, and give the slope's standard error. The differences
+    between the cubic, a line and the two sides bound effects of curvature and kinks.
     """
     exact, losses = float(found.exact), np.asarray(found.losses)
     if not np.isfinite([exact, *losses]).all():

@@ -1,4 +1,4 @@
-"""A problem for the judge: loss, parameters, batch and candidates, in one value."""
+"""Problems for the judge: loss, parameters, batch and candidates in one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -53,7 +53,7 @@ class Problem:
         return gradients(**{x.name: getattr(self, x.name) for x in fields(self)})
 
     def guarded(self) -> "Problem":
-        """The same, but what its functions raise becomes `OwnCodeRaised`."""
+        """The same problem, whose functions raise their errors as `OwnCodeRaised`."""
         candidates = {
             name: _guarded(f"candidate {name!r}", candidate)
             for name, candidate in self.candidates.items()
@@ -71,7 +71,7 @@ def _guarded(what: str, fn: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def load(specification: str) -> Problem:
-    """Finds a problem by `module:name`.
+    """Loads a problem by `module:name`.
 
     The name may stand for a `Problem`, for a mapping with its fields, or for a function
     without arguments that returns either. Modules are also looked for in the current
@@ -108,7 +108,7 @@ def _as_problem(specification: str, found: object) -> Problem:
 
 
 def standard(dtype: DTypeLike) -> Problem:
-    """The small problem behind the equivalence matrix: everything that can go wrong.
+    """The small problem of the equivalence matrix, made to expose common mistakes.
 
     A matrix used twice, once transposed; a parameter never used; a logarithm of the
     input, which a row of zeros would turn into NaN; unequal sizes throughout; unequal
@@ -127,11 +127,14 @@ def standard(dtype: DTypeLike) -> Problem:
         "unused": normal(2),
     }
     batch = {
+        # Positive, for the logarithm in the loss.
         "x": jnp.asarray(rng.uniform(0.5, 2.0, size=(examples, inputs)), dtype),
         "label": jnp.asarray(rng.integers(classes, size=examples), jnp.int32),
+        # Distinct factors: a tie of losses would make max and min ambiguous.
         "difficulty": jnp.asarray(rng.permutation(examples) * 0.5 + 1, dtype),
     }
     weights = rng.uniform(0.5, 2.0, size=examples).astype(np.float32)
+    # Padding: an example that must not count at all.
     weights[4] = 0
     return Problem(_standard_loss, params, batch, weights=weights)
 

@@ -76,8 +76,8 @@ class OracleCheck:
       difference: The central finite difference of the loss along it.
       tolerance: What truncation and rounding of the difference explain.
       skipped: Why no comparison was possible; empty if there was one.
-      own_rules: Derivative rules of the user's, in a loss for which the comparison
-        fails: whether they are meant to differ from the derivative cannot be known.
+      own_rules: The user's derivative rules in a loss that fails the comparison: they
+        may differ from the derivative on purpose.
     """
 
     slope: float = float("nan")
@@ -161,7 +161,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every leaf of every candidate was judged and holds; so the oracle.
+        """Whether every leaf of every candidate, and the oracle, was judged and holds.
 
         A report without leaves is not ok: nothing was compared.
         """
@@ -175,7 +175,7 @@ class Report:
 
     @property
     def unjudged(self) -> tuple[LeafReport, ...]:
-        """The rows of which nothing can be said: rounding would explain zero too."""
+        """The rows that could not be judged."""
         return tuple(leaf for leaf in self.leaves if leaf.unjudged)
 
     @property
@@ -247,7 +247,8 @@ class Report:
 
 
 def as_text(shown: RenderableType) -> str:
-    """What a rich console would show, as plain text."""
+    """Renders a rich object as plain text."""
+    # Independent of the terminal, so that the text is the same everywhere.
     console = Console(width=110, color_system=None, force_terminal=False)
     with console.capture() as captured:
         console.print(shown)
@@ -294,12 +295,14 @@ def _table(leaves: Iterable[LeafReport]) -> Table:
 
 
 def nan_last(number: float) -> float:
-    """A key by which NaN is the largest number."""
+    """A sort key under which NaN is the largest number."""
+    # NaN alone differs from itself.
     return float("inf") if number != number else number
 
 
 def _finite(record: object) -> object:
-    """JSON has no NaN: such numbers become the strings "nan", "inf" and "-inf"."""
+    """Replaces NaN and infinities by the strings "nan", "inf" and "-inf"."""
+    # JSON has no numbers for them.
     if isinstance(record, dict):
         return {key: _finite(value) for key, value in record.items()}
     if isinstance(record, list | tuple):

@@ -30,7 +30,7 @@ LIKENESS = 1e-4
 """Of the gradient's norm: what may be left when it is explained. A gradient that is
 wrong otherwise is not a sum of some of its parts to so many digits."""
 
-# They are not uses, but pass the parameter on to one.
+# These only move the parameter; the use is the equation behind them.
 _PASSED_ON = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze",
     "transpose",
@@ -38,7 +38,7 @@ _PASSED_ON = frozenset({
 
 
 class _Parameter(NamedTuple):
-    """In the place of a value: the parameter, by the equations that pass it on."""
+    """A placeholder for the parameter, with the equations that moved it so far."""
 
     moves: tuple[JaxprEqn, ...] = ()
 
@@ -99,8 +99,7 @@ def _counted(
 def _solved(parts: Sequence[np.ndarray], gradient: np.ndarray) -> np.ndarray | None:
     """The counts that explain a gradient, if only one set of them does."""
     found = np.asarray(gradient, np.float64).ravel()
-    # Columns of one length: how small the least singular value is then says how alike
-    # the parts are.
+    # Normalized columns: the least singular value then measures how alike they are.
     sizes = np.array([np.linalg.norm(part) for part in parts])
     if not (np.isfinite(found).all() and np.isfinite(sizes).all()):
         return None
@@ -119,7 +118,7 @@ def _times(number: float) -> str:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Names that occur more than once, with a number."""
+    """Appends a number to each name that occurs more than once."""
     numbers = {name: count(1) for name in names}
     return [
         f"{name} ({next(numbers[name])})" if names.count(name) > 1 else name
@@ -167,7 +166,7 @@ def _evaluate(
             return bind(equation, operands)
         if name in _PASSED_ON and len(operands) == 1:
             return [_Parameter((*operands[0].moves, equation))]
-        # A rule of its own may give the parameter any derivative: then it is a use.
+        # A custom rule may return any derivative, so the call itself is the use.
         inner = None if name.startswith("custom_") else called(equation)
         if inner is not None:
             return run(inner, operands)

@@ -3,10 +3,10 @@
 Each `Defect` turns a right step into a wrong one: `defect.plant(step)`. A step is a
 gradient function, `(params, batch, *rest) -> (loss, gradient)`, or a training step,
 `(params, opt_state, batch, *rest) -> (params, opt_state)`. `verify.score` runs a test
-against each of them and tells which it does not notice.
+against each of them and reports those that it misses.
 
 `GRADIENT` are the defects of gradient functions, `TRAINING` those of training steps,
-`ALL` both. What a defect must know of the step beside its arguments stands in `Traits`.
+`ALL` both. `Traits` describe a step where its arguments do not.
 
 Example:
   >>> from jdist.verify import defects

@@ -23,6 +23,7 @@ from jdist.verify.defects.step_call import (
 
 
 def _without(call: StepCall, rows: np.ndarray) -> PyTree:
+    # The result is linear in the parts: the lost part's share is taken off.
     return combined([1.0, -call.share(rows)], [call.right, call.over(rows)])
 
 
@@ -44,7 +45,7 @@ def _accumulated(call: StepCall) -> PyTree:
     """The running sum of the micro-batches, each sum rounded to bfloat16."""
 
     def rounded(leaf: PyTree) -> np.ndarray:
-        # NumPy rounds each result; XLA may keep float32 in between.
+        # In NumPy, which rounds every result; XLA may keep float32 in between.
         return np.asarray(leaf).astype(jnp.bfloat16)
 
     loss, gradient = call.right
@@ -61,6 +62,7 @@ def _accumulated(call: StepCall) -> PyTree:
 
 def _one_for_another(call: StepCall) -> PyTree:
     (lost,) = call.one_example()
+    # Of those that count: a copy of padding would be a lost example instead.
     others = np.flatnonzero(call.weights)
     others = others[others != lost]
     rows = np.arange(call.examples)
@@ -69,7 +71,9 @@ def _one_for_another(call: StepCall) -> PyTree:
 
 
 def _unweighted(call: StepCall) -> PyTree:
+    # First, because a step without weights is refused here, by its own reason.
     ones = call.reweighted(lambda leaf: like(leaf, np.ones(leaf.shape)))
+    # Examples may have equal sums of weights while their tokens' weights differ.
     if not np.ptp(call.weights) and not _has_zeros(call):
         raise NoEffect("every weight is the same")
     return call.on(ones)
@@ -83,9 +87,11 @@ def _has_zeros(call: StepCall) -> bool:
 
 def _stale(call: StepCall) -> PyTree:
     if call.previous is None:
+        # Not final: only later calls have a predecessor.
         raise NoEffect("there was no call before this one", final=False)
     params, *rest = call.arguments
     old = call.previous[0]
+    # Checked before the step is called: equal parameters give equal results.
     if distance(params, old) == 0:
         reason = "the parameters are those of the call before"
         raise NoEffect(reason, final=False)
@@ -101,6 +107,7 @@ def _keys(call: StepCall) -> dict[str, Any]:
     named = named_leaves(call.arguments[call.batch_at :])
     if call.traits.keys is not None:
         leaf_of(call.batch, call.traits.keys, "Traits(keys=...)")
+        # The batch is the first of the arguments that are named here.
         path = f"0/{call.traits.keys}"
         return {path: named[path]}
     found = {path: leaf for path, leaf in named.items() if is_key(leaf)}
@@ -121,9 +128,10 @@ def _with_keys(call: StepCall, keys: dict[str, Any]) -> PyTree:
 def _other_keys(call: StepCall) -> PyTree:
     def other(leaf: PyTree) -> PyTree:
         if not is_key(leaf):
+            # Plain keys, named by `Traits(keys=...)`, are integers.
             return like(leaf, np.asarray(leaf) + 1)
         bits = np.asarray(jax.random.key_data(leaf))
-        # Neighbouring keys begin unrelated streams.
+        # Adjacent keys have unrelated streams, so adding 1 is enough.
         other = jnp.asarray(bits + bits.dtype.type(1))
         return jax.random.wrap_key_data(other, impl=jax.random.key_impl(leaf))
 

@@ -1,4 +1,4 @@
-"""A defect: a named way in which a step goes wrong, and the step that has it."""
+"""Defects, named ways in which a step goes wrong, and steps that have one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Defect:
     needs: str = ""
 
     def plant(self, step: Step, traits: Traits | None = None) -> "PlantedStep":
-        """The wrong twin of a right step.
+        """Returns the wrong twin of a right step.
 
         Args:
           step: `(params, batch, *rest) -> (loss, gradient)`, or, of kind "training",
@@ -92,22 +92,22 @@ def of_kinds(*kinds: Kind) -> Callable[..., Defect]:
 class PlantedStep:
     """A right step with a defect in it.
 
-    It remembers the last call, which a stale step computes with.
+    The arguments of the last call are kept for defects that compute with stale values.
 
     Args:
       defect: What to plant.
       step: The right step.
       traits: What is known of it.
-      silent: Whether a call in which nothing can be planted returns the right result
-        and its reason is kept in `refusals`, as `verify.score` wants it; otherwise such
-        a call raises `NotApplicable` or `NoEffect`.
+      silent: Whether a call in which nothing can be planted returns the right result,
+        with the reason in `refusals`, as `verify.score` needs; otherwise such a call
+        raises `NotApplicable` or `NoEffect`.
 
     Attributes:
-      refusals: Why nothing was planted, for each call in which that was so.
+      refusals: Why nothing was planted, for each call without a defect.
       size: The largest effect in any call: the distance of the wrong result from the
         right one, relative to it, in the 2-norm of a leaf; infinite where the structure
         differs or a number is not finite.
-      error: What the right step itself raised last; None.
+      error: The last exception of the right step itself; None if there was none.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class PlantedStep:
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """The wrong result."""
+        # Stored first: a call that raises is a predecessor of the next one too.
         previous, self._previous = self._previous, arguments
         call = StepCall(
             self._right, arguments, previous, self._traits, self._defect.name
@@ -132,6 +133,7 @@ class PlantedStep:
             return self._wrong(call)
         except (NotApplicable, NoEffect) as error:
             self.refusals.append(error)
+            # A stale value needs a second call, which an exception here would prevent.
             shown_later = isinstance(error, NoEffect) and not error.final
             if self._silent or shown_later:
                 return call.right
@@ -171,6 +173,7 @@ def _check(arguments: tuple[Any, ...], kind: Kind) -> None:
         got = str(len(arguments))
         raise TypeError(requirement("Defect.plant(step)", rule, got))
     for leaf in jax.tree.leaves(arguments):
+        # Defects compute with concrete values, on the host.
         if isinstance(leaf, jax.core.Tracer):
             raise NotApplicable(
                 "the planted step is being traced: compile the step, not its twin"
@@ -202,6 +205,7 @@ def distance(right: PyTree, wrong: PyTree) -> float:
 def _leaf_distance(right: PyTree, wrong: PyTree) -> float:
     if right is None or wrong is None:
         return 0.0 if right is wrong else np.inf
+    # Random keys are compared by their bits.
     a, b = (np.asarray(words(leaf)) for leaf in (right, wrong))
     if a.shape != b.shape or a.dtype != b.dtype:
         return np.inf

@@ -17,7 +17,7 @@ from jdist.verify.defects.step_call import (
     with_leaf,
 )
 
-# Of the gradient's typical entry: what an unused leaf gets.
+# Size of the noise in an unused leaf, relative to the mean nonzero entry.
 NOISE = 1e-3
 
 
@@ -78,6 +78,7 @@ def _nonzero(leaf: np.ndarray) -> bool:
 
 
 def _matrix(leaf: np.ndarray) -> bool:
+    # A vector, or a matrix of one row, is its own transpose.
     return leaf.ndim >= 2 and min(leaf.shape[-2:]) > 1 and _nonzero(leaf)
 
 
@@ -114,6 +115,7 @@ def _swapped(call: StepCall) -> PyTree:
         raise NotApplicable("the gradient has no two leaves of one shape and dtype")
     first, second = pairs[call.choices.integers(len(pairs))]
     own = named_leaves(gradient)
+    # Both from the right gradient: after the first exchange one of them is gone.
     swapped = with_leaf(gradient, first, own[second])
     return loss, with_leaf(swapped, second, own[first])
 
@@ -130,6 +132,7 @@ def _noise(call: StepCall) -> PyTree:
         raise NotApplicable("the gradient has no leaf that is not all 0")
     leaf = named_leaves(gradient)[chosen]
     size = NOISE * float(entries[entries > 0].mean())
+    # From the defect's own generator, so that a trial can be repeated.
     drawn = size * call.choices.standard_normal(leaf.shape)
     return loss, with_leaf(gradient, chosen, like(leaf, drawn))
 
@@ -145,9 +148,9 @@ def _tied_twice(call: StepCall) -> PyTree:
 def clipped_by_leaf(tree: PyTree) -> PyTree:
     """Each floating leaf clipped by its own norm, to half the norm of all.
 
-    Raises:
-      NoEffect: No leaf's norm is above half the norm of all.
+    The same tree if no leaf's norm is above half the norm of all.
     """
+    # complex128 has room for every floating dtype, complex ones included.
     norms = {
         path: float(np.linalg.norm(leaf.astype(np.complex128)))
         for path, leaf in _floating(tree)

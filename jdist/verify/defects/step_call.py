@@ -90,6 +90,7 @@ class Traits:
             raise ValueError(requirement("Traits(micro_batches=...)", rule, got))
 
 
+# Without slots, because `cached_property` needs an instance dictionary.
 @dataclass(frozen=True)
 class StepCall:
     """One call of the right step.
@@ -99,7 +100,7 @@ class StepCall:
       arguments: Those of the call.
       previous: Those of the call before; None in the first one.
       traits: What is known of the step.
-      name: Of the defect, which what it chooses depends on.
+      name: The defect's name, part of the seed of its random choices.
     """
 
     step: Step
@@ -155,6 +156,7 @@ class StepCall:
             return np.ones(self.examples)
         leaf = leaf_of(self.batch, self.traits.weights, "Traits(weights=...)")
         given = np.asarray(leaf).astype(np.float64)
+        # A mask of tokens counts by its sum.
         return given.reshape(self.examples, -1).sum(axis=1)
 
     def reweighted(self, change: Callable[[Any], Any]) -> PyTree:
@@ -180,6 +182,7 @@ class StepCall:
         """
         size = -(-self.examples // self.traits.micro_batches)
         rows = np.split(np.arange(self.examples), range(size, self.examples, size))
+        # A part that is all padding has no share in the result.
         counted = [own for own in rows if self.weights[own].any()]
         if len(counted) < 2:
             raise NotApplicable("the batch has no two micro-batches that count")
@@ -190,7 +193,7 @@ class StepCall:
         return self.parts[self.choices.integers(len(self.parts))]
 
     def one_example(self) -> np.ndarray:
-        """The row of an example that counts, beside which there are others.
+        """The row of an example that counts, if it is not the only one.
 
         Raises:
           NotApplicable: At most one counts.
@@ -203,6 +206,7 @@ class StepCall:
     def share(self, rows: np.ndarray) -> float:
         """The factor of the result of some rows in the result of all."""
         if self.traits.reduction == "sum":
+            # Sums of parts add up without a factor.
             return 1.0
         return float(self.weights[rows].sum() / self.weights.sum())
 
@@ -212,14 +216,18 @@ class StepCall:
             kept = np.isin(np.arange(self.examples), rows)
 
             def only(leaf: PyTree) -> PyTree:
+                # Broadcast over tokens, where each example has several weights.
                 wide = kept.reshape(-1, *[1] * (np.ndim(leaf) - 1))
                 return like(leaf, np.where(wide, leaf, 0))
 
             return self.on(self.reweighted(only))
+        # Repeated in turn: if the part divides the batch, each row counts equally
+        # often, and the mean is the part's own.
         filled = np.resize(rows, self.examples)
         if self.traits.reduction == "mean" and self.examples % len(rows) == 0:
             return self.on(taken(self.batch, filled))
         rest = self.examples - len(rows)
+        # Otherwise the first row fills up the batch, and its own result is taken off.
         filled[len(rows) :] = rows[0]
         of_first = self.on(taken(self.batch, np.full(self.examples, rows[0])))
         both = [self.on(taken(self.batch, filled)), of_first]
@@ -235,7 +243,7 @@ def taken(tree: PyTree, rows: np.ndarray) -> PyTree:
     """The rows of each leaf."""
 
     def one(leaf: PyTree) -> PyTree:
-        # Keys cannot be looked at as NumPy arrays.
+        # Typed keys do not convert to NumPy arrays.
         return leaf[rows] if is_key(leaf) else like(leaf, np.asarray(leaf)[rows])
 
     return jax.tree.map(one, tree)
@@ -251,17 +259,19 @@ def combined(factors: Sequence[float], results: Sequence[Any]) -> PyTree:
         if not is_inexact(first):
             return first
         leaves = zip(factors, (first, *others), strict=True)
+        # Summed in double precision: rounding of the parts would be a second defect.
         return like(first, sum(factor * in_double(leaf) for factor, leaf in leaves))
 
     return jax.tree.map(one, *results)
 
 
 def like(leaf: PyTree, values: ArrayLike) -> PyTree:
-    """Values on the host, in the dtype of a leaf, as the kind of array that it is."""
+    """Converts host values to the dtype and the kind of array of a leaf."""
     rounded = np.asarray(values).astype(leaf.dtype if hasattr(leaf, "dtype") else float)
     if not isinstance(leaf, jax.Array):
         return rounded
-    # Where the leaf is: a step that is compiled for a mesh refuses other places.
+    # On the leaf's devices: a step compiled for a mesh refuses others. An uncommitted
+    # leaf stays free to move.
     return jax.device_put(rounded, leaf.sharding if leaf.committed else None)
 
 

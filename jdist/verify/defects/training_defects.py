@@ -24,7 +24,8 @@ def _learning_rate(factor: float) -> Alteration:
 
 
 def _moved(old: PyTree, new: PyTree, factor: float) -> PyTree:
-    """The step from old to new parameters, times a factor."""
+    """Moves parameters by a multiple of the step from old to new ones."""
+    # old + factor (new - old), rounded once.
     return combined([factor, 1 - factor], [new, old])
 
 
@@ -38,15 +39,16 @@ def _count_off_by_one(call: StepCall) -> PyTree:
         old = with_leaf(old, path, like(before[path], np.asarray(before[path]) + 1))
     found, state = call.step(params, old, *rest)
     for path in counts:
-        # What it counts is right, so that only the update shows the mistake.
+        # The returned counts are right, so that only the update shows the mistake.
         state = with_leaf(state, path, after[path])
     return found, state
 
 
 def _counted(old: PyTree, new: PyTree) -> bool:
-    """Whether a leaf is a number to which the step adds 1; some counts are floating."""
+    """Whether a leaf is a number to which the step adds 1."""
     if old is None or new is None or np.ndim(old) or not hasattr(old, "dtype"):
         return False
+    # Some optimizers count in floating point.
     real = is_inexact(old) or np.issubdtype(old.dtype, np.integer)
     return bool(real and np.asarray(new) == np.asarray(old) + 1)
 
@@ -72,6 +74,7 @@ def _leaf_left(call: StepCall) -> PyTree:
 def _clipped(call: StepCall) -> PyTree:
     params, state = call.right
     old = call.arguments[0]
+    # The step of this call alone is clipped: the optimizer's state stays right.
     taken = clipped_by_leaf(combined([1.0, -1.0], [params, old]))
     return combined([1.0, 1.0], [old, taken]), state
 

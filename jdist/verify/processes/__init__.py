@@ -1,4 +1,4 @@
-"""Judging over several processes: each its own shards, and one verdict for all."""
+"""Verification over several processes: shards are judged where they are held."""
 
 from jdist.verify.processes.finding import (
     Finding,

@@ -26,6 +26,7 @@ class Products(NamedTuple):
         """Of the angle; 1 if both are 0, NaN if a number is not finite."""
         if self.reference == 0 or self.candidate == 0:
             return 1.0 if self.reference == self.candidate else 0.0
+        # Divided in turn: the product of both norms may overflow or underflow.
         return min(1.0, self.both / self.reference**0.5 / self.candidate**0.5)
 
 
@@ -45,7 +46,7 @@ class Finding:
 
 
 def record(finding: Finding) -> dict[str, Any]:
-    """Converts a finding to what JSON can hold."""
+    """Converts a finding to values that JSON can hold."""
     return asdict(finding)
 
 
@@ -58,9 +59,7 @@ def restored(content: Mapping[str, Any]) -> Finding:
 
 
 def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
-    """One row for several parts of a leaf: each largest difference, and the worst's
-    words.
-    """
+    """Merges the rows of a leaf's parts: largest differences, the worst one's words."""
     # A problem in words, such as a wrong replica, outweighs any ratio.
     worst = max(rows, key=lambda row: (bool(row.problem), nan_last(row.ratio)))
     return replace(
@@ -73,7 +72,7 @@ def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
 
 
 def merged(findings: Mapping[int, Finding], processes: int) -> LeafReport:
-    """The row of a leaf, the same wherever it is made.
+    """Merges the findings of all processes into one row, the same on each of them.
 
     Args:
       findings: By the process that made them.

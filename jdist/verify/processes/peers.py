@@ -21,10 +21,10 @@ from jdist._compat import distributed_client, is_computed
 from jdist._errors import JdistError
 from jdist._tree import PyTree
 
-# Seconds between two looks at what others have posted.
+# Seconds between two polls of the store.
 PAUSE = 0.05
 
-# Seconds to wait for the others, unless the user says: they may still be compiling.
+# Default seconds to wait for other processes, which may still be compiling.
 TIMEOUT = 300.0
 
 # Judgements are numbered, and exchanges within each: one that fails half-way leaves the
@@ -52,6 +52,7 @@ class Peers:
         self.timeout: Final = timeout
         self._exchanges = count()
         self._judgement = next(_judgements) if size > 1 else 0
+        # Known before the next post: failures of other processes are posted under it.
         self._next = self._fresh()
 
     def exchange(self, record: object) -> list[Any]:
@@ -68,7 +69,7 @@ class Peers:
         prefix = self._next
         self._post({"record": record})
         found = self._gathered(prefix)
-        # All have posted this one, so all have read those before.
+        # Every process has posted in this exchange, hence has read all earlier ones.
         while len(_posted) > 1:
             distributed_client().key_value_delete(_posted.pop(0))
         return [json.loads(text)["record"] for text in found]
@@ -97,8 +98,8 @@ class Peers:
         return arrays
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process goes no further, and why."""
-        # Of a process that is lost the others learn by themselves.
+        """Posts that this process has failed, and why."""
+        # Each process detects a lost peer by itself, by its own deadline.
         if self.size == 1 or isinstance(error, PeersLost):
             return
         self._post({"error": f"{type(error).__name__}: {error}"})
@@ -125,6 +126,7 @@ class Peers:
                     f"must call the judge, in the same order and on the same problem."
                 )
             pause.wait(PAUSE)
+        # All have posted, but a post may be an error.
         self._notice_failures(found)
         return [found[rank] for rank in range(self.size)]
 
@@ -140,7 +142,7 @@ class Peers:
 
 @contextmanager
 def joined(timeout: float) -> Iterator[Peers]:
-    """This process and its peers; what is raised inside is told to the others.
+    """Joins the processes of a run for one judgement; posts errors raised inside.
 
     Args:
       timeout: Seconds to wait for the others, at each exchange.
@@ -150,6 +152,7 @@ def joined(timeout: float) -> Iterator[Peers]:
     peers = Peers(timeout, jax.process_index() if size > 1 else 0, size)
     try:
         yield peers
+    # Interrupts too: the others would otherwise wait until their deadline.
     except BaseException as error:
         peers.failed(error)
         raise

@@ -80,14 +80,16 @@ def held(leaf: ArrayLike) -> HeldArray:
     for shard in leaf.addressable_shards:
         place, values = _written(shard.index), np.asarray(shard.data)
         first = shard.replica_id == 0
+        # The first replica is preferred, because it alone counts in sums.
         if place not in found or first:
             found[place] = Shard(shard.index, values, first)
         if holders[place] > 1:
-            # Records pass through the coordinator: they hold no arrays.
+            # A digest: records pass through the coordinator, which is no place for
+            # arrays.
             digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
             same = replicas.setdefault(place, {}).setdefault(digest, [])
             same.append(str(shard.device))
-    # Where all of it is in this process, the whole says more than its slices.
+    # If this process has all shards, one comparison of the whole says more.
     whole = leaf.is_fully_addressable
     shards = (Shard((), np.asarray(leaf)),) if whole else tuple(found.values())
     return HeldArray(leaf.dtype.name, leaf.shape, shards, replicas)

@@ -1,4 +1,4 @@
-"""The judge of whole optimizer steps: what was wrong, at which step, in which part."""
+"""Verification of whole optimizer steps: the first wrong step, and its wrong part."""
 
 from jdist.verify.steps.step_check import Trained, step
 

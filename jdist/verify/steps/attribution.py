@@ -1,4 +1,4 @@
-"""Which part of a training step was wrong: the gradient, the update, the model's state.
+"""Attribution of a wrong training step to its gradient, update or model state.
 
 Where the trainer shows the gradient that it gave to its optimizer, the parts are judged
 one by one. Where it does not, its optimizer state may tell: an accumulator, such as
@@ -60,11 +60,11 @@ class Accumulator(NamedTuple):
     origin: np.ndarray
 
     def gradient(self, leaves: Mapping[str, Any]) -> np.ndarray:
-        """The gradient that a state was made of, float64."""
+        """The gradient from which a state was computed, float64."""
         return (in_double(leaves[self.name]) - self.origin) / self.factor
 
     def bound(self, moment: Moment) -> np.ndarray:
-        """What may lie between the gradients of two right states."""
+        """The bound on the difference between the gradients of two right states."""
         limit = moment.limits[self.name]
         assert limit is not None, f"{self.name} is floating"
         return np.asarray(limit.bound) / abs(self.factor)
@@ -89,7 +89,7 @@ def attributed(
     updated = [p for p in failing if within(p, "params") or within(p, "state")]
     if any(within(path, "gradient") for path in failing):
         parts.append(("gradient", _first(rows, "gradient")))
-    # Only the model's state is wrong, which has been told.
+    # Only the model's state is wrong, which is reported above.
     elif not updated:
         pass
     elif any(within(path, "gradient") for path in found):
@@ -110,7 +110,7 @@ def attributed_of_whole(
     """Attributes the first wrong step of a trainer without a known gradient.
 
     Args:
-      of_batch: Whether each leaf of the new state is made of the batch.
+      of_batch: Whether each leaf of the new state depends on the batch.
       rows: As in `attributed`.
       found: As in `attributed`.
       moment: As in `attributed`.
@@ -140,6 +140,7 @@ def _of_update(
 ) -> tuple[str, str]:
     """The part, and why, of wrong parameters or a wrong optimizer state."""
     update, first = "optimizer update", _first(rows, *_UPDATED)
+    # Such as a count: no gradient can make it wrong.
     fixed = [path for path in failing if not of_batch.get(path)]
     if fixed:
         return update, f"{fixed[0]}, which does not depend on the batch, is wrong"
@@ -148,6 +149,8 @@ def _of_update(
         if path not in failing and of_batch.get(path)
         and path.partition("/")[0] in _OPTIMIZER
     ]  # fmt: skip
+    # An optimizer leaf with a parameter's name and shape is its moment. If it is right,
+    # so is the gradient.
     kept = [
         any(
             path.endswith(f"/{_bare(p)}")
@@ -181,13 +184,14 @@ def _inferred(
     """The part, and why, from the optimizer's state alone."""
     unknown = (UNKNOWN, f"{_first(rows, 'params', 'state')}. {SHOW}")
     whole = {path: _whole(leaf) for path, leaf in found.items()}
-    # Nothing can be read off a state of other shapes, or of one that is not here.
+    # No gradient can be read off leaves of other shapes or of other processes.
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
         return unknown
     fixed = [p for p in failing if moment.limits[p] is None]
     if fixed:
         why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
         return "optimizer update", why
+    # Last, because it compiles the update in float64.
     accumulators = _accumulators(moment)
     if accumulators is None:
         return unknown
@@ -213,6 +217,8 @@ def _of_gradient(
     if not wrong:
         why = f"its optimizer state is right; {_first(rows, 'params', 'state')}"
         return "optimizer update", why
+    # Before the update is tried: decay that is added to the gradient is the optimizer's
+    # mistake, and its update of that gradient would agree.
     decay = _decay({path: gradient[path] - own[path] for path in wrong}, moment)
     if decay is not None:
         why = f"as if a weight decay of {decay:.3g} were added to the gradient"
@@ -260,12 +266,14 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
         path for path, x in moment.wanted.items()
         if within(path, "gradient") and x is not None
     ]  # fmt: skip
+    # A fixed seed, so that a report can be reproduced.
     rng = np.random.default_rng(0)
     own = [in_double(moment.wanted[path]) for path in gradients]
     # Far from 0, because the tangent is divided by it.
     direction = [rng.uniform(1, 2, size=x.shape).astype(x.dtype) for x in own]
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         update = jax.jit(lambda *wide: _update(moment, list(wide)))
+        # Two gradients: a slope that differs between them is not linear.
         slopes = [
             jax.jvp(update, [x * small for x in own], direction) for small in SMALL
         ]
@@ -290,6 +298,7 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
     """The ratio of a tangent to its direction, to 12 digits; None if it varies."""
     if tangent.shape != along.shape or not tangent.size or not tangent.any():
         return None
+    # Entry by entry, because an accumulator has one factor for all entries.
     ratio = tangent / along
     factor = float(ratio.ravel()[0].real)
     if factor == 0 or not np.allclose(ratio, factor, rtol=1e-12, atol=0):

@@ -1,13 +1,13 @@
 """A reference that is one step function, and bounds on other right steps.
 
-Of `reference_step(state, batch) -> state` no loss and no gradient is known. Its program
-is followed as a whole in float64, in lockstep with itself (`lockstep`): once exactly,
-and `FOLLOWED` times with every equation disturbed by as much as a right program's
-rounding may reach there, lambda deviations. What a step moved, the next one starts at.
+A `reference_step(state, batch) -> state` shows neither loss nor gradient. Its program
+is evaluated as a whole in float64, in lockstep with itself (`lockstep`): once exactly,
+and `FOLLOWED` times with every equation perturbed by as much as a right program's
+rounding may reach there, lambda deviations. Each step starts from perturbed states.
 
 A right trainer may split the batch, so that what the reference sums at once it sums in
 parts, each rounded to its own dtype. Such parts are sums of the same terms: every term
-of every sum is disturbed as well, by EXTRA such roundings (`bound`, partial results).
+of every sum is perturbed as well, by EXTRA such roundings (`bound`, partial results).
 The limit of a leaf follows from the distances as for a composed step (`trajectory`).
 """
 
@@ -44,11 +44,11 @@ Step = Callable[[PyTree, PyTree], Any]
 
 
 class ReferenceStep:
-    """A reference step, checked, with what is told of its leaves.
+    """A checked reference step, with the properties of its leaves.
 
     Attributes:
       advance: `advance(state, batch) -> state`.
-      of_batch: Whether each leaf of the new state, by path, is made of the batch.
+      of_batch: Whether each leaf of the new state, by path, depends on the batch.
       unmeasured: Primitives of its program whose rounding could not be measured.
     """
 
@@ -84,7 +84,7 @@ class ReferenceStep:
             raise ValueError(requirement(call, rule, got, remedy))
 
     def state_of(self, result: PyTree) -> PyTree:
-        """The new state in what a step returns; a TypeError if there is none."""
+        """The new state in the result of a step; raises TypeError if there is none."""
         if not self._beside:
             return result
         if not isinstance(result, tuple) or len(result) != 2:
@@ -102,7 +102,7 @@ class ReferenceStep:
         """Runs the reference, step by step.
 
         Args:
-          state: Where it starts.
+          state: The state to start from.
           batches: One for each step.
           accumulation: The dtype in which 16-bit sums are accumulated.
         """
@@ -117,12 +117,13 @@ class ReferenceStep:
             before = [wide[0] for wide in others]
             leaves = jax.tree.leaves((state, batch))
             with double_precision(), jax.numpy_dtype_promotion("standard"):
+                # One seed for each followed trainer and step.
                 seed = jnp.uint32(t * (FOLLOWED + 1))
                 found = moved(program, factor, accumulation, leaves, others, seed)
                 others, sizes = jax.tree.map(np.asarray, found)
             after = advance(state, batch)
             wanted = on_host(named_state(after))
-            # In a program that is all float64 they are moved by more than they may be.
+            # Perturbations of an all-float64 program are `factor` times too large.
             near = [x[:1] + (x - x[:1]) / factor for x in others]
             limits, moves = limits_of(wanted, near, (origin, before), sizes, t + 1)
             earlier = on_host(named_state(state))
@@ -154,6 +155,7 @@ class ReferenceStep:
                 in_parts=True,
             )
             values = iter(wide)
+            # Leaves of the state come first, as many as results; the batch stays exact.
             count = len(program.out_avals)
             given: list[Any] = [
                 unsized(PrecisionPair(x, next(values)))
@@ -165,6 +167,7 @@ class ReferenceStep:
             floating = [x for x in found if is_inexact(x.rounded)]
             return [x.wide for x in floating], list(map(size_of, floating))
 
+        # A loop, so that memory does not grow with the number followed.
         return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
 
 
@@ -177,7 +180,7 @@ def named_state(state: PyTree) -> dict[str, Any]:
 
 
 def _alike(found: PyTree, state: PyTree) -> bool:
-    """Whether a new state has the leaves of the old one."""
+    """Whether a new state has the structure, dtypes and shapes of the old one."""
     structures: list[Any] = [jax.tree.structure(tree) for tree in (found, state)]
     if structures[0] != structures[1]:
         return False

@@ -1,4 +1,4 @@
-"""The judge of whole optimizer steps: are these the parameters after the update?
+"""Verification of whole optimizer steps by the parameters after the update.
 
 A gradient that is read off a step, (p - q) / lr, carries the rounding of p divided by
 lr: at a small learning rate that is more than the gradient. So a trainer that shows
@@ -134,9 +134,9 @@ def step(  # noqa: PLR0913 - options, by keyword
       the new value minus the old. A leaf is "not judged" where no step at all would
       pass as well. `attributions` say which part of the first wrong step was wrong:
       "gradient", "optimizer update" or "model state"; or "gradient or optimizer update"
-      where what the candidate shows cannot tell. Of two steps they name the part of
-      the state, and say "optimizer update" where the optimizer's state, which is made
-      of the gradient, is right.
+      where what the candidate shows cannot tell. In the second form they name the
+      part of the state, and say "optimizer update" where the optimizer's state, which
+      is made of the gradient, is right.
 
     Raises:
       ValueError: No batches or candidates; a state of another length; as many weights
@@ -198,12 +198,14 @@ def _of_composed(
         own = partial(own, states=states[0])
     check_loss("step", own, state[0], batches[0][0])
     losses = partial(training.losses, states=states[0])
+    # Every batch is checked before the first step of any candidate is run.
     for batch, weight in batches:
         check_arguments(losses, state[0], batch, candidates, weight, training.reduction)
     start = jax.tree.map(jnp.asarray, (*state[:2], *states))
-    # Kept, because each candidate takes these steps anew.
+    # A list, because every candidate goes through these steps.
     moments = list(trajectory(training, start, batches))
     steps = _Steps(
+        # Candidates of a model without a state take no `states`.
         start[: len(state)],
         [batch for batch, _ in batches],
         moments,
@@ -298,10 +300,10 @@ class _Shown(NamedTuple):
 
     Attributes:
       leaves: By path.
-      kept: The beginnings of the paths of what it keeps to itself.
-      then: What the next step is given, before its batch.
-      repeatable: Whether it keeps no state of its own, with which it would take another
-        step at each call.
+      kept: Path prefixes of the parts that it does not show.
+      then: Arguments of the next step, before its batch.
+      repeatable: Whether another call would repeat the step, because the candidate
+        keeps no state of its own.
     """
 
     leaves: Mapping[str, Any]
@@ -314,7 +316,7 @@ class _Steps(NamedTuple):
     """The reference's steps, and how candidates are called and compared with them.
 
     Attributes:
-      start: What the first step is given, before its batch.
+      start: Arguments of the first step, before its batch.
       batches: One for each step.
       moments: The reference's steps.
       call: `call(name, candidate, given, batch)`.
@@ -350,6 +352,8 @@ def _judged(
                 batch: PyTree = batch,
             ) -> Iterator[Mapping[str, PyTree]]:
                 yield first.leaves
+                # A further call of a stateful candidate is another step, not a
+                # repetition.
                 while first.repeatable:
                     yield steps.call(name, candidate, given, batch).leaves
 
@@ -364,7 +368,7 @@ def _judged(
                 peers,
             )
             if why:
-                # What follows starts from other parameters than the reference's.
+                # Later steps would start from other parameters than the reference's.
                 return _rows(name, moment, shown, peers, why), (), ()
         if any(row.problem for row in rows):
             causes = steps.attributed(rows, shown.leaves, moment, number)
@@ -375,7 +379,7 @@ def _judged(
                     for row in rows
                 )
             return rows, causes, notes
-        # A candidate goes on from its own state, as in a training run.
+        # A candidate continues from its own state, as in a training run.
         given = shown.then
     return rows, (), notes
 
@@ -419,7 +423,7 @@ def _trained(
     kept = tuple(part for part, tree in found.items() if tree is None)
     leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
     then = (result.params, result.opt_state, result.states)[: len(given)]
-    # A trainer that keeps its optimizer's state would take a further step.
+    # A call of a trainer that keeps its optimizer's state is a further step.
     return _Shown(leaves, kept, then, result.opt_state is not None)
 
 
@@ -471,6 +475,7 @@ def _described(
         steps = {**moment.moves}
         wide = moment.moves[path].dtype
         before = np.asarray(moment.before[path])[shard.index]
+        # Subtracted in double precision: the step is far smaller than the parameter.
         got, what = got.astype(wide) - before.astype(wide), "its step: "
     if path in moment.stale:
         steps[STALE] = moment.stale[path]
@@ -482,6 +487,7 @@ def _hidden(row: LeafReport, moment: Moment) -> LeafReport:
     limit, own = moment.limits.get(row.path), moment.moves.get(row.path)
     if limit is None or own is None or not row.ok or row.bit_equal:
         return row
+    # A leaf that does not move, or moves by more than its bound, is judged.
     if not own.any() or (np.abs(own) > limit.bound).any():
         return row
     # Terms that cancel, as of a bias before batch statistics, make no step: their

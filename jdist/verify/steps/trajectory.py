@@ -4,7 +4,7 @@ The reference is composed: the one-device gradient of each batch, then the optim
 update. How far two right trainers may be apart is found by following other right ones
 in float64, in lockstep with it (`lockstep`). At every step their gradient is moved by
 the gradient's own bound, up or down at random in each entry, and every equation of the
-update by its rounding; what the first step moved, the next gradient is taken at. With
+update by its rounding; each next gradient is taken at the moved parameters. With
 D their largest distance from the unmoved one, R what the reference's own rounding did
 to it, and s the way from the start:
 
@@ -58,7 +58,7 @@ class Training(NamedTuple):
     accumulation: DTypeLike | None
 
     def losses(self, params: PyTree, batch: PyTree, states: PyTree) -> jax.Array:
-        """The examples' losses alone."""
+        """The examples' losses, without the model's new state."""
         if self.stateful:
             return self.loss_fn(params, batch, states=states)[0]
         return self.loss_fn(params, batch)
@@ -70,6 +70,7 @@ class Training(NamedTuple):
         trainable, fixed = split_inexact(params)
 
         def objective(t: PyTree) -> tuple[jax.Array, PyTree]:
+            # A list: `reduced` takes a function that returns losses alone.
             new: list[PyTree] = [()]
 
             def losses(params: PyTree, batch: PyTree) -> jax.Array:
@@ -107,7 +108,7 @@ class Moment(NamedTuple):
       moves: The exact step of each floating leaf but the gradient, float64.
       sizes: How large that step is where the gradient's terms do not cancel; 0 where
         that is not known.
-      composed: Of what it was made; None for a step that is one function.
+      composed: Inputs and program of its update; None for a step that is one function.
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
     """
@@ -141,10 +142,10 @@ def trajectory(
     start: tuple[PyTree, PyTree, PyTree],
     batches: Sequence[tuple[PyTree, Any]],
 ) -> Iterator[Moment]:
-    """The reference's steps, one after the other.
+    """Yields the reference's steps in order.
 
     Args:
-      training: What is trained, and how.
+      training: The training run.
       start: Parameters, optimizer state and model state.
       batches: A batch and its weights for each step.
     """
@@ -212,7 +213,7 @@ def _measurement(training: Training) -> Callable[..., Measured]:
         batch, own, states = given
         return training.gradient(params, batch, own, states)[0]
 
-    # A batch's statistics are none of one example's: the loss is measured as a whole.
+    # Batch statistics couple the examples, so the loss is measured as a whole.
     measure = measurer(whole, "mean", accumulation)
     return lambda state, batch, own: measure(
         state[0], (batch, own, state[2]), None, None
@@ -220,7 +221,7 @@ def _measurement(training: Training) -> Callable[..., Measured]:
 
 
 def on_host(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies: what follows may be donated."""
+    """Leaves on the host, for use after the arrays may have been donated."""
     return {
         path: None if leaf is None else np.asarray(words(leaf))
         for path, leaf in leaves.items()
@@ -272,9 +273,11 @@ def _moved(
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         number, wide = each
         moving = jnp.where(number == 0, 0.0, confidence(entries))
+        # One seed for each followed trainer and step.
         own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
         values = iter(wide)
         state = [PrecisionPair(x, next(values)) if is_inexact(x) else x for x in leaves]
+        # The gradient's own rounding is in the bound by which it is moved.
         exact = Perturbation(None, own, None, set())
         rounding = Perturbation(moving, own, None, set())
         given = [
@@ -285,14 +288,17 @@ def _moved(
         # The reference's own order of leaves: the loss, the gradient, the new state.
         _, *slopes = run(differentiate, given, exact)[: count + 1]
         gradient = _shifted(taken, slopes, own, number != 0)
+        # Of size 0, so that sizes of results are those of the steps alone.
         kept = list(map(unsized, state[: params + opt_state]))
         found = run(update, [*kept[:params], *gradient, *kept[params:]], rounding)
         if stateful:
+            # No sum over examples: perturbed by the rounding of the whole loss.
             found += run(differentiate, given, rounding)[count + 1 :]
         floating = [x for x in found if is_inexact(x.rounded)]
         after = [x.wide for x in floating]
         return after, [slope.wide for slope in slopes], list(map(size_of, floating))
 
+    # A loop, so that memory does not grow with the number followed.
     return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
 
 
@@ -320,7 +326,7 @@ def unsized(value: Value) -> Value:
 
 
 def size_of(value: PrecisionPair) -> jax.Array:
-    """How large what was added to a leaf is; 0 where it is not known."""
+    """The size of what was added to a leaf; 0 where it is unknown."""
     none = jnp.zeros(value.wide.shape, jnp.float64)
     return none if value.size is None else value.size
 
@@ -356,14 +362,17 @@ def limits_of(
             continue
         wide, origin, before, size = next(values)
         exact, own = wide[0], np.asarray(leaf).astype(wide.dtype)
+        # Trainer 0 is the unmoved one.
         apart = np.max(np.abs(wide[1:] - exact), axis=0, initial=0)
         moves[path] = exact - before
         # Steps may lead back, and each of them has rounded.
         way = np.maximum(np.abs(exact - origin), np.abs(moves[path]))
         roundings = np.abs(own) + math.sqrt(2 * EXTRA) * way
+        # Roundings of independent steps add up as a random walk: sqrt(steps).
         width = confidence(leaf.size) * math.sqrt(steps) * unit_roundoff(leaf.dtype)
         allowed = math.sqrt(2) * apart + 2 * np.abs(own - exact) + width * roundings
         tiny = float(jnp.finfo(leaf.dtype).smallest_normal)
+        # Numbers below the smallest normal one may be flushed to zero.
         limits[path] = Limit(allowed + EXTRA * tiny, np.maximum(np.abs(own), size[0]))
     return limits, moves
 

@@ -1,15 +1,15 @@
-"""Where a gradient goes wrong first: taps, recordings of them, and their comparison.
+"""Localization of the first wrong value behind a gradient, by taps.
 
 - `primitive`: the tap as a primitive of JAX.
 - `recording`: what taps see, and how it travels between processes.
 - `taps`: marks values; `module_taps`: every submodule of a Flax model.
-- `layout`: the axis of a value along which its examples stand.
+- `layout`: the axis of a value along which its examples are laid out.
 - `reference`: right values and cotangents, and their bounds.
 - `alignment`: which rows of a candidate are which examples.
 - `search`: the first difference.
 - `shares`: how often each example is in a wrong gradient.
 - `report`: the finding.
-- `fault_localization`: all of it.
+- `fault_localization`: `trace` and `tracer`, which combine them.
 """
 
 from jdist.verify.tracing.fault_localization import trace, tracer

@@ -1,10 +1,10 @@
 """Assigns the rows of a candidate's taps to examples, by their values.
 
 A candidate's micro-batches, shards and workers pass a tap in any order, pad with copies
-and run bubbles on anything. So a row belongs to the passage and the example of the
-reference to whose value it is nearest, if it is within that value's bound; other rows
-belong to none. Examples of equal values at a tap are one class there: which of them a
-row is cannot be told, and nothing is said of them but together.
+and run bubbles on arbitrary values. So a row belongs to the passage and the example of
+the reference to whose value it is nearest, if it is within that value's bound; other
+rows belong to none. Examples of equal values at a tap are one class there: their rows
+cannot be told apart, and are judged together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ from jdist.verify.tracing.reference import Passage
 NONE = -1
 
 
+# Not comparable, because arrays have no single truth value.
 @dataclass(frozen=True, slots=True, eq=False)
 class Passed:
     """All records of one tap in one direction, row after row.
@@ -112,6 +113,7 @@ def _rows(layout: Layout, array: np.ndarray, axes: int) -> np.ndarray:
 
 
 def _stacked(parts: list[np.ndarray], like: np.ndarray) -> np.ndarray:
+    # The empty part sets shape and dtype where there is no record.
     empty = np.zeros((0, like.shape[1]), like.dtype)
     return np.concatenate([empty, *parts]).astype(like.dtype)
 
@@ -122,10 +124,11 @@ def _matched(
     """The class of each row."""
     if not len(found):
         return np.zeros(0, int)
+    # A row with NaN matches no example; as 0 it does not disturb the distances.
     numbers = ~np.isnan(found).any(axis=1)
     known = np.where(numbers[:, None], found, 0)
     unit = _unit(expected)
-    # Of a row that is far from all, a distance may overflow.
+    # The distance of a row that is far from all may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = _distances(known / unit, expected / unit).argmin(axis=1)
     near = numbers & _within(known, expected[nearest], bounds[nearest])
@@ -148,6 +151,7 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     squares = _distances(rows, rows)
     # Products cancel where rows are close: none that is equal must be left out.
     slack = 1e-12 * (np.abs(finite_part(rows)) ** 2).sum(axis=1)
+    # A cheap filter by distance; the entries themselves decide below.
     near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
     for i, j in np.argwhere(np.triu(near, 1)):
         if _within(expected[i], expected[j], bounds[i] + bounds[j]):
@@ -157,9 +161,8 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def _unit(array: np.ndarray) -> float:
-    """The largest number of an array: squares of numbers in it neither vanish nor
-    overflow.
-    """
+    """The scale of an array: its largest finite magnitude, or 1."""
+    # Squares of values in this unit neither underflow nor overflow.
     largest = float(np.max(np.abs(finite_part(array)), initial=0))
     return largest if largest > 0 and np.isfinite(largest) else 1.0
 

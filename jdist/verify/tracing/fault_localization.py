@@ -39,7 +39,7 @@ def trace(
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
 ) -> Trace:
-    """Judges a way to a gradient, and names the first value in which it is wrong.
+    """Judges a candidate's gradient, and names the first value that is wrong.
 
     Values that `verify.tap` marks, in `loss_fn` and in what the candidate runs, are
     compared example by example: first values, in the order of the program, then their
@@ -102,7 +102,7 @@ def tracer(
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
 ) -> Callable[[Candidate], Trace]:
-    """A `trace` of any number of candidates; the reference is measured once.
+    """Builds a `trace` of any number of candidates that measures the reference once.
 
     Args:
       loss_fn: As in `trace`.
@@ -182,6 +182,7 @@ def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Ca
             return candidate(params, batch)
         with TapRecording() as recording:
             result = candidate(params, batch)
+            # Taps arrive while the program runs, which must end within the recording.
             jax.block_until_ready(result)
         first.append((recording, result))
         return result
@@ -236,7 +237,7 @@ def _examples(batch: PyTree) -> int | None:
 def _partition(
     groups: Sequence[tuple[int, ...]], counted: np.ndarray
 ) -> list[tuple[int, ...]]:
-    """The examples that count: in their groups, and each that is in none for itself."""
+    """Groups of the examples that count; an example in no group is its own group."""
     own = [tuple(e for e in group if counted[e]) for group in groups]
     met = {e for group in own for e in group}
     rest = [(int(e),) for e in np.flatnonzero(counted) if e not in met]
@@ -258,6 +259,7 @@ def _of_shares(
         f"examples {ranges(group)} count {round(share, 4) + 0.0:g} times"
         for group, share in odd[:TOLD]
     )
+    # All shares alike are one wrong factor, not a list of wrong examples.
     if len(odd) == len(groups) and len({round(s, 3) for _, s in odd}) == 1:
         told = f"all examples count {round(found[0], 4):g} times"
     if findings.entered and _scaled_before(findings.factors, groups, found, weights):
@@ -281,6 +283,7 @@ def _scaled_before(
     totals = np.array([weights[list(g)].sum() for g in groups])
     for scaled in (own, own * sizes, own * totals):
         usual = scaled[wanted == 1]
+        # In units of the examples that count once: one factor for all is allowed.
         unit = np.median(usual) if len(usual) else 1.0
         if unit and np.allclose(scaled / unit, wanted, rtol=1e-2, atol=1e-2):
             # Equal everywhere: then only the factor itself can tell.

@@ -1,4 +1,4 @@
-"""The axis of examples of a tapped value, found by tracing more examples."""
+"""The axis of examples of a tapped value, found by tracing a larger batch."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """How the examples of a batch stand in one value.
+    """The arrangement of a batch's examples in one value.
 
     Attributes:
       shape: Of the value, for the whole batch.
@@ -82,10 +82,11 @@ def layouts(
         larger = jax.tree.map(
             lambda x, more=more: jnp.concatenate([x, x[-more:]]), batch
         )
-        # Another program, or whatever the loss raises, for another size: nothing to
-        # learn from it.
+        # For another size the loss may raise, or be another program: nothing is learnt
+        # from it.
         with contextlib.suppress(Exception):
             found = _tapped(loss_fn, params, larger)
+            # The same taps in the same order, so that their shapes can be paired.
             if [name for name, _ in own] == [name for name, _ in found]:
                 return {
                     (name, shape): _layout(shape, other, examples, more)
@@ -100,6 +101,7 @@ def _layout(shape: Shape, larger: Shape, examples: int, more: int) -> Layout:
         return Layout(shape, None, 1)
     (axis,) = axes
     each, rest = divmod(larger[axis] - shape[axis], more)
+    # The axis has to hold the examples and nothing else, such as a class token.
     if rest or each * examples != shape[axis]:
         return Layout(shape, None, 1)
     return Layout(shape, axis, each)

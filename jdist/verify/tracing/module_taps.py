@@ -40,6 +40,7 @@ def tapped(model: Model) -> Model:
       >>> [(r.name, r.value.shape) for r in recording.records]
       [('layers/0', (5, 3))]
     """
+    # Imported here, because Flax is optional.
     from flax import nnx
 
     copy = nnx.clone(model)
@@ -50,9 +51,10 @@ def tapped(model: Model) -> Model:
     return copy
 
 
+# One subclass for each class: programs of two copies would otherwise differ.
 @cache
 def _marked(kind: type) -> type:
-    """The subclass of a module's class: one for each, or programs would differ."""
+    """The subclass of a module's class whose call is tapped."""
 
     def called(self: object, *args: PyTree, **options: PyTree) -> PyTree:
         return tap(kind.__call__(self, *args, **options), getattr(self, NAME))

@@ -1,10 +1,10 @@
-"""The tap as a primitive of JAX: an identity that shows the host what passes.
+"""The tap as a JAX primitive: an identity that passes its value to the host.
 
 - Compiled, it calls the host with its value and passes the value on.
 - `vmap` gives it one more leading axis, which it counts; it still calls once.
 - Differentiated, its tangent passes through a linear identity, whose transpose is a tap
-  again, of the cotangent and the value. So the rows of a cotangent are known by those
-  of its value, in whatever order micro-batches, shards and threads arrive.
+  again, of the cotangent and the value. So the rows of a cotangent are identified by
+  those of its value, in whatever order micro-batches, shards and threads arrive.
 
 It has no effect in JAX's sense: checkpoints, loops and split backward passes treat it
 like any other equation. To XLA it is a call with side effects, so that none is dropped.
@@ -34,11 +34,12 @@ leading axes are those of `vmap`.
 """
 
 tap_p = Primitive("tap")
+# A primitive of its own, because only a linear one can be transposed.
 tangent_p = Primitive("tap_tangent")
 
 
 def show(*arrays: jax.Array, name: str, receive: Receiver, axes: int = 0) -> jax.Array:
-    """Passes the first array on, and has all of them received when the program runs."""
+    """Returns the first array; `receive` gets all of them when the program runs."""
     return tap_p.bind(*arrays, name=name, receive=receive, axes=axes)
 
 
@@ -61,20 +62,20 @@ def _staged_on_cpu(
 
     def run(context: object, buffers: Sequence[np.ndarray], *inputs: ArrayLike) -> None:
         del context
-        # XLA's memory is another value's when this returns.
+        # Copied, because XLA reuses this memory after the callback has returned.
         views = zip(map(np.asarray, inputs), dtypes, strict=True)
         own = [x.astype(d, copy=True) for x, d in views]
         for buffer in buffers:
             np.asarray(buffer)[...] = own[0]
         receive(name, axes, own)
 
-    # `io_callback` puts its inputs on a device, which may need the very thread that it
-    # runs on.
+    # Not `io_callback`: it puts its inputs on a device, which may need the very thread
+    # that the callback runs on.
     if not partitioned:
         buffer_callback(run, (), has_side_effect=True)(*arrays)
         return arrays[0]
-    # The partitioner refuses calls with side effects of which it does not know the
-    # device. This one every device makes, with the whole value; its result is needed.
+    # The partitioner refuses side effects on an unknown device. So every device makes
+    # this call, with the whole value, and its result is used, which keeps the call.
     shapes = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)]
     return buffer_callback(run, shapes)(*arrays)[0]
 
@@ -151,7 +152,7 @@ def _differentiate(
     found = primitive.bind(*primals, **params)
     if isinstance(tangents[0], ad.Zero):
         return found, tangents[0]
-    # The last of several is the value, beside which its tangent goes on.
+    # The last of several arrays is the value, which identifies its tangent.
     return found, tangent_p.bind(tangents[0], primals[-1], **params)
 
 
@@ -163,6 +164,7 @@ def _transpose(
 ) -> tuple[jax.Array | ad.Zero, None]:
     del tangent
     if type(cotangent) is ad.Zero:
+        # A cotangent that is symbolically zero has nothing to show.
         return cotangent, None
     return tap_p.bind(cotangent, value, **params), None
 

@@ -1,8 +1,8 @@
-"""Recordings of taps: what every tap of this process has seen while they lasted.
+"""Recordings of the values and cotangents that pass the taps of this process.
 
-A recording is of one process, all threads of it. Where a trainer's workers are other
-processes, each records for itself; its `records` are plain data that travel by any
-means, and `replay` adds them to the recording that is under way at home.
+A recording covers all threads of one process. Workers in other processes record for
+themselves; their `records` are plain data that can be sent by any means, and `replay`
+adds them to the active recordings of the process that receives them.
 """
 
 import threading
@@ -30,8 +30,8 @@ class TapRecord(NamedTuple):
       name: Of the tap.
       axes: How many leading axes `vmap` gave the arrays.
       value: The value.
-      cotangent: Its cotangent, of the value's shape, where the backward pass came by;
-        None in the forward pass.
+      cotangent: Its cotangent, of the value's shape, in the backward pass; None in the
+        forward pass.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TapRecording:
 
     @property
     def records(self) -> tuple[TapRecord, ...]:
-        """What was recorded until now, in the order of arrival."""
+        """The records so far, in the order of arrival."""
         with _lock:
             return tuple(self._records)
 
@@ -79,9 +79,11 @@ class TapRecording:
     ) -> None:
         with _lock:
             _active.remove(self)
+            # Recordings may overlap: the last one to end resets the flag.
             under_way.set_global(bool(_active))
 
 
+# Taps deliver on XLA's threads and on those of pipelines.
 _lock = threading.Lock()
 _active: list[TapRecording] = []
 
@@ -93,7 +95,7 @@ def deliver(name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
 
 
 def replay(records: Iterable[Sequence[object]]) -> None:
-    """Adds records of another process to the recordings that are under way here.
+    """Adds records of another process to the active recordings of this one.
 
     Args:
       records: `TapRecording.records`, as they are or as plain tuples.
@@ -113,6 +115,7 @@ def replay(records: Iterable[Sequence[object]]) -> None:
 
 def _add(records: list[TapRecord]) -> None:
     with _lock:
-        # A program with taps may outlive its recording, compiled ahead of time.
+        # None may be active: a program compiled ahead of time can outlive its
+        # recording.
         for recording in _active:
             recording._records.extend(records)

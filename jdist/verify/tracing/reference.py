@@ -2,7 +2,7 @@
 
 The reference's gradient program is run on the whole batch in lockstep with itself in
 float64 (`lockstep`), once exactly and `DRAWS` times perturbed as rounding would. Every
-tap shows both sides. What it has for one example is a row, and each row has a bound
+tap shows both sides. The entries of one example are a row, and each row has a bound
 like a leaf's (`bound`), of a sum of one term.
 """
 
@@ -83,9 +83,10 @@ def passages(
       examples: How many the batch has; None if that is not known, and all values are
         compared as wholes.
     """
-    # As the reference takes them, before double precision would take them otherwise.
+    # Converted before x64 is enabled, which would give NumPy arrays wider dtypes.
     params, batch, weights = jax.tree.map(jnp.asarray, (params, batch, weights))
     value_and_gradient = differentiated(reduced(loss_fn, reduction))
+    # Taps are part of a program only if it is traced during a recording.
     with TapRecording():
         program = jax.make_jaxpr(value_and_gradient)(params, batch, weights)
         where = {} if examples is None else layouts(loss_fn, params, batch, examples)
@@ -93,6 +94,7 @@ def passages(
     leaves = jax.tree.leaves((params, batch, weights))
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         evaluate = jax.jit(lambda *given: _evaluate(program, given, accumulation, seen))
+        # Taps deliver while the program runs.
         jax.block_until_ready(evaluate(*leaves))
     return seen.passages(where, accumulation)
 
@@ -159,10 +161,7 @@ class _Seen:
         return found
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """The keys of all values in order, each with that of its cotangent or None.
-
-        `jax.checkpoint` shows a value again, to which no cotangent of its own comes.
-        """
+        """The keys of all values in order, each with that of its cotangent or None."""
         # By position, because XLA's threads show taps in any order.
         keys = sorted(self._draws)
         backward = {key: self._draws[key][0][2] for key in keys if key[2]}
@@ -173,6 +172,8 @@ class _Seen:
                 continue
             name, value = key[1], self._draws[key][0][0]
             cotangent = _of_value(name, value, backward)
+            # `jax.checkpoint` shows a value a second time, without a cotangent of its
+            # own.
             if cotangent is None and any(_same(value, x) for x in values[name]):
                 continue
             values[name].append(value)
@@ -213,6 +214,7 @@ def _of_value(name: str, value: np.ndarray, backward: dict[Any, np.ndarray]) -> 
     """The key of the cotangent of a value; it is taken from those that are left."""
     for key, other in backward.items():
         if key[1] == name and _same(value, other):
+            # Taken once: equal values at several passages have a cotangent each.
             del backward[key]
             return key
     return None

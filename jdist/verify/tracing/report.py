@@ -46,7 +46,7 @@ class Trace:
     Attributes:
       report: On the loss and the gradient; the verdict is its.
       difference: The first difference, where there is one. In a right candidate, or one
-        that cannot be judged, it is what a tap has that the gradient does not show.
+        that cannot be judged, it is one at a tap that the gradient does not show.
       right: The taps that were found right before it, in order: values first, as
         `forward name`, then cotangents, as `backward name`.
       notes: What a reader should know besides.
@@ -74,6 +74,7 @@ class Trace:
         try:
             self.report.raise_if_failed()
         except VerificationError as error:
+            # Without its cause, whose whole text this error repeats.
             raise VerificationError(f"{self._place()}\n{error}") from None
         return self
 

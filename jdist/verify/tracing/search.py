@@ -145,7 +145,7 @@ def _forward(
             return _wrong_values(passages, place, own, missing, orders)
         findings.right.append(f"forward {passage.label}")
         if passage.layout.axis is not None:
-            # Those of the tap before stay, where equal rows at this one tell no order.
+            # Where equal rows give no order, that of the tap before is kept.
             orders = _orders(own, place) or orders
     return None
 
@@ -206,8 +206,8 @@ def _assigned(
 ) -> dict[int, int]:
     """The most likely row of each missing example.
 
-    The rows of a call are the examples of a call at the tap before. Where there is a
-    choice, and where that does not tell, the row of the nearest direction is taken.
+    The rows of a call are matched to the examples of a call at the tap before. Among
+    several choices, and where there is none, the row of the nearest direction is taken.
     """
     passed, expected = aligned.forward, passage.forward.values
     strange = passed.found == NONE
@@ -225,7 +225,7 @@ def _assigned(
                     score = float(np.mean([cosine[r, e] for e, r in pairs]))
                     proposals.append((score, pairs))
     taken: dict[int, int] = {}
-    # The best first: a row, or an example, is given away once.
+    # Greedy, the best proposal first: a row or an example is assigned once.
     for _, pairs in sorted(proposals, reverse=True):
         if not any(e in taken or r in taken.values() for e, r in pairs):
             taken.update(pairs)
@@ -291,6 +291,7 @@ class _Backward:
             return None  # A sum over calls, each with a factor of its own.
         wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         starts = not whole and not factors
+        # Once for each class, because its examples cannot be told apart.
         for label in dict.fromkeys(own.classes_at(place)):
             members = own.members(label)
             # From the last tap to the first, the last place of a class comes first.
@@ -318,14 +319,12 @@ class _Backward:
     def _strange(
         self, place: int, passage: Passage, wanted: np.ndarray, own: Aligned
     ) -> tuple[int, ...]:
-        """The examples that no cotangent reaches, where other values have some.
-
-        At the last tap alone: without such values they are lost, which the gradient
-        shows, and before it their cotangents are compared.
-        """
+        """The examples that no cotangent reaches, where unknown values have some."""
         assert own.backward.cotangents is not None
+        # At the last tap alone: at earlier ones the cotangents themselves are compared.
         if passage.layout.axis is None or self.findings.factors:
             return ()
+        # Without such values the examples are lost, which the gradient shows.
         if not own.backward.cotangents[own.backward.found == NONE].any():
             return ()
         classes = own.classes_at(place)
@@ -350,6 +349,7 @@ class _Backward:
         if not any(key in table for key in keys):
             self._establish(table, keys, found, each, widths)
         known = [table[key] for key in keys if key in table]
+        # Members of a class without a factor yet are taken to have the others' one.
         usual = sum(known) / len(known) if known else 1.0
         own_factor = np.array([table.get(k, usual) for k in keys])[:, None]
         slack = np.array([self.slack.get(k, 0.0) for k in keys])[:, None]
@@ -380,6 +380,7 @@ class _Backward:
         width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
         for key in keys:
             table[key] = factor
+            # The factor is fitted: its own error widens the bounds at earlier taps.
             self.slack[key] = float(width)
 
     def _difference(
@@ -409,14 +410,15 @@ class _Backward:
 
 
 def _fitted(expected: np.ndarray, found: np.ndarray) -> complex:
-    """The factor with which one comes nearest to the other; 1 where it is all 0."""
+    """The least-squares factor from `expected` to `found`; 1 if `expected` is all 0."""
     power = float(np.vdot(expected, expected).real)
     factor: complex = (np.vdot(expected, found) / power).item() if power else 1.0
     return factor
 
 
 def _total(rows: np.ndarray) -> np.ndarray:
-    """The sum of all rows that are different."""
+    """The sum of all distinct rows."""
+    # Replicas and padding repeat a row bit for bit; shards hold different parts of it.
     distinct: np.ndarray = np.unique(rows, axis=0) if len(rows) > 1 else rows
     return distinct.sum(axis=0)
 

@@ -19,7 +19,7 @@ from jdist.verify.oracle import LossFn, differentiated
 ENTRIES = 1 << 16
 """How many entries of the gradient are fitted; of more, so many are drawn."""
 
-# What a fit must explain of the difference to be believed.
+# The largest unexplained share of the difference in a fit that is believed.
 EXPLAINED = 0.05
 
 # A share that is nearer to a whole number than this is that number; or nearer than the
@@ -49,7 +49,7 @@ def example_gradients(
         leaves = named_leaves(differentiated(total)(params)[1])
         return {path: leaves[path].ravel()[own] for path, own in picks.items()}
 
-    # One after the other: their memory is that of one gradient.
+    # One example after the other: the memory is that of one gradient.
     each = jax.jit(lambda p, rows: jax.lax.map(lambda row: one(p, row), rows))
     found = each(params, jax.tree.map(jnp.asarray, batch))
     return {path: in_double(x) for path, x in found.items()}
@@ -72,6 +72,7 @@ def shares(
     leaves, picks = named_leaves(gradient), _picks(gradient)
     own = np.concatenate([in_double(leaves[p]).ravel()[picks[p]] for p in paths])
     each = np.concatenate([parts[p] for p in paths], axis=1)
+    # The excess over one count each is fitted, so that right groups have 0.
     difference = own - each.sum(axis=0)
     columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
     # Of few entries, any difference would be a sum of so many columns.
@@ -82,7 +83,8 @@ def shares(
     if rest > EXPLAINED * np.linalg.norm(difference):
         return None
     rounding = EXTRA * max(unit_roundoff(leaves[p].dtype) for p in paths)
-    # The fit's own standard errors: a group of small gradients is told less finely.
+    # Standard errors of the fit: shares of groups with small gradients are less
+    # certain.
     spread = rest / math.sqrt(len(difference) - len(groups))
     inverse = np.linalg.pinv(columns.conj().T @ columns)
     errors = spread * np.sqrt(np.abs(np.diagonal(inverse)))

@@ -1,4 +1,4 @@
-"""Marks values for the judge: an identity, and no equation where nothing records."""
+"""Taps: identities that mark values, without an equation outside of recordings."""
 
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ def tap(x: Tree, name: str) -> Tree:
     if not (isinstance(name, str) and name):
         rule = "must be a string that is not empty"
         raise ValueError(requirement("tap(name=...)", rule, repr(name)))
+    # Part of the key of JAX's caches: programs are traced again in a recording.
     if not under_way.value:
         return x
 
