@@ -1,4 +1,4 @@
-"""What a worker needs to record calls and to take part in backward passes."""
+"""Installation of distributed autograd on a worker."""
 
 from jdist.autograd import nnx_module
 from jdist.autograd.call_primitive import callee, caller
@@ -20,8 +20,10 @@ def install(agent: Agent) -> None:
     agent.codec.register(
         Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
     )
+    # A variable never leaves its worker: its value, or a recorded one, is sent.
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.set_interceptor(hooks)
+    # By name: rpc's `remote_module` cannot import autograd.
     agent.extension_state[TRAINABLE] = nnx_module.create
     agent.extension_state[callee.STATE] = callee.ServedFunctions()
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)

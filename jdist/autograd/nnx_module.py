@@ -1,11 +1,9 @@
 """Flax NNX modules whose parameters are variables.
 
-A trainable module is taken apart. Each of its parameters becomes a variable, which
-backward passes find and optimizers step. All else that it holds, its *state*
-(statistics, random streams, constants), goes into each call as an input without a
-derivative and comes out of it as a new value, for the next call.
-
-Flax is not imported here: a caller that has a module has.
+A trainable module is split. Each of its parameters becomes a variable, which backward
+passes find and optimizers step. The rest, its *state* (statistics, random streams,
+constants), is an input without a derivative of each call, and an output: the new value
+for the next call.
 """
 
 from __future__ import annotations
@@ -47,16 +45,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
 def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModule:
-    """A Flax NNX module that is trained within contexts.
+    """Makes a Flax NNX module trainable within contexts.
 
-    Its floating `nnx.Param`s become variables. What it computes is recorded, within a
-    context or not. Statistics and random streams go on from call to call, in the order
-    of the calls, and are never differentiated.
+    Its floating `nnx.Param`s become variables. Its calls are recorded, within a context
+    or not. Statistics and random streams continue from call to call, in the order of
+    the calls, and are never differentiated.
 
     Args:
-      nnx_module: The module. It stays as it is, and shares no state with the result.
+      nnx_module: The module. It is not changed, and shares no state with the result.
       key: A PRNG key from which all random streams of the module begin anew; by default
-        they go on where they are.
+        they continue.
 
     Raises:
       TypeError: It is no NNX module, or holds no arrays yet; or `key` is no key.
@@ -125,6 +123,8 @@ class TrainableModule(StandIn):
         state = state if key is None else layout.reseeded(state, key)
         self._variables = tuple([Variable(_bound(leaf, device)) for leaf in params])
         self._state = tuple([_bound(leaf, device) for leaf in state])
+        # One for each mode, train and eval: a mode that comes again finds the functions
+        # that were compiled for it.
         self._layouts = [layout]
         self._layout = layout
         self._lock = InterruptSafeLock()
@@ -145,7 +145,7 @@ class TrainableModule(StandIn):
         return self._run("__call__", args, kwargs)
 
     def method(self, name: str) -> ModuleMethod:
-        """Another method of the module, `module.method("encode")(x)`, recorded.
+        """Returns another method of the module, recorded: `module.method("encode")(x)`.
 
         Raises:
           AttributeError: The module has no such method.
@@ -164,7 +164,7 @@ class TrainableModule(StandIn):
         return dict(zip(self._layout.names, self._variables, strict=True))
 
     def state(self) -> dict[str, jax.Array]:
-        """Statistics, keys and counts of the random streams, and constants, by path.
+        """Returns statistics, keys and counts of random streams and constants, by path.
 
         The parameters and the state are all that the module consists of.
         """
@@ -192,15 +192,15 @@ class TrainableModule(StandIn):
         self._alone(act)
 
     def train(self, **attributes: object) -> None:
-        """Calls the module's own `train`: dropout drops, statistics move."""
+        """Calls the module's own `train`: dropout is active, statistics are updated."""
         self._set_mode("train", attributes)
 
     def eval(self, **attributes: object) -> None:
-        """Calls the module's own `eval`: dropout passes all, statistics are used."""
+        """Calls the module's own `eval`: no dropout, statistics are used."""
         self._set_mode("eval", attributes)
 
     def to_nnx(self) -> NnxModule:
-        """A copy of the module as an NNX module; it shares nothing with this one."""
+        """Returns a copy as an NNX module, which shares no state with this one."""
 
         def act() -> PyTree:
             values = [variable.value for variable in self._variables]
@@ -209,7 +209,7 @@ class TrainableModule(StandIn):
         return self._alone(act)
 
     def original(self) -> NnxModule:
-        """The module with shapes in place of its arrays: see `StandIn`."""
+        """Returns the module with shapes in place of its arrays: see `StandIn`."""
         leaves = [variable.value for variable in self._variables]
         shapes = [jax.typeof(leaf) for leaf in (*leaves, *self._state)]
         return self._layout.module(shapes[: len(leaves)], shapes[len(leaves) :])
@@ -224,6 +224,7 @@ class TrainableModule(StandIn):
 
         def act() -> PyTree:
             output, state = self._record(name, args, kwargs)
+            # Only after the call: one that raises leaves the state as it was.
             self._state = tuple(state)
             return output
 
@@ -290,7 +291,7 @@ class _ModuleLayout(Constant):
         return _nnx().merge(self.graph, *given)
 
     def state_of(self, module: NnxModule, params: Sequence[PyTree]) -> list[PyTree]:
-        """The leaves of the state of a module after a call.
+        """Returns the leaves of a module's state after a call.
 
         Raises:
           TypeError: The call has changed something that is not state.
@@ -305,6 +306,7 @@ class _ModuleLayout(Constant):
             remedy = "Return what the call computes, instead of storing it."
             raise TypeError(requirement(f"module({name})", rule, got, remedy))
         leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
+        # By identity: inside a trace the values of two tracers cannot be compared.
         changed = [path for path, before, after in leaves if before is not after]
         if changed:
             rule = "must not change its own nnx.Param in a call"
@@ -321,7 +323,7 @@ class _ModuleLayout(Constant):
         return jax.tree.leaves(state)
 
     def reseeded(self, state: Sequence[PyTree], key: jax.Array) -> list[PyTree]:
-        """The state with all random streams reset, each with a key of its own."""
+        """Returns the state with all random streams reset, each with its own key."""
         nnx, found = _nnx(), []
         for number, (kind, leaf) in enumerate(zip(self._kinds, state, strict=True)):
             new = leaf
@@ -362,7 +364,7 @@ def _function(name: str, call: ModuleMethod, code: tuple[object, ...]) -> Module
 
 
 def _code_of(module: NnxModule) -> list[PyTree]:
-    """The classes of a module's parts and the values of its attributes, once each."""
+    """Lists the classes of a module's parts and its attributes' values, once each."""
     nnx = _nnx()
     found: dict[int, Any] = {}
     for path, value in nnx.iter_graph(module):
@@ -395,7 +397,7 @@ def _is_variable(value: object) -> bool:
 
 
 def _names(state: PyTree) -> tuple[str, ...]:
-    """Paths of the leaves, as Flax's users write them."""
+    """Returns the paths of the leaves, as Flax's users write them."""
     return tuple(
         [
             ".".join(
@@ -409,16 +411,19 @@ def _names(state: PyTree) -> tuple[str, ...]:
 
 
 def _stream(leaf: PyTree, key: jax.Array) -> jax.Array:
-    """New keys of a stream, which may have several, as the old ones are stored."""
+    """Makes new keys of a stream, stored as the old ones are."""
     shape = leaf.shape if is_key(leaf) else leaf.shape[:-1]
     keys = jax.random.split(key, shape) if shape else key
     return keys if is_key(leaf) else jax.random.key_data(keys)
 
 
 def _bound(leaf: PyTree, device: jax.Device | None) -> PyTree:
+    # A committed array stays: the user has chosen its device.
     placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
     return leaf if placed else jax.device_put(leaf, device)
 
 
 def _nnx() -> ModuleType:
+    # Not imported here: a caller that has a module has imported Flax, and jdist does
+    # not depend on it.
     return sys.modules["flax.nnx"]

@@ -1,4 +1,4 @@
-"""The hooks of rpc that record a send and a receive function where a call crosses.
+"""Hooks of rpc that record send and receive functions for calls between workers.
 
 Every call that is made within a context carries the context's id and a message id. A
 recorded value in it travels as its array and a number, its *slot*. The sender's send
@@ -76,7 +76,7 @@ class CrossingHeader(NamedTuple):
 
     @classmethod
     def of(cls, meta: dict[str, object]) -> "CrossingHeader | None":
-        """The header of a message that has arrived, if it has one.
+        """Returns the header of a message that has arrived, or None.
 
         Raises:
           ProtocolError: It is malformed.
@@ -94,7 +94,7 @@ class CrossingHeader(NamedTuple):
 
 
 def _row(context: int, answers: int, message: int) -> Row:
-    """A `CrossingHeader` as it travels, to be filled in by the codec's hooks."""
+    """Makes the row of a `CrossingHeader`, which the codec's hooks complete."""
     return [context, answers, message, 0, []]
 
 
@@ -124,8 +124,8 @@ class RpcHooks:
         context = recorded_into(self._container)
         if context is None:
             return call, {}
-        # Before the call goes out: if it fails half-way, the callee is told of the end
-        # too.
+        # Before the call goes out: if it fails half-way, the callee must get the end of
+        # the context, too.
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         meta: dict[str, object] = {META: row}
@@ -143,7 +143,7 @@ class RpcHooks:
         meta: dict[str, object],
         run: Callable[[Invocation], object],
     ) -> tuple[object, dict[str, object]]:
-        """Runs a call that has come within its caller's context."""
+        """Runs a call within its caller's context."""
         header = CrossingHeader.of(meta)
         if header is None:
             return run(call), {}
@@ -171,7 +171,7 @@ class RpcHooks:
         return value, answer
 
     def local(self, value: object) -> object:
-        """The result of `to_here` on the owner: as another worker would get it."""
+        """Returns the result of `to_here` on the owner, as another worker gets it."""
         if type(value) is not Variable:
             return value
         return (
@@ -179,7 +179,8 @@ class RpcHooks:
         )
 
     def reply(self, to: WorkerInfo, value: object, meta: dict[str, object]) -> object:
-        """The answer as it is: the codec's hooks have recorded what is in it."""
+        """Returns the answer unchanged; the codec's hooks have recorded its values."""
+        # Only autograd puts it there, so the callee has imported that.
         if META in meta:
             self._prepared.add(incarnation_of(to))
         ended = meta.get(ENDED)
@@ -190,7 +191,7 @@ class RpcHooks:
     # --- values on their way ---
 
     def give(self, value: Recorded, message: MessageContext | None) -> object:
-        """Encodes a recorded value: within a context its slot goes with the array."""
+        """Encodes a recorded value: its array, within a context with its slot."""
         row = None if message is None else message.meta.get(META)
         # Outside of contexts nothing is recorded: the receiver gets the plain array.
         if row is None or message is None:
@@ -277,7 +278,7 @@ class RpcHooks:
 
 
 class _AnswerOf(NamedTuple):
-    """Describes an answer; put into words only where it is shown."""
+    """Describes an answer; formatted only when it is shown."""
 
     operation: object
 
@@ -286,7 +287,7 @@ class _AnswerOf(NamedTuple):
 
 
 class _Applied:
-    """A function that runs as by `apply`, under its own name."""
+    """A function that runs as by `apply` and keeps its name."""
 
     __slots__ = ("__qualname__", "_function")
 

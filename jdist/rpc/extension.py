@@ -1,4 +1,4 @@
-"""What packages built upon rpc may use of it, beside the names of `jdist.rpc`.
+"""The interface for packages built upon rpc, beside the names of `jdist.rpc`.
 
 Distributed autograd, pipelines over workers and launchers import from here and from
 `jdist.rpc`, and from no other module of it. `extend` registers an installer that every
@@ -62,7 +62,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "incarnation_of",
     "IdCounter",
     "LOCAL_BITS",
-    # What a package keeps for each worker, and does when one comes.
+    # The state that a package keeps for each worker, and its installer.
     "extend",
     "NEEDS",
     "TRAINABLE",

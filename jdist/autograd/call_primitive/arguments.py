@@ -1,4 +1,4 @@
-"""Pytrees as lists of arrays and the rest, which is hashable and can travel.
+"""Pytrees split into arrays and a hashable structure that can travel.
 
 Arrays and Python's numbers take part in differentiation and batching. The rest of a
 tree, such as a text or a function among the arguments, is part of *what* is called,
@@ -23,7 +23,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class AbstractArray(NamedTuple):
-    """The shape and dtype of an array, which are known before its numbers.
+    """The shape and dtype of an array that may not be computed yet.
 
     Attributes:
       shape: Its shape.
@@ -40,12 +40,12 @@ class AbstractArray(NamedTuple):
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The same as a type of JAX."""
+        """The equivalent `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
 
 
 def abstract_of(array: ArrayLike) -> AbstractArray:
-    """The shape and dtype of an array, traced or not."""
+    """Return the shape and dtype of an array, traced or not."""
     known = jax.typeof(array)
     return AbstractArray(known.shape, np.dtype(known.dtype), known.weak_type)
 
@@ -76,7 +76,7 @@ class VariableSlot:
 
 @dataclass(frozen=True, slots=True)
 class StaticLeaf:
-    """A leaf that is no array; equal to another only if their types are equal too."""
+    """A leaf that is not an array; compared by type and value."""
 
     kind: type
     value: Hashable
@@ -96,7 +96,7 @@ class Structure:
 
     @classmethod
     def of(cls, skeleton: PyTree) -> "Structure":
-        """The inverse of `skeleton`."""
+        """Makes the structure of a skeleton; the inverse of `skeleton`."""
         leaves, treedef = jax.tree.flatten(skeleton)
         places = (
             x if isinstance(x, ArraySlot | VariableSlot) else StaticLeaf(type(x), x)
@@ -112,7 +112,7 @@ class Structure:
         )
 
     def tree(self, arrays: Sequence[jax.Array], held: Sequence[PyTree] = ()) -> PyTree:
-        """The tree with these arrays, and trees of variables, in their slots."""
+        """Builds the tree with these arrays, and trees of variables, in their slots."""
         return self.treedef.unflatten([_filled(x, arrays, held) for x in self.leaves])
 
 
@@ -130,7 +130,7 @@ def _filled(
 
 
 class FlatArguments(NamedTuple):
-    """A tree of arguments, taken apart.
+    """A tree of arguments, split into arrays, references and structure.
 
     Attributes:
       arrays: Its arrays; of a PRNG key the words.
@@ -144,7 +144,7 @@ class FlatArguments(NamedTuple):
 
 
 def taken_apart(tree: PyTree, call: str) -> FlatArguments:
-    """The arrays of a tree, the references in it, and the tree without them.
+    """Split a tree into its arrays, its references and its structure.
 
     Raises:
       TypeError: A leaf is neither an array nor hashable, or it is recorded.
@@ -169,7 +169,7 @@ def taken_apart(tree: PyTree, call: str) -> FlatArguments:
 
 
 def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
-    """The arrays of a result, all of whose leaves must be arrays, and its structure.
+    """Split a result, all of whose leaves must be arrays, into arrays and structure.
 
     Raises:
       TypeError: One is not.
@@ -184,7 +184,7 @@ def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
 
 
 def _is_array(leaf: PyTree) -> bool:
-    # Exactly: an enumeration may be derived from int, and is none.
+    # Exact types: an enumeration may be derived from int, and is no number.
     return type(leaf) in _NUMBERS or isinstance(
         leaf, jax.Array | np.ndarray | np.generic
     )
@@ -195,11 +195,13 @@ def _words(leaf: PyTree) -> tuple[jax.Array, str]:
         return jnp.asarray(leaf), ""
     if not is_key(leaf):
         return leaf, ""
-    # Keys are no buffers that could travel; their words are.
+    # A key has no buffer that could travel; its words are an ordinary array.
     return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
 
 
 def _hashable(leaf: PyTree, call: str) -> Hashable:
+    # Refused: the primitive's derivatives are JAX's, which know nothing of the recorded
+    # history, and the gradient would be lost silently.
     if isinstance(leaf, Recordable):
         rule = "must not be recorded: its derivatives are those of JAX"
         remedy = (

@@ -1,4 +1,4 @@
-"""The call inside a compiled program: a callback of XLA, and the threads that it takes.
+"""Remote calls inside compiled programs: XLA callbacks and the threads they occupy.
 
 Everything in the callback is NumPy: its inputs are views of XLA's buffers, and it
 writes results into buffers of XLA's. To put an array on a device there could need the
@@ -7,10 +7,10 @@ very thread that it runs on.
 A callback runs on the thread that called the jitted function, or, for instance in a
 loop with a large body, on one of the threads that XLA's CPU client has for all programs
 of the process. While it waits for another worker, that thread is blocked. If all of
-them are, no program that needs one goes on; and if what is waited for needs such a
+them are, no program that needs one continues; and if the awaited answer needs such a
 program (a function that calls back, a worker in the same process), that is a deadlock.
 The last thread is therefore never given to a waiting call. With one thread left
-programs go on, if slowly, and a callback that comes to the last thread and would wait
+programs continue, if slowly, and a callback on the last thread that would have to wait
 is refused at once: no set of calls, however nested, waits for ever.
 """
 
@@ -54,11 +54,13 @@ class CallbackThreads:
 
     @contextmanager
     def occupied(self, call: str) -> Iterator[None]:
-        """Around a wait in a callback; `call` is what waits, for the message.
+        """Guards a wait in a callback; `call` names it in messages.
 
         Raises:
           RpcError: It would occupy the last thread.
         """
+        # A callback may run on the thread that called the jitted function; waiting
+        # there occupies none of XLA's.
         if _of_python():
             yield
             return
@@ -94,7 +96,8 @@ def _of_python() -> bool:
 
 @functools.cache
 def callback_threads() -> CallbackThreads:
-    """The threads of this process. XLA has fixed their number once it runs programs."""
+    """Returns this process's counter of XLA's threads."""
+    # Read once: XLA has fixed their number when it runs programs.
     return CallbackThreads(thread_pool_size())
 
 
@@ -104,7 +107,7 @@ def staged_on_cpu(
     results: Sequence[AbstractArray],
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The call as part of the program that is being traced."""
+    """Stages the call into the program that is being traced, on CPU."""
 
     kinds = [abstract_of(x) for x in arrays]
 
@@ -131,7 +134,7 @@ def staged_elsewhere(
     results: Sequence[AbstractArray],
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The same on accelerators, whose buffers NumPy cannot read."""
+    """Stages the call on accelerators, whose buffers NumPy cannot read."""
 
     def run(*inputs: ArrayLike) -> list[jax.Array]:
         return _waited_for(target, operations, results, inputs)
@@ -157,7 +160,7 @@ def _waited_for(
 
 
 def _carrier(dtype: np.dtype) -> DTypeLike:
-    """The dtype in which a buffer holds such numbers, exactly."""
+    """Returns the dtype in which a buffer carries such numbers exactly."""
     # Two numbers of 4 bits share a byte in XLA's memory, but not in NumPy's: a view of
     # theirs would be a copy, and what is written to it would be lost.
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:

@@ -60,7 +60,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 class UnknownFunction(LookupError):
-    """The callee does not know a number, or not any more: it must be asked again."""
+    """The callee does not know, or has forgotten, a number: describe it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class ServedFunction:
           TypeError: The result is not made of arrays, or the function is not pure.
         """
         args, kwargs = self.structure.tree(arrays, held)
+        # Recorded calls and the values of variables are refused within: they would
+        # happen once, at compilation.
         with tracing(self.name):
             result = self.function(*args, **kwargs)
         return arrays_of(result, self.name)
@@ -105,13 +107,13 @@ class ServedFunctions:
         self._numbers = itertools.count(randbits(62))
 
     def add(self, program: ServedFunction) -> int:
-        """Gives the function a number; the one least recently used is forgotten."""
+        """Adds a function and returns its number; evicts the least recently used."""
         number = next(self._numbers)
         self._known.put(number, program)
         return number
 
     def find(self, number: int) -> ServedFunction:
-        """The program of a number.
+        """Finds the function of a number.
 
         Raises:
           UnknownProgram: There is none, or not any more.
@@ -172,7 +174,7 @@ def perform(
     references: Sequence[RRef],
     context_id: int | None,
 ) -> list[jax.Array] | list[np.ndarray]:
-    """Runs a function, or what operations make of it.
+    """Runs a function after transforms.
 
     Args:
       number: From `describe`.
@@ -240,7 +242,7 @@ def _compiled(
     key: Hashable,
     arguments: tuple[PyTree, ...],
 ) -> Flat:
-    """Compiles a transformed function; by its equations where contents are unknown.
+    """Compiles a transformed function; by its equations if contents are unknown.
 
     Args:
       program: The function.
@@ -254,12 +256,14 @@ def _compiled(
         VERSIONS.note(CACHE.user, contents, key)
 
         def unchanged(*leaves: jax.Array) -> list[jax.Array]:
+            # Runs only while JAX traces for new shapes: what the function refers to may
+            # have changed since the look-up by contents.
             if contents_of(program.function, CACHE.user) != contents:
                 raise Changed
             return function(*leaves)
 
         return jax.jit(unchanged)
-    # What the function reads cannot be read here, so each call traces it, and compiles
+    # The function's contents are not fully known, so each call traces it, and compiles
     # only if the traced program is new.
     closed, _ = trace_whole(function, *arguments)
     refuse_hidden(CACHE.user, closed)
@@ -289,7 +293,7 @@ def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
 
 
 def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
-    """An array on the worker's device; NumPy arrays come from inside a jitted call."""
+    """Places an array on the worker's device; NumPy arrays come from jitted calls."""
     return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
 
 
@@ -300,7 +304,7 @@ def _programs(agent: Agent) -> ServedFunctions:
 
 
 def _say(agent: Agent, function: Callable[..., PyTree]) -> None:
-    """Shows the user's function in debug information, in place of `perform`."""
+    """Names the user's function in debug information, in place of `perform`."""
     scope = current.scope.get()
     if scope is not None and scope.execution is not None:
         scope.execution.operation = Described("remote_call", function)

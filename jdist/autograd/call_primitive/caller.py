@@ -1,4 +1,4 @@
-"""The caller's side: descriptions of functions on other workers, and calls of them."""
+"""The caller's side: descriptions and calls of functions on other workers."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ _MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A remote function with its caller and structure: all of a call but its arrays.
+    """All of a remote call but its arrays.
 
     Attributes:
       caller: Name of the worker that calls.
@@ -92,7 +92,7 @@ class RemoteFunctions:
         self._known: LRUCache[Target, FunctionDescription] = LRUCache(_MOST)
 
     def known(self, target: Target) -> FunctionDescription:
-        """The callee's description of a target, for which it is asked once.
+        """Returns the callee's description of a target, asking for it once.
 
         Raises: what `describe` and `rpc_sync` raise.
         """
@@ -174,13 +174,13 @@ class RemoteFunctions:
     ) -> PyTree:
         body: Any = (what, args, {})
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
-        # Errors name the user's function, and not `perform`.
+        # Errors must name the user's function, not `perform`.
         described = Described("remote_call", target.function)
         return self._agent.exchange(outgoing._replace(operation=described))
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:
-    """The descriptions that a worker holds."""
+    """Returns a worker's descriptions of functions on others."""
     found = agent.extension_state[STATE]
     assert isinstance(found, RemoteFunctions)
     return found
@@ -188,7 +188,7 @@ def caller_of(agent: Agent) -> RemoteFunctions:
 
 @contextmanager
 def calling(target: Target) -> Iterator[RemoteFunctions]:
-    """Lets this thread act as the worker that makes the call.
+    """Acts as the worker that makes the call, within the block.
 
     Raises:
       ValueError: That worker is not in this process, or was shut down.

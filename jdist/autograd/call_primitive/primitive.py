@@ -61,9 +61,9 @@ def remote_call(
     kwargs: Mapping[str, PyTree] | None = None,
     timeout: float = DEFAULT,
 ) -> PyTree:
-    """`fn(*args, **kwargs)` computed on the worker `to`, as a function of JAX.
+    """Computes `fn(*args, **kwargs)` on the worker `to`, transformable by JAX.
 
-    It can stand in `jax.grad`, `jax.vjp`, `jax.value_and_grad` and `jax.jacrev`, to any
+    It works in `jax.grad`, `jax.vjp`, `jax.value_and_grad` and `jax.jacrev`, to any
     order, in `jax.vmap`, `jax.jit`, `lax.scan` and `lax.cond`, in any mixture. Each
     evaluation, derivative or batch is one call over rpc. The backward pass sends
     arguments and cotangents, and the callee keeps nothing in between.
@@ -75,7 +75,7 @@ def remote_call(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       fn: A function that the callee can find by its name, and allows (see `init_rpc`).
-        What a `functools.partial` or a bound method brings counts as arguments.
+        Arguments bound by `functools.partial` or a method count as arguments.
       *args: Pytrees. Arrays, numbers and PRNG keys are differentiated or batched as
         `fn` itself would; other leaves, such as texts or functions, must be hashable.
         For an RRef to a variable of the callee `fn` gets the variable's tree. Its
@@ -133,6 +133,8 @@ def remote_call(
         timeout=float(timeout),
         references=tuple(map(weakref.ref, references)),
     )
+    # Before the primitive is bound: JAX needs the shapes of the results, and only the
+    # callee's code determines them.
     known = caller_of(agent).known(target)
     return known.structure.tree(_bind(target, (), known.kinds, arrays))
 
@@ -140,7 +142,9 @@ def remote_call(
 def _unbound(
     fn: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Any, tuple[PyTree, ...], dict[str, PyTree]]:
-    """A function with a name, and as arguments what was bound to it."""
+    """Splits bound arguments off a partial function or method."""
+    # A function travels by name, and bound arrays must be differentiated or batched
+    # like any others.
     while True:
         if isinstance(fn, functools.partial):
             args, kwargs = fn.args + args, {**fn.keywords, **kwargs}
@@ -155,7 +159,7 @@ def _unbound(
 def _bind(
     target: Target, operations: Operations, results: Kinds, arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The call of a target after operations, within whatever transformation."""
+    """Binds the call of a target after operations to the current transformations."""
     return call_p.bind(*arrays, target=target, operations=operations, results=results)
 
 
@@ -165,7 +169,7 @@ def _bind(
 def _run(
     *arrays: jax.Array, target: Target, operations: Operations, results: Kinds
 ) -> list[jax.Array]:
-    # JAX has classes of its own for constants; they do not travel.
+    # Constants may be of JAX's own literal classes, which do not travel.
     given = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     with calling(target) as caller:
         return caller.call(target, operations, given, results, host=False)
@@ -226,6 +230,7 @@ def _batch(
     pairs = zip(arrays, axes, strict=True)
     size = next(array.shape[axis] for array, axis in pairs if axis is not None)
     batched = tuple(k._replace(shape=(size, *k.shape)) for k in results)
+    # One call for the whole batch: the callee maps its function over the new axis.
     found = _bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
     return found, [0] * len(found)
 
@@ -292,7 +297,7 @@ def _transpose(
 
 
 def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """The cotangent, where an argument is that was put on a device."""
+    """Places a cotangent beside its argument, if that is committed to a device."""
     arrays = isinstance(primal, jax.Array) and isinstance(cotangent, jax.Array)
     if not arrays or is_traced(primal) or is_traced(cotangent):
         return cotangent

@@ -15,7 +15,7 @@ Flat = Callable[..., list[Any]]
 
 
 class Pullback(NamedTuple):
-    """From the arguments and cotangents of results to cotangents of arguments.
+    """Maps arguments and cotangents of results to cotangents of arguments.
 
     Attributes:
       wanted: Numbers of the arguments whose cotangents are computed.
@@ -28,7 +28,7 @@ class Pullback(NamedTuple):
 
 
 class Vmap(NamedTuple):
-    """Over a new axis of some arguments, which becomes the first one of all results.
+    """Maps over a new axis of some arguments, the first axis of all results.
 
     Attributes:
       axes: For each argument the number of that axis, or None if it has none.
@@ -41,7 +41,7 @@ Transform = Pullback | Vmap
 
 
 def transformed(function: Flat, operations: Sequence[Transform]) -> Flat:
-    """The function after these operations, in order.
+    """Apply transforms to a function, in order.
 
     Example:
       >>> double_and_sum = lambda x, y: [2 * x, x + y]
@@ -60,7 +60,7 @@ def transformed(function: Flat, operations: Sequence[Transform]) -> Flat:
 def shifted(
     operations: Sequence[Transform], count: int, also: Sequence[int]
 ) -> tuple[Transform, ...]:
-    """The operations of a function that has `count` more arguments in front.
+    """Shift the transforms to a function with `count` more arguments in front.
 
     They are in no batch. A pullback also computes the cotangents of those of `also`,
     as its first results.
@@ -81,12 +81,12 @@ def shifted(
 
 
 def pullbacks(operations: Sequence[Transform]) -> int:
-    """The order of the derivative that the operations are."""
+    """Return the order of the derivative: the number of pullbacks."""
     return sum(isinstance(operation, Pullback) for operation in operations)
 
 
 def first_pullback(operations: Sequence[Transform]) -> int:
-    """The number of the first one."""
+    """Return the index of the first pullback."""
     return next(i for i, each in enumerate(operations) if isinstance(each, Pullback))
 
 
@@ -100,6 +100,8 @@ def _pulled_back(
         def of_wanted(*varied: jax.Array) -> list[jax.Array]:
             inserted = dict(zip(wanted, varied, strict=True))
             results = function(*[inserted.get(i, x) for i, x in enumerate(arguments)])
+            # Without the absent ones: their cotangents are symbolic zeros, which were
+            # neither sent nor made here.
             return [results[i] for i in present]
 
         # Only the wanted ones vary: the others' cotangents would be computed for

@@ -20,7 +20,7 @@ from jdist.rpc.extension import Agent, current
 
 
 class CalleeVariables(NamedTuple):
-    """The variables of one call, as they are now.
+    """The variables of one call with their current values.
 
     Attributes:
       leaves: Their arrays.
@@ -62,7 +62,7 @@ class CalleeVariables(NamedTuple):
 
 
 def variables_of(references: Sequence[RRef], call: str) -> CalleeVariables:
-    """The variables of this worker to which references lead.
+    """Returns this worker's variables to which references lead.
 
     Raises:
       TypeError: One leads to something that is no variable.
@@ -79,13 +79,13 @@ def variables_of(references: Sequence[RRef], call: str) -> CalleeVariables:
 def trees(
     structures: Sequence[jax.tree_util.PyTreeDef], leaves: Sequence[jax.Array | None]
 ) -> list[jax.Array]:
-    """The trees of these structures, of all their leaves one after another."""
+    """Builds the trees of these structures from their concatenated leaves."""
     rest = iter(leaves)
     return [s.unflatten([next(rest) for _ in range(s.num_leaves)]) for s in structures]
 
 
 def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
-    """The context to which variables' gradients go, told that `to` takes part.
+    """Finds the context for variables' gradients and adds `to` to it.
 
     That of this thread of control. A call inside a jitted program has none: there it is
     the one that this worker has made and not yet left.
@@ -116,7 +116,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
 
 
 def context_of(agent: Agent, context_id: int) -> Context:
-    """The context of which the backward call under way brought the id.
+    """Finds the context whose id the running backward call has brought.
 
     Raises:
       ContextNotFound: It was released.
@@ -126,6 +126,7 @@ def context_of(agent: Agent, context_id: int) -> Context:
     scope = current.scope.get()
     assert scope is not None
     assert scope.execution is not None
+    # The caller is told if the context ends here.
     context.meet(scope.execution.caller)
     return context
 

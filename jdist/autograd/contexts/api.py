@@ -13,10 +13,10 @@ from jdist.rpc import Future
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Records what is called within it, also on other workers.
+    """Records the calls made within the block, also on other workers.
 
-    At its end all workers that took part forget what they have recorded, some moments
-    later; `release` can be waited for.
+    Shortly after its end all workers that took part drop their records; the end of a
+    context by `release` can be waited for.
 
     Yields:
       The id of the context: 64 bits, of which the top 16 are the rank of this worker.
@@ -54,7 +54,7 @@ def context() -> Iterator[int]:
 
 
 def current_context() -> Context:
-    """The context of this thread of control.
+    """Returns the context of this thread of control.
 
     Raises:
       AutogradError: This thread of control is within no context.
@@ -72,7 +72,7 @@ def current_context() -> Context:
 
 
 def retrieve_context(context_id: int) -> Context:
-    """This worker's share of a context.
+    """Returns this worker's share of a context.
 
     Raises:
       TypeError: `context_id` is no id.
@@ -107,11 +107,11 @@ def release(context_id: int) -> Future[None]:
 
 
 def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
-    """The sums of what backward passes of a context found for this worker's variables.
+    """Returns the gradients of this worker's variables, summed over backward passes.
 
-    A gradient is a tree like its variable's value, with None for leaves that nothing
-    reached. A variable that nothing reached is not in the mapping, which does not
-    change any more when more is added.
+    A gradient is a tree like its variable's value, with None for leaves that no pass
+    reached. A variable that no pass reached is not in the mapping. Later passes do not
+    change the mapping.
 
     Args:
       context_id: Of the context.

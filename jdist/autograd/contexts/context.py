@@ -1,4 +1,4 @@
-"""Contexts: distributed computations and their gradients, as one worker keeps them.
+"""Contexts: one worker's records and gradients of distributed computations.
 
 A `Context` is one worker's share of a distributed computation, a `Container` holds all
 contexts of a worker, `Ids` gives them their ids, `Releases` ends them on all workers
@@ -65,8 +65,8 @@ _MOST_ENDED = 4096
 class Ids:
     """Ids of contexts, messages and passes: the worker on top, a counter below.
 
-    Of their 64 bits 16 are the worker's. It gives them out without asking others. From
-    one calling thread they repeat from run to run.
+    Of their 64 bits 16 are the worker's, so no communication is needed. From one
+    calling thread they repeat from run to run.
 
     Args:
       worker: Its incarnation, 0 to 65535: in a fixed group its rank.
@@ -96,11 +96,11 @@ class Ids:
 
     @property
     def highest(self) -> int:
-        """The last id that this worker can give out."""
+        """The last id that this worker can make."""
         return (self.worker + 1 << LOCAL_BITS) - 1
 
     def context(self) -> int:
-        """A new id for a context.
+        """Makes an id for a context.
 
         Raises:
           OverflowError: All 2**48 are used up.
@@ -108,16 +108,16 @@ class Ids:
         return self._contexts.packed()
 
     def message(self) -> int:
-        """A new id for a request or a reply; raises what `context` raises."""
+        """Makes an id for a request or a reply; raises what `context` raises."""
         return self._messages.packed()
 
     def backward_pass(self) -> int:
-        """A new id for a backward pass; raises what `context` raises."""
+        """Makes an id for a backward pass; raises what `context` raises."""
         return self._passes.packed()
 
 
 def maker(packed: int) -> int:
-    """Incarnation of the worker that gave out an id.
+    """Return the incarnation of the worker that made an id.
 
     Example:
       >>> maker((2 << 48) + 5)
@@ -165,12 +165,12 @@ class Context:
         return maker(self.id)
 
     def send_functions(self) -> dict[int, SendNode]:
-        """A copy of the send functions by message id."""
+        """Copies the send functions by message id."""
         with self.lock:
             return dict(self.sends)
 
     def recv_functions(self) -> dict[int, RecvNode]:
-        """A copy of the receive functions by message id."""
+        """Copies the receive functions by message id."""
         with self.lock:
             return dict(self.recvs)
 
@@ -185,11 +185,11 @@ class Context:
             return set(self.known)
 
     def release(self) -> Future[None]:
-        """Ends it here and on all workers that took part; done when all have."""
+        """Ends the context on all workers that took part; the future is done then."""
         return self.container.release(self.id)
 
     def check(self) -> None:
-        """Refuses to go on once it has ended.
+        """Raises if the context has ended.
 
         Raises:
           ContextNotFound: It was released.
@@ -198,7 +198,7 @@ class Context:
             raise no_context(self.id, self.ended)
 
     def meet(self, worker: WorkerInfo) -> bool:
-        """Notes a worker that exchanges messages with this one, to be told of the end.
+        """Records a worker that exchanges messages here, to tell it of the end.
 
         Returns:
           Whether it is a new one.
@@ -231,11 +231,11 @@ class Context:
                 self.gradients[variable] = gradient
 
     def end(self, reason: str) -> set[int]:
-        """Drops everything and ends the passes; returns incarnations to be told."""
+        """Ends the context and its passes; returns the incarnations to be told."""
         with self.lock:
             if self.ended is not None:
                 return set()
-            # Marked under the lock: what comes later is refused by `check`.
+            # Marked under the lock: later messages are refused by `check`.
             self.ended = reason
             known = set(self.known)
         # Outside of the lock: a pass that ends runs the callbacks of others.
@@ -277,14 +277,14 @@ class Container:
 
     @property
     def ids(self) -> Ids:
-        """Gives out ids of contexts and messages, once the worker is in a group."""
+        """The maker of ids, once the worker is in a group."""
         if self._ids is None:
             with self._lock:  # two would give out the same ids
                 self._ids = self._ids or Ids(incarnation_of(self.agent.info))
         return self._ids
 
     def worker(self, incarnation: int) -> WorkerInfo:
-        """The worker that gave out ids with this incarnation on top.
+        """Finds the worker of an incarnation.
 
         Raises:
           ContextNotFound: It was gone before this worker joined.
@@ -305,13 +305,13 @@ class Container:
         return peer is None or peer.departed is not None
 
     def takes_numpy(self, incarnation: int) -> bool:
-        """Whether small arrays go to that worker as NumPy's: see `node.light`."""
+        """Whether small arrays go to that worker as NumPy arrays: see `node.light`."""
         peer = self.agent.directory.of_incarnation(incarnation)
         # A device map says where JAX's arrays arrive.
         return peer is not None and not peer.device_maps.in_force
 
     def received(self, array: Numbers) -> Numbers:
-        """An array that came: on this worker's own device, if it has one."""
+        """Places a received array on this worker's own device, if it has one."""
         device = self.agent.device
         # 64-bit types stay what they are, also where they are switched off.
         if not isinstance(array, np.ndarray) or (
@@ -321,7 +321,7 @@ class Container:
         return placed(array, device)
 
     def new(self) -> Context:
-        """A new context, made by this worker.
+        """Makes a new context.
 
         Raises:
           OverflowError: There are no ids left.
@@ -332,11 +332,11 @@ class Container:
         return context
 
     def find(self, context_id: int) -> Context | None:
-        """The context of this id, if this worker has it."""
+        """Finds a context by id; None if this worker does not have it."""
         return self._contexts.get(context_id)
 
     def retrieve(self, context_id: int) -> Context:
-        """The context of this id.
+        """Returns the context of an id.
 
         Raises:
           TypeError: `context_id` is no id.
@@ -351,7 +351,7 @@ class Container:
         return found
 
     def get_or_create(self, context_id: int) -> Context:
-        """The context of this id, of which a message came.
+        """Finds or makes the context of a message that has arrived.
 
         Raises:
           ContextNotFound: It has ended, or the worker that made it has: the message
@@ -372,21 +372,21 @@ class Container:
         return found
 
     def contexts(self) -> list[Context]:
-        """All contexts, in the order in which this worker got to know them."""
+        """Lists all contexts, oldest first."""
         with self._lock:
             return list(self._contexts.values())
 
     def end(self, context_id: int, reason: str) -> set[int]:
-        """Forgets a context; returns incarnations of the workers to be told."""
+        """Ends and removes a context; returns the incarnations to be told."""
         with self._lock:
             found = self._contexts.pop(context_id, None)
-            # Also of a context that never was here: its first message may come after
-            # its end.
+            # Also a context that was never here: its first message may come after its
+            # end.
             self._ended.put(context_id, True)
         return set() if found is None else found.end(reason)
 
     def release(self, context_id: int) -> Future[None]:
-        """Ends a context here and on all workers that took part; done when all have.
+        """Ends a context on all workers that took part; the future is done then.
 
         Raises:
           TypeError, ContextNotFound: As `retrieve`.
@@ -396,7 +396,7 @@ class Container:
 
 
 def of(agent: Agent) -> Container:
-    """The container of a worker.
+    """Return the container of a worker.
 
     Raises:
       RpcError: `jdist.autograd` was not installed on it.
@@ -408,7 +408,7 @@ def of(agent: Agent) -> Container:
 
 
 def here() -> Container:
-    """The container of the current worker.
+    """Return the container of the current worker.
 
     Raises:
       RpcError: RPC has not been initialized.
@@ -417,7 +417,7 @@ def here() -> Container:
 
 
 class Recording:
-    """`with recording:` records what this thread of control does into a context.
+    """A context manager that records this thread of control into a context.
 
     Args:
       context: The context.
@@ -448,7 +448,7 @@ _recording: ContextVar[Recording | None] = ContextVar(
 
 
 def recorded_into(container: Container) -> Context | None:
-    """The context into which this thread of control records as that worker, if any."""
+    """Return the context into which this thread of control records as that worker."""
     found = _recording.get()
     # A thread may act as one worker while it is within a context of another.
     if found is None or found.context.container is not container:
@@ -487,11 +487,11 @@ class Releases:
         self._agent.extension_state.on_close(self._on_close)
 
     def release(self, context_id: int) -> Future[None]:
-        """Ends a context; done when all workers that took part have ended it."""
+        """Ends a context on all workers that took part; the future is done then."""
         return self._end(context_id, _RELEASED)
 
     def leave(self, context_id: int) -> None:
-        """Ends a context here at once, and soon on all workers that took part."""
+        """Ends a context here at once and soon on all workers that took part."""
         # A message for each end would cost as much as a call, and nothing waits. So it
         # goes along with the next request to that worker, if there is one soon.
         until = time.monotonic() + _SOON
@@ -500,18 +500,18 @@ class Releases:
             self._alarm.set(until)
 
     def untold(self, worker: int) -> list[int]:
-        """The contexts that were left and of whose end that worker was not told."""
+        """Lists left contexts whose end that worker has not been told."""
         waiting = self._untold.get(worker)
         return list(waiting)[:_MOST_ALONG] if waiting else []
 
     def told(self, worker: int, ids: Iterable[int]) -> None:
-        """Takes note that a worker was told of these ends."""
+        """Records that a worker was told of these ends."""
         waiting = self._untold.get(worker, {})
         for context_id in ids:
             waiting.pop(context_id, None)
 
     def hear(self, caller: WorkerInfo, ids: Iterable[int]) -> None:
-        """Ends contexts of whose end a request has told."""
+        """Ends contexts whose end came with a request."""
         by = incarnation_of(caller)
         for context_id in ids:
             reason = f"{caller.name!r} released it."
@@ -519,7 +519,7 @@ class Releases:
                 self.delivery.send(worker, _RELEASE, context_id)
 
     def _remind(self, now: float) -> float | None:
-        """Sends the ends that no request has taken along; the next moment to look."""
+        """Sends ends that no request has taken along; returns when to look again."""
         upcoming: float | None = None
         for worker, waiting in list(self._untold.items()):
             for context_id, until in list(waiting.items()):
@@ -533,14 +533,14 @@ class Releases:
     def _end(
         self, context_id: int, reason: str, told_by: int | None = None
     ) -> Future[None]:
-        """Ends a context here, and at once on all workers but the one that told."""
+        """Ends a context here and at once on all workers but the telling one."""
         workers = self._end_here(context_id, reason, told_by)
         return _all_of([self._ask(one, _RELEASE, context_id) for one in workers])
 
     def _end_here(
         self, context_id: int, reason: str, told_by: int | None = None
     ) -> list[int]:
-        """Incarnations of the workers to be told, in the order of their names."""
+        """Ends a context here; returns the incarnations to be told, sorted by name."""
         known = self._container.end(context_id, reason)
         tell = known - {told_by, self._agent.info.incarnation}
         if not tell:
@@ -550,7 +550,7 @@ class Releases:
         return [incarnation_of(info) for info in infos]
 
     def _ask(self, to: int, kind: str, context_id: int) -> Future[Any]:
-        """Delivers a message; its answer, or None where there will be none."""
+        """Delivers a message; the future has its answer, or None without one."""
         answer: Future[Any] = _quietly(Future)
         unreachable = functools.partial(answer.set_result, None)
         self.delivery.send(to, kind, context_id, answer.set_result, unreachable)
@@ -561,6 +561,7 @@ class Releases:
     def _on_release(
         self, caller: WorkerInfo, ids: Sequence[int]
     ) -> tuple[Future[Sequence[None]], Callable[[], None]]:
+        # Answered once all workers beyond have ended: `release` waits for that.
         told: Future[Sequence[None]] = _quietly(Future)
 
         def end() -> None:
@@ -574,7 +575,7 @@ class Releases:
     def _on_hold(
         self, caller: WorkerInfo, ids: Sequence[int]
     ) -> tuple[list[bool], Callable[[], None]]:
-        """Whether each of these contexts is over; the caller is told of other ends."""
+        """Answers whether each context is over; the caller is told of later ends."""
         return [self._is_over(caller, one) for one in ids], lambda: None
 
     def _is_over(self, caller: WorkerInfo, context_id: int) -> bool:
@@ -598,7 +599,7 @@ class Releases:
             # The lost worker may be the one that would have told this one of the end.
             elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
-        # Nothing is delivered to it any more, nor waited for.
+        # Messages to it are no longer delivered, nor their answers waited for.
         self._untold.pop(incarnation_of(worker), None)
         self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
@@ -607,8 +608,8 @@ class Releases:
         """Asks the makers of contexts for their end, which a lost worker would tell."""
         for context in orphans:
             if context.origin != self._container.ids.worker:
-                # The maker lives and ends it for all; from now on it counts this worker
-                # among them.
+                # The maker lives and ends it for all; this message adds this worker to
+                # those that it tells.
                 asked = self._ask(context.origin, _HOLD, context.id)
                 end = functools.partial(self._end_if_over, context.id, asked)
                 call_when_done(asked, end)
@@ -624,17 +625,18 @@ class Releases:
 
 
 def _id(named: object) -> int:
-    """The id of a context that another worker has named."""
+    """Check the id of a context that another worker has sent."""
     if type(named) is int and 0 <= named < 1 << 64:
         return named
     raise ProtocolError("Contexts are named by their ids.")
 
 
 def _all_of(futures: list[Future[Any]]) -> Future[None]:
-    """A future that is done when all of them are."""
+    """Return a future that is done when all of them are."""
     return _quietly(lambda: collect_all(futures).then(lambda done: None))
 
 
 def _quietly(make: Callable[[], T]) -> T:
-    """Calls `make()` outside of any call: its deadline must not stop the end."""
+    """Call `make()` outside of any call."""
+    # A call's deadline must not stop the end of a context.
     return contextvars.Context().run(make)

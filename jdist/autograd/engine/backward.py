@@ -49,13 +49,12 @@ def backward(
 ) -> None:
     """Adds the gradients of the roots to the context, on every worker it involves.
 
-    It returns when all of them have been computed; `get_gradients` has those of this
-    worker's variables. Another pass in the same context adds to them, in the order of
-    the calls. Passes of one context may run at the same time, each by itself; the order
-    in which they add is then that in which they finish.
-
-    Every sum has a fixed order, by the functions that the summands come from and never
-    by arrival, so results repeat bit for bit.
+    It returns when all gradients have been computed; `get_gradients` returns those of
+    this worker's variables. Another pass in the same context adds to them, in the order
+    of the calls. Passes of one context may run at the same time, independently; they
+    then add in the order in which they finish.
+    The order of every sum is fixed by the functions that produce the summands, not by
+    arrival, so results repeat bit for bit.
 
     Args:
       context_id: Of the context in which the roots were computed.
@@ -120,7 +119,7 @@ def backward(
     reduction = ReplicaReduction(agent)
 
     def act() -> None:
-        # What is raised within ends the pass on all trainers.
+        # An exception within ends the pass on all trainers.
         with reduction:
             context, limit = run(reduction)
             gradients = reduction.reduced(limit)
@@ -144,7 +143,7 @@ def debug_info() -> dict[str, int]:
 def _backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
 ) -> LocalPass:
-    """Starts a SMART pass from one value; takes no thread, see `LocalPass.done`."""
+    """Starts a SMART pass from one value without a thread, see `LocalPass.done`."""
     local_pass = _begin(context, _roots([root], None), "smart", retain_graph, deadline)
     local_pass.begin()
     return local_pass
@@ -179,7 +178,7 @@ def _run(local_pass: LocalPass, context: Context, worker: str) -> None:
             # Failed here, so that it is done as soon as the step that runs has ended.
             await_done(local_pass.done, None)
     except BaseException as interrupt:
-        # Such as Ctrl-C: then the pass has no use any more.
+        # Such as Ctrl-C: the result of the pass is then no longer needed.
         told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
         local_pass.fail(PassFailure(worker, told))
         raise
@@ -192,7 +191,7 @@ def _run(local_pass: LocalPass, context: Context, worker: str) -> None:
 def _roots(
     roots: Sequence[Recorded], cotangents: Sequence[ArrayLike] | None
 ) -> list[Root]:
-    """The roots with their cotangents.
+    """Check the roots and pair them with their cotangents.
 
     Raises:
       TypeError: The arguments are no sequences.
@@ -261,7 +260,7 @@ def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
 
 
 def _value_of_root(position: int, root: object) -> jax.Array:
-    """The array of a root, which was computed from variables."""
+    """Return the array of a root, which must have been computed from variables."""
     call = f"backward(roots[{position}])"
     leaf = isinstance(root, Variable) or (
         isinstance(root, Recorded) and isinstance(root.edge.node, LeafNode)
@@ -281,7 +280,7 @@ REFERENCE = "autograd.reference"
 
 
 def install(container: Container) -> None:
-    """Lets references to values of this worker be differentiated, and from here."""
+    """Registers `RRef.backward`, for references on this worker and from it."""
     agent = container.agent
 
     def answer(
@@ -337,7 +336,7 @@ def _backward_of_reference(
 
 
 def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> None:
-    """Completes `outcome` at the end of the pass; to cancel it ends the pass."""
+    """Completes `outcome` at the end of the pass, and ends the pass if cancelled."""
     failed = error_of(begun)
     if failed is not None:
         cancel(outcome, failed)

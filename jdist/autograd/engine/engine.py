@@ -1,4 +1,4 @@
-"""The backward passes of one worker, and the messages that come for them."""
+"""The engine of one worker: its backward passes and their messages."""
 
 import contextlib
 import contextvars
@@ -74,7 +74,7 @@ class Engine:
     def mark(
         self, context_id: int, starts: Iterable[Node], timeout: float
     ) -> list[int]:
-        """The ids of all send functions, on any worker, that these nodes lead to.
+        """Finds the ids of all send functions, on any worker, that these nodes reach.
 
         Args:
           context_id: Of the context.
@@ -116,7 +116,7 @@ class Engine:
         }
 
     def live(self) -> list[LocalPass]:
-        """The passes under way."""
+        """Lists the passes under way."""
         with self._lock:
             return list(self._passes.values())
 
@@ -146,7 +146,7 @@ class Engine:
                 fresh.run(self._agent.call_async, worker, END, body)
 
     def _enter(self, context: Context, made: LocalPass) -> LocalPass:
-        """The pass of these terms, which may have begun meanwhile."""
+        """Enters a pass, or returns the one that was entered meanwhile."""
         with context.lock:  # so that the end of the context comes before or after
             context.check()
             with self._lock:
@@ -154,7 +154,7 @@ class Engine:
                 return self._passes.setdefault(made.terms[:2], made)
 
     def _on_context_end(self, context: Context, reason: str) -> None:
-        # Mostly there is none: a context ends when its pass is long over.
+        # Usually there is no pass: a context ends long after its last one.
         for each in self.live() if self._passes else ():
             if each.terms.context_id == context.id:
                 each.released(reason)
@@ -221,12 +221,12 @@ class Engine:
 
 
 def install(container: Container) -> None:
-    """Lets the worker with these contexts take part in backward passes."""
+    """Gives the worker with these contexts an engine."""
     container.agent.extension_state[STATE] = Engine(container)
 
 
 def of(container: Container) -> Engine:
-    """The engine of the worker with these contexts."""
+    """Return the engine of the worker with these contexts."""
     found = container.agent.extension_state[STATE]
     assert isinstance(found, Engine)
     return found

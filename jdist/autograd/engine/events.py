@@ -45,7 +45,7 @@ recordings: tuple[list[Event], ...] = ()
 
 @contextlib.contextmanager
 def record_events() -> Iterator[list[Event]]:
-    """Records what the engines of this process do meanwhile.
+    """Records the events of this process's engines within the block.
 
     Yields:
       The events; the list grows while passes run.

@@ -60,7 +60,7 @@ class StepQueue:
     """A serial executor without a thread of its own.
 
     A thread that brings a step runs it, or leaves it to the thread that is running
-    another one. What only steps touch therefore needs no lock.
+    another one. State that only steps use therefore needs no lock.
 
     Args:
       scope: The worker as which the steps run, and their deadline.
@@ -86,9 +86,8 @@ class StepQueue:
         """Runs a step now, or leaves it to the thread that is running another.
 
         Args:
-          step: Must not raise an `Exception`. What interrupts the thread while it runs,
-            such as Ctrl-C, goes on to the caller; the steps that are left run with the
-            next one.
+          step: Must not raise an `Exception`. An interrupt while it runs, such as
+            Ctrl-C, is raised to the caller; the remaining steps run with the next one.
 
         Returns:
           Whether this thread ran it.
@@ -105,11 +104,11 @@ class StepQueue:
         return ran
 
     def _work_if_free(self) -> bool:
-        # Another thread works, and looks for waiting steps again when it has let go.
+        # Another thread works, and looks for waiting steps again after its release.
         if not self._running.try_acquire():
             return False
-        # In a context of its own: a thread that brings a step must not lend it its
-        # deadline.
+        # In a context of its own: a step must not run under the deadline of the thread
+        # that brings it.
         self._context.run(self._work)
         return True
 
@@ -131,7 +130,7 @@ class Root(NamedTuple):
 
 
 class PassOwner(Protocol):
-    """The owner of a local pass: the engine, as the pass knows it."""
+    """The owner of a local pass: the part of the engine that the pass uses."""
 
     def forget(self, local_pass: "LocalPass") -> bool:
         """Removes a pass that is over; False if it was removed before."""
@@ -202,7 +201,7 @@ class LocalPass:
     # --- events, from any thread ---
 
     def begin(self) -> None:
-        """Starts the pass on the worker where it begins; `done` has its end."""
+        """Starts the pass on the worker where it begins; see `done`."""
         self._put(self._begin)
 
     def drive(self) -> None:
@@ -218,7 +217,7 @@ class LocalPass:
         self._driver = None
 
     def receive(self, request: GradientRequest, unanswered: UnansweredRequest) -> None:
-        """Takes a request with gradients."""
+        """Handles a request with gradients."""
 
         def take() -> None:
             self._told.add(unanswered.peer)
@@ -232,11 +231,11 @@ class LocalPass:
         self._put(take, refuse)
 
     def fail(self, failure: PassFailure) -> None:
-        """Ends the pass, on all workers."""
+        """Fails the pass on all workers."""
         self._put(lambda: self._end(failure))
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
-        """Ends the pass if it still needs a worker that is lost."""
+        """Fails the pass if it still needs a worker that is lost."""
 
         def check() -> None:
             awaited = self._awaited.values()
@@ -248,7 +247,7 @@ class LocalPass:
         self._put(check)
 
     def released(self, reason: str) -> None:
-        """Ends the pass because its context has ended."""
+        """Fails the pass because its context has ended."""
         self.fail(PassFailure(self._me, no_context(self._context.id, reason)))
 
     def waits_for(self) -> str:
@@ -260,7 +259,7 @@ class LocalPass:
         step: Step,
         otherwise: Callable[[PassFailure], None] = lambda failure: None,
     ) -> None:
-        """Runs `step()` when no other step runs; `otherwise` if the pass has failed."""
+        """Queues `step()`, or `otherwise` if the pass has failed."""
 
         def take() -> None:
             if self._failure is None:
@@ -357,7 +356,7 @@ class LocalPass:
         self._end(PassFailure(self._name_of(peer), error))
 
     def _feed(self, gradients: Sequence[MessageGradient]) -> None:
-        """Hands gradients that came to the send functions of their messages."""
+        """Passes received gradients to the send functions of their messages."""
         assert self._sweep is not None
         for message_id, cotangents in gradients:
             node = self._send_function(self._awaited, message_id)
@@ -468,7 +467,7 @@ class LocalPass:
     def _commit(self) -> None:
         """Adds the gradients here to the context's, once all nodes here have run."""
         if self._staged:
-            # A device that fails must do so before others are told of the end.
+            # A device that fails must do so before other workers see the end.
             for gradient in self._staged.values():
                 if isinstance(gradient, jax.Array):  # the common case needs no tree
                     gradient.block_until_ready()
@@ -501,7 +500,7 @@ class LocalPass:
         unanswered.answer.set_result(answer.pack())
 
     def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
-        """Waits for the device, whose failure belongs here and not at the receiver."""
+        """Waits until the gradients are computed on their device."""
         for gradient in gradients:
             for cotangent in gradient.cotangents:
                 if isinstance(cotangent, jax.Array):
@@ -541,11 +540,11 @@ class LocalPass:
             note(Event(self._me, events.ENDED))
 
     def _end(self, failure: PassFailure) -> None:
-        """Ends a pass that has failed: tells all workers, and keeps nothing of it."""
+        """Ends a failed pass: tells all workers and drops its state."""
         # Once: the end of a pass may be found on several ways.
         if self._failure is not None or self.done.done():
             return
-        # First, because what follows may bring further steps, which then do nothing.
+        # First, because the calls below may bring further steps, which then do nothing.
         self._failure = failure
         self._sweep, self._inline = None, None
         self._staged, self._outbox, self._awaited = {}, {}, {}

@@ -97,7 +97,7 @@ class PassFailure(NamedTuple):
     error: Exception
 
     def exception(self) -> Exception:
-        """The error that `backward` raises: rpc's own, or one that names the worker.
+        """Returns the error that `backward` raises: rpc's own, or a `BackwardError`.
 
         Example:
           >>> PassFailure("worker1", KeyError("w")).exception()
@@ -113,7 +113,7 @@ class PassFailure(NamedTuple):
 
     @classmethod
     def unpack(cls, value: object) -> "PassFailure":
-        """The failure that arrived as this value.
+        """Decodes a failure.
 
         Raises:
           ProtocolError: The value is no failure.
@@ -138,7 +138,7 @@ class GradientRequest(NamedTuple):
     gradients: Sequence[MessageGradient]
 
     def pack(self, to_numpy: bool = False) -> tuple[list[Numbers], dict[str, object]]:
-        """The body and the metadata of the message.
+        """Encodes the request as a body and metadata.
 
         Args:
           to_numpy: Whether small arrays go as NumPy's.
@@ -151,7 +151,7 @@ class GradientRequest(NamedTuple):
 
     @classmethod
     def unpack(cls, body: object, meta: dict[str, object]) -> "GradientRequest":
-        """The request that arrived.
+        """Decodes a request.
 
         Raises:
           ProtocolError: The message is malformed.
@@ -181,7 +181,7 @@ class GradientAnswer(NamedTuple):
     failure: PassFailure | None = None
 
     def pack(self) -> Reply:
-        """The answer as a handler returns it."""
+        """Encodes the answer as a handler's reply."""
         if self.failure is not None:
             return Reply(tuple(self.failure), {_FIELD: None})
         rows, arrays = _flat(self.gradients)
@@ -193,7 +193,7 @@ class GradientAnswer(NamedTuple):
 
     @classmethod
     def unpack(cls, body: object, meta: dict[str, object]) -> "GradientAnswer":
-        """The answer that arrived.
+        """Decodes an answer.
 
         Raises:
           ProtocolError: The message is malformed.
@@ -208,7 +208,7 @@ class GradientAnswer(NamedTuple):
 
 
 def unpack_end(body: object) -> tuple[int, int, PassFailure]:
-    """Context, pass and failure of a pass that has ended.
+    """Decode the context, pass and failure of a pass that has ended.
 
     Raises:
       ProtocolError: The message is malformed.
@@ -219,7 +219,7 @@ def unpack_end(body: object) -> tuple[int, int, PassFailure]:
 
 
 def unpack_reach(body: object) -> tuple[int, list[int]]:
-    """Context and message ids of a question for reach.
+    """Decode the context and message ids of a question for reach.
 
     Raises:
       ProtocolError: The message is malformed.
@@ -232,7 +232,7 @@ def unpack_reach(body: object) -> tuple[int, list[int]]:
 
 
 def unpack_reached(body: object) -> tuple[set[int], set[int]]:
-    """The answer to a question for reach: see `reached_from`.
+    """Decode the answer to a question for reach: see `reached_from`.
 
     Raises:
       ProtocolError: The message is malformed.

@@ -1,4 +1,4 @@
-"""Parameters that several trainers hold, each with data of its own.
+"""Replicated variables, which several trainers hold, each with its own data.
 
 Every trainer makes its own contexts and calls `backward` itself; the parameters that
 other workers own are theirs alone, and the replicated ones get the gradient of all
@@ -53,12 +53,12 @@ def replicated(
     weight: Weight = 1.0,
     timeout: float = DEFAULT,
 ) -> Variable:
-    """A variable that all trainers of a group hold, with the gradient of all of them.
+    """Makes a variable that all trainers of a group hold, with their joint gradient.
 
     All trainers call this, in the same order, and get a variable with the values of the
     first one (that of the lowest rank). From then on each `backward` that begins on a
     trainer is a pass of all of them: they meet at its end, once, and the gradient in
-    everyone's context is the weighted mean of what their own passes have found,
+    each trainer's context is the weighted mean of the gradients of their own passes,
 
         dL/dW = sum_i (B_i / B) dL_i/dW        with B_i = `weight` and B = sum_i B_i
 
@@ -127,10 +127,10 @@ def replicated(
 
 
 def unreplicate(variable: Variable) -> None:
-    """Makes a replicated variable one of this trainer alone, as all trainers must do.
+    """Ends the replication of a variable; all trainers must call it.
 
-    Without any left, passes are the trainer's own again, and meet no others. To drop a
-    variable does not suffice: trainers would notice that at different passes.
+    Without replicated variables passes are the trainer's own again. Dropping a variable
+    does not suffice: trainers would notice that at different passes.
 
     Raises:
       ValueError: It is not replicated.
@@ -193,7 +193,7 @@ class ReplicaGroup:
         return bool(self._members)
 
     def number(self, variable: Variable) -> int | None:
-        """The number of a variable; None if it is not one of the group's."""
+        """Returns the number of a variable; None if it is not in the group."""
         members = self._members.items()
         return next((n for n, each in members if each.variable is variable), None)
 
@@ -202,7 +202,7 @@ class ReplicaGroup:
         self._container.replicated.discard(self._members.pop(number).variable)
 
     def add(self, params: PyTree, weight: Weight, timeout: float) -> Variable:
-        """Makes a variable with the first trainer's values, on all of them."""
+        """Makes a variable with the first trainer's values on all trainers."""
         # Counted before anything can fail, so that trainers stay in step.
         number, self._made = self._made, self._made + 1
         tag = f"replicated variable {number}"
@@ -253,11 +253,11 @@ class ReplicaGroup:
         self.lock.release()
 
     def refuse(self, error: BaseException) -> None:
-        """Fails the pass's collective on all trainers, as it has failed here."""
+        """Fails the pass's collective on all trainers."""
         self._refuse(error, self._tag)
 
     def contribution(self, found: Mapping[Variable, PyTree]) -> _Contribution:
-        """This trainer's share, from the gradients that its pass has found.
+        """Makes this trainer's share from the gradients of its pass.
 
         Raises:
           ValueError: A weight is none.
@@ -279,7 +279,7 @@ class ReplicaGroup:
         return own
 
     def reduce(self, own: _Contribution, deadline: Deadline) -> dict[Variable, PyTree]:
-        """Exchanges contributions; the gradients of all trainers' examples.
+        """Exchanges contributions; returns the gradients of all trainers' examples.
 
         Raises: what is said at `replicated`.
         """
@@ -334,7 +334,7 @@ class ReplicaGroup:
     def _collected(
         self, own: _Contribution, kinds: Sequence[_Contribution], rows: Sequence[int]
     ) -> list[_Contribution]:
-        """The contributions with their leaves, by a collective of all processes."""
+        """Gathers the contributions' leaves by a collective of all processes."""
         wanted = {
             (number, place): kind
             for part in kinds
@@ -384,13 +384,13 @@ class ReplicaGroups:
         self._groups: dict[tuple[str, ...], ReplicaGroup] = {}
 
     def group(self, names: tuple[str, ...]) -> ReplicaGroup:
-        """The group of these trainers."""
+        """Finds or makes the group of these trainers."""
         with self._lock:
             made = ReplicaGroup(self._container, names)
             return self._groups.setdefault(names, made)
 
     def alive(self) -> list[ReplicaGroup]:
-        """The groups with variables, in the same order on all trainers."""
+        """Lists the groups with variables, in the same order on all trainers."""
         with self._lock:
             # Sorted: trainers of two groups meet in the same order, and not in a
             # circle.
@@ -407,7 +407,7 @@ class ReplicaGroups:
 
 
 class ReplicaReduction:
-    """The collectives at the end of one pass; what is raised within fails them on all.
+    """The collectives at the end of a pass; an error within fails them on all trainers.
 
     Args:
       agent: The worker on which the pass begins.
@@ -472,7 +472,7 @@ class ReplicaReduction:
 
 
 def _names(agent: Agent, group: Iterable[str]) -> tuple[str, ...]:
-    """The trainers by rank."""
+    """Check the trainers' names and sort them by rank."""
     chosen = {group} if isinstance(group, str) else set(group)
     ranks = {worker.name: worker.id for worker in agent.group.workers()}
     if agent.info.name not in chosen or not chosen <= ranks.keys():
@@ -482,7 +482,7 @@ def _names(agent: Agent, group: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_weight(weight: SupportsFloat) -> float:
-    """The weight as a float, if it is one."""
+    """Check a weight and return it as a float."""
     number = isinstance(weight, int | float | np.number) or (
         isinstance(weight, np.ndarray | jax.Array) and weight.shape == ()
     )
@@ -493,7 +493,8 @@ def _check_weight(weight: SupportsFloat) -> float:
 
 
 def _like(array: jax.Array | np.ndarray, own: jax.Array) -> jax.Array:
-    """A copy of a received array, which another trainer may own, placed like `own`."""
+    """Copy a received array, placed like `own`."""
+    # A copy: within one process another trainer may own the array.
     if is_key(array):
         return jax.device_put(array, own.sharding)
     return beside(jax.device_put(np.array(array)), own)
@@ -511,7 +512,7 @@ def _check_alike(
 
 
 def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Each trainer's row in a collective of all processes; None if they are others."""
+    """Return each trainer's row in a collective of all processes, if they are all."""
     # A collective of JAX is one of all processes: it serves a group that is all of
     # them.
     rows = [index for index, _ in processes]
@@ -524,7 +525,7 @@ def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
 
 
 def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-    """Shape and dtype of each leaf, None for absent ones."""
+    """Return the shape and dtype of each leaf, None for absent ones."""
     return {
         number: [None if x is None else [list(x.shape), str(x.dtype)] for x in some]
         for number, some in leaves.items()
@@ -534,7 +535,7 @@ def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
 def _mean(
     parts: Sequence[_Contribution], number: int, names: Sequence[str]
 ) -> list[Any] | None:
-    """The weighted mean of a variable's leaves; None if no trainer has reached it.
+    """Return the weighted mean of a variable's leaves; None if no pass reached it.
 
     Raises:
       ValueError: No weight is positive.
@@ -561,7 +562,7 @@ def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> jax.Array | None
 
 @jax.jit
 def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
-    """The weighted mean in the order of ranks, in float32 at least, rounded once."""
+    """Return the weighted mean in the order of ranks, in float32 at least."""
     wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
     summands = [
         jnp.where(weight == 0, jnp.zeros_like(leaf), reduction.scaled(leaf, weight))
@@ -573,7 +574,7 @@ def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
 
 
 def _placed(variable: Variable, leaves: Sequence[Any]) -> PyTree:
-    """A gradient, placed as its variable is."""
+    """Place a gradient as its variable is."""
     own = jax.tree.leaves(variable.value)
     pairs = zip(leaves, own, strict=True)
     found = [leaf if leaf is None else beside(leaf, value) for leaf, value in pairs]

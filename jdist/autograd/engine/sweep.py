@@ -1,9 +1,9 @@
 """The reverse sweep over one worker's part of the graph, without any messages.
 
-A node runs once, when every cotangent that can come to it has come: from the nodes that
-used its outputs, from the roots of the pass, and, for a send function, from another
-worker. Their number is counted beforehand. A cotangent may be absent, None; a node that
-gets none at all is not run, and passes on that nothing comes.
+A node runs once, when every cotangent that can arrive at it has arrived: from the nodes
+that used its outputs, from the roots of the pass, and, for a send function, from
+another worker. Their number is counted beforehand. A cotangent may be absent, None; a
+node that gets none at all is not run, and passes on absent cotangents.
 """
 
 import functools
@@ -21,7 +21,7 @@ position of the argument there that this is the cotangent of, or that of the roo
 
 
 def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
-    """The number of arrivals at each node that is reached from `starts`.
+    """Count the arrivals at each node that is reached from `starts`.
 
     Args:
       starts: The nodes to which cotangents come from outside; once for each.
@@ -68,9 +68,9 @@ class Sweep:
             self._ready.append(node)
 
     def next(self) -> tuple[Node, list[Cotangent] | None] | None:
-        """Takes a node that is ready, with the cotangents of its outputs; or None.
+        """Takes a ready node with the cotangents of its outputs; None if none is ready.
 
-        None in place of all cotangents: none has come.
+        The cotangents are None if none has arrived.
         """
         if not self._ready:
             return None
@@ -86,7 +86,7 @@ class Sweep:
         return node, found
 
     def pass_on(self, node: Node, cotangents: Sequence[Cotangent] | None) -> None:
-        """Hands on the cotangents of the inputs of a node; None if it was not run."""
+        """Passes on the cotangents of a node's inputs; None if it was not run."""
         order, summands = node.order, self._summands
         values = (None,) * len(node.inputs) if cotangents is None else cotangents
         pairs = zip(node.inputs, values, strict=True)
@@ -98,13 +98,13 @@ class Sweep:
 
 
 def total(summands: Sequence[Summand]) -> Numbers:
-    """The sum, in an order that does not depend on which came first.
+    """Sum in an order that does not depend on arrival.
 
     Example:
       >>> later, earlier = ((7, 1), 0, 2.0), ((0, 3), 1, 0.5)
       >>> print(total([later, earlier]))
       2.5
     """
-    # By place alone: where two are equal, a comparison would go on to the arrays.
+    # By place alone: where two are equal, tuples would be compared by their arrays.
     ordered = sorted(summands, key=lambda summand: summand[:2])
     return functools.reduce(plus, [summand[2] for summand in ordered])

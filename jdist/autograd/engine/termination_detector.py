@@ -57,7 +57,7 @@ class TerminationDetector:
         self._number = 0
 
     def asked(self, request: UnansweredRequest) -> None:
-        """Notes a request, which engages a worker at rest."""
+        """Records a request, which engages a worker at rest."""
         # A second engagement would make two parents, and the tree a graph with circles.
         if self._root or self.engager is not None:
             self.others.append(request)
@@ -72,26 +72,26 @@ class TerminationDetector:
         return any(request.peer == peer for request in self.others)
 
     def take_others(self) -> list[UnansweredRequest]:
-        """Takes the requests that are to be answered now."""
+        """Takes the requests to be answered."""
         others, self.others = self.others, []
         return others
 
     def disengage(self) -> UnansweredRequest | None:
-        """Rests, and takes the request that had engaged this worker, if any."""
+        """Puts the worker at rest; takes the request that had engaged it, if any."""
         engager, self.engager = self.engager, None
         return engager
 
     def heard(self, reports: Reports) -> None:
-        """Takes what other workers wait for."""
+        """Records other workers' reports."""
         for worker, report in reports.items():
             known = self._reports.get(worker)
-            # Reports travel on several ways, and an older one may come later.
+            # Reports travel by several paths, so an older one may arrive later.
             if known is None or known.number < report.number:
                 self._reports[worker] = report
                 self._news.add(worker)
 
     def waits_for(self, starving: tuple[StarvingSend, ...]) -> None:
-        """Notes what this worker waits for when it is about to rest."""
+        """Records the send functions that this worker waits for before it rests."""
         known = self._reports.get(self._worker)
         # Unchanged reports are not sent again.
         if starving != (() if known is None else known.starving):
@@ -109,7 +109,7 @@ class TerminationDetector:
         return news
 
     def starving(self) -> Mapping[str, tuple[StarvingSend, ...]]:
-        """The send functions that workers wait for, by the name of the worker."""
+        """Lists the send functions that workers wait for, by worker's name."""
         return {
             worker: report.starving
             for worker, report in self._reports.items()
@@ -122,7 +122,7 @@ def explain(
     unreached: Sequence[RecvNode],
     smart: bool,
 ) -> str:
-    """The text of the error for a quiet pass whose send functions lack gradients.
+    """Format the error of a quiet pass whose send functions lack gradients.
 
     Args:
       starving: Send functions without a gradient, by the name of their worker.

@@ -1,9 +1,9 @@
-"""Compiled optimizers, shared by all that were made alike.
+"""Compiled optimizers, cached by constructor and arguments.
 
 A script makes a new distributed optimizer for each model, and many trainers may make
-the same one for the same parameters. Compiling a step costs a thousand steps, so a
-compiled optimizer is found again by its constructor, the arguments, and all that the
-constructor's code refers to, as compiled segments are. State is never shared.
+the same one for the same parameters. Compiling a step takes as long as a thousand
+steps, so a compiled optimizer is cached by its constructor, the arguments, and all that
+the constructor's code refers to, as compiled segments are. State is never shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ def _of_numbers(
     values: tuple[Any, ...],
     types: tuple[type, ...],
 ) -> CompiledOptimizer:
-    """The compiled optimizer of a constructor of jdist with numbers as arguments."""
+    """Compiles an optimizer of jdist whose arguments are numbers, with a fast cache."""
     # Nothing that it refers to changes, and to read all that takes longer than a step.
     # `types` is part of the key: 1 and True are equal, and not both are learning rates.
     split = len(values) - len(names)

@@ -45,8 +45,8 @@ class DistributedOptimizer:
       optimizer: A constructor of `jdist.optim`; or a function that returns such an
         optimizer or an optax transformation, such as `optax.adam`. It travels by name:
         owners must be able to import it and allow it (see `rpc.init_rpc`).
-      params_rrefs: References to variables, wherever they are; a local one in
-        `rpc.RRef(variable)`. None twice. Those of a trainable module on another worker
+      params_rrefs: References to variables on any workers, each once; a local one is
+        wrapped as `rpc.RRef(variable)`. Those of a trainable module on another worker
         are `module.remote_parameters()`.
       *args: Of the constructor.
       **kwargs: Likewise. A schedule is a function that travels by name, too.
@@ -89,7 +89,7 @@ class DistributedOptimizer:
         **kwargs: object,
     ) -> None:
         _check_factory(optimizer)
-        # Refused here, before any owner has made its part.
+        # An unnameable function is refused here, before any owner has made its part.
         current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
         for position, rref in enumerate(params_rrefs):
@@ -154,7 +154,8 @@ class DistributedOptimizer:
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
         self._ask(owned_optimizer.STEP, "Error running optimizer.", timeout, arguments)
-        # A context that ended meanwhile had no gradients on some owners: that is told.
+        # A context that ended meanwhile had no gradients on some owners, which then did
+        # not step: that must raise.
         here().retrieve(context_id)
         return norm
 
@@ -202,10 +203,10 @@ class DistributedOptimizer:
         _ask_all(owned_optimizer.WRITE, bodies, timeout, complaint)
 
     def save(self, folder: str | Path, step: int, *, keep: int | None = 3) -> None:
-        """Writes what `state` gathers to disk, by orbax, and returns when it is there.
+        """Gathers the state and writes it to disk by orbax; returns when it is done.
 
-        Trainers may go on meanwhile. A process that dies while it saves leaves the last
-        complete checkpoint to resume from.
+        Trainers may continue meanwhile. A process that dies while it saves leaves the
+        last complete checkpoint to resume from.
 
         Args:
           folder: On this worker's machine; made if it is not there.
@@ -253,7 +254,7 @@ class DistributedOptimizer:
         return jnp.sqrt(sum_of(ordered)) if ordered else jnp.zeros(())
 
     def _refuse_unequal_norms(self) -> None:
-        """Refuses a norm over replicated variables and others."""
+        """Checks that a norm is not over both replicated variables and others."""
         replicated = here().replicated
         shared = [rref.local_value() in replicated for rref in self._own]
         # Each trainer would scale the replicated ones by another factor.
@@ -344,7 +345,7 @@ _META = {NEEDS: "jdist.autograd.optimizer.owned_optimizer:install"}
 def _ask_all(
     kind: str, bodies: Mapping[WorkerInfo, Any], timeout: float, complaint: str
 ) -> dict[WorkerInfo, Any]:
-    """Sends each worker a request, and waits for all answers.
+    """Sends each worker a request and waits for all answers.
 
     Args:
       kind: Kind of the requests.
@@ -369,6 +370,8 @@ def _ask_all(
     answers: dict[WorkerInfo, Any] = {}
     errors: dict[WorkerInfo, Exception] = {}
     for worker, wait in waits.items():
+        # All answers are awaited, also after an error: the owners step regardless, and
+        # the caller must know which have.
         try:
             answers[worker] = wait()
         except Exception as error:  # noqa: BLE001 - raised below, all together

@@ -53,7 +53,7 @@ class OwnedOptimizer:
         self._state = self._alone(self._init)
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
-        """For each variable the sums of squares of its gradient's leaves, in order."""
+        """Returns each variable's sums of squares, one per leaf of its gradient."""
         return {
             position: [
                 np.asarray(_square(leaf))
@@ -94,7 +94,7 @@ class OwnedOptimizer:
             apart = len(_places(values)) > 1
             run = self._program.leaf_by_leaf if apart else self._program.compiled
             new, state = run(values, grads, self._state, factor, dict(overrides))
-            # What a device finds wrong shows here, before anything has changed.
+            # An error on a device is raised here, before anything has changed.
             jax.block_until_ready((new, state))
             for variable, value, grad in zip(self._variables, new, grads, strict=True):
                 if jax.tree.leaves(grad):
@@ -104,13 +104,14 @@ class OwnedOptimizer:
         self._alone(act)
 
     def read(self) -> dict[str, np.ndarray]:
-        """All numbers of the parameters and the state, by path."""
+        """Returns all numbers of the parameters and the state, by path."""
+        # Under the locks: a step in between would mix old parameters with new state.
         tree = self._alone(self._tree)
         leaves = _leaves(tree).items()
         return {path: np.asarray(words(jnp.asarray(leaf))) for path, leaf in leaves}
 
     def describe(self) -> dict[str, str]:
-        """The dtypes and shapes of the same numbers, by path."""
+        """Returns the dtypes and shapes of the same numbers, by path."""
         tree = self._alone(self._tree)
         return {
             path: described(words(jnp.asarray(leaf)))
@@ -118,7 +119,7 @@ class OwnedOptimizer:
         }
 
     def write(self, numbers: Mapping[str, np.ndarray]) -> None:
-        """Sets all numbers, each placed as what it replaces.
+        """Sets all numbers, each placed like the array that it replaces.
 
         Raises:
           ValueError: They are of other paths, shapes or dtypes than what is here.
@@ -166,7 +167,7 @@ class OwnedOptimizer:
 
 
 def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:
-    """Refuses a state that is not like the one it should replace."""
+    """Checks that a state has the paths, dtypes and shapes of the one it replaces."""
     for path in sorted(saved.keys() | here.keys()):
         there, found = (d.get(path, "no leaf") for d in (here, saved))
         if there != found:
@@ -183,13 +184,14 @@ def _nothing(value: PyTree) -> Any:
 
 
 def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
-    """The sets of devices to which arrays among these are committed."""
+    """Returns the sets of devices to which arrays among these are committed."""
     # A compiled program takes arrays that are committed to one set of devices only.
     return {frozenset(x.devices()) for x in jax.tree.leaves(values) if x.committed}
 
 
 def _refuse_if_given_up() -> None:
-    """Refuses a step or a write whose caller has given up: it would be a surprise."""
+    """Raises if the caller of this step or write has given up."""
+    # It was told that the call failed, and may have repeated it.
     scope = current.scope.get()
     execution = None if scope is None else scope.execution
     if execution is not None and execution.cancelled is not None:
@@ -217,7 +219,7 @@ WRITE = "optimizer.write"
 
 
 def install(agent: Agent) -> None:
-    """Lets others step the variables of this worker."""
+    """Registers the handlers by which others step this worker's variables."""
     agent.register(CREATE, _create)
     operations: dict[str, Callable[..., Any]] = {
         SQUARES: _squares,
@@ -264,7 +266,7 @@ def _step(
 
 
 def _gradients(context_id: int) -> Gradients:
-    """A context's gradients on this worker; none if it took no part in it."""
+    """Returns a context's gradients on this worker; empty if it took no part."""
     context = here().find(context_id)
     if context is None:
         return {}

@@ -1,4 +1,4 @@
-"""A graph drawn: as a Mermaid flow chart, and as an SVG picture.
+"""Drawings of a graph, as a Mermaid flow chart or an SVG picture.
 
 In the picture each worker has a lane, and data flow from left to right.
 """
@@ -21,8 +21,9 @@ _SHAPES = {
 def mermaid(
     nodes: Sequence[GraphNode], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
 ) -> str:
-    """The text of the chart: a box for each worker, dashed arrows for messages."""
+    """Draw a flow chart with a box for each worker and dashed arrows for messages."""
     lines = ["flowchart LR"]
+    # A dict, not a set: workers come in the order of the nodes, in every run.
     workers = dict.fromkeys(node.worker for node in nodes)
     for number, worker in enumerate(workers):
         lines.append(f'  subgraph w{number}["{_escaped(worker)}"]')
@@ -33,6 +34,7 @@ def mermaid(
         lines.append("  end")
     for source, target in arcs:
         is_message = nodes[source].worker != nodes[target].worker
+        # A worker may call itself, so the names alone do not tell.
         is_message |= nodes[target].kind == RECEIVE
         arrow = "-.->" if is_message else "-->"
         lines.append(f"  n{source} {arrow} n{target}")
@@ -40,7 +42,8 @@ def mermaid(
 
 
 def _escaped(text: str) -> str:
-    """Mermaid's own entities; the sign that begins one is escaped itself."""
+    """Escape a text by Mermaid's entities."""
+    # `#` begins an entity, so it is escaped itself.
     return "".join(f"#{ord(c)};" if c in '"<>#' else c for c in text)
 
 
@@ -69,7 +72,8 @@ class Swimlane(NamedTuple):
 def svg(
     nodes: Sequence[GraphNode], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
 ) -> str:
-    """The text of the picture."""
+    """Draw a picture with a lane for each worker."""
+    # Read twice below, and an iterator can be read once.
     arcs = list(arcs)
     places, lanes = layout(nodes, arcs)
     width = max((place.x for place in places), default=0) + _WIDTH + 2 * _MARGIN
@@ -90,7 +94,7 @@ def svg(
 def layout(
     nodes: Sequence[GraphNode], arcs: Iterable[tuple[int, int]]
 ) -> tuple[list[BoxCorner], list[Swimlane]]:
-    """The boxes and lanes. No two boxes overlap; arrows lead to the right."""
+    """Place boxes and lanes. No two boxes overlap; arrows lead to the right."""
     columns = _columns(len(nodes), arcs)
     rows: list[int] = []
     filled: Counter[tuple[str, int]] = Counter()
@@ -112,7 +116,8 @@ def layout(
 
 
 def _columns(count: int, arcs: Iterable[tuple[int, int]]) -> list[int]:
-    """For each function the length of the longest path to it."""
+    """Return for each function the length of the longest path to it."""
+    # In topological order: a function is placed once all that it uses are.
     after = defaultdict(list)
     missing: Counter[int] = Counter()
     for source, target in arcs:

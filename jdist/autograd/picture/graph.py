@@ -41,7 +41,7 @@ class Graph:
     nodes: tuple[GraphNode, ...]
 
     def arcs(self) -> list[tuple[int, int]]:
-        """Pairs of places in `nodes`: the second one uses outputs of the first.
+        """Returns pairs of indices into `nodes`: the second uses outputs of the first.
 
         Each pair once. A receive function uses what the send function of the same
         message has sent.
@@ -56,11 +56,12 @@ class Graph:
         return list(found)
 
     def labels(self) -> list[str]:
-        """The labels of the functions in a picture, with their dependency counts.
+        """Returns the functions' labels in a picture, with their dependency counts.
 
         Messages are numbered by their ids: the send and receive functions of one have
         its number, as `send1` and `recv1`.
         """
+        # Numbered from 1 in the order of ids: the ids themselves have 64 bits.
         ids = sorted({v.message_id for v in self.nodes if v.message_id})
         numbers = {message_id: n for n, message_id in enumerate(ids, start=1)}
         words = {SEND: "send", RECEIVE: "recv"}
@@ -72,11 +73,11 @@ class Graph:
         ]
 
     def mermaid(self) -> str:
-        """The graph as a Mermaid flow chart, from variables to roots."""
+        """Draws the graph as a Mermaid flow chart, from variables to roots."""
         return mermaid(self.nodes, self.labels(), self.arcs())
 
     def svg(self) -> str:
-        """The graph as an SVG picture, from variables on the left to roots."""
+        """Draws the graph as an SVG picture, from variables on the left to roots."""
         return svg(self.nodes, self.labels(), self.arcs())
 
 
@@ -88,15 +89,15 @@ def graph(
     mode: str = "fast",
     timeout: float = DEFAULT,
 ) -> Graph:
-    """The graph of a context over all workers, with send and receive functions.
+    """Returns the graph of a context over all workers.
 
-    The history hangs on values. A worker's part is what leads to what it sent; of this
-    worker also what leads to `roots` and `values`.
+    It includes send and receive functions. A worker's part is the history of the values
+    that it sent; on this worker also that of `roots` and `values`.
 
     Args:
       context_id: Of the context.
-      roots: Where a backward pass would begin: they have the dependency counts of that.
-      values: Others that the picture is to show.
+      roots: Where a backward pass would begin, which defines the dependency counts.
+      values: Other values to show.
       names: Of this worker's variables; the others are shown as dtype and shape.
       mode: "fast": a pass waits for all sends; "smart": for those that the roots reach.
       timeout: Seconds for each worker to answer; as for `rpc.rpc_sync`.
@@ -143,7 +144,7 @@ def graph(
 
 
 def install(container: Container) -> None:
-    """Lets a worker send others its part of a graph."""
+    """Registers the handler that sends others this worker's part of a graph."""
 
     def show(caller: WorkerInfo, body: object, meta: dict[str, Any]) -> object:
         match body:
@@ -152,6 +153,7 @@ def install(container: Container) -> None:
             case _:
                 raise ProtocolError("A graph is asked for by a context's id and marks.")
         context = container.find(context_id)
+        # No error: the asking worker may learn of the end of the context later.
         if context is None:  # released meanwhile, or never reached
             return [], []
         rows = [tuple(node) for node in graph_nodes(context, marks=marks)]
@@ -163,7 +165,7 @@ def install(container: Container) -> None:
 def _others(
     context: Context, marks: Collection[int] | None, timeout: float
 ) -> list[tuple[WorkerInfo, list[GraphNode]]]:
-    """The parts of all workers that are reached from one to the next."""
+    """Collects the parts of all workers, from one to those that it knows."""
     agent = context.container.agent
     seen = {incarnation_of(agent.info)}
     found: list[tuple[WorkerInfo, list[GraphNode]]] = []
@@ -173,10 +175,11 @@ def _others(
         seen |= ask
         body = (context.id, marks)
         asked = []
+        # Sorted, because the iteration order of a set differs between runs.
         for number in sorted(ask):
             worker = context.container.worker(number)
             answer = agent.call_async(worker, _KIND, body, timeout)
-            # All are asked before one is waited for.
+            # All are asked before one is waited for, so that they work in parallel.
             asked.append((worker, answer))
         ask = set()
         for worker, answer in asked:

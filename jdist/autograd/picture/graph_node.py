@@ -1,4 +1,4 @@
-"""One worker's part of the graph, as plain data that can be sent."""
+"""One worker's part of a graph, as plain data that can be sent."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def graph_nodes(
     names: Mapping[Any, str] | None = None,
     marks: Collection[int] | None = None,
 ) -> list[GraphNode]:
-    """This worker's functions of a graph, each after those that it uses.
+    """List this worker's functions of a graph, each after those that it uses.
 
     Args:
       context: Its sends and receptions, and all that leads to them, are listed.
@@ -57,6 +57,7 @@ def graph_nodes(
     awaited = [send for key, send in sorted(sends.items()) if _is_in(key, marks)]
     counts = dependencies([*roots, *awaited])
     recvs = context.recv_functions()
+    # By message id, not by arrival: the same program lists the same order.
     crossing = [node for _, node in sorted([*sends.items(), *recvs.items()])]
     listed = _in_order([*crossing, *roots, *values])
     places = {node: place for place, node in enumerate(listed)}
@@ -66,7 +67,7 @@ def graph_nodes(
             worker,
             _kind(node),
             _name(node, names or {}),
-            getattr(node, "message_id", 0),
+            getattr(node, "message_id", 0),  # only send and receive functions have one
             tuple(places[edge.node] for edge in node.inputs if edge is not None),
             counts.get(node, 0),
         )
@@ -75,7 +76,7 @@ def graph_nodes(
 
 
 def checked(rows: object) -> list[GraphNode]:
-    """The graph nodes that another worker has sent.
+    """Check the graph nodes that another worker has sent.
 
     Raises:
       ProtocolError: They are none.
@@ -84,7 +85,7 @@ def checked(rows: object) -> list[GraphNode]:
         raise ProtocolError("A part of a graph is a list of functions.")
     found = []
     for place, row in enumerate(rows):
-        # Another worker has sent it: an index out of range would fail far from here.
+        # A peer may send anything; an index out of range would fail far from here.
         fits = type(row) is tuple and len(row) == len(GraphNode._fields)
         kinds = (str, str, str, int, tuple, int)
         if not fits or not all(map(isinstance, row, kinds)) or row[1] not in KINDS:
@@ -101,7 +102,7 @@ def _is_in(message_id: int, marks: Collection[int] | None) -> bool:
 
 
 def _in_order(starts: Iterable[Node]) -> list[Node]:
-    """`starts` and all that leads to them, inputs first."""
+    """List `starts` and their history, inputs first."""
     # Without recursion: a history may be deeper than Python's stack.
     listed: dict[Node, None] = {}
     for start in starts:
@@ -113,6 +114,7 @@ def _in_order(starts: Iterable[Node]) -> list[Node]:
             if is_ready:
                 listed[node] = None
                 continue
+            # Visited again once its inputs are listed.
             waiting.append((node, True))
             below = [edge.node for edge in node.inputs if edge is not None]
             waiting += [(one, False) for one in reversed(below)]
@@ -120,6 +122,7 @@ def _in_order(starts: Iterable[Node]) -> list[Node]:
 
 
 def _kind(node: Node) -> str:
+    # All other classes of nodes are functions to the user.
     kinds = {LeafNode: LEAF, SendNode: SEND, RecvNode: RECEIVE}
     return kinds.get(type(node), FUNCTION)
 

@@ -10,7 +10,7 @@ from jdist.autograd.recording.recorded import record
 
 
 def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Runs `fn(*args, **kwargs)` and records it, to be differentiated by `backward`.
+    """Runs `fn(*args, **kwargs)` and records it for `backward`.
 
     The function receives arrays where the arguments have recorded values, and the
     whole tree where they have a variable. It is compiled once, with its backward half;

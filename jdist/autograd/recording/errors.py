@@ -1,4 +1,4 @@
-"""What can go wrong in distributed autograd, as exceptions."""
+"""Exceptions of distributed autograd."""
 
 from jdist._errors import JdistError
 
@@ -12,7 +12,7 @@ class ContextNotFound(AutogradError):
 
 
 class GraphFreed(AutogradError, ValueError):
-    """A backward pass needs residuals that an earlier one has let go."""
+    """A backward pass needs residuals that an earlier one has released."""
 
 
 class BackwardError(AutogradError):
@@ -47,6 +47,6 @@ class UnusedSend(BackwardError):
 
 
 def no_context(context_id: object, why: str = "") -> ContextNotFound:
-    """The error for a context that is not there, in the words torch's users know."""
+    """Make the error for a missing context, in torch's words."""
     message = f"Could not find autograd context with id: {context_id}."
     return ContextNotFound(f"{message} {why}" if why else message)

@@ -2,7 +2,7 @@
 
 A recorded value has an `Edge` to the node that made it, the node has edges to the nodes
 that made its inputs, and so on down to leaves, which are variables, and to receive
-functions, where the graph goes on at another worker. Nodes are kept alive by the values
+functions, where the graph continues on another worker. Nodes are kept alive by values
 that were computed from them; a context only lists the nodes that cross workers.
 """
 
@@ -31,11 +31,9 @@ Cotangent = Numbers | None
 
 
 def light(value: Numbers) -> Numbers:
-    """A small array as NumPy's, to be sent; any other as it is.
-
-    To put an array on its device costs a receiver more than a small computation, and a
-    compiled function takes NumPy's as they are.
-    """
+    """Convert a small array to NumPy for sending; return any other unchanged."""
+    # To put an array on its device costs a receiver more than a small computation, and
+    # a compiled function takes NumPy arrays directly.
     if (
         isinstance(value, np.ndarray)
         or value.dtype not in LIGHT
@@ -56,7 +54,7 @@ _MOST_LIGHT = 1024
 
 
 def plus(one: Numbers, other: Numbers) -> jax.Array:
-    """The sum of two arrays, on the device of the first one."""
+    """Add two arrays on the device of the first one."""
     place, other_place = (getattr(x, "sharding", None) for x in (one, other))
     # They may come from functions on different devices of one worker.
     if place is not None and other_place is not None and place != other_place:
@@ -90,12 +88,12 @@ numbers: ContextVar[Numbering] = ContextVar(
 
 
 def numbers_in(message_id: int) -> Numbering:
-    """The numbering of nodes in the call of this message id; 0 outside of calls."""
+    """Return the numbering of nodes in a call; `message_id` is 0 outside of calls."""
     return (message_id, itertools.count()) if message_id else _OUTSIDE_CALLS
 
 
 def next_order() -> Order:
-    """The order of a node that is made now."""
+    """Return the order of a new node."""
     message_id, counter = numbers.get()
     return message_id, next(counter)
 
@@ -112,14 +110,14 @@ NOWHERE: Reach = frozenset()
 
 
 class Edge(NamedTuple):
-    """Output `index` of `node`: where a value came from, where its cotangent goes."""
+    """Output `index` of `node`: a value's origin and its cotangent's destination."""
 
     node: "Node"
     index: int  # type: ignore[assignment]  # hides tuple.index, which an edge never needs
 
 
 class Node:
-    """A function that was called, as its backward pass sees it.
+    """A recorded call of a function, for the backward pass.
 
     Args:
       name: Shown in messages and pictures; or a function that makes it.
@@ -180,7 +178,7 @@ class SegmentNode(Node):
       inputs: An edge or None for each array that it was given.
       order: See `Node`.
       segment: The function as a forward and a backward half.
-      residuals: What the forward half kept.
+      residuals: The residuals of the forward half.
       structure: Tree structure of the outputs.
 
     Attributes:
@@ -212,8 +210,8 @@ class SegmentNode(Node):
                 f"{self.name} had kept for it was let go after the first time. Say "
                 "retain_graph=True in every backward pass but the last."
             )
-        # A function that hands its cotangents on unchanged, such as a sum to its terms,
-        # needs no compiled program.
+        # A function that passes its cotangents on unchanged, such as a sum to its
+        # terms, needs no compiled program.
         passed = passed_on(residuals, cotangents)
         if passed is not None:
             return passed
@@ -264,7 +262,7 @@ class SendNode(Node):
         self._places: list[jax.sharding.Sharding | None] = []
 
     def slot(self, edge: Edge, value: Numbers) -> int:
-        """The number of a value in the message; the same value has one only."""
+        """Returns the slot of a value in the message, the same for the same value."""
         # By edge, so that a value that occurs twice gets one cotangent, already summed.
         known = self._slots.setdefault(edge, len(self._slots))
         if known == self.outputs:
@@ -332,7 +330,7 @@ class RecvNode(Node):
 
 
 def below(inputs: Iterable[Edge | None]) -> Reach | None:
-    """The union of what the nodes of these edges reach."""
+    """Return the union of the reaches of the nodes of these edges."""
     found: Reach | None = NOWHERE
     for edge in inputs:
         # Identity first: most inputs share one set, and a union of it costs.
@@ -342,7 +340,7 @@ def below(inputs: Iterable[Edge | None]) -> Reach | None:
 
 
 def join(one: Reach | None, other: Reach | None) -> Reach | None:
-    """The union of both; None if it is too large, or either is None."""
+    """Return the union of both; None if it is too large or either is None."""
     if one is None or other is None:
         return None
     if other <= one:
@@ -355,7 +353,7 @@ def join(one: Reach | None, other: Reach | None) -> Reach | None:
 
 
 def reached_from(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
-    """The send functions that cotangents which arrive at `starts` would reach.
+    """Find the send functions that cotangents from `starts` would reach.
 
     Returns:
       The message ids of the send functions, and those among them, on other workers,

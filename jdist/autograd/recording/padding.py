@@ -1,4 +1,4 @@
-"""Batches of many sizes, padded to few, so that few programs are compiled.
+"""Padding of batches to few sizes, so that few programs are compiled.
 
 NumPy adds and cuts the rows: on a device each size would compile a program.
 """
@@ -44,7 +44,7 @@ class PadTo:
     args: tuple[int, ...] | None
 
     def size(self, rows: int) -> int:
-        """The size to which a batch of so many examples is padded.
+        """Returns the size to which a batch of `rows` examples is padded.
 
         Raises:
           ValueError: No bucket is large enough; or there is no example to repeat.
@@ -131,7 +131,7 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
 def padded(
     fn: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> PyTree:
-    """`apply` with `pad` among the keyword arguments: see `pad_to`."""
+    """Runs `apply` with `pad` among the keyword arguments: see `pad_to`."""
     pad: PadTo = kwargs["pad"]
     rest = {name: value for name, value in kwargs.items() if name != "pad"}
     _check_places(pad, len(args))
@@ -144,7 +144,7 @@ def padded(
     size = pad.size(rows)
 
     def run(repeated: int) -> PyTree:
-        """The outputs where the example of this number is repeated."""
+        """Returns the outputs with the example of this number repeated."""
 
         def resized(keys: KeyPath, leaf: PyTree) -> PyTree:
             is_batch = _is_batch(pad, keys, leaf)
@@ -173,7 +173,7 @@ def _check_independence(
     rows: int,
     batches: Sequence[PyTree],
 ) -> None:
-    """Refuses a function whose outputs of given examples depend on the repeated ones.
+    """Checks that the outputs of given examples do not depend on repeated ones.
 
     Args:
       fn: The function.
@@ -217,7 +217,7 @@ def _refuse_dependence(
 
 
 def _changed(outputs: PyTree, others: PyTree, rows: int) -> str | None:
-    """The first output of a given example whose bits differ, in words; or None."""
+    """Describes the first output of a given example whose bits differ, or None."""
     pairs = zip(
         jax.tree.leaves_with_path(outputs), jax.tree.leaves(others), strict=True
     )
@@ -241,7 +241,7 @@ def _bits(batch: PyTree, row: int) -> bytes:
 
 
 class ResizedNode(Node):
-    """Rows added to a value or cut from it; its pullback does the reverse.
+    """Adds or cuts rows of a value; its pullback does the reverse.
 
     Args:
       name: Shown in messages and pictures.
@@ -258,7 +258,7 @@ class ResizedNode(Node):
         self._repeated = repeated
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
-        """See `Node`. The cotangent of rows that were cut is zero."""
+        """See `Node`. The cotangent of cut rows is zero."""
         (cotangent,) = cotangents
         # By NumPy: on a device each number of rows would compile a program.
         added = np.asarray(cotangent)[self._rows :]
@@ -272,7 +272,7 @@ class ResizedNode(Node):
 
 
 def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
-    """A value with so many rows, recorded if it is; `repeated` is the row to repeat."""
+    """Resizes a value to `rows` rows, recorded if it is; repeats the row `repeated`."""
     if len(leaf) == rows:
         return leaf
     if not isinstance(leaf, Recorded):
@@ -283,7 +283,7 @@ def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
 
 
 def _of_length(array: PyTree, rows: int, repeated: int | None = -1) -> PyTree:
-    """The first rows of an array; beyond its own one of them again, or zeros."""
+    """Cuts an array, or extends it by one of its rows or by zeros."""
     own = np.asarray(array)
     found = own[:rows]
     if rows > len(own):
@@ -300,7 +300,7 @@ def _placed_like(array: PyTree, found: np.ndarray) -> PyTree:
         return found
     if array.committed:
         return jax.device_put(found, array.sharding)
-    # A copy, because memory is taken over.
+    # A copy, because JAX takes over the memory.
     return placed(np.array(found, order="C"), None)
 
 
@@ -320,7 +320,7 @@ def _is_batch(pad: PadTo, keys: KeyPath, leaf: PyTree) -> bool:
 
 
 def _position(keys: KeyPath) -> str:
-    """The position of a leaf of `(args, kwargs)`, in words."""
+    """Describes the position of a leaf of `(args, kwargs)`."""
     which = getattr(keys[1], "key", getattr(keys[1], "idx", ""))
     inner = f"/{path_of(keys[2:])}" if keys[2:] else ""
     return f"argument {which}{inner}"

@@ -1,8 +1,8 @@
 """Pure functions of recorded values: compiled once, run forward, and recorded.
 
-A function is found again by its code and the contents of its closure, so that a lambda
-in a loop is compiled once. Each call makes one node. An argument of the function counts
-in one of three ways:
+Compiled functions are cached by code and contents of the closure, so that a lambda in a
+loop is compiled once. Each call makes one node. An argument of the function is one of
+three kinds:
 
 - arrays of recorded values and variables: differentiated;
 - other arrays, and Python's floating numbers: inputs without a derivative, so that
@@ -59,18 +59,18 @@ class Recordable:
     def flat(
         self,
     ) -> tuple["DifferentiatedTree", Sequence[jax.Array], Sequence[Edge | None]]:
-        """How a function takes it, its arrays, and the edge of each array."""
+        """Returns its kind as an argument, its arrays, and the edge of each array."""
         raise NotImplementedError
 
 
 class Constant:
-    """An argument that is a part of the compiled function; equal to itself only."""
+    """An argument that is part of the compiled function, compared by identity."""
 
     __slots__ = ()
 
 
 class RecordedCall(NamedTuple):
-    """A call that was made and recorded.
+    """A recorded call.
 
     Attributes:
       outputs: The arrays that the function returned.
@@ -142,7 +142,7 @@ def call(
 
 
 def _function_of(fn: PureCallable) -> "PureFunction":
-    """The compiled function, or one of the same code and contents."""
+    """Finds or makes the compiled function, by code and contents."""
     # By identity: some functions of JAX compute a hash, in Python, from their parts.
     known = _LIBRARY.get(id(fn))
     if known is not None and known.fn is fn:
@@ -177,7 +177,7 @@ class PureFunction:
         self._segments: dict[ArgumentSpec, Segment] = {}
 
     def segment(self, spec: "ArgumentSpec") -> Segment:
-        """The function of the arrays alone, in two halves."""
+        """Returns the function of the arrays alone, as two halves."""
         # One function with the spec as a static argument would have JAX compare the
         # spec in each call.
         found = self._segments.get(spec)
@@ -192,7 +192,7 @@ class PureFunction:
         return found
 
     def alone(self, fn: PureCallable) -> "PureFunction":
-        """A version for one of the functions of equal contents, as it is now."""
+        """Makes a version for one function of equal contents, in its current state."""
         return PureFunction(fn, self._code, alone=True)
 
 
@@ -226,7 +226,7 @@ class ArgumentSpec(NamedTuple):
         return self.structure, tuple(kinds)
 
     def arguments(self, arrays: Sequence[ArrayLike]) -> PyTree:
-        """`(args, kwargs)`, made of these arrays."""
+        """Builds `(args, kwargs)` from these arrays."""
         given = iter(arrays)
         return jax.tree.unflatten(
             self.structure, [kind.value(given) for kind in self.kinds]
@@ -234,13 +234,13 @@ class ArgumentSpec(NamedTuple):
 
 
 class DifferentiatedTree(NamedTuple):
-    """A tree of arrays of which those with a derivative are `wanted`."""
+    """A tree of arrays; `wanted` tells which have a derivative."""
 
     structure: jax.tree_util.PyTreeDef
     wanted: tuple[bool, ...]
 
     def value(self, given: Iterator[ArrayLike]) -> PyTree:
-        """The tree of the next arrays of an iterator."""
+        """Builds the tree from the next arrays of an iterator."""
         arrays = [_given(given, wanted) for wanted in self.wanted]
         return jax.tree.unflatten(self.structure, arrays)
 
@@ -311,7 +311,7 @@ def _take(
     edges: list[Edge | None],
     numbers: tuple[type, ...],
 ) -> "TakenLeaf":
-    """How a function takes a leaf without a history; an array is appended."""
+    """Classifies a leaf without a history; appends it to `arrays` if it is one."""
     if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
         # Recorded values beside it would be baked into the program that JAX is tracing.
         if is_traced(leaf):
@@ -331,11 +331,11 @@ def _take(
 
 
 def _static_by_contents(leaf: PyTree) -> _StaticArgument:
-    """A function or class as part of the compiled function."""
+    """Makes a function or class part of the compiled function."""
     _refuse_closure(leaf)
     read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
     contents = read(leaf, "apply")
-    # What cannot be read is equal to nothing, and compiles in each call.
+    # Contents that cannot be read equal no others, so each call compiles.
     key = contents if contents.complete else object()
     return _StaticArgument(leaf, key, contents.code)
 
@@ -359,12 +359,12 @@ def _key_of_end(end: SupportsInt | None) -> int | None:
 
 
 def _refuse_closure(fn: PureCallable) -> None:
-    """Refuses a function with recorded values in its closure: they get no gradient."""
+    """Refuses recorded values in a closure, which would get no gradient."""
     cells = getattr(fn, "__closure__", None) or ()
     for cell in cells:
         try:
             value = cell.cell_contents
-        except ValueError:  # A variable that is not assigned yet.
+        except ValueError:  # a variable that is not assigned yet
             continue
         if isinstance(value, Recordable):
             rule = "must not refer to recorded values or variables"
@@ -376,7 +376,7 @@ def _refuse_closure(fn: PureCallable) -> None:
 def _made(
     plan: ForwardPlan, recorded: tuple[bool, ...]
 ) -> tuple[jax.tree_util.PyTreeDef, tuple[bool, ...]]:
-    """The structure of the outputs, and which of them have a history."""
+    """Returns the structure of the outputs, and which of them have a history."""
     shapes, structure = jax.tree.flatten(plan.outputs)
     floating = [is_inexact(shape) for shape in shapes]
     # An output that depends on recorded inputs only behind `stop_gradient`, a

@@ -3,7 +3,7 @@
 A called function with recorded arguments is taken as pure unless it is marked by
 `eager`. While a pure function is traced, what it must not do is refused: calls, the
 values of variables that are no arguments, and changes of Flax NNX modules. Such a
-module is copied for each call. What the call changes in it (a dropout layer's count,
+module is copied for each call. A change by the call (a dropout layer's count,
 batch statistics) is lost with the copy, unless the function returns it. Flax is not
 imported: a caller that has a module has done so.
 """
@@ -77,7 +77,7 @@ _tracing: ContextVar[str | None] = ContextVar("jdist.autograd.tracing", default=
 
 @contextlib.contextmanager
 def tracing(call: str) -> Iterator[None]:
-    """Marks what runs within it as a pure function that `call` is tracing."""
+    """Marks the block as the trace of a pure function by `call`."""
     token = _tracing.set(call)
     try:
         yield
@@ -86,7 +86,7 @@ def tracing(call: str) -> Iterator[None]:
 
 
 def refuse_in_pure(what: str, *names: object) -> None:
-    """Refuses what a pure function must not do: it would be done once, at compilation.
+    """Refuses a side effect in a pure function: it would happen once, at compilation.
 
     Args:
       what: What is refused, with `{}` for each of the names.
@@ -148,7 +148,7 @@ def state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
     """Refuses changes of modules in `arguments` that the function within would lose.
 
     Yields:
-      A list to which to append what the function returns: that is not lost.
+      A list for the function's result: changes that it contains are not lost.
 
     Raises:
       TypeError: The function has changed a module, and does not return the change.
@@ -178,7 +178,7 @@ def _nnx() -> ModuleType | None:
 
 
 def _module_class(nnx: ModuleType) -> type:
-    """The base class of modules and of streams of random numbers."""
+    """Returns the base class of modules and of random streams."""
     found: type = getattr(nnx, "Pytree", nnx.Module)
     return found
 
@@ -188,7 +188,7 @@ def _with_paths(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[KeyPath, Py
 
 
 def _state(module: type, tree: PyTree) -> list[tuple[str, object]]:
-    """The leaves of all modules in a tree, with their paths."""
+    """Lists the leaves of all modules in a tree, with their paths."""
     return [
         (path_of((*keys, *inner)), value)
         for keys, leaf in _with_paths(tree, (module,))

@@ -48,7 +48,7 @@ def record(
     kwargs: Mapping[str, PyTree],
     numbers: tuple[type, ...] = pure.NUMBERS,
 ) -> Computed:
-    """Runs `fn(*args, **kwargs)`, compiled and recorded if an argument is recorded.
+    """Runs `fn(*args, **kwargs)`; compiles and records it if an argument is recorded.
 
     Python's numbers of the types `numbers` are inputs of the compiled function, not
     parts of it.
@@ -67,7 +67,7 @@ def record(
 
 
 def detach(tree: PyTree) -> PyTree:
-    """The arrays of recorded values and variables, without their history.
+    """Returns the arrays of recorded values and variables, without their history.
 
     Args:
       tree: Any pytree. Recorded values in it become their arrays, and variables their
@@ -97,7 +97,7 @@ def _unary(fn: Callable[..., PyTree]) -> Method:
 
 
 def _binary(fn: Callable[..., PyTree]) -> tuple[Method, Method]:
-    """An operator and its reflection."""
+    """Makes an operator and its reflection."""
     # Another integer needs no other compilation: here it is no shape and no index.
     numbers = (int, float, complex)
     return (
@@ -126,7 +126,7 @@ def _comparison(fn: Callable[..., PyTree]) -> Method:
 
 
 def _refused(name: str) -> Method:
-    """A method that would drop the history."""
+    """Makes a method that raises because it would drop the history."""
 
     def refuse(self: "Operators", *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(_loss_of_history(name, self))
@@ -155,7 +155,7 @@ class Operators(Recordable):
 
     __slots__ = ()
 
-    # An operator of a NumPy array leaves it to the one here.
+    # NumPy's operators then return NotImplemented, and Python calls the ones here.
     __array_ufunc__ = None
 
     __pos__ = _unary(operator.pos)
@@ -362,7 +362,7 @@ def _refuse_as_argument(value: Operators) -> NoReturn:
 
 
 class _NoArray:
-    """The stand-in that JAX gets for a recorded value's array; every use is refused."""
+    """The object returned to JAX in place of an array; every use of it raises."""
 
     __slots__ = ("_of",)
 
@@ -370,7 +370,7 @@ class _NoArray:
         self._of = of
 
     def __getattribute__(self, name: str) -> Computed:
-        if name == "__class__":  # For `isinstance`.
+        if name == "__class__":  # for `isinstance`
             return _NoArray
         _refuse_as_argument(object.__getattribute__(self, "_of"))
 
@@ -389,7 +389,7 @@ class Recorded(Operators):
     Made by `apply`, by operators, and by calls of other workers. It cannot be changed.
 
     Args:
-      value: The array. One of NumPy must not be written to any more.
+      value: The array. A NumPy array must not be written to afterwards.
       edge: The node that made it, and as which of its outputs.
 
     Example:
@@ -418,7 +418,7 @@ class Recorded(Operators):
 
     @property
     def edge(self) -> Edge:
-        """The node that made it, and as which of its outputs."""
+        """The node that made it and the index of its output."""
         return self._edge
 
     def __copy__(self) -> "Recorded":

@@ -1,4 +1,4 @@
-"""Variables, which are the leaves of the graph, their gradients and their locks."""
+"""Variables, the leaves of the graph, with their gradients and locks."""
 
 import threading
 import weakref
@@ -41,8 +41,8 @@ class _FlatTree(NamedTuple):
         return cls(tree, kind, leaves, [])
 
     def light(self) -> Sequence[Numbers]:
-        """The leaves for a message: small ones as NumPy's, made once for all calls."""
-        # Of a deleted array, which may have been donated, the memory is another's.
+        """Returns the leaves for a message, small ones as NumPy arrays, cached."""
+        # The memory of a deleted array, which may have been donated, is no longer its.
         if not self.sent or True in [leaf.is_deleted() for leaf in self.leaves]:
             self.sent[:] = map(light, self.leaves)
         return self.sent
@@ -69,7 +69,7 @@ class LeafNode(Node):
 
 
 class Variable(Operators):
-    """A leaf that wants a gradient: a mutable cell around an immutable tree of arrays.
+    """A leaf with a gradient: a mutable cell around an immutable tree of arrays.
 
     A function that `apply` runs receives the tree; so does a pure function on another
     worker. Operators and methods work on it as on a recorded value. Gradients are never
@@ -128,7 +128,7 @@ class Variable(Operators):
 
     @property
     def node(self) -> LeafNode:
-        """The variable's node; the same one while any history leads to it."""
+        """The variable's node, the same while any history leads to it."""
         found = None if self._node is None else self._node()
         if found is not None:
             return found
@@ -140,7 +140,7 @@ class Variable(Operators):
             return found
 
     def recorded(self, light: bool = False) -> PyTree:
-        """The tree with recorded values in place of the floating arrays.
+        """Returns the tree with recorded values in place of the floating arrays.
 
         Args:
           light: Whether small arrays are to be NumPy's, for a message.
@@ -155,9 +155,9 @@ class Variable(Operators):
         return kind.structure.unflatten(values)
 
     def register_hook(self, hook: Hook) -> Callable[[], None]:
-        """Has `hook(gradient)` called in every backward pass that reaches the variable.
+        """Registers `hook(gradient)` for backward passes that reach the variable.
 
-        Once for each pass, with the sum of all that the pass has found; hooks are
+        It is called once in each pass, with the sum of the pass's gradients. Hooks are
         called in the order in which they were registered.
 
         Args:
@@ -188,7 +188,7 @@ class Variable(Operators):
             return tuple(self._hooks.values())
 
     def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
-        """The gradient of one pass: a tree of these leaves, changed by the hooks.
+        """Makes the gradient of one pass: a tree of these leaves, changed by the hooks.
 
         Raises:
           ValueError: A hook returned another structure, shape or dtype.
@@ -236,7 +236,7 @@ class Variable(Operators):
 
 @eager
 def variable(tree: PyTree) -> Variable:
-    """A leaf that wants a gradient.
+    """Makes a variable, a leaf with a gradient.
 
     Args:
       tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
@@ -264,12 +264,12 @@ def variable(tree: PyTree) -> Variable:
 def holding(
     locks: Sequence[InterruptSafeLock], busy: str, action: Callable[[], T]
 ) -> T:
-    """Calls `action` while this thread holds all these locks; released in any case.
+    """Calls `action` while this thread holds all these locks, and releases them.
 
     Args:
       locks: In the order in which to acquire them: the same wherever several are.
       busy: Ends the error's text if another thread holds one until the deadline.
-      action: What to call.
+      action: The function to call.
 
     Raises:
       RpcTimeout: The deadline of the call came first.
@@ -302,14 +302,14 @@ def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
 
 
 def _copied(array: np.ndarray) -> jax.Array:
-    """`jnp.array`, in a third of its time, and of any byte order."""
-    # JAX's memory has the machine's byte order.
+    """Converts a NumPy array of any byte order to JAX."""
+    # In a third of the time of `jnp.array`. JAX's memory has the machine's byte order.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     return placed(np.array(array, dtype, order="C"), None)
 
 
 def _check_paths(before: PyTree, after: PyTree) -> None:
-    """Refuses leaves unlike those before; their containers may be other ones."""
+    """Checks that leaves are like those before; containers may differ."""
     old, new = named_leaves(before), named_leaves(after)
     if old.keys() != new.keys():
         rule = f"must have the leaves {', '.join(old)}, as before"

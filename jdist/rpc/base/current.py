@@ -72,12 +72,12 @@ and a lock refuses to wait for more than some centuries."""
 
 
 def moment(seconds: float) -> float | None:
-    """The moment that many seconds from now; None for 0, and beyond LONGEST."""
+    """Return the moment `seconds` from now; None for 0 and beyond LONGEST."""
     return time.monotonic() + seconds if 0 < seconds <= LONGEST else None
 
 
 def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
-    """The deadline of a call: its own timeout, but never beyond the enclosing call.
+    """Return the deadline of a call, at most that of the enclosing call.
 
     Args:
       timeout: Seconds; -1 for the default, 0 for no limit.
@@ -101,7 +101,7 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
 
 
 def check_timeout(call: str, timeout: object) -> None:
-    """Refuses what is neither -1 nor a finite, non-negative number of seconds."""
+    """Check that a timeout is -1 or a finite, non-negative number of seconds."""
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
         raise TypeError(requirement(call, "must be a number of seconds", timeout))
     if timeout != DEFAULT and not 0 <= timeout < math.inf:
@@ -111,7 +111,7 @@ def check_timeout(call: str, timeout: object) -> None:
 
 
 def with_deadline(meta: Meta, deadline: Deadline) -> Meta:
-    """A copy of a request's metadata, with its deadline."""
+    """Copy a request's metadata and add its deadline."""
     meta = meta.copy()
     if deadline.at is not None:
         # The seconds that are left, because clocks of two machines differ.
@@ -122,7 +122,7 @@ def with_deadline(meta: Meta, deadline: Deadline) -> Meta:
 
 
 def from_meta(meta: Meta) -> Deadline:
-    """The deadline in metadata; what is not a number counts as none."""
+    """Read the deadline in metadata; a value that is no number counts as none."""
     seconds = meta.get("deadline")
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return NEVER
@@ -132,7 +132,7 @@ def from_meta(meta: Meta) -> Deadline:
 
 
 def exceeded(deadline: Deadline) -> str:
-    """The beginning of every message of a timeout, in torch's words."""
+    """Return the beginning of every message of a timeout, in torch's words."""
     milliseconds = round(deadline.timeout * 1000)
     return f"RPC ran for more than set timeout ({milliseconds} ms)"
 
@@ -141,7 +141,7 @@ def exceeded(deadline: Deadline) -> str:
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """An operation for messages and logs, put into words only when it is printed."""
+    """An operation for messages and logs, formatted only when it is printed."""
 
     verb: str
     function: Any = None
@@ -179,16 +179,16 @@ class RunningCall(Protocol):
     cancelled: str | None
 
     def begin(self, nested: Cancellable) -> None:
-        """The function began to wait for `nested`."""
+        """Records that the function waits for `nested`."""
 
     def end(self, nested: Cancellable) -> None:
-        """The function no longer waits for `nested`."""
+        """Records that the function no longer waits for `nested`."""
 
     def defer(self, future: Any) -> None:
-        """The result will be that of `future`, or made of it; then of the last one."""
+        """Records that the result comes from `future`, or from the last one given."""
 
     def bring(self, undelivered: Callable[[], None]) -> None:
-        """The answer brings references; called if nothing waits for it any more."""
+        """Registers a callback for an answer with references that is given up."""
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ NOT_INITIALIZED = (
 
 @contextlib.contextmanager
 def becoming() -> Iterator[None]:
-    """Marks the block in which this process gets its workers; excludes a second one.
+    """Guards the block in which this process gets its workers, one at a time.
 
     Raises:
       RpcError: It has workers already. (torch's "is already initialized".)
@@ -259,15 +259,16 @@ def add(agents: Sequence[Worker]) -> None:
 
 
 def remove(agents: Sequence[Worker]) -> None:
-    """Removes workers; any number of times."""
+    """Removes workers; idempotent."""
     with _lock:
         for agent in agents:
+            # In an elastic group another worker may have the name meanwhile.
             if _workers.get(agent.info.name) is agent:
                 del _workers[agent.info.name]
 
 
 def worker() -> Worker:
-    """The worker as which the calling code acts.
+    """Return the worker as which the calling code acts.
 
     Raises:
       RpcError: There is none, it was shut down, or there are several to choose from.
@@ -291,7 +292,7 @@ def worker() -> Worker:
 
 
 def why_none() -> str:
-    """The reason why this process has no worker, for messages."""
+    """Return the reason why this process has no worker, for messages."""
     if not _inherited:
         return NOT_INITIALIZED
     names = ", ".join(_inherited)
@@ -304,10 +305,9 @@ def why_none() -> str:
 
 
 def _leave_to_parent() -> None:
-    """In a process that was just forked: closes the inherited copies of the workers.
+    """Close the copies of the workers that a forked process inherits.
 
-    The workers are the parent's. References and futures that the child inherited do
-    nothing.
+    The workers are the parent's. Inherited references and futures do nothing.
     """
     global _lock, _becoming, _inherited
     # The scope may name a worker that has been removed from the table.
@@ -329,14 +329,14 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def deadline() -> Deadline:
-    """The deadline of the call being executed, if this is one."""
+    """Return the deadline of the call being executed, or no limit outside of one."""
     current = scope.get()
     return NEVER if current is None else current.deadline
 
 
 @contextlib.contextmanager
 def use_worker(name: str) -> Iterator[None]:
-    """Has this thread of control act as the worker `name` of this process.
+    """Act as the worker `name` of this process within the block.
 
     Raises:
       ValueError: This process has no worker of that name.
@@ -357,7 +357,7 @@ def use_worker(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acting_as(chosen: Worker) -> Iterator[None]:
-    """Has this thread of control act as that worker, within the running call."""
+    """Act as that worker within the block, under the running call's deadline."""
     before = scope.get()
     if before is not None and before.agent is chosen:
         yield

@@ -48,31 +48,33 @@ class DeviceMaps:
         return (self._answers if answers else self._requests).get(peer)
 
     def lead(self, peer: str, table: Table) -> None:
-        """Arrays that go to `peer` arrive there as in `table`."""
+        """Sets the table for requests to `peer`."""
         self.in_force = True
         self._requests[peer] = {**self._requests.get(peer, {}), **table}
 
     def answer(self, peer: str, table: Table) -> None:
-        """Arrays in answers to `peer` do, and others where nothing else is said."""
+        """Sets the table for answers to `peer`, and the default for requests."""
         self.in_force = True
         self._answers[peer] = table
+        # Its own map comes last and wins. The inverse serves messages that the callee
+        # sends by itself: cotangents find their way back.
         self._requests[peer] = {**table, **self._requests.get(peer, {})}
 
 
 def number_of(leaf: jax.Array, table: Table) -> int | None:
-    """The number of the receiver's device for this array; None for its one device."""
+    """Look up the receiver's device for an array; None for the receiver's default."""
     devices = leaf.devices()
     return table.get(next(iter(devices))) if len(devices) == 1 else None
 
 
 def number_beside(leaf: jax.Array, table: Table | None) -> int:
-    """The integer beside an array on the wire: its device plus one, 0 for none."""
+    """Encode an array's device for the wire: its number plus one, 0 for none."""
     number = None if table is None else number_of(leaf, table)
     return 0 if number is None else number + 1
 
 
 def device_of(number: int) -> jax.Device:
-    """The device of this number on this worker.
+    """Return the device of this number on this worker.
 
     Raises:
       ProtocolError: No device has this number.
@@ -84,7 +86,7 @@ def device_of(number: int) -> jax.Device:
 
 
 def check(maps: object) -> None:
-    """Refuses what is no device maps; which devices there are is seen at the start.
+    """Check the form of device maps; the devices are checked when the worker joins.
 
     Raises:
       TypeError, ValueError: See the message, which keeps torch's words.

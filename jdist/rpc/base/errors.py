@@ -21,7 +21,7 @@ class WorkerLost(RpcError):
 
     Attributes:
       worker: Name of the lost worker.
-      operation: What was going on, such as `"rpc_sync(add)"`.
+      operation: The operation under way, such as `"rpc_sync(add)"`.
       reason: How the loss was noticed, such as `"its connection closed"`.
     """
 

@@ -72,7 +72,7 @@ class Future(Generic[T]):
         return self._done
 
     def wait(self, timeout: float = -1) -> T:
-        """The value, once it is there.
+        """Waits for the future and returns its value.
 
         Args:
           timeout: Seconds, 0 for no limit. By default that of the call that this is
@@ -105,7 +105,7 @@ class Future(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def then(self, callback: "Callable[[Future[T]], U]") -> "Future[U]":
-        """A future of what `callback(self)` returns once this one is completed.
+        """Returns a future of `callback(self)`, called once this one is completed.
 
         Raises:
           TypeError: `callback` cannot be called.
@@ -127,9 +127,9 @@ class Future(Generic[T]):
         return child
 
     def add_done_callback(self, callback: "Callable[[Future[T]], object]") -> None:
-        """Calls `callback(self)` once completed; at once if it is.
+        """Calls `callback(self)` on completion; at once if already completed.
 
-        An exception of the callback is logged and goes no further. `then` keeps it.
+        An exception of the callback is logged and not raised. `then` keeps it.
 
         Raises:
           TypeError: `callback` cannot be called.
@@ -173,6 +173,8 @@ class Future(Generic[T]):
         run_all(callbacks)
 
     def _when_done(self, run: Callable[[], None]) -> None:
+        # The context of this call, not of the completing thread: the callback acts as
+        # the same worker and under the same deadline as the code that added it.
         context = contextvars.copy_context()
         if self._home is not None and current.scope.get() is None:
             context.run(current.scope.set, self._home)
@@ -188,7 +190,7 @@ class Future(Generic[T]):
         callback()
 
     def _sleep(self, until: float | None) -> bool:
-        """Blocks until completed; False when the moment came first."""
+        """Blocks until completed; returns False if `until` passed first."""
         # Not an event: those are written in Python, and an interrupt breaks them.
         waiter = threading.Lock()
         waiter.acquire()
@@ -209,10 +211,10 @@ def complete(
     error: BaseException | None,
     cancelled: bool = False,
 ) -> list[Callable[[], None]] | None:
-    """Completes `future`; the callbacks that the caller must now run.
+    """Completes `future` and returns the callbacks that the caller must run.
 
-    None when it was completed before. Threads that wait go on at once. After
-    `cancelled`, results that come later are dropped without complaint.
+    Returns None if it was completed before. Waiting threads are woken at once. After
+    `cancelled`, later results are dropped silently.
     """
     with future._lock:
         if future._done:
@@ -232,20 +234,19 @@ def complete(
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """The exception of a completed future, not raised: that would change it.
-
-    Each raise adds the frames it comes through, and keeps all that is in them.
-    """
+    """Returns the exception of a completed future, or None."""
+    # Without raising it: each raise adds the frames that it passes through, and keeps
+    # their variables alive.
     return future._error
 
 
 def cancel(future: Future[Any], error: BaseException) -> None:
-    """Completes `future` with `error` unless it is; a later result is dropped."""
+    """Completes an uncompleted `future` with `error`; a later result is dropped."""
     run_all(complete(future, None, error, cancelled=True) or [])
 
 
 def run_all(callbacks: list[Callable[[], None]]) -> None:
-    """Runs callbacks; one that raises keeps none of the others from running."""
+    """Runs all callbacks, also if some of them raise."""
     for number, callback in enumerate(callbacks, 1):
         try:
             callback()
@@ -255,7 +256,7 @@ def run_all(callbacks: list[Callable[[], None]]) -> None:
 
 
 def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
-    """Has `wake` called on completion; True, without a call, if it is completed.
+    """Registers `wake` for completion; returns True, uncalled, if already completed.
 
     Unlike a callback, `wake` runs on whichever thread completes the future, in no
     particular context: it must not block.
@@ -270,19 +271,19 @@ def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
 
 
 def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
-    """Takes back a `watch`."""
+    """Cancels a `watch`."""
     with future._lock:
         if future._waiters is not None and wake in future._waiters:
             future._waiters.remove(wake)
 
 
 def await_done(future: Future[Any], until: float | None) -> bool:
-    """Blocks until completed; False if the moment comes first."""
+    """Blocks until completed; returns False if `until` passes first."""
     return future._sleep(until)
 
 
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
-    """Runs `callback` once completed, outside any context; it may take its time."""
+    """Runs `callback` on completion, outside of any context; it may block."""
     future._call_when_done(callback)
 
 
@@ -292,7 +293,7 @@ _collected: contextvars.ContextVar[list[Future[Any]] | None] = contextvars.Conte
 
 
 def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
-    """The values of all futures, in order.
+    """Waits for all futures and returns their values in order.
 
     Args:
       futures: The futures to wait for.
@@ -339,7 +340,7 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
 
 
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
-    """A future of all of `futures`, completed once each has a value or an exception.
+    """Returns a future that completes once all of `futures` have.
 
     Source: `torch.futures.collect_all`.
 
@@ -373,7 +374,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
 
 @contextlib.contextmanager
 def wait_all_calls() -> Iterator[list[Future[Any]]]:
-    """Waits, at the end of the block, for every `rpc_async` that it made.
+    """Waits at the end of the block for every `rpc_async` made in it.
 
     Yields:
       The list of their futures, which grows with each call.
@@ -407,10 +408,8 @@ def collect(future: Future[Any]) -> None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether it is a Ctrl-C, which must end the program as well.
-
-    Python raises it on the main thread alone; anywhere else a callback raised it.
-    """
+    """Whether an error is a Ctrl-C, which must also end the program."""
+    # Python raises it on the main thread alone; anywhere else a callback raised it.
     on_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and on_main
 

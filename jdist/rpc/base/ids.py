@@ -1,4 +1,4 @@
-"""Ids that are unique in the whole group, given out without any communication."""
+"""Ids that are unique in the whole group, made without communication."""
 
 import itertools
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class GloballyUniqueId(NamedTuple):
 
 
 class IdCounter:
-    """Gives out the ids of one worker, in rising order; from any thread.
+    """Makes the ids of one worker in rising order; thread-safe.
 
     Args:
       worker: Number of the worker.
@@ -71,7 +71,7 @@ class IdCounter:
         self._numbers = itertools.count(first)
 
     def next(self) -> GloballyUniqueId:
-        """A new id.
+        """Makes a new id.
 
         Raises:
           OverflowError: All 2**48 are used up.
@@ -79,7 +79,7 @@ class IdCounter:
         return GloballyUniqueId(self._worker, self._number())
 
     def packed(self) -> int:
-        """A new id in one number of 64 bits; raises what `next` raises."""
+        """Makes a new id as a number of 64 bits; raises what `next` raises."""
         return self._worker << LOCAL_BITS | self._number()
 
     def _number(self) -> int:

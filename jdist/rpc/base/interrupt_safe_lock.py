@@ -8,7 +8,7 @@ therefore notes its owner in the step that acquires it, its release may be repea
 
 `with` a `threading.Condition` has the gap too, and so have `threading.Event` and
 `threading.Semaphore`: they are written in Python, and an interrupt leaves the lock
-inside them taken. What the main thread shares with others is therefore guarded by
+inside them taken. State that the main thread shares with others is therefore guarded by
 `with lock:` of a plain lock, with conditions made of that lock, and awaited by locks
 and queues.
 """
@@ -38,11 +38,11 @@ class InterruptSafeLock:
         return self._lock._is_owned()  # type: ignore[attr-defined]
 
     def try_acquire(self) -> bool:
-        """Acquires it if no thread holds it, this one included; whether it did."""
+        """Acquires the lock if no thread holds it, not even this; returns whether."""
         return not self.held and self._lock.acquire(blocking=False)
 
     def acquire(self, deadline: float | None, busy: str) -> None:
-        """Waits for it until a moment of `time.monotonic()`; None waits for ever.
+        """Acquires the lock by a moment of `time.monotonic()`; None waits for ever.
 
         Raises:
           TimeoutError: Another thread held it for too long. The text is `busy`.
@@ -60,12 +60,12 @@ class InterruptSafeLock:
             raise TimeoutError(busy)
 
     def release(self) -> None:
-        """Releases it if this thread holds it; any number of times."""
+        """Releases the lock if this thread holds it; idempotent."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
     def releasing(self, action: Callable[[], T]) -> T:
-        """Calls `action`, which acquires the lock, and releases it in any case."""
+        """Calls `action`, which acquires the lock, and always releases it."""
         if self.held:
             return action()  # it is refused, and the lock is its caller's to release
         try:
@@ -79,7 +79,8 @@ class InterruptSafeLock:
 
 
 def releasing_all(locks: Sequence[InterruptSafeLock], action: Callable[[], T]) -> T:
-    """As `InterruptSafeLock.releasing`, of an action that acquires several locks."""
+    """Calls `action`, which acquires several locks, and always releases them."""
+    # A lock that this thread held before is its caller's to release.
     others = [lock for lock in locks if not lock.held]
 
     def release() -> None:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 class UnboundFunction:
-    """Base of what stands for a function that is looked up when its call begins."""
+    """Base class for a function that is looked up when its call begins."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Invocation(NamedTuple):
 
     @classmethod
     def unpack(cls, kind: str, body: Any) -> "Invocation":
-        """The call that arrived.
+        """Decodes a call that arrived.
 
         Raises:
           ProtocolError: `body` is not a call.
@@ -61,7 +61,7 @@ class Interceptor(Protocol):
     """Sees every user-level call on its way out, at the callee, and back."""
 
     def request(self, to: WorkerInfo, call: Invocation) -> tuple[Invocation, Meta]:
-        """On the caller, before encoding: the call to send, and metadata for it."""
+        """On the caller, before encoding: returns the call to send and its metadata."""
 
     def execute(
         self,
@@ -70,16 +70,16 @@ class Interceptor(Protocol):
         meta: Meta,
         run: Callable[[Invocation], Any],
     ) -> tuple[Any, Meta]:
-        """On the callee: runs the call by `run`; its result and the reply's metadata.
+        """On the callee: runs the call; returns its result and the reply's metadata.
 
         The result may be a Future when the function is an async_execution one.
         """
 
     def reply(self, to: WorkerInfo, value: Any, meta: Meta) -> Any:
-        """On the caller, after decoding: the value that the user gets."""
+        """On the caller, after decoding: returns the value for the user."""
 
     def local(self, value: Any) -> Any:
-        """On the owner of a reference: what `to_here` gives for the value."""
+        """On the owner of a reference: returns the result of `to_here`."""
 
 
 # --- messages ---
@@ -95,7 +95,7 @@ class MessageContext:
 
     Args:
       worker: The receiver of a message that is sent, the sender of one that came.
-      meta: The message's metadata. What encode hooks put there travels with it.
+      meta: The message's metadata. Entries of encode hooks travel with it.
       operation: Of a message that is sent: the call that it belongs to.
 
     Attributes:
@@ -131,28 +131,28 @@ class ReferenceCounting(Protocol):
     """Reference counting as calls and the shutdown of a worker use it."""
 
     def begin(self, incarnation: int) -> None:
-        """The worker belongs to a group."""
+        """Starts counting as a member of a group."""
 
     def undelivered(self, message: MessageContext) -> None:
-        """The message with these references is lost, or may be."""
+        """Handles a message with references that is, or may be, lost."""
 
     def answer(self, execution: RunningCall, message: MessageContext) -> None:
-        """An answer brings references; if it is given up, they are undelivered."""
+        """Registers an answer with references: undelivered if it is given up."""
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
 
     def gone(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker is lost or has left."""
+        """Handles the loss or departure of a worker."""
 
     def release(self, deadline: Deadline, seconds: float) -> None:
-        """Gives up all references, and waits until all their owners know."""
+        """Drops all references and waits until their owners know."""
 
     def leaks(self) -> list[str]:
-        """Values that others still hold although all references were released."""
+        """Describes values that others still hold after `release`."""
 
     def counts(self) -> dict[str, int]:
-        """For `rpc.debug_info`."""
+        """Counts of references, for `rpc.debug_info`."""
 
     def close(self) -> None:
         """Ends at once."""
@@ -162,11 +162,7 @@ class ReferenceCounting(Protocol):
 
 
 def positional(call: str, args: Any) -> tuple[Any, ...]:
-    """The positional arguments; None stands for none.
-
-    Only a tuple or a list is taken. `args=(x)` without the comma is `x` itself: an
-    array, a string or a named tuple would be taken apart, and an array whose truth is
-    False would count as no arguments at all.
+    """Check positional arguments, a tuple or a list; None stands for none.
 
     Args:
       call: The public function, for the message.
@@ -181,7 +177,8 @@ def positional(call: str, args: Any) -> tuple[Any, ...]:
     """
     if args is None:
         return ()
-    # Exact types: a named tuple or an array would be taken apart.
+    # Exact types: `args=(x)` without the comma is `x` itself, and an array, a string or
+    # a named tuple would be taken apart.
     if type(args) is tuple or type(args) is list:
         return tuple(args)
     rule = "must be a tuple or a list of the positional arguments"
@@ -193,7 +190,7 @@ def positional(call: str, args: Any) -> tuple[Any, ...]:
 
 
 def named(call: str, kwargs: Any) -> dict[str, Any]:
-    """The keyword arguments; None stands for none.
+    """Check keyword arguments, a mapping; None stands for none.
 
     Args:
       call: The public function, for the message.

@@ -111,10 +111,8 @@ class RpcOptions:
 
 
 def check_seconds(call: str, seconds: object) -> None:
-    """Refuses what is not a finite, non-negative number of seconds.
-
-    The messages keep the words that torch's users search for.
-    """
+    """Check that a value is a finite, non-negative number of seconds."""
+    # The messages keep the words that torch's users search for.
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
         rule = "must be a number of seconds (incompatible constructor arguments)"
         raise TypeError(requirement(call, rule, seconds))
@@ -124,7 +122,7 @@ def check_seconds(call: str, seconds: object) -> None:
 
 
 def check_options(call: str, options: object) -> None:
-    """Refuses anything but an `RpcOptions`."""
+    """Check that a value is an `RpcOptions`."""
     if not isinstance(options, RpcOptions):
         rule = "must be an instance of RpcOptions"
         remedy = "It takes the place of torch's Argument rpc_backend_options."

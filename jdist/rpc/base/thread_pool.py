@@ -51,7 +51,7 @@ class ThreadPool:
             return max(0, self.places - self._taken)
 
     def run(self, task: Task) -> None:
-        """Has another thread run `task()`; after `close`, this thread does.
+        """Runs `task()` on another thread; after `close`, on this one.
 
         All connections are closed before the pool is, so a task then finds nothing to
         wait for. If the system refuses a new thread, this one runs the task too.
@@ -71,6 +71,7 @@ class ThreadPool:
     def _hand_over(self, task: Task) -> bool:
         """Gives a task to an idle thread or a new one; False after `close`."""
         with self._lock:
+            # The thread that became idle last: its stack is still in the caches.
             if self._idle:
                 idle = self._idle.pop()
                 idle.task = task
@@ -90,7 +91,7 @@ class ThreadPool:
             return False
 
     def run_limited(self, task: Task) -> None:
-        """Has another thread run `task()` as soon as one of the places is free."""
+        """Runs `task()` on another thread once one of the places is free."""
         with self._lock:
             self._waiting.append(task)
             if not self._take_place():
@@ -122,7 +123,7 @@ class ThreadPool:
         return True
 
     def _run_waiting(self) -> None:
-        """Runs the tasks that wait for a place, in order, until none is left."""
+        """Runs waiting tasks in order until none is left."""
         arriving = True
         while (task := self._next_waiting(arriving)) is not None:
             arriving = False

@@ -59,7 +59,7 @@ class Alarm:
         self._lock = threading.Lock()
 
     def set(self, at: float | None) -> None:
-        """Has the alarm ring at this moment, if it does not ring earlier."""
+        """Sets the alarm to this moment unless it is set to an earlier one."""
         if at is None or at >= self._next:
             return
         with self._lock:
@@ -73,7 +73,7 @@ class Alarm:
         with self._lock:
             if now < self._next:
                 return  # it rang at this moment already, and has a later one
-            # Reset before it rings: what is announced from now on may be missed by it.
+            # Reset before it rings, which may miss moments announced from here on.
             self._next = math.inf
         upcoming: float | None = now + _RETRY_SECONDS
         try:
@@ -113,11 +113,11 @@ class Timer:
         self._thread.start()
 
     def alarm(self, ring: Ring) -> Alarm:
-        """An alarm that calls `ring(now)` on the timer's thread; it must not wait."""
+        """Makes an alarm; `ring(now)` runs on the timer's thread and must not wait."""
         return Alarm(self, ring)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has a thread of the pool call `action()` in so many seconds.
+        """Calls `action()` on a thread of the pool after `seconds`.
 
         Takes no lock: finalizers may call it. After `close` the action is dropped.
         """
@@ -125,13 +125,13 @@ class Timer:
         self.at(time.monotonic() + seconds, lambda now: self._pool.run(action))
 
     def at(self, moment: float, ring: Callable[[float], object]) -> None:
-        """Has `ring(now)` called once on the timer's thread; it must not wait."""
+        """Calls `ring(now)` once on the timer's thread; it must not wait."""
         self._queue.put(_Appointment(moment, next(self._order), ring))
 
     def when_collected(
         self, thing: object, ring: Callable[[float], object]
     ) -> weakref.ref[Any]:
-        """Has `ring(now)` called on the timer's thread once `thing` is collected.
+        """Calls `ring(now)` on the timer's thread once `thing` is collected.
 
         Keep the result for as long as this is wanted. `ring` must not refer to `thing`.
         """
@@ -142,7 +142,7 @@ class Timer:
         return collected
 
     def close(self) -> None:
-        """Ends the thread; any number of times."""
+        """Ends the thread; idempotent."""
         self._queue.put(None)
         self._closed.put(None)
         if self._thread is not threading.current_thread():

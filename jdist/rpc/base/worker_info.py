@@ -57,7 +57,7 @@ class WorkerInfo:
 
 
 class PeerRecord(NamedTuple):
-    """One worker of a group, as others need it to connect to it.
+    """The data by which other workers connect to a worker.
 
     Attributes:
       info: Its name, rank and incarnation.
@@ -94,6 +94,6 @@ class PeerRecord(NamedTuple):
 
 
 def incarnation_of(member: WorkerInfo) -> int:
-    """The incarnation of a worker that belongs to a group."""
+    """Return the incarnation of a worker that belongs to a group."""
     assert member.incarnation is not None
     return member.incarnation

@@ -66,30 +66,30 @@ class ExtensionState(dict[str, Any]):
         self._on_close: list[Callable[[], None]] = []
 
     def on_gone(self, listener: Gone) -> None:
-        """Has `listener(worker, reason)` called for each that is lost or leaves.
+        """Registers `listener(worker, reason)` for workers that are lost or leave.
 
-        On a thread of its own, after calls to that worker have ended.
+        It runs on a thread of the pool, after calls to that worker have ended.
         """
         self._on_gone.append(listener)
 
     def on_close(self, listener: Callable[[], None]) -> None:
-        """Has `listener()` called when this worker ends."""
+        """Registers `listener()` for the end of this worker."""
         self._on_close.append(listener)
 
     def gone(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker is lost or has left."""
+        """Notifies listeners that a worker is lost or has left."""
         for listener in tuple(self._on_gone):
             # Each on a thread of its own: a listener may wait, and must not delay
             # others.
             self._pool.run(functools.partial(listener, worker, reason))
 
     def close(self) -> None:
-        """This worker ends."""
+        """Notifies listeners that this worker ends."""
         for listener in tuple(self._on_close):
             listener()
 
     def counts(self) -> dict[str, Any]:
-        """For `rpc.debug_info`."""
+        """Counts of all packages, for `rpc.debug_info`."""
         counting = (getattr(part, "counts", None) for part in self.values())
         return {key: n for counts in counting if counts for key, n in counts().items()}
 
@@ -110,16 +110,16 @@ class GroupLink(Protocol):
         """All workers, by rank; departed ones only in a group of fixed size."""
 
     def lost(self) -> dict[str, str]:
-        """The workers that were lost, and how that was noticed."""
+        """The lost workers, each with the reason."""
 
     def left(self) -> set[str]:
         """The workers that left in an orderly way."""
 
     def on_lost(self, listener: Callable[[str, str], None]) -> None:
-        """Has `listener(name, reason)` called for each worker that gets lost."""
+        """Registers `listener(name, reason)` for lost workers."""
 
     def check(self, purpose: str) -> None:
-        """Raises WorkerLost if a worker is lost without which nothing can go on."""
+        """Raises WorkerLost if a worker is lost that the group cannot do without."""
 
     def all_gather(
         self,
@@ -129,7 +129,7 @@ class GroupLink(Protocol):
         operation: str = "all_gather",
         tag: str = "",
     ) -> dict[str, Any]:
-        """The value that each of `names` gave, by name."""
+        """Gathers the values of the workers `names`, by name."""
 
     def refuse(
         self, names: Iterable[str], error: BaseException, operation: str, tag: str
@@ -148,8 +148,8 @@ class Agent:
 
     Args:
       info: Its name and rank.
-      transport: Its way to the others; owned by the agent from now on.
-      functions: What others may call.
+      transport: Its way to the others; owned by the agent.
+      functions: The functions that others may call.
       options: See there.
 
     Attributes:
@@ -164,8 +164,8 @@ class Agent:
       ending: Whether its shutdown has begun to take it out of the group. It stays so.
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
-      references: What it has of other workers, and they of it.
-      extension_state: What parts built upon rpc keep for it.
+      references: References to its values and to those of other workers.
+      extension_state: The state of packages built upon rpc.
     """
 
     group: GroupLink
@@ -212,13 +212,13 @@ class Agent:
         return self._transport.address
 
     def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
-        """Has `handler(caller, body, meta)` answer requests of this kind.
+        """Registers `handler(caller, body, meta)` for requests of this kind.
 
         It returns a value, a `Reply` with metadata, or a Future of one.
 
         Args:
           kind: Of the requests.
-          handler: What answers them.
+          handler: The function that answers them.
           limited: Whether it runs functions of the user's: no more of them run for
             programs at a time than `RpcOptions.threads` says. What the library sends
             itself must not wait behind these.
@@ -229,13 +229,13 @@ class Agent:
         self.callee.register(kind, handler, limited)
 
     def set_interceptor(self, interceptor: Interceptor | None) -> None:
-        """Has `interceptor` look at every user-level call; None removes it."""
+        """Sets the interceptor of all user-level calls; None removes it."""
         self.interceptor = interceptor
 
     # --- the group ---
 
     def meet(self, members: Iterable[PeerRecord]) -> None:
-        """Makes this worker one of a group of these, itself among them."""
+        """Enters a group with these members, this worker among them."""
         peers = []
         for record in members:
             if record.info == self.info:
@@ -246,14 +246,14 @@ class Agent:
         self.directory.complete(peers)
 
     def peer(self, record: PeerRecord) -> Peer:
-        """The connections to a worker, which are opened on demand."""
+        """Makes the peer of a worker; its connections are opened on demand."""
         info, transport_name, address = record
         if info == self.info:
             return Peer(info, info.name, None, self._loopback, self.pool)
         return Peer(info, transport_name, address, self._transport, self.pool)
 
     def drop_peer(self, peer: Peer, reason: str) -> None:
-        """Ends all that waits for a worker that has gone, or works for it."""
+        """Ends calls to and from a worker that has gone."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
         # Its calls to this worker end too: their channels are not the peer's own.
@@ -274,7 +274,7 @@ class Agent:
         self.extension_state.gone(peer.info, reason)
 
     def watch(self, shared: SharedConnection) -> None:
-        """Keeps the deadlines of a shared connection that leads to no worker."""
+        """Enforces the deadlines of a shared connection that leads to no worker."""
         self._watched.append(shared)
 
     # --- calling ---
@@ -291,7 +291,7 @@ class Agent:
 
         Args:
           to: A name, a rank or a WorkerInfo.
-          kind: What the callee has registered.
+          kind: A kind that the callee has registered.
           body: Anything encodable.
           timeout: Seconds; -1 for the default, 0 for no limit.
           meta: Small values by name that travel beside the body.
@@ -323,7 +323,7 @@ class Agent:
         meta: Meta | None = None,
         operation: Operation | None = None,
     ) -> Outgoing:
-        """A request, with its destination looked up and its deadline computed."""
+        """Prepares a request: looks up its destination and computes its deadline."""
         if self.closed:
             raise RpcError(current.why_none())
         peer = self.directory.find(to)
@@ -390,11 +390,9 @@ class Agent:
         return None
 
     def _cancellable(self, waiting: SyncCall, peer: Peer) -> Meta:
-        """Lets a blocking call be cancelled out of band; the metadata for that.
-
-        The callee's thread that reads the call's own connection is executing the call.
-        So another request cancels it, by the number that the metadata has.
-        """
+        """Makes a blocking call cancellable out of band; returns metadata for that."""
+        # The callee's thread that reads the call's own connection is executing the
+        # call, so another request cancels it, by the number in the metadata.
         ticket = next(self._tickets)
 
         def cancel() -> None:
@@ -411,7 +409,7 @@ class Agent:
         return self.submit(outgoing).future
 
     def submit(self, outgoing: Outgoing) -> AsyncCall:
-        """Sends a request on the shared connection; returns the call under way."""
+        """Sends a request on the shared connection; returns the pending call."""
         message = MessageContext(outgoing.peer.info, outgoing.meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
@@ -471,7 +469,7 @@ class Agent:
     # --- answers ---
 
     def encode(self, value: Any, message: MessageContext) -> tuple[Tree, list[Any]]:
-        """The tree and leaves of a value that is about to be sent in a call."""
+        """Encodes a value for a call as a tree and leaves."""
         try:
             return self.codec.encode(value, message)
         except BaseException:
@@ -479,7 +477,7 @@ class Agent:
             raise
 
     def undelivered(self, message: MessageContext) -> None:
-        """Gives up what a message carried, because its call has failed."""
+        """Gives up the references and values in the message of a failed call."""
         self.references.undelivered(message)
         for callback in message.if_lost:
             callback()
@@ -502,7 +500,7 @@ class Agent:
         raise rebuild(value, self.codec.functions)
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
-        """The error for a call whose channel closed."""
+        """Makes the error for a call whose channel closed."""
         # The others close their channels to a worker that leaves before it does itself.
         if self.ending:
             return RpcError(f"RPC was shut down on this worker during {operation}.")
@@ -515,7 +513,7 @@ class Agent:
     def timed_out(
         self, peer: Peer, operation: Operation, limit: Deadline
     ) -> RpcTimeout:
-        """The error for a call whose deadline came, with what the callee is doing."""
+        """Makes the error for a call past its deadline, with the callee's activity."""
         return RpcTimeout(
             f"{current.exceeded(limit)} and will now be marked with an error: "
             f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
@@ -524,7 +522,7 @@ class Agent:
     # --- serving ---
 
     def _serve(self, channel: Channel) -> None:
-        # It waits: another worker may learn before this one that this one has joined.
+        # Waits: another worker may learn before this one that this one has joined.
         caller = self.directory.caller(channel.peer, moment(self.options.join_timeout))
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
@@ -569,7 +567,7 @@ class Agent:
         return min((at for at in moments if at is not None), default=None)
 
     def close(self) -> None:
-        """Ends it at once: channels, threads, sockets. Any number of times."""
+        """Ends the worker at once: channels, threads, sockets. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -586,7 +584,7 @@ class Agent:
 
 
 def current_agent() -> Agent:
-    """The worker as which the calling code acts.
+    """Return the worker as which the calling code acts.
 
     Raises:
       RpcError: There is none, it was shut down, or there are several to choose from.
@@ -605,7 +603,7 @@ _lock = threading.Lock()
 
 
 def extend(package: str, installer: Installer) -> None:
-    """Has `installer(agent)` called once for every worker of this process.
+    """Register `installer(agent)`, called once for every worker of this process.
 
     Args:
       package: Registers it; a second time changes nothing.
@@ -623,7 +621,7 @@ def extend(package: str, installer: Installer) -> None:
 def equip(agent: Agent) -> None:
     """Runs all installers for a new worker."""
     with _lock:
-        # In this order: a package that registers from now on finds the worker itself.
+        # In this order: a package that registers from here on finds the worker itself.
         _agents.add(agent)
         installers = list(_installers.values())
     for installer in installers:

@@ -1,4 +1,4 @@
-"""The answering side: requests that arrive, and how they are executed and cancelled.
+"""The callee's side of calls: executing, answering and cancelling requests.
 
 The thread that reads a pooled connection runs its calls itself: the caller waits for
 one answer at a time, and a hand-off between threads costs about 45 us, more than most
@@ -40,11 +40,10 @@ __all__ = [
 
 
 class Execution:
-    """One call being executed, and what must end when it is cancelled.
+    """One call being executed, with the waits that end when it is cancelled.
 
-    Python cannot stop a running function. What can be stopped is: a call that has not
-    begun, the future of an async_execution function, and the calls that the function
-    makes itself.
+    Python cannot stop a running function. Cancellation ends a call that has not begun,
+    the future of an async_execution function, and the calls that the function makes.
     """
 
     __slots__ = (
@@ -87,16 +86,16 @@ class Execution:
 
     @property
     def has_answer(self) -> bool:
-        """Whether its function's result is there: never, while it is entered here."""
+        """Always False: a call with an answer is no longer entered here."""
         return False
 
     @property
     def deferred(self) -> bool:
-        """Whether it goes on without a thread, as a future."""
+        """Whether it continues without a thread, as a future."""
         return bool(self._futures)
 
     def follow(self, serve: Callable[..., None]) -> bool:
-        """Has its thread call `serve` next; False if that thread is done with it."""
+        """Appends `serve` to its thread's tasks; False if that thread has finished."""
         with self._lock:
             if self._followers is None:
                 return False
@@ -104,7 +103,7 @@ class Execution:
             return True
 
     def next_follower(self) -> Callable[..., None] | None:
-        """Takes out what its thread has to call next, if there is anything yet."""
+        """Takes its thread's next task, if there is one."""
         with self._lock:
             if not self._followers:
                 return None
@@ -112,15 +111,16 @@ class Execution:
             return first
 
     def followed(self) -> list[Callable[..., None]]:
-        """Takes out all that its thread has to call next; nothing more can follow."""
+        """Takes all of its thread's tasks; none can be added afterwards."""
         with self._lock:
             followers, self._followers = self._followers, None
         return list(followers or ())
 
     def defer(self, future: Future[Any]) -> None:
-        """Notes that the result will be that of `future`, or made of it."""
+        """Records that the result comes from `future`."""
         with self._lock:
             self._futures.append(future)
+            # A cancellation that came before has not seen this future.
             reason = self.cancelled
         if reason is not None:
             _time_out(future, reason)
@@ -131,7 +131,7 @@ class Execution:
         return self._undelivered is not None
 
     def bring(self, undelivered: Callable[[], None]) -> None:
-        """Notes that the answer brings references; called if the answer is given up."""
+        """Registers a callback for an answer with references that is given up."""
         with self._lock:
             self._undelivered = undelivered
             cancelled = self.cancelled
@@ -139,7 +139,7 @@ class Execution:
             undelivered()
 
     def begin(self, nested: Cancellable) -> None:
-        """Notes that the function waits for `nested`, to be given up with it."""
+        """Records that the function waits for `nested`, which is given up with it."""
         with self._lock:
             if self._nested is None:
                 self._nested = set()
@@ -149,13 +149,13 @@ class Execution:
             nested.give_up(reason)
 
     def end(self, nested: Cancellable) -> None:
-        """Notes that the function waits for `nested` no longer."""
+        """Records that the function no longer waits for `nested`."""
         with self._lock:
             if self._nested is not None:
                 self._nested.discard(nested)
 
     def cancel(self, reason: str) -> None:
-        """Ends what can be ended, because the caller does not wait for the result.
+        """Cancels the call: ends its futures and nested calls.
 
         Returns at once: the callbacks of futures are users' functions and run on the
         pool.
@@ -202,7 +202,7 @@ class Reply(NamedTuple):
 
 
 class ServingWorker(Protocol):
-    """A worker, as serving requests needs it."""
+    """The part of a worker that serving requests needs."""
 
     info: WorkerInfo
     closed: bool
@@ -217,7 +217,7 @@ class ServingWorker(Protocol):
 
 
 class Callee:
-    """The handlers of one worker, and how they are run.
+    """The request handlers of one worker.
 
     Args:
       agent: The worker.
@@ -231,7 +231,7 @@ class Callee:
         self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
-        """Has `handler` answer requests of this kind; see `Agent.register`.
+        """Registers `handler` for requests of this kind; see `Agent.register`.
 
         Raises:
           ValueError: The kind has a handler.
@@ -243,23 +243,22 @@ class Callee:
             self._limited.add(kind)
 
     def needs_place(self, frame: Frame) -> bool:
-        """Whether a request runs a function of the user's for a program.
-
-        A call that a called function makes needs no place: that function may have one
-        itself, and give it back only when this call is over. So a function that has a
-        place never waits for another place, whatever the workers call on each other.
-        """
+        """Whether a request needs one of the limited places for users' functions."""
+        # A call that a called function makes needs none: that function may have a place
+        # and give it back only when this call is over. So a function with a place never
+        # waits for another place, whatever the workers call on each other.
         return frame.kind in self._limited and frame.meta.get(NESTED) is not True
 
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
-        """An incoming request, which is about to `begin`."""
+        """Makes the execution of an incoming request, before `begin`."""
         until = current.from_meta(frame.meta)
         ticket = frame.meta.get("ticket")
         return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
     def begin(self, execution: Execution) -> None:
-        """Notes an incoming request as outstanding."""
+        """Records an incoming request as outstanding."""
         caller, ticket = execution.caller, execution.ticket
+        # First: it must be in the table when a cancellation looks for it.
         self._agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
@@ -277,7 +276,7 @@ class Callee:
     def execute(
         self, execution: Execution, frame: Frame, depth: int = 0
     ) -> Frame | Execution:
-        """Runs a request; the answer, or the execution once it is deferred.
+        """Runs a request; returns the answer, or the execution if it is deferred.
 
         Args:
           execution: As `begin` made it.
@@ -299,7 +298,7 @@ class Callee:
             return self.failure(frame.id, error)
 
     def failure(self, number: int, error: BaseException) -> Frame:
-        """The answer that says what was raised."""
+        """Makes the answer for an exception."""
         described = describe(error, self._agent.info.name)
         try:
             tree, leaves = self._agent.codec.encode(described)
@@ -340,7 +339,7 @@ class Callee:
         unsettled: Sequence[Future[Any]],
         run: Callable[[], Any],
     ) -> Future[Any]:
-        """Runs a call once its references may be used; no thread waits for that."""
+        """Runs a call once its references may be used, without a waiting thread."""
         result: Future[Any] = Future()
         context = contextvars.copy_context()
 
@@ -387,7 +386,7 @@ class Callee:
 
 
 def _pass_on(value: Any, result: Future[Any], execution: Execution) -> None:
-    """Completes `result` with a value, or with that of a future once it is there."""
+    """Completes `result` with a value, or with a future's value once completed."""
     if not isinstance(value, Future):
         result.set_result(value)
         return
@@ -438,10 +437,8 @@ class ServedConnection:
             pass
 
     def _read_one(self) -> bool:
-        """Reads one request; whether the connection is still open.
-
-        A function of its own, so that the thread keeps no request while it waits.
-        """
+        """Reads and serves one request; returns whether the connection is open."""
+        # A function of its own, so that the thread keeps no request while it waits.
         try:
             frame = self._channel.receive()
         except (ChannelClosed, ProtocolError) as error:
@@ -465,7 +462,7 @@ class ServedConnection:
             return True
         serve = functools.partial(self._serve, execution, frame)
         if before is not None and before.follow(serve):
-            pass  # without a thread of its own, which could only wait for that one
+            pass  # no thread of its own, which could only wait for the first one
         elif callee.needs_place(frame):
             pool.run_limited(serve)
         else:

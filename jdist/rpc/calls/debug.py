@@ -18,7 +18,7 @@ _MOST = 5
 
 
 def install(agent: Agent) -> None:
-    """Lets `agent` say what it does, and ask when one of its calls takes too long."""
+    """Registers the activity handler, and the hint for messages of timeouts."""
 
     def answer(caller: WorkerInfo, body: Any, meta: Meta) -> str:
         return "; ".join(activity(agent)[:_MOST])
@@ -28,7 +28,7 @@ def install(agent: Agent) -> None:
 
 
 def activity(agent: Agent) -> list[str]:
-    """The calls that a worker executes and those that it waits for, one line each."""
+    """Lists the calls that a worker executes and waits for, one line each."""
     served = (
         entry for entry in agent.outstanding.served() if entry.operation.verb != _KIND
     )
@@ -40,7 +40,7 @@ def activity(agent: Agent) -> list[str]:
 
 
 def information(agent: Agent) -> dict[str, Any]:
-    """See `rpc.debug_info`."""
+    """Collects the counts of `rpc.debug_info`."""
     outstanding, pool = agent.outstanding, agent.pool
     served = outstanding.served()
     return {
@@ -58,11 +58,13 @@ def information(agent: Agent) -> dict[str, Any]:
 
 
 def _hint(agent: Agent, peer: Peer) -> str:
-    """The activity of `peer`, if it answers quickly; for the message of a timeout."""
+    """Asks `peer` for its activity, for the message of a timeout."""
     if agent.closed or peer.departed:
         return ""
 
     def ask() -> str | None:
+        # One question at a time: when many calls time out together, the peer would be
+        # asked as often.
         if not peer.asking.try_acquire():
             return None
         # Not under the deadline that has just passed.

@@ -1,4 +1,4 @@
-"""Exchanging device maps: each worker tells its callees where their answers arrive."""
+"""Exchange of device maps: each worker sends its callees the maps for their answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _KIND = "device map"
 
 
 def install(agent: Agent) -> None:
-    """Lets others tell `agent` how their arrays are to come back."""
+    """Registers the handler of callers' device maps."""
 
     def answer(caller: WorkerInfo, body: Any, meta: Meta) -> None:
         if type(body) is not dict or not all(type(n) is int for n in body.values()):
@@ -37,7 +37,7 @@ def install(agent: Agent) -> None:
 
 
 def exchange(agent: Agent) -> None:
-    """Puts the maps of `agent` in force; its group is complete.
+    """Sends the worker's device maps and puts them in force; the group is complete.
 
     Raises:
       ValueError: A worker or a device does not exist.
@@ -52,6 +52,7 @@ def exchange(agent: Agent) -> None:
         sources = _sources(name, chosen)
         inverse = {target: number for number, target in sources.items()}
         peer = agent.directory.find(name)
+        # The callee checks the devices first: a map that it refuses must not be used.
         agent.call(peer.info, _KIND, inverse)
         devices = jax.local_devices()
         table = {devices[number]: target for number, target in sources.items()}
@@ -59,7 +60,7 @@ def exchange(agent: Agent) -> None:
 
 
 def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:
-    """The map with all devices by their numbers."""
+    """Converts a map's source devices to numbers."""
     devices = jax.local_devices()
     found: dict[int, int] = {}
     for source, target in chosen.items():

@@ -112,7 +112,7 @@ def rpc_async(
 
 
 def install(agent: Agent) -> None:
-    """Lets `agent` answer calls of functions."""
+    """Registers the handler of function calls."""
 
     def answer(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         return execute(agent, caller, Invocation.unpack(CALL, body), meta)
@@ -123,7 +123,7 @@ def install(agent: Agent) -> None:
 
 
 def execute(agent: Agent, caller: WorkerInfo, call: Invocation, meta: Meta) -> Any:
-    """Runs a call that has arrived: a value, a Future, or a Reply with metadata.
+    """Runs a call that has arrived; returns a value, a Future, or a Reply.
 
     Raises:
       Exception: Whatever the function raised.
@@ -137,7 +137,7 @@ def execute(agent: Agent, caller: WorkerInfo, call: Invocation, meta: Meta) -> A
 
 
 def _execution() -> RunningCall:
-    """The call that this thread is running."""
+    """Returns the call that this thread is running."""
     scope = current.scope.get()
     assert scope is not None
     assert scope.execution is not None
@@ -145,7 +145,7 @@ def _execution() -> RunningCall:
 
 
 def run(call: Invocation) -> Any:
-    """Runs the function: its value, or its future where it is marked as asynchronous.
+    """Runs the function; returns its value, or its future if it is asynchronous.
 
     Raises:
       TypeError: The function is marked and did not return a future.
@@ -170,7 +170,7 @@ def _intercepted(
 ) -> Any:
     value, answer_meta = interceptor.execute(caller, call, meta, run)
     if isinstance(value, Future):
-        # What the answer is made of is given up with it.
+        # The future that the answer is made of is given up with the call.
         _execution().defer(value)
         return value.then(lambda done: Reply(done.value(), answer_meta))
     if type(value) is Reply:  # its value is a future, which is to be refused
@@ -188,7 +188,7 @@ def outgoing(
     timeout: float,
     verb: str,
 ) -> Outgoing:
-    """A call of a function, as a request of this kind.
+    """Makes the request for a call of a function.
 
     Raises:
       TypeError: `func` cannot be called, or `args` or `kwargs` is of a wrong type.
@@ -220,11 +220,11 @@ _MARK = "__jdist_async_execution__"
 
 
 def async_execution(fn: F) -> F:
-    """Marks a function that returns a Future of what its caller shall get.
+    """Marks a function that returns a Future of its caller's result.
 
-    Its callee's thread is free at once, and the answer is sent when the future is
-    completed. Where the caller gives the call up, the future is completed with a
-    timeout error. Called directly, the function is what it was.
+    The callee's thread is free at once, and the answer is sent when the future is
+    completed. If the caller gives up the call, the future is completed with a timeout
+    error. Called directly, the function is unchanged.
 
     It may stand on either side of `staticmethod` and `classmethod`.
 
@@ -255,12 +255,12 @@ def async_execution(fn: F) -> F:
 
 
 def is_asynchronous(function: Callable[..., Any]) -> bool:
-    """Whether `function`, or the function of this bound method, is so marked."""
+    """Whether `function` is marked by `async_execution`."""
     return getattr(function, _MARK, False) is True
 
 
 def check_result(function: Callable[..., Any], result: Any) -> None:
-    """Refuses a result of a marked function that is not a future.
+    """Checks that a marked function has returned a future.
 
     Raises:
       TypeError: With the words that torch's users search for.

@@ -1,4 +1,4 @@
-"""The calls under way on one worker: those that it makes, and the table of all.
+"""The table of calls under way on one worker, and the calls that it makes.
 
 Every call is entered twice: by its caller, from before it is sent until its callbacks
 have run, and by its callee, from its arrival until its answer is sent. So a message in
@@ -61,7 +61,7 @@ class Entry(Protocol):
 
 
 def end_of(entry: Entry) -> float | None:
-    """The moment at which a call must be over; None for one without a deadline."""
+    """Returns a call's deadline; None for a call without one."""
     return entry.deadline.at
 
 
@@ -81,19 +81,19 @@ class OutstandingCalls:
         self._watched = 0
 
     def send(self, entry: Entry) -> None:
-        """A call goes out."""
+        """Records an outgoing call."""
         with self._lock:
             self._begun += 1
             self._sent.add(entry)
 
     def serve(self, entry: Entry) -> None:
-        """A call came in."""
+        """Records an incoming call."""
         with self._lock:
             self._begun += 1
             self._served.add(entry)
 
     def end(self, entry: Entry) -> None:
-        """The call is over, on this side; any number of times."""
+        """Removes a call that is over on this side; idempotent."""
         with self._lock:
             self._sent.discard(entry)
             self._served.discard(entry)
@@ -118,7 +118,7 @@ class OutstandingCalls:
         begun: float | None = None,
         until: float | None = None,
     ) -> int | None:
-        """Waits until no call is under way; how many have ever begun, at that moment.
+        """Waits until no call is under way; returns how many have ever begun.
 
         Args:
           deadline: Of the wait.
@@ -180,7 +180,7 @@ class OutstandingCalls:
             return None if self._sent or self._served else self._begun
 
     def wake(self) -> None:
-        """Has the threads that wait in `when_empty` check again."""
+        """Wakes the threads in `when_empty`, which then check again."""
         with self._lock:
             self._empty.notify_all()
 
@@ -192,7 +192,7 @@ class OutstandingCalls:
 
 
 def describe(entry: Entry) -> str:
-    """One call in words, such as `rpc_sync(add) of 'b' since 0.2 s`."""
+    """Describes a call, such as `rpc_sync(add) of 'b' since 0.2 s`."""
     seconds = time.monotonic() - entry.since
     return f"{entry.operation} of {entry.peer!r} since {seconds:.1f} s"
 
@@ -213,9 +213,9 @@ class Submitted(NamedTuple):
 class Outgoing(NamedTuple):
     """A request to be sent, and its destination.
 
-    Of an asynchronous call `ended` is called with the error, or None, on the thread
-    that receives it, before anything else; it must not wait. `after` is a request that
-    the callee has to end before it can answer this one.
+    For an asynchronous call, `ended` is called with the error or None on the receiving
+    thread, before anything else; it must not wait. `after` is a request that the callee
+    has to end before it can answer this one.
     """
 
     peer: Peer
@@ -230,7 +230,7 @@ class Outgoing(NamedTuple):
 
 
 class CallingWorker(Protocol):
-    """A worker, as the calls that it makes need it."""
+    """The part of a worker that outgoing calls need."""
 
     outstanding: OutstandingCalls
 
@@ -240,7 +240,7 @@ class CallingWorker(Protocol):
         """Decodes an answer: returns its value or raises its exception."""
 
     def undelivered(self, message: MessageContext) -> None:
-        """Gives up what a message carried, because its call has failed."""
+        """Gives up the references and values in the message of a failed call."""
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose connection closed."""
@@ -333,7 +333,7 @@ class SyncCall:
                 return peer.give(self)
 
     def release(self, reason: str) -> None:
-        """Closes the channel if the call still has one; any number of times."""
+        """Closes the channel if the call still has one; idempotent."""
         if self.connection is not None:
             self._peer.drop(self.connection, reason)
             self.connection = None
@@ -395,7 +395,7 @@ class AsyncCall:
         tree: Tree,
         leaves: list[Any],
     ) -> None:
-        """Sends it; from here on exactly one of the three ends below comes.
+        """Sends the request; exactly one of the three methods below is then called.
 
         Raises:
           ValueError: The frame is beyond the limits.
@@ -454,7 +454,7 @@ class AsyncCall:
         if not callbacks:
             self._agent.outstanding.end(self)
             return []
-        # What callbacks begin must be on the ledger before this call leaves it.
+        # Calls that callbacks begin must be in the table before this one leaves it.
         return [*callbacks, lambda: self._agent.outstanding.end(self)]
 
     def _lose(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The workers that one worker knows, and its connections to each of them.
+"""The directory of the workers that one worker knows, and its connections to them.
 
 A synchronous call has a connection to itself while it lasts, so that its callee's
 thread runs it and answers without a hand-off between threads on either side. Idle
@@ -86,11 +86,11 @@ class Peer:
 
     @property
     def device_maps(self) -> DeviceMaps:
-        """On which devices this worker's arrays arrive, there among others."""
+        """The device maps of this worker's transport, for this peer and others."""
         return self._transport.device_maps
 
     def take(self, caller: ConnectionHolder, deadline: Deadline) -> PooledConnection:
-        """A channel for one synchronous call, to be given back or dropped.
+        """Takes a channel for one synchronous call, to be given back or dropped.
 
         It is `caller.connection` before it is returned, so that no interrupt loses it.
 
@@ -107,7 +107,7 @@ class Peer:
                 self._idle.pop()
             if connection.channel.usable():
                 return connection
-            # The peer, or what lies between, has closed it since.
+            # The peer, or a middlebox between, has closed it since.
             self.drop(connection, "it was closed while no call used it")
             caller.connection = None
         caller.connection = connection = PooledConnection(self._connect(deadline))
@@ -119,7 +119,7 @@ class Peer:
         return connection
 
     def give(self, caller: ConnectionHolder) -> float | None:
-        """The call is over and its answer was received; when to `expire` channels."""
+        """Returns a finished call's connection to the pool, and when to `expire` it."""
         with self._lock:
             connection = caller.connection
             assert connection is not None
@@ -140,16 +140,14 @@ class Peer:
                 caller.connection.channel.close(reason)
 
     def drop(self, connection: PooledConnection, reason: str) -> None:
-        """The call was given up; closing its channel is how the callee learns it."""
+        """Closes the channel of a call that was given up, which informs the callee."""
         with self._lock:
             self._busy.discard(connection)
         connection.channel.close(reason)
 
     def expire(self, now: float) -> float | None:
-        """Closes the channels that were idle for long; when to look again.
-
-        Each has a thread and a descriptor on both sides. The one used last is kept.
-        """
+        """Closes channels that were idle for long; returns when to look again."""
+        # Each has a thread and a descriptor on both sides. The one used last is kept.
         with self._lock:
             spare, last = self._idle[:-1], self._idle[-1:]
             old = [
@@ -166,7 +164,7 @@ class Peer:
         )
 
     def open_shared(self, deadline: Deadline) -> SharedConnection:
-        """The shared channel, connected at the first call.
+        """Returns the shared connection, opened at the first call.
 
         Raises: what `Transport.connect` raises.
         """
@@ -183,7 +181,7 @@ class Peer:
         return self._opening.releasing(opened)
 
     def close(self, reason: str) -> None:
-        """The worker is gone: everything under way ends with `reason`."""
+        """Ends everything under way with `reason`, because the worker is gone."""
         with self._lock:
             # The first reason stays: it says how the loss was noticed.
             self.departed = self.departed or reason
@@ -235,14 +233,14 @@ class Directory:
         self._by_transport: dict[str, Peer] = {}
 
     def complete(self, peers: Iterable[Peer]) -> None:
-        """Enter the first members; this worker belongs to the group from now on."""
+        """Enter the first members, which completes this worker's join."""
         for peer in peers:
             self.know(peer)
             self.admit(peer)
         self._complete.set()
 
     def know(self, peer: Peer) -> None:
-        """Enter a worker that is about to join: its calls are served from now on."""
+        """Enter a worker that is about to join; its calls are then served."""
         with self._lock:
             self._by_incarnation[peer.info.incarnation] = peer
             self._by_transport[peer.transport_name] = peer
@@ -256,18 +254,18 @@ class Directory:
             self._arrive(peer)
 
     def expel(self, peer: Peer) -> None:
-        """Serve a worker no more that is gone and whose name will be given again."""
+        """Stop serving a departed worker, whose name may be given again."""
         with self._lock:
             self._by_transport.pop(peer.transport_name, None)
             self._arrive(peer)
 
     def peers(self) -> list[Peer]:
-        """The admitted workers, by rank; of each rank the last one."""
+        """The latest admitted worker of each rank, in order."""
         with self._lock:
             return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
     def present(self) -> list[Peer]:
-        """The workers that are known and not gone: all to which connections can be."""
+        """The known workers that are not gone: all that can have connections."""
         # Not only the admitted ones: one that is about to join can be called back, and
         # one whose name has a successor was called by its WorkerInfo.
         with self._lock:
@@ -275,7 +273,7 @@ class Directory:
         return [peer for peer in known if peer.departed is None]
 
     def find(self, to: Any) -> Peer:
-        """The worker that a user means by a name, a rank or a WorkerInfo.
+        """Find a worker by name, rank or WorkerInfo.
 
         A WorkerInfo that came from the group means that very worker, also when another
         one has its name and rank meanwhile.
@@ -299,19 +297,19 @@ class Directory:
         return peer
 
     def of_incarnation(self, incarnation: int) -> Peer | None:
-        """That worker; None if it was gone before this one came."""
+        """Find a worker; None if it was gone before this one joined."""
         return self._by_incarnation.get(incarnation)
 
     def is_admitted(self, peer: Peer) -> bool:
-        """Whether it is the last one of its name that was admitted."""
+        """Whether it is the latest admitted worker of its name."""
         return self._by_name.get(peer.info.name) is peer
 
     def caller(self, transport_name: str, until: float | None) -> WorkerInfo | None:
-        """The worker that proved this name; waits until this one belongs to the group.
+        """Find the worker that proved this name, once this one belongs to the group.
 
         Other workers may learn a little earlier that this one belongs to it. None for a
         worker that does not belong to the group, or no longer: one that was frozen and
-        taken for lost may not know it yet.
+        declared lost may not know it yet.
         """
         if transport_name not in self._by_transport:
             self._complete.wait(None if until is None else until - time.monotonic())
@@ -319,7 +317,7 @@ class Directory:
         return None if peer is None or peer.departed is not None else peer.info
 
     def departed(self, name: str) -> str | None:
-        """The reason why that worker is gone, if it is."""
+        """The reason why a worker is gone, or None."""
         peer = self._by_name.get(name)
         return None if peer is None else peer.departed
 
@@ -340,7 +338,7 @@ class Directory:
         raise ValueError(requirement("rpc(to=...)", rule, to))
 
     def _await(self, to: Any) -> None:
-        """Waits while a worker that may be meant is about to be admitted."""
+        """Waits while a worker that `to` may refer to is about to be admitted."""
         name = to.name if type(to) is WorkerInfo else to
 
         def came() -> bool:

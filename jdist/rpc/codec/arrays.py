@@ -1,4 +1,4 @@
-"""Arrays on their way: memory, dtypes by name, and how they and their kin travel.
+"""Encoding of arrays, scalars, dtypes and keys, and the memory that they arrive in.
 
 JAX on CPU takes NumPy memory over without a copy exactly when its address is a multiple
 of 64, so large arrays are received into such memory.
@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Writable memory, not initialised, whose address is a multiple of 64.
+    """Allocate uninitialised, writable memory whose address is a multiple of 64.
 
     Example:
       >>> len(aligned(100))
@@ -45,7 +45,7 @@ def aligned(nbytes: int) -> memoryview:
 
 
 def host(leaf: Any) -> np.ndarray:
-    """The elements of a leaf in C order: a view where that is possible.
+    """Return the elements of a leaf in C order, as a view if possible.
 
     Waits for a JAX array that is being computed, and gathers one that is sharded.
     """
@@ -56,7 +56,7 @@ def host(leaf: Any) -> np.ndarray:
 def adopt(
     leaves: Sequence[Any], device: jax.Device | None, devices: Table | None = None
 ) -> list[Any]:
-    """Leaves as another worker of the same process receives them.
+    """Convert leaves for another worker of the same process.
 
     NumPy arrays are copied, because either side may write to its own. JAX arrays
     cannot be written: they are shared, or moved if they are not on `device`, nor on
@@ -77,7 +77,7 @@ def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any
         # `device_put` refuses arrays with shards in other processes.
         leaf = leaf.addressable_data(0)
     # A sharding and not the device: with that, the type of an array from a mesh with
-    # explicit axes would go on naming the mesh (JAX 0.10.2), and no `jit` take it.
+    # explicit axes would still name the mesh (JAX 0.10.2), and `jit` would refuse it.
     return jax.device_put(leaf, SingleDeviceSharding(device))
 
 
@@ -106,7 +106,7 @@ _OTHER = re.compile(
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """The name under which a dtype travels.
+    """Return the name under which a dtype travels.
 
     Raises:
       TypeError: Arrays of this dtype cannot travel: Python objects, records.
@@ -126,7 +126,7 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def dtype_named(name: str) -> np.dtype:
-    """The dtype of this name.
+    """Return the dtype of a name.
 
     Raises:
       ProtocolError: No dtype has this name.
@@ -146,7 +146,7 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def _numpy_array(encoding: Encoding, value: np.ndarray) -> Tree:
-    dtype_name(value.dtype)  # Refused here, so that no transport takes more.
+    dtype_name(value.dtype)  # raises here, so that no transport accepts more
     return encoding.leaf(value)
 
 
@@ -155,7 +155,7 @@ def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Tree:
 
 
 def jax_array(encoding: Encoding, value: jax.Array) -> Tree:
-    """The tree of a JAX array that is no tracer and holds no keys."""
+    """Encode a JAX array that is no tracer and holds no keys."""
     # Checked here, with a remedy: JAX's own error would come from the transport.
     if value.is_deleted():
         rule = "must not have been deleted"

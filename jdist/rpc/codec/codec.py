@@ -1,7 +1,7 @@
-"""Values as trees and leaves, and back: what rpc can send.
+"""Encoding of values as trees and leaves, and decoding.
 
 A *tree* is made of plain scalars and lists (`jdist.rpc.codec.codes` has the format);
-the *leaves* are the arrays of the value, untouched. What arrives is what was sent:
+the *leaves* are the arrays of the value, unchanged. These values arrive as sent:
 
 - None, bool, int of any size, float, complex, str, bytes, bytearray, range, slice, ...
 - tuple, list, dict in its order, OrderedDict, defaultdict, sets, named tuples; a
@@ -94,7 +94,7 @@ class Codec:
     def encode(
         self, value: Any, message: MessageContext | None = None
     ) -> tuple[Tree, list[Any]]:
-        """The tree of a value, and its arrays in the order in which they appear.
+        """Encodes a value as a tree and its arrays in order of appearance.
 
         Args:
           value: The value.
@@ -120,7 +120,7 @@ class Codec:
     def decode(
         self, tree: Tree, leaves: Sequence[Any], message: MessageContext | None = None
     ) -> Any:
-        """The value of a tree and its leaves; `message` as for `encode`.
+        """Decodes a tree and its leaves; `message` as for `encode`.
 
         Raises:
           ProtocolError: The tree is malformed, or does not fit the leaves.
@@ -144,7 +144,7 @@ class Codec:
         decode: Hook,
         key: bool = True,
     ) -> None:
-        """Lets objects of exactly the type `kind` travel in a form of their own.
+        """Registers an encoding for objects of exactly the type `kind`.
 
         Args:
           kind: The type.
@@ -171,10 +171,10 @@ class Codec:
             self._not_keys.add(kind)
 
     def substitute(self, kind: type, other: Hook) -> None:
-        """Lets objects of exactly the type `kind` travel as another value, and stay it.
+        """Registers a value to send in place of objects of exactly the type `kind`.
 
-        They may not be keys of a dictionary, nor in a set: there they are found by what
-        they are.
+        They cannot be keys of a dictionary or elements of a set, where they are found
+        by their own type.
 
         Args:
           kind: The type.
@@ -186,7 +186,7 @@ class Codec:
         self._not_keys.add(kind)
 
     def _by_kind(self, encoding: Encoding, value: Any) -> Any:
-        """The tree of a value whose type alone does not tell how it travels."""
+        """Encodes a value whose exact type has no encoder."""
         why_not = nnx.refusal(value)  # first: a module may be a dataclass, or callable
         if why_not:
             raise TypeError(why_not)
@@ -196,7 +196,8 @@ class Codec:
         tree = encoder(encoding, value)
         is_leaf = isinstance(tree, list) and tree[0] == codes.LEAF
         if is_leaf and isinstance(value, jax.Array):
-            # The class of JAX's arrays is known only from an array: found at once now.
+            # JAX does not export the class of its arrays, so it is learned from the
+            # first one; later ones are then found by type.
             self._encoders[type(value)] = arrays.jax_array
         return tree
 
@@ -246,7 +247,7 @@ def _integer(encoding: Encoding, value: int) -> Tree:
 
 
 def _bytes(encoding: Encoding, value: bytes) -> Tree:
-    """Short bytes unchanged, long ones as a leaf."""
+    """Encodes short bytes unchanged, long ones as a leaf."""
     return value if len(value) < _LONG else _raw(encoding, codes.BYTES, value)
 
 
@@ -298,7 +299,7 @@ def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Tree:
 
 
 def _decoded_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
-    """The bytes in a node that holds nothing else."""
+    """Decodes a node that holds only bytes."""
     (tree,) = parts(node, object)
     data = decoding.value(tree)
     if type(data) is not bytes:
@@ -329,7 +330,7 @@ def _made(make: Callable[..., Any], decoding: Decoding, node: list[Tree]) -> Any
 
 
 def _hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
-    """A set or dictionary of what a peer says are its elements or keys."""
+    """Builds a set or dictionary of elements or keys sent by a peer."""
     try:
         return make(items)
     except TypeError as error:
@@ -396,7 +397,7 @@ def _name_of(encoding: Encoding, value: Any) -> str:
 def _dataclass(encoding: Encoding, value: Any) -> Tree:
     name = _name_of(encoding, value)
     try:
-        # It raises for a class with C state, which the fields would not carry.
+        # Raises for a class with C state, which the fields would not carry.
         object.__new__(type(value))
     except TypeError as error:
         rule = "must not be a dataclass with contents beside its fields"
@@ -430,7 +431,7 @@ def _exception(encoding: Encoding, value: BaseException) -> Tree:
 
 
 def _future(encoding: Encoding, value: Any) -> Tree:
-    # What torch says, because its users search for it.
+    # torch's words, because its users search for them.
     rule = 'must not be a future: "Can not pickle torch.futures.Future"'
     remedy = (
         "Send what it waits for, `future.wait()`, or return it from a function "
@@ -509,7 +510,7 @@ def _decoded_exception(decoding: Decoding, node: list[Tree]) -> Exception:
 
 
 def _or_pickled(encoder: Encoder) -> Encoder:
-    """`encoder`, with a pickle for what it refuses."""
+    """Wraps `encoder` so that values it refuses are pickled."""
 
     def encode(encoding: Encoding, value: Any) -> Tree:
         leaves, depth = len(encoding.leaves), encoding.depth
@@ -533,7 +534,7 @@ def _pickle(value: Any, refusal: Exception) -> bytes:
 
 
 def _unpickled(decoding: Decoding, node: list[Tree]) -> Any:
-    """The object of a pickle; for a codec with allow_pickle=True only."""
+    """Decodes a pickle; for a codec with allow_pickle=True only."""
     data = _decoded_bytes(decoding, node)
     try:
         return pickle.loads(data)
@@ -554,7 +555,7 @@ def _forbidden_pickle(decoding: Decoding, node: list[Tree]) -> Any:
 _CALLABLES: dict[type, Encoder] = {
     types.FunctionType: _reference,
     types.BuiltinFunctionType: _reference,
-    type(jnp.sin): _reference,  # What jax.jit returns.
+    type(jnp.sin): _reference,  # the class of jax.jit's results
     type(jnp.add): _reference,
     types.MethodType: _method,
     partial: _partial,

@@ -1,4 +1,4 @@
-"""The format of a tree: what the first element of each list says about the rest.
+"""The format of a tree: the codes that begin its lists.
 
 A tree is None, bool, int (64 bit), float, str, bytes, or a list that begins with a
 code. "Tree" stands for any tree below, "name" for `module:qualname`:
@@ -70,7 +70,7 @@ Tree = None | bool | int | float | str | bytes | list["Tree"]
 def names_code(tree: object) -> bool:
     """Whether decoding a tree may import a module or run code of a class.
 
-    What was given to `Codec.register` decodes itself, without waiting.
+    Types given to `Codec.register` decode themselves, without waiting.
 
     Example:
       >>> names_code([TUPLE, 1, [LEAF, 0]])

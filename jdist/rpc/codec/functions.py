@@ -1,4 +1,4 @@
-"""Functions by name: which ones a worker lets others call, and how they are found.
+"""Functions by name: which ones others may call, and how they are found.
 
 A function travels as `module:qualname`. The callee looks the name up itself and runs
 what it finds, so the question is only which names it answers. It answers a name when
@@ -92,7 +92,7 @@ _REMEDY = (
 
 
 class FunctionTable:
-    """The functions and classes that one worker lets others name.
+    """The functions and classes of one worker that others may name.
 
     Args:
       allow: Names to allow beside the main program, its package, `jax.numpy`, `jax.nn`
@@ -119,17 +119,18 @@ class FunctionTable:
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
-        self._open: set[str] = set()  # Modules found allowed so far, and importable.
+        self._open: set[str] = set()  # modules found allowed so far, and importable
         self._found: dict[str, _Found] = {}
         self._known = dict(_always_known())
         for name in self._modules:
             if _within(name, ("jax",)):
                 self._known |= _public(name)
-        # The first name of those that have several; `_known` keeps the ids theirs.
+        # The first name of objects with several; `_known` keeps them alive, so that
+        # their ids stay theirs.
         self._names = {id(it): ref for ref, it in reversed(self._known.items())}
 
     def reference(self, function: Any) -> str:
-        """The name under which other workers find `function`, a function or class.
+        """Returns the name under which other workers find a function or class.
 
         Raises:
           ValueError: It has no name that others could look up: a lambda, a function
@@ -149,7 +150,7 @@ class FunctionTable:
         return ref
 
     def resolve(self, ref: str) -> Any:
-        """The function or class of this name.
+        """Finds the function or class of a name.
 
         Raises:
           ForbiddenFunction: The name is not allowed, or nothing here has it.
@@ -180,7 +181,7 @@ class FunctionTable:
         return found
 
     def named(self, ref: str) -> Any:
-        """The function or class of this name, for a peer to call.
+        """Finds the function or class of a name for a peer to call.
 
         Raises:
           ForbiddenFunction: As `resolve`; or the class has the constructor of a class
@@ -193,9 +194,9 @@ class FunctionTable:
         return found
 
     def method(self, owner: Any, name: str) -> Callable[..., Any]:
-        """The method `name` of `owner`: an object, or a class for a class method.
+        """Finds the method `name` of `owner`: an object, or a class for a class method.
 
-        "__call__" is one, any other name with a leading underscore is not.
+        "__call__" is allowed, any other name with a leading underscore is not.
 
         Raises:
           ForbiddenFunction: It is no method, or is defined in a module not allowed.
@@ -264,7 +265,7 @@ class FunctionTable:
     def _main_package(self) -> Iterator[str]:
         package = getattr(self._main_module(), "__package__", None)
         if package:
-            yield package.partition(".")[0]  # The whole of it, not only one folder.
+            yield package.partition(".")[0]  # the whole package, not only one folder
 
     def _main_module(self) -> types.ModuleType:
         return self._main or sys.modules["__main__"]
@@ -300,7 +301,7 @@ class _Found(NamedTuple):
     thing: Any
 
     def still_holds(self) -> bool:
-        """Whether neither the module nor what it has by that name was replaced."""
+        """Whether neither the module nor its object of that name was replaced."""
         return (
             sys.modules.get(self.module) is self.home
             and vars(self.home).get(self.name) is self.thing
@@ -308,10 +309,9 @@ class _Found(NamedTuple):
 
 
 def own_name(thing: Any) -> str | None:
-    """The name `module:qualname` in the attributes of `thing`; None without them.
-
-    The main program is `__main__` on all workers, whatever multiprocessing calls it.
-    """
+    """Return the name `module:qualname` in the attributes of `thing`, or None."""
+    # The main program is `__main__` on all workers; multiprocessing imports it under
+    # another name.
     module = getattr(thing, "__module__", None)
     qualname = getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str):
@@ -339,10 +339,8 @@ def _is_reserved(part: str) -> bool:
 
 
 def _step(found: Any, part: str, ref: str) -> Any:
-    """One name further: what stands in the dictionary of a module or class.
-
-    Nothing is asked that could run code: no descriptor, no module's `__getattr__`.
-    """
+    """Look up one name in the dictionary of a module or class."""
+    # Without running code: no descriptor, no module's `__getattr__`.
     if _is_reserved(part):
         rule = "must be reached by ordinary names"
         raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
@@ -360,10 +358,8 @@ def _step(found: Any, part: str, ref: str) -> Any:
 
 
 def _check_files(thing: Any, ref: str) -> None:
-    """Refuses what in jdist takes or returns a path: callers do not choose files here.
-
-    What users allow of their own is theirs to judge.
-    """
+    """Refuse functions of jdist that take or return a path."""
+    # Callers must not choose files here. Users judge the functions that they allow.
     if not ref.startswith("jdist."):
         return
     made_by = (inspect.getattr_static(thing, n, None) for n in ("__init__", "__new__"))
@@ -395,7 +391,7 @@ def _unnamed(function: Any, ref: str | None) -> str:
 
 @functools.cache
 def _always_known() -> dict[str, Any]:
-    """Names open on every worker: jax.numpy, jax.nn, some functions, exceptions."""
+    """Return the names open on every worker: jax.numpy, jax.nn, and a few more."""
     known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
     for module in (builtins, jax.errors, jax.dtypes, np.exceptions, np.linalg):
         known |= {
@@ -409,7 +405,7 @@ def _always_known() -> dict[str, Any]:
 
 
 def _public(module: str) -> dict[str, Any]:
-    """JAX's own functions and classes among the public names of one of its modules."""
+    """Return JAX's own functions and classes among a module's public names."""
     found = importlib.import_module(module)
     return {
         f"{module}:{name}": thing

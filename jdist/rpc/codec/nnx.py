@@ -1,4 +1,4 @@
-"""Flax NNX modules, without importing Flax.
+"""Support for Flax NNX modules, without importing Flax.
 
 Flax is no dependency of rpc. A process that has a module has imported it already, so
 its classes are looked up in `sys.modules`. No other module of rpc knows their names.
@@ -20,15 +20,15 @@ _METHODS = frozenset(("__call__", "eval", "train"))
 class StandIn:
     """An object in the place of a module, which it calls in a way of its own.
 
-    What others may call of it is what they may call of the module.
+    Others may call the same methods of it as of the module.
     """
 
     def original(self) -> Any:
-        """The module, or one of the same class."""
+        """Returns the module, or one of the same class."""
         raise NotImplementedError
 
     def method(self, name: str) -> Callable[..., Any]:
-        """A function in place of the module's method of this name."""
+        """Returns a function in place of the module's method of this name."""
         raise NotImplementedError
 
 
@@ -40,7 +40,7 @@ def is_module(value: Any) -> bool:
 
 
 def refusal(value: Any) -> str:
-    """The refusal of a value of Flax's own, with a remedy; "" for any other value."""
+    """Return the refusal of a Flax value, with a remedy; "" for any other value."""
     nnx = sys.modules.get("flax.nnx")
     names = ("GraphDef", "Pytree", "State", "Variable")
     kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])
@@ -63,7 +63,7 @@ def refusal(value: Any) -> str:
 
 
 def method(value: Any, name: str) -> Callable[..., Any] | None:
-    """The method of a module if Flax itself defines it and it is harmless, else None.
+    """Return a module's method if Flax itself defines it and it is harmless, else None.
 
     These are the calls of Flax's layers, and `train` and `eval`.
     """
@@ -77,7 +77,7 @@ def method(value: Any, name: str) -> Callable[..., Any] | None:
 
 
 def variables(module: Any) -> dict[str, Any]:
-    """Each `nnx.Param` of a module by its path, `"layers.0.kernel"`; a shared one once.
+    """Return a module's `nnx.Param`s by path, `"layers.0.kernel"`, shared ones once.
 
     The order is that of the paths, and does not change from run to run.
     """

@@ -1,8 +1,8 @@
-"""Exceptions that cross from one worker to another, as their own type.
+"""Exceptions that travel between workers and keep their type.
 
 `describe` runs where the exception was raised and makes plain values of it; `rebuild`
-runs at the caller. A type is rebuilt only if the caller allows its name, and only if
-the rebuilt exception says the same as the original; else a `RemoteError` tells it all.
+runs at the caller. A type is rebuilt only if the caller allows its name and the rebuilt
+exception has the original's text; otherwise a `RemoteError` carries both.
 """
 
 import traceback
@@ -39,7 +39,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def describe(error: BaseException, worker: str) -> dict[str, Any]:
-    """Type, text, attributes and traceback of an exception, as values for the codec.
+    """Describe an exception by plain values: type, text, attributes and traceback.
 
     Arguments and attributes that are not plain scalars, texts and containers of them
     stay behind; an exception with such arguments arrives as a `RemoteError`. Causes
@@ -71,7 +71,7 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
 
 
 def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
-    """The exception again: its own type, or `RemoteError` where that cannot be.
+    """Rebuild an exception as its own type, or as a `RemoteError`.
 
     It has its own type if `functions` allows that name and the rebuilt exception has
     the text of the original. Attributes `remote_worker` and `remote_traceback` say
@@ -192,7 +192,7 @@ def _text(error: BaseException) -> str:
 def _traceback(error: BaseException) -> str:
     try:
         told = traceback.TracebackException.from_exception(error)
-        told.__notes__ = None  # They travel by themselves.
+        told.__notes__ = None  # they travel separately
         return _cut("".join(told.format()))
     except BaseException as broken:  # noqa: BLE001 - the same __str__, and attributes
         return f"<no traceback: making it raised {type(broken).__name__}>"
@@ -207,7 +207,7 @@ def _cut(text: str) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of scalars, texts and containers alone, and is not big."""
+    """Whether a value consists of scalars, texts and containers, and is not large."""
     room = _LONGEST
     rest = [(value, 0)]
     while rest:

@@ -1,6 +1,6 @@
-"""One value on its way to a tree, and one tree on its way back to a value.
+"""The state of encoding one value as a tree, and of decoding one tree.
 
-`codes` has the format of a tree. What a peer says in one is checked before it is used.
+`codes` has the format of a tree. A peer's tree is checked before it is used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,7 +20,7 @@ Encoder = Callable[["Encoding", Any], Tree]
 
 
 class Encoding:
-    """One value being encoded: its leaves so far, and how to go on.
+    """One value being encoded: its leaves so far, and the encoders.
 
     Args:
       functions: Names functions and classes.
@@ -56,12 +56,12 @@ class Encoding:
         self._places: dict[int, int] = {}
 
     def tree(self, value: Any) -> Tree:
-        """The tree of a value."""
+        """Encodes a value as a tree."""
         encoder = self._encoders.get(type(value), self._otherwise)
         return value if encoder is None else encoder(self, value)
 
     def node(self, head: list[Tree], values: Iterable[Any]) -> list[Tree]:
-        """`head` with the trees of values, which are one level deeper, at its end.
+        """Appends the trees of values, one level deeper, to `head`.
 
         Raises:
           ValueError: There is no level left: the value probably contains itself.
@@ -80,7 +80,7 @@ class Encoding:
         return head
 
     def check_keys(self, keys: Iterable[Any]) -> None:
-        """Refuses keys of a dictionary, or elements of a set, that would be lost.
+        """Refuses keys of a dictionary, or elements of a set, that change their type.
 
         Raises:
           TypeError: One arrives as something that cannot be found by it.
@@ -97,7 +97,7 @@ class Encoding:
             raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
 
     def leaf(self, array: Any) -> list[Tree]:
-        """The node of an array, which is a leaf; the same array is one leaf only."""
+        """Makes the node of an array; the same array is one leaf only."""
         # `leaves` keeps each array alive, so that its id stays its own.
         new = len(self.leaves)
         index = self._places.setdefault(id(array), new)
@@ -106,7 +106,7 @@ class Encoding:
         return [LEAF, index]
 
     def undo(self, leaves: int, depth: int) -> None:
-        """Goes back to an earlier state, after an attempt that failed."""
+        """Restores an earlier state after a failed attempt."""
         self.depth = depth
         for array in self.leaves[leaves:]:
             del self._places[id(array)]
@@ -150,12 +150,12 @@ class Decoding:
         self._depth = depth
 
     def value(self, tree: Tree) -> Any:
-        """The value of a tree."""
+        """Decodes a tree."""
         if type(tree) is not list:
             if type(tree) in _PLAIN:
                 return tree
             raise ProtocolError(f"A tree holds a {type(tree).__name__}.")
-        # Everything below is what a peer sent, and nothing of it is believed.
+        # All that follows was sent by a peer and is not trusted.
         code = tree[0] if tree else None
         if type(code) is not int or not 0 <= code < len(self._decoders):
             raise ProtocolError("A tree has a node of unknown kind.")
@@ -168,27 +168,27 @@ class Decoding:
         return value
 
     def values(self, node: list[Tree], start: int = 1) -> list[Any]:
-        """The values of the trees in a node, from `start` on."""
+        """Decodes the trees in a node, from `start` on."""
         # Scalars as in `value`, without a call for each.
         return [
             tree if type(tree) in _PLAIN else self.value(tree) for tree in node[start:]
         ]
 
     def pairs(self, node: list[Tree], start: int = 1) -> Iterator[tuple[Any, Any]]:
-        """The values of the trees in a node, two by two."""
+        """Decodes the trees in a node as pairs."""
         if (len(node) - start) % 2:
             raise ProtocolError("A node has a key without a value.")
         values = self.values(node, start)
         return zip(values[::2], values[1::2], strict=True)
 
     def leaf(self, index: Any) -> Any:
-        """The array of this index."""
+        """Returns the array of this index."""
         if type(index) is not int or not 0 <= index < len(self.leaves):
             raise ProtocolError("A tree names an array that the frame does not have.")
         return self.leaves[index]
 
     def type_named(self, name: Any) -> type:
-        """The class of this name.
+        """Finds the class of this name.
 
         Raises:
           ForbiddenFunction: It is not allowed.
@@ -201,7 +201,7 @@ class Decoding:
 
 
 def parts(node: list[Tree], *kinds: type) -> list[Any]:
-    """The elements after the code of a node: exactly one of each of `kinds`."""
+    """Return the elements after a node's code: exactly one of each of `kinds`."""
     rest = node[1:]
     if len(rest) != len(kinds) or not all(map(isinstance, rest, kinds)):
         raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
@@ -209,7 +209,7 @@ def parts(node: list[Tree], *kinds: type) -> list[Any]:
 
 
 def parts_at_least(node: list[Tree], count: int) -> list[Any]:
-    """The elements after the code of a node: `count` or more."""
+    """Return the elements after a node's code: `count` or more."""
     if len(node) <= count:
         raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
     return node[1:]

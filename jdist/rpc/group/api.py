@@ -1,4 +1,4 @@
-"""Questions of a worker about itself and its group, and collectives."""
+"""Public functions on a worker's group: its workers, timeouts and collectives."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from jdist.rpc.group.rendezvous import fresh_key
 
 
 def get_worker_info(name: str | None = None) -> WorkerInfo:
-    """Name and rank of a worker; by default of this one.
+    """Returns the name and rank of a worker; by default of this one.
 
     Raises:
       RpcError: The group has no worker of that name.
@@ -30,7 +30,7 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the group by rank.
+    """Returns all workers of the group, by rank.
 
     Those that have gone are among them in a group of fixed size, and are not in an
     elastic one.
@@ -62,15 +62,15 @@ def all_gather(
     timeout: float = DEFAULT,
     tag: str = "",
 ) -> dict[str, Any]:
-    """Every worker's `obj` by name, once all of them have called this.
+    """Gathers every worker's `obj`, by name, once all of them have called this.
 
     Workers that meet several times in the same set meet in the order of their calls.
     All of them must come for the same: `all_gather` or `barrier`, with the same tag.
     Several threads of a worker may do the same at a time, and meet in any order.
 
-    In an elastic group, all are those who belong to it when the first of them calls
-    this; one that leaves is not waited for. Who is named is waited for, also if it has
-    still to join, and must not leave.
+    In an elastic group, "all" means the members at the moment of the first call; a
+    member that leaves is not waited for. A worker in `names` is waited for even if it
+    has not joined yet, and must not leave.
 
     Args:
       obj: Anything that can be sent.

@@ -1,4 +1,4 @@
-"""One round of a collective, as the coordinator sees it."""
+"""The coordinator's state of one round of a collective."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ SHUTDOWN = "shutdown"
 class RoundKey(NamedTuple):
     """The fields in which two requests of one round agree.
 
-    A worker that waits in `shutdown` still serves calls, and a function that one of
-    them runs may take part in a collective. So those are apart.
+    Shutdowns are kept apart from other collectives: a worker that waits in `shutdown`
+    still serves calls, and a called function may take part in a collective.
 
     Attributes:
       names: Of the workers that take part, sorted; None for all of an elastic group.
@@ -29,7 +29,7 @@ class RoundKey(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The collective that a worker came for; the same on all of them.
+    """The collective that a worker called; all workers of a round must agree in it.
 
     Attributes:
       operation: The public function, such as "all_gather".
@@ -74,7 +74,7 @@ class Contribution(NamedTuple):
 
 
 class BarrierRound:
-    """Collects one contribution of each worker; has an answer once it is decided.
+    """Collects one contribution per worker and decides the common answer.
 
     Args:
       names: Of the workers that take part.
@@ -99,7 +99,7 @@ class BarrierRound:
 
     @property
     def contributions(self) -> Sequence[Contribution]:
-        """Those that came so far."""
+        """The contributions received so far."""
         return list(self._came.values())
 
     def expects(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class BarrierRound:
         return name in self.missing()
 
     def add(self, name: str, contribution: Contribution) -> None:
-        """Take in one more."""
+        """Record a worker's contribution."""
         self._came[name] = contribution
         purpose, refused = contribution.purpose, contribution.refused
         if self._answer is None and refused is not None:
@@ -116,6 +116,7 @@ class BarrierRound:
                 f"to send: {refused}"
             )
         elif self._answer is None and self._differs(purpose):
+            # At the first difference, not at the timeout: the round cannot complete.
             self.mismatch({})
         self._decide()
 
@@ -125,20 +126,20 @@ class BarrierRound:
         return [name for name in self._names if name not in present]
 
     def excuse(self, name: str) -> None:
-        """Wait no longer for this worker. A successor may come to another round."""
+        """Stop waiting for this worker; its successor may join another round."""
         if name in self.missing():
             self._excused.add(name)
             self._decide()
 
     def lose(self, name: str, reason: str) -> None:
-        """Fail, if undecided: this worker has gone, before or after it came."""
+        """Fail an undecided round of a lost worker, even if it has contributed."""
         if self._answer is None and name in self._names:
             self.lost = True
             meta = {"lost": name, "purpose": self._operation(), "reason": reason}
             self._answer = Frame(ERROR, 0, meta, None, [])
 
     def mismatch(self, elsewhere: dict[str, str]) -> None:
-        """Fail: workers came for different things, or are `elsewhere` for good.
+        """Fail because workers called different collectives, or wait `elsewhere`.
 
         Args:
           elsewhere: By name, what missing workers wait in instead.
@@ -159,10 +160,12 @@ class BarrierRound:
             )
 
     def expire(self, now: float, elsewhere: Callable[[], dict[str, str]]) -> None:
-        """Fail for all when one worker's time is over: it can never be complete."""
+        """Fail for all once one worker's timeout has passed."""
         if self._answer is not None:
             return
         for name, one in self._came.items():
+            # One worker's timeout fails the round for all: without that worker it can
+            # never be complete.
             if one.until is not None and one.until <= now:
                 missing, known = self.missing(), elsewhere()
                 where = [f"{n!r} is in {known[n]}" for n in missing if n in known]
@@ -176,7 +179,7 @@ class BarrierRound:
                 return
 
     def until(self) -> float | None:
-        """The moment at which `expire` has something to do."""
+        """The earliest moment at which `expire` can have an effect, or None."""
         moments = [one.until for one in self._came.values() if one.until is not None]
         return min(moments, default=None) if self._answer is None else None
 
@@ -226,7 +229,7 @@ class BarrierRound:
 
 
 def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contribution]:
-    """Read a request: its worker's contribution, and the key of its round.
+    """Parse a request into the key of its round and its worker's contribution.
 
     Raises:
       ValueError, KeyError: A peer sent something else.
@@ -259,7 +262,7 @@ def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contributio
 
 
 def end_of_wait(timeout: object) -> float | None:
-    """The moment at which a wait that begins now is over; `timeout` 0 for never.
+    """Return the moment at which a wait that begins now ends; never if `timeout` is 0.
 
     Raises:
       ValueError: A peer sent what is no timeout.

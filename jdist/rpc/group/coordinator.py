@@ -38,13 +38,13 @@ NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
 
 _ENDING = "this group is ending; try again"
-
-# Raised by reading a malformed request.
+# What reading a malformed request can raise: a peer's mistake must close its channel
+# and not end the thread that serves it.
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 
 
 class _Farewell(NamedTuple):
-    """A request to leave that is not answered yet.
+    """An unanswered request to leave.
 
     Attributes:
       request: Its number.
@@ -59,7 +59,7 @@ class Coordinator:
     """Serves the control channels of a group.
 
     Args:
-      transport: Where the workers reach it; owned by the coordinator from now on.
+      transport: Where the workers reach it; owned by the coordinator.
       membership: Of the group; owned likewise.
       options: For the heartbeat.
       beats: Whether to expect signs of life.
@@ -92,28 +92,28 @@ class Coordinator:
                 self._timer,
                 options.heartbeat_interval,
                 self._listen,
-                options.heartbeat_timeout,  # what follows shows when it goes on
+                options.heartbeat_timeout,  # the consequences of a stop show within it
             )
 
     @property
     def address(self) -> Any:
-        """Where workers reach it."""
+        """The address at which workers reach the coordinator."""
         return self._transport.address
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Waits until all workers have gone, at most so long."""
+        """Waits until all workers have gone, at most `seconds`."""
         with self._lock:
             self._fewer.wait_for(lambda: not self._membership.present(), seconds)
 
     def wait_for_leavers(self, deadline: Deadline) -> None:
-        """For rank 0 of an elastic group: waits until all others have left.
-
-        None is admitted from now on: a newcomer means the next group at this place.
+        """Waits until all members but rank 0 of an elastic group have left.
 
         Raises:
           RpcTimeout: Some have not left; the message names them.
         """
         with self._lock:
+            # No worker is admitted from here on: a newcomer means the next group at
+            # this address, and tries again until that listens.
             for member in self._membership.close():
                 member.channel.close(_ENDING)
             self._leaving = self._membership.present()[0].info.name
@@ -127,12 +127,14 @@ class Coordinator:
         )
 
     def wait_until_told(self, seconds: float) -> None:
-        """After a failure: waits until all came and were told, at most so long."""
+        """After a failure, waits until all workers were refused, at most `seconds`."""
+        # Workers that start later must meet this refusal and its reason, and not a port
+        # at which nothing listens.
         with self._lock:
             self._fewer.wait_for(self._membership.all_told, seconds)
 
     def close(self, reason: str) -> None:
-        """Ends the group; members that are still in it are told the reason."""
+        """Ends the group and sends the remaining members the reason."""
         with self._lock:
             self._post(self._membership.fail(reason))
             for member in self._membership.present():
@@ -176,17 +178,18 @@ class Coordinator:
         return member
 
     def _refused(self, text: str) -> None:
-        """Tells waiting workers of a peer with another key: it may be one they miss."""
+        """Reports a peer with another key to the waiting workers."""
+        # It may be the worker that they miss, started with a wrong key.
         with self._lock:
             self._post(self._membership.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
         if member.gone is not None:
             if member.left:
-                # It waits for the others to note that. What it says of them on the way
-                # counts no more, and closing its channel would end the wait early.
+                # It waits until the others have noted that it leaves. Its other
+                # messages no longer count; to close its channel would end that wait.
                 return
-            # A frozen worker was given up, and thaws before its channel is closed.
+            # A frozen worker was declared lost and resumes before its channel closes.
             raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
@@ -221,6 +224,7 @@ class Coordinator:
                 raise ProtocolError(f"{member.info.name!r} was not let in.")
             this = self._round_for(key, member.info.name)
             this.add(member.info.name, contribution)
+            # A worker may have been lost before this round was opened.
             for missing in this.missing():
                 gone = self._membership.gone(missing)
                 if gone is not None:
@@ -231,9 +235,11 @@ class Coordinator:
         self._alarm.set(contribution.until)
 
     def _round_for(self, key: RoundKey, name: str) -> BarrierRound:
-        """The round to which this worker comes now."""
+        """Finds or opens the round that this worker's contribution belongs to."""
         known = self._rounds.setdefault(key, [])
         for one in known:
+            # The oldest first: a worker that comes late must meet the round that the
+            # others opened for it, even if that has failed, to stay in step with them.
             if one.expects(name):
                 return one
         names = key.names
@@ -243,7 +249,7 @@ class Coordinator:
         return known[-1]
 
     def _settle(self, key: RoundKey, this: BarrierRound) -> None:
-        """Sends the answers that are due; keeps a decided round until all came."""
+        """Sends the answers that are due; keeps a decided round for late workers."""
         self._post(this.take_answers())
         if not this.decided:
             return
@@ -261,7 +267,7 @@ class Coordinator:
     # --- collectives that can never be complete ---
 
     def _whereabouts(self) -> dict[str, str]:
-        """By name, what workers wait in; the operation in words."""
+        """The operation in which each worker waits, by name."""
         found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
         # A program's collective hides the shutdown in which another thread waits.
         for _, this in sorted(self._open(), key=lambda one: not one[0].ends):
@@ -270,7 +276,7 @@ class Coordinator:
         return found
 
     def _suspect(self) -> None:
-        """Begins termination detection if collectives may wait in vain."""
+        """Starts termination detection if a collective may never become complete."""
         members, waits = self._membership.present(), frozenset[Any]()
         if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
             came = [one for _, this in self._open() for one in this.contributions]
@@ -300,7 +306,7 @@ class Coordinator:
         return [pair for pair in self._all_rounds() if not pair[1].decided]
 
     def _stuck(self) -> list[tuple[RoundKey, BarrierRound]]:
-        """The collectives that miss a worker which waits in its shutdown."""
+        """The open collectives that miss a worker which waits in its shutdown."""
         ending = {
             one.member.info.name
             for key, this in self._open()
@@ -318,8 +324,9 @@ class Coordinator:
     # --- leaving, and losses ---
 
     def _leave(self, member: Member, frame: Frame) -> None:
-        """Answers once all others have noted it, if the leaving worker asks that."""
+        """Removes a worker; answers it once all others have noted that, if it asks."""
         with self._lock:
+            # Before `_gone`: a departure in order must not count as a loss.
             member.left = True
             unaware: set[Member] = set()
             if frame.meta.get("noted") and self._membership.has(member):
@@ -328,7 +335,7 @@ class Coordinator:
         self._gone(member, "it has left the group")
 
     def _note(self, member: Member, incarnation: int | None = None) -> None:
-        """Strikes a member off the farewells to one worker; None for all of them."""
+        """Records that a member has noted one worker's departure; None for all."""
         for leaver, farewell in list(self._farewells.items()):
             if incarnation in (None, leaver.info.incarnation):
                 farewell.unaware.discard(member)
@@ -342,7 +349,8 @@ class Coordinator:
                 return
             member.gone = reason
             belonged = self._membership.has(member)
-            # First: the loss may be a consequence of a stop of this process.
+            # Before the loss is announced: it may be a consequence of a stop of this
+            # process, and then rank 0's worker must be told that reason first.
             if not member.left:
                 self._blame_itself()
             if self._membership.remove(member):
@@ -391,7 +399,7 @@ class Coordinator:
         for member in members:
             silence = now - member.heard
             if held_up:
-                # Its signs of life came while this process was stopped.
+                # Its signs of life may have come while this process was stopped.
                 member.heard = now
             elif silence > self._options.heartbeat_timeout:
                 reason = silent_for(silence)
@@ -401,6 +409,7 @@ class Coordinator:
     # --- time ---
 
     def _expire(self, now: float) -> float | None:
+        # Returns the moment of the next look, to which the timer sets its alarm again.
         with self._lock:
             self._post(self._membership.expire(now))
             moments = [self._membership.until()]

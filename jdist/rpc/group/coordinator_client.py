@@ -43,7 +43,7 @@ Lost = Callable[[str, str], None]
 
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
-# Seconds to wait where the deadline has passed; 0 would be no limit.
+# Timeout of a request whose deadline has passed; 0 would mean no limit.
 _INSTANT = 1e-9
 
 _LONGEST_REFUSAL = 1000
@@ -59,7 +59,7 @@ class CoordinatorClient:
 
     Args:
       agent: The worker.
-      channel: To the coordinator; owned from now on.
+      channel: To the coordinator; owned by the client.
       beats: Whether to give signs of life, and to expect them.
 
     Attributes:
@@ -91,7 +91,7 @@ class CoordinatorClient:
     # --- joining and leaving ---
 
     def join(self, rank: int, world_size: int, timeout: float) -> Future[None]:
-        """Asks to belong to the group; done when this worker does.
+        """Asks to join the group; the future is done once this worker belongs to it.
 
         That is in a group of fixed size when all have come, and in an elastic one
         (`world_size` 0) when all members know of it. The future raises RpcTimeout,
@@ -109,7 +109,7 @@ class CoordinatorClient:
         return asked.then(self._joined)
 
     def strangers(self, joined: Future[None]) -> Iterator[str]:
-        """Descriptions of peers with another key, until `joined` is done."""
+        """Yields descriptions of peers with another key until `joined` is done."""
         call_when_done(joined, lambda: self._strangers.put(None))
         return iter(self._strangers.get, None)
 
@@ -122,6 +122,7 @@ class CoordinatorClient:
         self._head = members[0].info.name
         self._agent.meet(members)
         if self._beats:
+            # Joining may have taken longer than the heartbeat's timeout.
             self._heard = time.monotonic()
             options = self._agent.options
             memory = MEMORY * options.heartbeat_timeout
@@ -129,12 +130,13 @@ class CoordinatorClient:
             self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
     def leave(self, seconds: float, noted: bool = False) -> None:
-        """Tells the coordinator that this worker goes, and closes the channel.
+        """Tells the coordinator that this worker leaves, and closes the channel.
 
         Args:
           seconds: To wait at most for the coordinator's answer.
           noted: Whether to wait until all other members know that it left.
         """
+        # First: when the channel closes below, `_closed` must not report a loss.
         self._left = True
         if self._pace is not None:
             self._pace.close()
@@ -153,13 +155,13 @@ class CoordinatorClient:
         operation: str = "all_gather",
         tag: str = "",
     ) -> dict[str, Any]:
-        """The values of all of `names`, by name, once all have come for the same.
+        """Gathers the values of the workers `names`, by name.
 
         Args:
           value: Anything that can be sent.
           names: Of the workers that take part; None for all.
           timeout: Seconds; -1 for the default, 0 for no limit.
-          operation: What all must have come for, see `barrier_round.Purpose`.
+          operation: The collective that all must call, see `barrier_round.Purpose`.
           tag: The caller's own, likewise.
         """
         taking_part = self._check_names(operation, names)
@@ -179,6 +181,7 @@ class CoordinatorClient:
         if frame.kind == REPLY:
             return self._parts(frame)
         if "lost" in frame.meta:
+            # If this worker was expelled, its own stop is the cause of that loss.
             known = self._lost.get(self._agent.info.name)
             if known is not None:
                 raise WorkerLost(self._agent.info.name, operation, known)
@@ -193,7 +196,7 @@ class CoordinatorClient:
     ) -> None:
         """Makes the next collective of these workers fail on all of them.
 
-        Does not wait for them; one that comes late is told too.
+        Does not wait for them. A worker that comes late gets the error as well.
         """
         meta = {
             "names": self._check_names(operation, names),
@@ -203,6 +206,7 @@ class CoordinatorClient:
         try:
             self._come(meta, (None, []), NEVER, error)
         except BaseException as raised:
+            # `_come` raises the refusal itself, which the caller already has.
             if raised is not error:
                 raise
 
@@ -215,9 +219,6 @@ class CoordinatorClient:
     ) -> Future[Frame]:
         """Sends this worker's contribution to the next collective, or its refusal.
 
-        The others are about to come, or have. If this worker stayed away, they would
-        take its next collective for this one.
-
         Raises:
           Exception: The one that was refused, or that the value is beyond the limits.
         """
@@ -228,6 +229,8 @@ class CoordinatorClient:
         with self._collective:  # requests leave in the order of their numbers
             key = (None if names is None else tuple(names), operation == SHUTDOWN)
             self._came[key] = meta["number"] = self._came.get(key, 0) + 1
+            # A refusal is sent, too: if this worker stayed away, its next collective
+            # would meet this one of the others.
             if refused is None:
                 try:
                     sent = meta | {"refused": None}
@@ -239,14 +242,14 @@ class CoordinatorClient:
         raise refused
 
     def workers(self) -> list[WorkerInfo]:
-        """All workers, by rank; those that have gone only in a group of fixed size."""
+        """All workers by rank, without departed ones in an elastic group."""
         peers = self._agent.directory.peers()
         if self.elastic:
             peers = [peer for peer in peers if peer.departed is None]
         return [peer.info for peer in peers]
 
     def lost(self) -> dict[str, str]:
-        """The workers that were lost, and how that was noticed."""
+        """The lost workers, each with the reason."""
         with self._lock:
             return dict(self._lost)
 
@@ -263,17 +266,19 @@ class CoordinatorClient:
                 raise WorkerLost(name, purpose, reason)
 
     def left(self) -> set[str]:
-        """The workers that left in order."""
+        """The workers that left in an orderly way."""
         with self._lock:
             return set(self._gone_orderly)
 
     def on_lost(self, listener: Lost) -> None:
-        """Has `listener(name, reason)` called for every worker that is lost.
+        """Registers `listener(name, reason)` to be called for every lost worker.
 
-        It runs on a thread of its own, once for each, also for those lost before. A
-        worker that leaves in order is not lost.
+        It is called once for each on a thread of the pool, also for those lost before.
+        A worker that leaves in an orderly way is not lost.
         """
         with self._lock:
+            # Under one lock with the copy, or a loss in between would be reported twice
+            # or not at all.
             self._listeners.append(listener)
             before = dict(self._lost)
         for name, reason in before.items():
@@ -284,7 +289,7 @@ class CoordinatorClient:
     def _check_names(
         self, purpose: str, names: Iterable[str] | None
     ) -> list[str] | None:
-        """The names to ask for; None for all, as the coordinator sees them."""
+        """The checked names to send; None if the coordinator is to take all members."""
         members = sorted(worker.name for worker in self.workers())
         if names is None:
             return None if self.elastic else members
@@ -330,16 +335,16 @@ class CoordinatorClient:
         return asked.future
 
     def unreachable(self, purpose: str, reason: str) -> RpcError:
-        """The error for a request that the coordinator does not answer."""
+        """Makes the error for a request that the coordinator does not answer."""
         if self._left:
             return RpcError(f"RPC was shut down on this worker during {purpose}.")
         return self._without_coordinator(purpose, reason)
 
     def expelled(self) -> str | None:
-        """Why the others take this worker for lost, if they do.
+        """The reason why the others consider this worker lost; None if they do not.
 
-        A worker that was frozen and goes on is not told so: it finds its connections
-        closed. May wait a second for the coordinator's answer.
+        A worker that was frozen and resumes gets no message about it, it only finds
+        its connections closed. May wait a second for the coordinator's answer.
         """
         known = self._lost.get(self._agent.info.name)
         if known is not None:
@@ -365,10 +370,9 @@ class CoordinatorClient:
         return held_up_for(self._pace, self._agent.options)
 
     def _blame_itself(self) -> str | None:
-        """Why the others take this worker for lost, if it was held up for long.
-
-        Kept for good: what was found out once is said of each later loss.
-        """
+        """The reason why the others consider this worker lost, if it was held up."""
+        # Kept for good: the pace forgets the stop after a while, and later losses are
+        # consequences of it, too.
         held_up, name = self._held_up(), self._agent.info.name
         with self._lock:
             if held_up is not None:
@@ -414,7 +418,9 @@ class CoordinatorClient:
                 self._reply("group.noted", {"incarnation": meta["incarnation"]})
 
     def _reply(self, kind: str, meta: dict[str, Any]) -> None:
-        """Answers the coordinator; not on the thread that reads."""
+        """Answers the coordinator, on a thread of the pool."""
+        # Not on the reading thread: sending may wait for the peer to read, and then
+        # neither side would read.
         timeout = self._agent.options.heartbeat_timeout
 
         def say() -> None:
@@ -443,7 +449,7 @@ class CoordinatorClient:
 
     def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
         if peer is None or peer.departed is not None:
-            return  # It was gone before this worker came, or that is known.
+            return  # it was gone before this worker came, or its departure is known
         listeners = []
         with self._lock:
             # One that was about to join could not be called yet, so it is no loss.
@@ -465,6 +471,7 @@ class CoordinatorClient:
     def _beat(self, now: float, held_up: bool) -> None:
         silence = now - self._heard
         if held_up:
+            # The coordinator's answers may have come while this process was stopped.
             self._heard = now
         elif silence > self._agent.options.heartbeat_timeout:
             self._shared.close(silent_for(silence))
@@ -478,7 +485,8 @@ class CoordinatorClient:
 
 
 def client_of(agent: Agent) -> CoordinatorClient:
-    """The coordinator client of a worker, as the type that this room made."""
+    """Return the coordinator client of a worker."""
+    # `agent.group` is typed as a Protocol of `base`, because imports run downwards.
     found = agent.group
     assert isinstance(found, CoordinatorClient)
     return found
@@ -494,7 +502,7 @@ def _check_tag(operation: str, tag: object) -> None:
 
 
 class _Asked:
-    """A request to the coordinator that waits for its answer; see `Pending`."""
+    """A pending request to the coordinator; see `Pending`."""
 
     def __init__(
         self, client: CoordinatorClient, purpose: str, deadline: Deadline

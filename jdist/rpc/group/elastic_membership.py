@@ -34,10 +34,10 @@ __all__ = ["ElasticMembership"]
 class ElasticMembership(Membership):
     """A worker may join at any time, under a name and a rank that are free.
 
-    None is admitted before rank 0, whose process the coordinator is in.
+    No worker is admitted before rank 0, whose process hosts the coordinator.
 
     Attributes:
-      closing: Whether no worker is admitted any more, because rank 0 is about to leave.
+      closing: Whether admission has ended, because rank 0 is about to leave.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,10 @@ class ElasticMembership(Membership):
         return self.advance()
 
     def advance(self) -> Answers:
-        """See `Membership.advance`; admits the next one."""
+        """See `Membership.advance`; admits the next newcomer."""
         answers = super().advance()
+        # One newcomer at a time, and only when all members know it: as soon as it is
+        # admitted, any of them may receive a call from it or a reference that names it.
         while not self._unaware:
             if self._entering is not None:
                 answers += self._enter(self._entering)
@@ -84,7 +86,7 @@ class ElasticMembership(Membership):
         return any(member.info.id == 0 for member in self.present())
 
     def not_unique(self, doubt: Doubt) -> Answers:
-        """See `Membership.not_unique`: the newcomer is refused, the group goes on."""
+        """See `Membership.not_unique`: only the newcomer is refused."""
         return refuse([doubt.newcomer], clash(doubt.newcomer.info, doubt.rival.info))
 
     def fail(self, failure: str) -> Answers:
@@ -98,7 +100,7 @@ class ElasticMembership(Membership):
         return self._dismiss()
 
     def expire(self, now: float) -> Answers:
-        """See `Membership.expire`; the group goes on without them."""
+        """See `Membership.expire`; the group continues without them."""
         late = [m for m in self._joining() if m.until is not None and m.until <= now]
         unaware = ", ".join(sorted(member.info.name for member in self._unaware))
         why = f"{unaware} did not say that they know of it" if unaware else "no turn"
@@ -125,7 +127,7 @@ class ElasticMembership(Membership):
         return sorted(here, key=lambda member: member.info.id)
 
     def gone(self, name: str) -> str | None:
-        """See `Membership.gone`: it was lost. Others come, or come back, perhaps."""
+        """See `Membership.gone`: only for a lost worker; others may still join."""
         member = self._members.get(name)
         return None if member is None else member.gone
 
@@ -160,7 +162,7 @@ class ElasticMembership(Membership):
         return [(member, Frame(REPLY, member.request, members, None, [])), *told]
 
     def _free_incarnation(self, rank: int) -> int | None:
-        """The rank; if that was given before, the highest number that was not."""
+        """The rank if unused as an incarnation, else the highest unused number."""
         if rank not in self._incarnations:
             self._incarnations.add(rank)
             return rank
@@ -178,10 +180,10 @@ class ElasticMembership(Membership):
             self._waiting.remove(member)
         if member is self._entering:
             self._entering, self._unaware = None, set()
-            return True  # all others were told of it
+            return True  # all others know of it by `group.coming`
         if not self.has(member):
             return False
-        # A lost one stays, so that `gone` can say why, until one of its name comes.
+        # A lost member stays until a worker of its name joins: `gone` needs its reason.
         if member.left:
             del self._members[member.info.name]
         return True

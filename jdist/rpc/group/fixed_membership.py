@@ -25,9 +25,8 @@ _MOST_STRANGERS = 8
 class FixedMembership(Membership):
     """All workers join together: the last one completes the group, if all live.
 
-    Until then a worker that goes is forgotten and may try again. Afterwards none is
-    admitted. So before the group is complete every member has to answer a probe: one
-    that died a moment ago would be missed for ever, and its successor be refused.
+    Before that a worker that goes is forgotten and may try again. Afterwards no worker
+    is admitted.
 
     Args:
       world_size: How many make it complete.
@@ -53,7 +52,7 @@ class FixedMembership(Membership):
         if misfit is not None and not self.complete:
             return self._fail(misfit, [member])
         if self.complete:
-            # A misfit that comes late harms no member: only it is told.
+            # A misfit that comes late harms no member: only it gets the error.
             return self._refuse([member], misfit or self._full(member, rival))
         if rival is not None:
             return self._doubt(member, rival, world_size)
@@ -63,6 +62,8 @@ class FixedMembership(Membership):
         told = [(member, _stranger(text)) for text in self._strangers]
         if len(self._members) < self._world_size:
             return told
+        # All must answer a probe before the group is complete: a worker that died a
+        # moment ago would be missed for ever, and its successor be refused.
         probed = self._probe([one for one in self._members.values() if one != member])
         self._unsure, self._asked = {one for one, _ in probed}, self._probes
         return told + (probed or self._complete())
@@ -86,8 +87,9 @@ class FixedMembership(Membership):
         return told + [answer for doubt in doubts for answer in self.not_unique(doubt)]
 
     def not_unique(self, doubt: Doubt) -> Answers:
-        """See `Membership.not_unique`: one of the two is in another one's place."""
+        """See `Membership.not_unique`: fails the group unless it is complete."""
         refusal = clash(doubt.newcomer.info, doubt.rival.info)
+        # Before that, one of the two has the place of a worker that will be missing.
         if self.complete:
             return self._refuse([doubt.newcomer], refusal)
         return self._fail(refusal, [doubt.newcomer])
@@ -99,7 +101,7 @@ class FixedMembership(Membership):
         return self._fail(Refusal(failure), [])
 
     def refused(self, stranger: str) -> Answers:
-        """See `Membership.refused`: tells all who wait, and those who come later."""
+        """See `Membership.refused`: reported to waiting and to later workers."""
         known = stranger in self._strangers
         if self.complete or known or len(self._strangers) == _MOST_STRANGERS:
             return []
@@ -107,10 +109,8 @@ class FixedMembership(Membership):
         return [(member, _stranger(stranger)) for member in self._joining()]
 
     def expire(self, now: float) -> Answers:
-        """See `Membership.expire`.
-
-        A worker that gives up will not be there when the others come: the group fails.
-        """
+        """See `Membership.expire`; fails the group."""
+        # A worker that gives up will not be there when the others come.
         until = self.until()
         if until is None or until > now:
             return []
@@ -129,17 +129,16 @@ class FixedMembership(Membership):
         return self._fail(Refusal(text, LATE, tuple(missing)), [])
 
     def is_ending(self, info: WorkerInfo) -> bool:
-        """See `Membership.is_ending`: whether one of this name or rank has left.
-
-        A process that ends one group and begins the next may bear another name in it.
-        """
+        """See `Membership.is_ending`: whether one of this name or rank has left."""
+        # By rank as well: a process that ends one group may have another name in the
+        # next.
         return self.complete and any(
             member.left and (member.info.name == info.name or member.info.id == info.id)
             for member in self._members.values()
         )
 
     def has(self, member: Member) -> bool:
-        """See `Membership.has`; also when it has left."""
+        """See `Membership.has`; also true after it has left."""
         return self.complete and self._members.get(member.info.name) is member
 
     def present(self) -> list[Member]:

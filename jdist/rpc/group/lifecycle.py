@@ -35,7 +35,7 @@ _RELEASE_SECONDS = 30.0
 
 
 class JoinRequest(NamedTuple):
-    """Which group to join, and as which worker.
+    """A worker's identity and the group that it is to join.
 
     Attributes:
       info: The worker's name and rank.
@@ -68,7 +68,7 @@ def init_rpc(
 
     A group of a fixed size, its `world_size`, forms once: all of its workers wait here
     for each other. An elastic group has none. A newcomer waits only until all members
-    know of it, and a worker that shuts down leaves the others to go on.
+    know of it, and when a worker shuts down the others continue.
 
     The workers meet at the coordinator, which runs in the process of rank 0; they may
     start in any order. `spawn` and `python -m jdist.launch` set the variables that
@@ -94,7 +94,7 @@ def init_rpc(
         were given a world_size and others none.
       RpcTimeout: Not all workers came in time; the message says which are missing.
       AuthenticationError: The coordinator has another key. There, and on all who wait,
-        a `RuntimeWarning` tells of this worker at once; the wait goes on.
+        a `RuntimeWarning` tells of this worker at once; the wait continues.
       TypeError, ValueError: An argument, or a variable in its place, is wrong.
 
     Source: `torch.distributed.rpc.init_rpc`. In torch, too, a group without a
@@ -130,7 +130,7 @@ def init_rpc(
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
 
-    In an elastic group only this worker ends, and the others go on: it waits until no
+    In an elastic group only this worker ends, the others continue: it waits until no
     call to it or from it is under way, and until all others know that it leaves. Rank 0
     leaves last: it waits for all others.
 
@@ -163,7 +163,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) -> Agent:
-    """A worker that belongs to its group.
+    """Creates a worker and joins its group.
 
     Raises:
       RpcTimeout: A worker has not come, or has not said that it knows of this one, in
@@ -173,6 +173,7 @@ def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) ->
       OSError: The coordinator cannot listen where it should.
     """
     until = moment(options.join_timeout)
+    # Before this worker's own transport: the others may already be trying to connect.
     coordinator = _listen(request, options) if request.info.id == 0 else None
     agent: Agent | None = None
     try:
@@ -186,6 +187,8 @@ def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) ->
         return agent
     except BaseException as error:
         if coordinator is not None:
+            # If the group failed, the others get that reason as long as they may come;
+            # after a timeout they gave up at the same moment.
             if isinstance(error, RpcError) and not isinstance(error, RpcTimeout):
                 left = 0.0 if until is None else until - time.monotonic()
                 coordinator.wait_until_told(max(0.0, left))
@@ -197,6 +200,8 @@ def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) ->
 
 def transport_name(name: str, world_size: int) -> str:
     """The name that a new worker's transport proves, see `PeerRecord`."""
+    # In an elastic group a name may come again: a random suffix keeps the connections
+    # of a lost worker apart from its successor's.
     return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
 
 
@@ -214,7 +219,7 @@ def make_agent(
     functions: FunctionTable,
     options: RpcOptions,
 ) -> Agent:
-    """A worker that can be called once it belongs to a group."""
+    """Creates a worker that can be called once it belongs to a group."""
     agent = Agent(info, transport, functions, options)
     function_calls.install(agent)
     debug.install(agent)
@@ -262,10 +267,11 @@ def _host(request: JoinRequest, options: RpcOptions) -> str:
 
 
 def _own_address_towards(host: str, port: int) -> str:
-    """The address of this machine on the way to another one; nothing is sent."""
+    """Finds the address of this machine on the route to another one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, _, _, there = found[0]
     with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing: the kernel only picks the route.
         probe.connect(there)
         return str(probe.getsockname()[0])
 
@@ -308,7 +314,7 @@ def _meet(
 
 
 def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
-    """Ends a worker, whatever happens.
+    """Ends a worker, also when waiting for the others fails.
 
     Raises:
       RpcTimeout: The others did not finish in time.
@@ -320,12 +326,14 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
     try:
         if graceful:
             _finish(agent, deadline)
-            # All give their references up before the first one goes.
+            # All release their references before the first one goes: an owner that has
+            # gone could not be told.
             agent.references.release(deadline, _RELEASE_SECONDS)
+            # Again, so that no worker leaves before all have released theirs.
             _finish(agent, deadline)
             patience = _LEAVING_SECONDS
     except CollectiveMismatch:
-        # The others go on, and may end in an orderly way.
+        # The others continue, and may end in an orderly way.
         patience = _LEAVING_SECONDS
         raise
     except WorkerLost:
@@ -356,10 +364,8 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
 
 
 def _finish_alone(agent: Agent, deadline: Deadline) -> None:
-    """Waits until this worker has nothing to do any more; the others go on.
-
-    With rank 0 goes the coordinator, so it leaves last.
-    """
+    """Waits until this worker of an elastic group is idle."""
+    # The coordinator ends with rank 0, so rank 0 leaves last.
     coordinator = client_of(agent).coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
@@ -383,7 +389,7 @@ def _end(agent: Agent, patience: float) -> None:
         agent.ending = True
         client, options = client_of(agent), agent.options
         if patience and client.elastic:
-            # A frozen member is lost by then, and no longer has to note it.
+            # By then a frozen member is lost and is no longer waited for.
             seconds = options.heartbeat_timeout + options.heartbeat_interval
             client.leave(seconds, noted=True)
         else:
@@ -454,7 +460,7 @@ def _key(options: RpcOptions, world_size: int) -> bytes:
     if key is not None:
         return check_key(key.encode() if isinstance(key, str) else key, origin)
     if world_size == 1:
-        return secrets.token_bytes(32)  # for a group of one, which tells it to none
+        return secrets.token_bytes(32)  # a group of one shares it with no other worker
     raise RpcError(
         f"The workers need a secret that they share. Set {KEY_VARIABLE} on all of them "
         "to the same text, such as one made by rpc.new_cluster_key(), or give it as "

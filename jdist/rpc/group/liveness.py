@@ -1,8 +1,8 @@
 """Signs of life, for peers whose connection stays open although they are stuck.
 
 A process that dies closes its connections, which is noticed at once. One that is
-stopped, or cut off by the network, does not: it is only silent. So every worker says at
-a steady pace that it lives, and one that is silent for long counts as lost.
+stopped, or cut off by the network, is only silent. So every worker sends a heartbeat at
+a steady pace, and one that is silent for too long counts as lost.
 """
 
 import threading
@@ -44,18 +44,18 @@ class Pace:
         self._memory = memory
         self._step = step
         self._due = time.monotonic() + interval
-        self._held_up = (0.0, 0.0)  # How long, and when that ended.
+        self._held_up = (0.0, 0.0)  # seconds, and the moment at which that ended
         self._stepping = threading.RLock()  # a step may end the pace itself
         self._ended = False
         timer.later(interval, self._run)
 
     def close(self) -> None:
-        """Waits for a step that is being made; there will be none after it."""
+        """Ends the pace, after waiting for a step that is running."""
         with self._stepping:
             self._ended = True
 
     def held_up(self) -> float:
-        """The longest time that this process was held up of late, in seconds."""
+        """The longest recent stop of this process, in seconds."""
         now = time.monotonic()
         late = now - self._due  # read first: `_run` notes it, then moves `_due`
         return max(late, self._remembered(now))
@@ -69,6 +69,8 @@ class Pace:
             if self._ended:
                 return
             now = time.monotonic()
+            # Before the step, which may close connections: what follows from that asks
+            # `held_up` for the cause.
             self._note(now)
             try:
                 self._step(now, now - self._due > self._interval)
@@ -84,16 +86,14 @@ class Pace:
 
 
 def silent_for(seconds: float) -> str:
-    """The reason for the loss of a worker that is silent."""
+    """Return the reason given for the loss of a silent worker."""
     return f"no sign of life for {seconds:.1f} s (frozen, or cut off)"
 
 
 def held_up_for(pace: Pace, options: RpcOptions) -> str | None:
-    """Why the others have taken this process's worker for lost; None if they have not.
-
-    They have once it was silent for as long as they wait.
-    """
+    """Return why the others consider this worker lost; None if they do not."""
     seconds = pace.held_up()
+    # A heartbeat may have been up to an interval old when the stop began.
     if seconds + options.heartbeat_interval <= options.heartbeat_timeout:
         return None
     return (

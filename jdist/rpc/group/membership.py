@@ -1,4 +1,4 @@
-"""The coordinator's view of a group: who belongs to it, who may join, who has gone.
+"""The coordinator's view of a group: members, newcomers and departed workers.
 
 A name or a rank counts as taken only once its owner has answered a probe: a worker that
 died a moment ago is still listed, and must not keep its successor out.
@@ -65,6 +65,7 @@ class Member:
     def post(self, frame: Frame) -> None:
         """Sends a frame after those posted before; returns at once."""
         with self._lock:
+            # One sender at a time, or frames could overtake each other.
             self._outbox.append(frame)
             if self._sending:
                 return
@@ -83,7 +84,8 @@ class Member:
             except ChannelClosed:
                 return  # the thread that reads from it notices as well
             except ValueError as error:
-                # What all gave is more than a frame holds; others are told likewise.
+                # All values together exceed a frame; the other members get this error
+                # in the same way.
                 self.post(Frame(ERROR, frame.id, _too_large(error), None, []))
 
 
@@ -97,7 +99,7 @@ Answers = list[tuple[Member, Frame]]
 
 
 class Refusal(NamedTuple):
-    """Why a worker is not admitted.
+    """The reason why a worker is not admitted.
 
     Attributes:
       text: In words.
@@ -131,7 +133,7 @@ class Membership(abc.ABC):
 
     Attributes:
       elastic: Whether workers come and go one by one.
-      failure: Why no worker can join any more, if so.
+      failure: Why no worker can join, or None.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -157,18 +159,17 @@ class Membership(abc.ABC):
         """Refuse all who wait to join, and all who come later."""
 
     def refused(self, stranger: str) -> Answers:
-        """Handle a peer that could not prove the key.
-
-        It does not end the wait: anyone who reaches the port could end every group so.
-        """
+        """Handle a peer that could not prove the key."""
+        # It never ends the wait: otherwise anyone who reaches the port could end every
+        # group.
         return []
 
     @abc.abstractmethod
     def expire(self, now: float) -> Answers:
-        """Refuse those whose time to wait is over."""
+        """Refuse newcomers whose timeout has passed."""
 
     def until(self) -> float | None:
-        """The moment at which `expire` has something to do."""
+        """The earliest moment at which `expire` can have an effect, or None."""
         moments = [member.until for member in self._joining()]
         return min((at for at in moments if at is not None), default=None)
 
@@ -177,11 +178,11 @@ class Membership(abc.ABC):
         """Whether this newcomer means the next group at this place, not this one."""
 
     def knows(self, member: Member, newcomer: int) -> Answers:
-        """Handle a member's word that it knows the newcomer of this incarnation."""
+        """Handle a member's report that it knows the newcomer of this incarnation."""
         return []
 
     def close(self) -> list[Member]:
-        """Admit no worker any more; those who were waiting for that."""
+        """Stop admitting workers; return those that were waiting."""
         return []
 
     def all_told(self) -> bool:
@@ -190,6 +191,7 @@ class Membership(abc.ABC):
 
     def lives(self, member: Member, probe: int) -> Answers:
         """Handle a member's answer to the probe of this number."""
+        # An answer to an earlier probe proves nothing: the rival may have died since.
         decided = [d for d in self._doubts if d.rival is member and d.probe <= probe]
         self._doubts = [doubt for doubt in self._doubts if doubt not in decided]
         return [answer for doubt in decided for answer in self.not_unique(doubt)]
@@ -197,12 +199,12 @@ class Membership(abc.ABC):
     # --- leaving ---
 
     def remove(self, member: Member) -> bool:
-        """Strike out a worker that has gone; whether all others knew it as a member."""
+        """Remove a worker; return whether all others knew it as a member."""
         self._doubts = [one for one in self._doubts if one.newcomer is not member]
         return self._forget(member)
 
     def advance(self) -> Answers:
-        """Admit those who were kept out by a worker that has gone."""
+        """Admit newcomers whose name or rank was taken by a departed worker."""
         settled = [doubt for doubt in self._doubts if doubt.rival.gone is not None]
         self._doubts = [doubt for doubt in self._doubts if doubt.rival.gone is None]
         return [
@@ -215,7 +217,7 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def has(self, member: Member) -> bool:
-        """Whether it was admitted, and no other of its name since."""
+        """Whether it was admitted and has not been replaced by a successor."""
 
     @abc.abstractmethod
     def present(self) -> list[Member]:
@@ -223,7 +225,7 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def gone(self, name: str) -> str | None:
-        """Why it is useless to wait for the worker of this name; None if it is not."""
+        """The reason why the worker of this name will not come; None if it may."""
 
     def is_present(self, name: str) -> bool:
         """Whether a worker of this name is a live member."""
@@ -237,7 +239,7 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def _joining(self) -> list[Member]:
-        """Those who wait to be admitted."""
+        """The workers that wait to be admitted."""
 
     def _doubt(self, newcomer: Member, rival: Member, world_size: int) -> Answers:
         answers = self._probe([rival])
@@ -245,13 +247,14 @@ class Membership(abc.ABC):
         return answers
 
     def _probe(self, members: list[Member]) -> Answers:
-        """Ask them whether they live. Only answers to this very probe say so."""
+        """Ask members whether they live."""
+        # Numbered, because only an answer to this very probe says so.
         self._probes += 1
         meta = {"probe": self._probes}
         return [(one, Frame("group.probe", 0, meta, None, [])) for one in members]
 
     def _misfit(self, member: Member, world_size: int) -> Refusal | None:
-        """Why a newcomer with another idea of the group cannot belong to it."""
+        """The refusal of a newcomer whose world size or rank does not fit."""
         name, rank, ours = member.info.name, member.info.id, self._world_size
         if bool(world_size) != bool(ours):
             theirs, own = (
@@ -270,7 +273,7 @@ class Membership(abc.ABC):
 
 
 def rival_of(newcomer: Member, members: list[Member]) -> Member | None:
-    """The first of `members` that has the newcomer's name or rank."""
+    """Return the first of `members` that has the newcomer's name or rank."""
     for other in members:
         info = newcomer.info
         if other.info.name == info.name or other.info.id == info.id:
@@ -279,7 +282,7 @@ def rival_of(newcomer: Member, members: list[Member]) -> Member | None:
 
 
 def clash(newcomer: WorkerInfo, rival: WorkerInfo) -> Refusal:
-    """The name or the rank that two workers have and only one may have."""
+    """Return the refusal of a newcomer that shares its name or rank with a member."""
     if newcomer.name == rival.name:
         text = (
             f"RPC worker name {newcomer.name} is not unique. Workers {rival.id} and "
@@ -299,12 +302,12 @@ def set_incarnation(member: Member, incarnation: int) -> None:
 
 
 def record_of(member: Member) -> list[Any]:
-    """A member as others are told of it: the row of a `PeerRecord`."""
+    """Return the row of a member's `PeerRecord`, as sent to other workers."""
     return PeerRecord(member.info, member.channel.peer, member.address).row()
 
 
 def refuse(members: list[Member], refusal: Refusal) -> Answers:
-    """The answers to their requests to join."""
+    """Return the answers that refuse these members' requests to join."""
     text, kind, numbers = refusal
     meta = {"error": text, "kind": kind, "numbers": list(numbers)}
     return [(one, Frame(ERROR, one.request, meta, None, [])) for one in members]

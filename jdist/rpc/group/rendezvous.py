@@ -1,4 +1,4 @@
-"""Ports, key and environment variables by which processes of a run find each other.
+"""Ports, key and environment variables by which the processes of a run meet.
 
 The variables are torchrun's, so that programs written for it find what they expect.
 JAX's own coordinator cannot share rpc's port; it gets a second one, under the names
@@ -22,10 +22,8 @@ LAST_PORT = 65535
 class ReservedPort:
     """A port of this machine that no other program takes while this is open.
 
-    A socket is bound to it and never listens. The kernel then gives the port to no
-    program that asks for any free one, and refuses it to those that ask for it without
-    `SO_REUSEADDR`; a server that sets that option, as servers do, may listen on it, as
-    often as it likes. Connecting before that is refused at once, as it should be.
+    A server that sets `SO_REUSEADDR`, as servers do, may listen on the port. Before
+    one does, connecting is refused at once.
     Other systems than Linux do not let a second socket in: there the port is released
     at once and could be taken by another program before it is used.
 
@@ -43,6 +41,8 @@ class ReservedPort:
 
     def __init__(self, port: int = 0, host: str = LOOPBACK) -> None:
         self._socket = socket.socket()
+        # Bound and never listening: the kernel gives the port to no program that asks
+        # for any free one, and refuses it to those that do not set this option.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
@@ -50,6 +50,7 @@ class ReservedPort:
             self._socket.close()
             raise
         self.port: int = self._socket.getsockname()[1]
+        # Other kernels do not let a second socket listen beside this one.
         if os.uname().sysname != "Linux":
             self._socket.close()
 
@@ -114,7 +115,7 @@ class Rendezvous:
                 raise ValueError(requirement(f"Rendezvous({name}=...)", rule, got))
 
     def rank(self, local_rank: int) -> int:
-        """Number of a process in the whole run."""
+        """The rank of a local process in the whole run."""
         return self.node_rank * self.nprocs + local_rank
 
     def variables(self, local_rank: int) -> Mapping[str, str]:
@@ -145,7 +146,7 @@ class Rendezvous:
 
 
 def check_count(call: str, count: object) -> None:
-    """Refuses what is not a number of processes or machines.
+    """Checks a number of processes or machines.
 
     Raises:
       TypeError: Not an integer.
@@ -158,5 +159,5 @@ def check_count(call: str, count: object) -> None:
 
 
 def fresh_key() -> str:
-    """A new secret for one run: 256 random bits."""
+    """Makes a new secret for one run: 256 random bits."""
     return secrets.token_hex(32)

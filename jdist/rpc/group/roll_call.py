@@ -40,7 +40,7 @@ _JOIN = 1  # number of the request to join
 
 
 class AbsentRanks(RpcError):
-    """Some ranks did not answer a roll call.
+    """Some ranks were absent from a roll call.
 
     Attributes:
       ranks: Those that are known to be absent.
@@ -68,7 +68,7 @@ class RunPlace(NamedTuple):
 
 
 def roll_call(place: RunPlace, timeout: float) -> None:
-    """Waits until every rank of the run has called it.
+    """Waits until every rank of the run has called this function.
 
     All ranks that came have the same outcome at the same moment. When it returns,
     rank 0 listens at its address no more. The processes prove to each other the key in
@@ -131,7 +131,7 @@ def _connected(
 
 
 def _attend(channel: Channel, place: RunPlace, until: float | None) -> None:
-    """Joins, answers probes until the group is complete, and sees rank 0 let go."""
+    """Joins, answers probes until the group is complete, and awaits rank 0's end."""
     late = None if until is None else until + _GRACE
     left = 0.0 if until is None else max(0.01, until - time.monotonic())
     meta = {

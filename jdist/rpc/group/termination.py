@@ -1,4 +1,4 @@
-"""Termination detection: no call is under way on any worker, and none will begin.
+"""Termination detection: no call runs on any worker, and no call will begin.
 
 A call may make calls on other workers after its caller has forgotten it, so no worker
 can tell alone that all is done. Each counts the calls that have ever begun there, its
@@ -43,7 +43,7 @@ _ONE_SIDED_SECONDS = 240.0
 
 
 def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None:
-    """Waits until all workers of `names` wait here, and no call runs on any of them.
+    """Waits until all workers of `names` have called this and no call runs on them.
 
     Raises:
       RpcTimeout: It took longer; the message says what is under way, or which workers
@@ -62,18 +62,20 @@ def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None
     before = None
     while True:
         begun = wait_until_idle(agent, deadline, check)
+        # At least a millisecond: a timeout of 0 would mean no limit.
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
         counts = group.all_gather(begun, names, timeout, SHUTDOWN)
+        # The second round of equal counts proves termination.
         if counts == before:
             return
         before = counts
 
 
 def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None]) -> int:
-    """Waits until no call is under way on this worker, though others may begin.
+    """Waits until no call is under way on this worker; later ones may begin.
 
     A call without a deadline is waited for as long as both its workers know of it. If
-    only one does, a mistake has lost its answer or its end; then it counts as overdue.
+    only one does, its answer or its end was lost, and it counts as overdue.
 
     Args:
       agent: The worker.
@@ -98,7 +100,7 @@ def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None])
 
 
 def install(agent: Agent) -> None:
-    """Has the worker answer other workers' `_OneSidedCalls`."""
+    """Registers the handler that answers other workers' `_OneSidedCalls`."""
 
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> list[int]:
         with_caller = [
@@ -131,12 +133,12 @@ class _OneSidedCalls:
         self._ends: dict[Entry, float] = {}
 
     def end_of(self, entry: Entry) -> float | None:
-        """The moment after which nothing waits for a call; None if it has none."""
+        """The moment after which a call is no longer waited for; None for no limit."""
         at = entry.deadline.at
         return self._ends.get(entry) if at is None else at
 
     def look(self, deadline: Deadline) -> None:
-        """Asks the other workers; an entry counts while all of them say the same."""
+        """Asks the other workers which of these calls they know."""
         left = deadline.remaining()
         patience = _ANSWER_SECONDS if left is None else min(_ANSWER_SECONDS, left)
         patience = max(patience, 1e-3)  # 0 would mean no limit
@@ -158,6 +160,8 @@ class _OneSidedCalls:
             alone = [one for one in sent if one.peer == name and not serves]
             alone += [one for one in served if one.peer == name and not awaits]
             for entry in alone:
+                # The time runs from the first such answer; an entry that the other side
+                # knows again is not carried over.
                 first = time.monotonic() + _ONE_SIDED_SECONDS
                 self._ends[entry] = before.get(entry, first)
 
@@ -185,13 +189,15 @@ class Stalemate:
         self._before: dict[Member, int | None] | None = None
 
     def look(self, members: list[Member], waits: Set[Any], now: float) -> Answers:
-        """The questions to ask now.
+        """Begin a new round of questions if the situation has changed.
 
         Args:
           members: All workers of the group.
-          waits: What they all wait for; empty if there is nothing to find out.
+          waits: The requests that they wait in; empty if there is no suspicion.
           now: The time.
         """
+        # A round under way for the same waits continues: begun anew at each event, it
+        # would never end.
         rests = self._unheard or self.again is None or now < self.again
         if waits and waits == self._waits and rests:
             return []
@@ -202,7 +208,7 @@ class Stalemate:
     def heard(
         self, member: Member, number: int, begun: int | None, now: float
     ) -> tuple[bool, Answers]:
-        """Take in a worker's report.
+        """Record a worker's report.
 
         Args:
           member: The worker.
@@ -213,6 +219,7 @@ class Stalemate:
         Returns:
           Whether termination is proved, and the questions to ask next.
         """
+        # A report on an earlier round may be older than this round's beginning.
         if number != self._round or member not in self._unheard:
             return False, []
         self._unheard.discard(member)

@@ -1,4 +1,4 @@
-"""The parameters of a module on a worker: cells, and how its owner lists them."""
+"""Parameters of a remote module: mutable cells, and the owner's listing of them."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Parameter:
       variable: The `nnx.Param`, or what has `get_value` and `set_value` as that does.
 
     Attributes:
-      name: See there.
+      name: As given.
 
     Source: what `RemoteModule.remote_parameters` refers to, `torch.nn.Parameter`.
     """
@@ -52,9 +52,12 @@ class Parameter:
     @value.setter
     def value(self, new: Any) -> None:
         old = self.value
+        # Checked before it is set: a value of another shape would compile the module
+        # again, or fail in a later call.
         if isinstance(old, jax.Array):
             _check_same_kind(self.name, old, new)
-            # An uncommitted array follows the module's computations to any device.
+            # An uncommitted array follows the module's computations to any device. To
+            # commit the new one would make JAX compile those computations again.
             placed = old.committed
             new = jax.device_put(new, old.sharding) if placed else jnp.asarray(new)
         self._variable.set_value(new)
@@ -78,6 +81,8 @@ class Parameter:
         return cls(name, _Apart(value))
 
     def __eq__(self, other: object) -> bool:
+        # By identity of the variable: each listing makes new cells of the same
+        # variables.
         return isinstance(other, Parameter) and other._variable is self._variable
 
     def __hash__(self) -> int:
@@ -88,7 +93,7 @@ class Parameter:
 
 
 class _Apart:
-    """The variable of a copy."""
+    """The storage of a copied parameter, in the place of an `nnx.Param`."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -103,7 +108,7 @@ class _Apart:
 def create(
     factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RRef[Any]:
-    """On the owner: the module, made on the worker's device, by reference."""
+    """Create the module on the owner's device and return a reference to it."""
     device = current_agent().options.device
     # `default_device(None)` would switch off what the user has chosen.
     with contextlib.nullcontext() if device is None else jax.default_device(device):
@@ -111,7 +116,7 @@ def create(
 
 
 def listed(module: RRef[Any], recurse: bool) -> dict[str, RRef[Any]]:
-    """On the owner: references to the parameters of a module, by name.
+    """Return the owner's references to the parameters of a module, by name.
 
     Raises:
       TypeError: The object has no parameters that could be listed.
@@ -132,6 +137,7 @@ def _cells(value: Any) -> Mapping[str, Any]:
     if not hasattr(type(value), "parameters"):
         rule = "needs a Flax NNX module, or an object with a method `parameters`"
         raise TypeError(requirement(call, rule, f"a {kind}"))
+    # Through the function table: a peer names this method, so `allow` must cover it.
     cells = current_agent().codec.functions.method(value, "parameters")()
     if not isinstance(cells, Mapping) or not all(type(name) is str for name in cells):
         rule = f"needs the method `parameters` of {kind} to return cells by their names"

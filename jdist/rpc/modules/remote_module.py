@@ -26,7 +26,7 @@ TRAINABLE = "rpc.trainable_module"
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RemoteModule:
-    """A module on another worker, or on this one, called as if it were here.
+    """A module that lives on a worker and is called like a local one.
 
     `module(x)` calls it and waits; `module.rpc_sync(timeout=...)`, `rpc_async` and
     `remote` call it, or its methods, as the proxies of `RRef` do. It can be sent in
@@ -53,7 +53,7 @@ class RemoteModule:
         return self.rpc_sync()(*args, **kwargs)
 
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
-        """Calls it, `module.rpc_sync(2.0)(x)`, or a method: `.rpc_sync().encode(x)`."""
+        """Calls the module, `module.rpc_sync(2.0)(x)`, or one of its methods."""
         return self.module_rref.rpc_sync(timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
@@ -67,7 +67,7 @@ class RemoteModule:
     def parameters(
         self, recurse: bool = True, timeout: float = DEFAULT
     ) -> dict[str, RRef[Any]]:
-        """References to its parameters, by their paths.
+        """Returns references to the module's parameters, by path.
 
         Each refers to a *cell* on the owner with the attribute `value`, so that an
         optimizer there can replace the value and the module computes with the new one.
@@ -85,6 +85,8 @@ class RemoteModule:
           ForbiddenFunction: Its method `parameters` is in a module not allowed.
         """
         rref = self.module_rref
+        # The owner lists them: only it has the module, and each reference that it
+        # returns keeps the module's parameter alive there.
         call = (parameters.listed, (rref, recurse))
         return function_calls.rpc_sync(rref.owner(), *call, timeout=timeout)
 
@@ -100,7 +102,7 @@ class RemoteModule:
         return list(self.parameters(recurse, timeout).values())
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Sets it to training, as its own method `train` does; returns this object.
+        """Calls the module's own `train()` on its owner and returns this object.
 
         Args:
           mode: False for evaluation.
@@ -111,7 +113,7 @@ class RemoteModule:
         return self
 
     def eval(self) -> RemoteModule:
-        """Sets it to evaluation, as its own method `eval` does; returns this object."""
+        """Calls the module's own `eval()` on its owner and returns this object."""
         self.rpc_sync().eval()
         return self
 
@@ -128,12 +130,12 @@ def remote_module(
     *,
     trainable: bool = False,
 ) -> RemoteModule:
-    """Has the worker `to` make a module, or any other object, and keep it.
+    """Creates a module, or any other object, on the worker `to`.
 
-    It is made when this returns. What a Flax NNX module needs that cannot travel, such
-    as `nnx.Rngs`, the factory makes there. JAX arrays that the factory makes are on the
-    worker's device, unless it says otherwise. The object lives as long as a reference
-    to it or to one of its parameters does.
+    The object exists when this returns. Arguments that cannot travel, such as
+    `nnx.Rngs`, are made by the factory. JAX arrays that the factory makes are on the
+    worker's device, unless it places them itself. The object lives as long as a
+    reference to it or to one of its parameters does.
 
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
@@ -143,8 +145,8 @@ def remote_module(
       timeout: Seconds for making it; -1 for the default, 0 for no limit.
       trainable: Whether calls within a context of `jdist.autograd` are recorded there,
         as `autograd.module` does: the parameters of the Flax NNX module that the
-        factory returns become variables, and its statistics and random streams go on
-        from call to call.
+        factory returns become variables, and its statistics and random streams
+        continue from call to call.
 
     Raises:
       TypeError, ValueError, ForbiddenFunction: The call itself is wrong; or what is to
@@ -163,12 +165,15 @@ def remote_module(
       ...     words.rpc_async(timeout=2.0).index("b").wait()
       1
     """
+    # An asynchronous factory would return a future of the module, and the reference
+    # would be to that.
     if not callable(factory) or is_asynchronous(factory):
         rule = "must be a function or class that returns the module, not a future of it"
         raise TypeError(requirement("remote_module(factory)", rule, factory))
     call = "remote_module"
     making = (factory, positional(call, args), named(call, kwargs))
-    # By name of a function that autograd leaves there: rpc knows nothing of it.
+    # Looked up by name because imports run downwards: autograd registers the function,
+    # and rpc cannot import autograd.
     create = (
         current_agent().extension_state.get(TRAINABLE)
         if trainable

@@ -1,4 +1,4 @@
-"""Groups whose workers are all in this process: of fixed size, and elastic."""
+"""Groups of workers within this process, of fixed size or elastic."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def local_cluster(
     options: RpcOptions | None = None,
     allow: Iterable[str] = (),
 ) -> Iterator[list[WorkerInfo]]:
-    """Several workers in this process; the calling thread is the first of them.
+    """Runs several workers in this process; the calling thread is the first of them.
 
     All of rpc works as between processes, without a socket: what the wire refuses is
     refused, NumPy arrays are copied, JAX arrays are shared or put on the callee's
     device. A synchronous call without a timeout of its own runs in the caller's thread
-    and is not interrupted by the default timeout. Other threads say who they are with
-    `use_worker`.
+    and is not interrupted by the default timeout. Other threads choose their worker
+    with `use_worker`.
 
     At the end of the block the workers shut down: gracefully, or at once when the block
     raised an exception.
@@ -80,6 +80,8 @@ def local_cluster(
     with current.becoming():
         agents = _start(infos, places, functions, options)
         current.add(agents)
+    # True only after the block: after an exception a graceful end might wait for calls
+    # that never return.
     graceful = False
     try:
         token = current.scope.set(Scope(agents[0]))
@@ -140,7 +142,7 @@ def elastic_cluster(
     options: RpcOptions | None = None,
     allow: Iterable[str] = (),
 ) -> Iterator[ElasticCluster]:
-    """An elastic group in this process; the calling thread is its first worker.
+    """Runs an elastic group in this process; the calling thread is its first worker.
 
     Everything else is as in `local_cluster`, and as between processes where `init_rpc`
     was called without a `world_size`. At the end of the block all workers leave.
@@ -151,7 +153,7 @@ def elastic_cluster(
       allow: As for `init_rpc`.
 
     Yields:
-      What lets more workers join.
+      The cluster, whose `join` adds workers.
 
     Raises:
       RpcError: This process has workers already.
@@ -224,11 +226,11 @@ def _start(
 
 
 class Meeting:
-    """Where the workers of one process join one group.
+    """The rendezvous at which the workers of one process form a group.
 
     Args:
       world_size: How many they are; 0 for an elastic group.
-      functions: What they may call of each other.
+      functions: The functions that they may call on each other.
       options: For all of them.
     """
 
@@ -239,12 +241,13 @@ class Meeting:
         self._functions = functions
         self._options = options
         self._hub = Hub()
+        # A hub of its own: a worker may have the coordinator's name.
         self._at = InProcessTransport(NAME, Hub())
         # One process: no worker can fall silent alone.
         self.coordinator = make_coordinator(self._at, world_size, options, beats=False)
 
     def begin(self, info: WorkerInfo, device: jax.Device) -> tuple[Agent, Future[None]]:
-        """A worker that is about to join; done when it has."""
+        """Makes a worker and begins its join; the future is done once it has joined."""
         name = transport_name(info.name, self._world_size)
         transport = InProcessTransport(name, self._hub, device)
         options = dataclasses.replace(self._options, device=device)
@@ -255,7 +258,8 @@ class Meeting:
 
 
 def _stop(agents: list[Agent], graceful: bool) -> None:
-    """Shuts workers down, each on a thread of its own: they wait for each other."""
+    """Shuts workers down in parallel."""
+    # Each on a thread of its own, because a graceful end waits for all the others.
     errors: list[BaseException] = []
     deadline = resolve(0, 0, Deadline())
 

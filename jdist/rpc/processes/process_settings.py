@@ -1,11 +1,8 @@
 """Settings of started processes, in force before JAX is imported there.
 
-The parent decides (`resolved`); the child applies what is no environment variable in
-`jdist/rpc/processes/trampoline.py`, before the first line of the user's program, and
-can tell what came of it (`applied`). The parent's own process is never touched.
-
-The allocator is set by glibc's environment variables rather than by `mallopt`: they
-hold from the first allocation, survive `exec`, and mean the same three numbers.
+The parent decides (`resolved`). The child applies those that are not environment
+variables in `jdist/rpc/processes/trampoline.py`, before the first line of the user's
+program, and reports the outcome (`applied`). The parent's own process is not changed.
 """
 
 import dataclasses
@@ -21,7 +18,8 @@ from jdist._errors import requirement
 from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
-# memory at the heap's top is kept; one arena serves all threads.
+# memory at the heap's top is kept; one arena serves all threads. Environment variables
+# rather than `mallopt`, because they hold from the first allocation and survive `exec`.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -58,8 +56,8 @@ class ProcessSettings:
         of products that do not depend on each other all come first, and their results
         lie in memory until each is added to its sum.
       callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
-        that blocks inside a jitted function occupies one of its threads, and with none
-        left nothing runs any more. 0 leaves XLA's own: the number of cores.
+        that blocks inside a jitted function occupies one of its threads; without a free
+        thread no program runs. 0 leaves XLA's own: the number of cores.
       compilation_cache: Keep compiled programs for the next run, in JAX's persistent
         compilation cache: of each kind of processor at most 1 GiB when a run starts, in
         `$XDG_CACHE_HOME/jdist` or `~/.cache/jdist`.
@@ -103,13 +101,13 @@ OFF = ProcessSettings(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """The settings of one child, decided.
+    """The settings of one child as the parent has decided them.
 
     Attributes:
       variables: Environment variables to add.
       batch: Whether to change the scheduling class.
       cores: The only cores it may use; empty for those of its parent.
-      notes: What becomes of each setting, in words; completed by the child.
+      notes: The outcome of each setting, in words; completed by the child.
     """
 
     variables: Mapping[str, str]
@@ -124,10 +122,10 @@ def resolved(
     cores: tuple[int, ...] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> ResolvedSettings:
-    """Decides the settings of one of `nprocs` processes.
+    """Resolve the settings of one of `nprocs` processes.
 
     Args:
-      settings: What is wanted.
+      settings: The wanted settings.
       nprocs: How many processes share this machine.
       cores: The cores that this one is to be pinned to; empty for no pinning.
       environment: The user's variables, which win over the settings.
@@ -169,6 +167,7 @@ def _groups(
     if settings.lean_programs and usable == 1:
         found["programs"] = _programs()
     if settings.callback_threads:
+        # At least XLA's own default, the number of cores.
         pool = str(max(settings.callback_threads, len(cores) or len(available_cores())))
         found["callback threads"] = {"PJRT_NPROC": pool}, pool
     if settings.compilation_cache:
@@ -199,7 +198,8 @@ def _pages() -> Variables:
 
 
 def _programs() -> Variables:
-    # XLA ends a process that gives it a flag that it does not know.
+    # XLA aborts a process that passes a flag which it does not know, and a newer
+    # release may have dropped this one.
     release = tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
     if release >= (0, 13):
         return {}, "not applied: a newer jaxlib"
@@ -217,7 +217,7 @@ def _compilation_cache(environment: Mapping[str, str]) -> Variables:
 
 
 def _glibc() -> tuple[int, ...]:
-    """The version of the C library if it is glibc, else empty."""
+    """Return the version of the C library if it is glibc, else an empty tuple."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (AttributeError, ValueError, OSError):
@@ -226,7 +226,7 @@ def _glibc() -> tuple[int, ...]:
 
 
 def applied() -> dict[str, str]:
-    """The settings applied to this process before its program began, for reports.
+    """Return the settings applied to this process before its program began.
 
     Returns:
       Each setting with its value, or with the reason why it was not applied. Empty in
@@ -240,11 +240,9 @@ def applied() -> dict[str, str]:
 
 
 def available_cores() -> list[int]:
-    """The cores that this process may use, one per physical core first.
-
-    Two hardware threads of one core share its arithmetic units: processes pinned to
-    them would slow each other down, so they come last.
-    """
+    """Return the cores that this process may use, one per physical core first."""
+    # Two hardware threads of one core share its arithmetic units, so processes pinned
+    # to them would slow each other down: the second threads come last.
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
     allowed = sorted(os.sched_getaffinity(0))
@@ -252,7 +250,7 @@ def available_cores() -> list[int]:
 
 
 def _place_in_core(core: int) -> int:
-    """0 for the first hardware thread of a physical core, 1 for the second."""
+    """Return 0 for the first hardware thread of a physical core, 1 for the second."""
     try:
         siblings = Path(_SIBLINGS.format(core)).read_text()
     except OSError:
@@ -261,7 +259,7 @@ def _place_in_core(core: int) -> int:
 
 
 def _listed(text: str) -> list[int]:
-    """The kernel's way of writing sets: `"0,4-5"` is 0, 4 and 5."""
+    """Parse the kernel's notation of sets: `"0,4-5"` is 0, 4 and 5."""
     ends = [part.split("-") for part in text.strip().split(",")]
     return [n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)]
 

@@ -102,7 +102,7 @@ def spawn(
         the program itself if that guards its start by `if __name__ == "__main__":`.
       args: Its arguments after the rank, in a tuple or a list; picklable.
       nprocs: How many processes.
-      settings: What is set up in them before JAX is; None for nothing.
+      settings: Settings in force before JAX is imported; None for none.
       pin: How many cores each process gets for itself (True is 1); 0 for no pinning.
       timeout: Seconds that the whole may take; None for no limit.
       grace: Seconds between SIGTERM and SIGKILL.
@@ -173,6 +173,8 @@ class Processes:
             # Files and not pipes: a result of any size can be written before it is
             # read, and outlives its process.
             self._outcomes = [stack.enter_context(TemporaryFile()) for _ in settings]
+            # The ports are reserved until all is over: no other program is given them
+            # before the workers listen, nor between two groups.
             meeting = Rendezvous(
                 nprocs=len(settings),
                 port=stack.enter_context(ReservedPort()).port,
@@ -180,6 +182,7 @@ class Processes:
                 key=fresh_key(),
             )
             self._supervisor = stack.enter_context(Supervisor(grace))
+            # One file for all: the children map it, and it may be large.
             with TemporaryFile() as file:
                 file.write(request)
                 file.flush()
@@ -192,7 +195,7 @@ class Processes:
 
     @property
     def running(self) -> bool:
-        """Whether all of them still run; `join` says what became of them."""
+        """Whether all of them still run; `join` returns or raises the outcome."""
         return not any(child.ending for child in self._supervisor.children)
 
     def _start(
@@ -210,7 +213,7 @@ class Processes:
         self._supervisor.start(program)
 
     def join(self, timeout: float | None = None) -> list[Any]:
-        """Waits for all of them; later calls give the same answer at once.
+        """Waits for all of them; later calls return or raise the same at once.
 
         Args:
           timeout: Seconds to wait; None for what `spawn` was given.
@@ -261,7 +264,9 @@ class Processes:
         )
 
     def _first_failure(self, outcomes: list[dict[str, Any]]) -> ProcessFailed | None:
-        """The earliest failure: complaints of its peers may have reached us before."""
+        """The failure with the earliest moment, if any process failed."""
+        # By moment, not by arrival: its peers' failures, which follow from it, may have
+        # been noticed before it.
         found = []
         for rank, child in enumerate(self._supervisor.children):
             outcome, ending = outcomes[rank], child.ending or Ending(0)
@@ -276,7 +281,7 @@ class Processes:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def _outcome(self, rank: int) -> dict[str, Any]:
-        """The outcome file of a process; empty if it ended before it wrote one."""
+        """Reads a process's outcome file; empty if it ended before it wrote one."""
         file = self._outcomes[rank]
         file.seek(0)
         try:
@@ -289,7 +294,7 @@ class Processes:
 
 
 def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The call and what a process needs to find the function, as bytes."""
+    """Pickle the call and the data by which a process finds the function."""
     if not callable(fn):
         raise TypeError(requirement("spawn(fn=...)", "must be callable", repr(fn)))
     main = main_module()
@@ -300,6 +305,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     _pickled(fn, requirement("spawn(fn=...)", rule, fn, remedy))
     rule = "must be values that pickle can carry"
     given = positional("spawn", args)
+    # Pickled by itself: it can be read only once the main module has been imported.
     call = _pickled((fn, given), requirement("spawn(args=...)", rule, given))
     # An empty entry stands for the current folder, which may be another one there.
     path = [folder or os.getcwd() for folder in sys.path]
@@ -308,7 +314,7 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def main_module() -> dict[str, str]:
-    """How the main module is imported again; empty for an interactive session."""
+    """Describe how to import the main module again; empty in an interactive session."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None) or ""
     if getattr(main, "preparing", False) and file == str(_SPAWNED):
@@ -331,7 +337,7 @@ def _pickled(value: object, refusal: str) -> bytes:
 
 
 def check_duration(call: str, seconds: object, least: float = 0.0) -> None:
-    """Refuses what is not a finite number of seconds.
+    """Check that a value is a finite number of seconds.
 
     Raises:
       TypeError: Not a number.

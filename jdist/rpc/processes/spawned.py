@@ -19,8 +19,9 @@ preparing = False
 
 
 def main() -> int:
-    """Makes the call; returns the exit status, 1 if it raised."""
+    """Make the call and return the exit status, 1 if it raised."""
     rank, request, outcome = map(int, sys.argv[1:])
+    # The program's own children must not inherit them.
     for descriptor in (request, outcome):
         os.set_inheritable(descriptor, False)
     failed = False
@@ -37,7 +38,7 @@ def main() -> int:
 
 
 def call(rank: int, request: int) -> Any:
-    """Rebuilds the parent's main module and calls its function."""
+    """Import the parent's main module and call the function."""
     global preparing
     with mmap.mmap(request, 0, access=mmap.ACCESS_READ) as memory:
         surroundings, call = pickle.loads(memory)
@@ -50,7 +51,7 @@ def call(rank: int, request: int) -> Any:
 
 
 def carried(answer: dict[str, Any]) -> bytes:
-    """The answer as bytes; a result that pickle refuses is a mistake of the caller."""
+    """Pickle the answer; a result that pickle refuses is the caller's mistake."""
     try:
         return pickle.dumps(answer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -60,7 +61,7 @@ def carried(answer: dict[str, Any]) -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """The traceback, from the first frame that is not of this file."""
+    """Format the traceback, from the first frame outside of this file."""
     frames = error.__traceback__
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""Starting, watching and ending the processes of one run: `spawn` and `launch` alike.
+"""Starting, watching and ending the processes of a run, for `spawn` and `launch`.
 
 Three promises. The first process that fails ends the others. When the supervisor's own
 process is gone, however it died, they are gone too (the lifeline, see trampoline.py).
@@ -37,7 +37,7 @@ class Ending:
     """How a process ended.
 
     Attributes:
-      code: What it returned, or minus the signal that killed it.
+      code: Its exit code, or minus the signal that killed it.
       moment: When, in `time.monotonic()` seconds.
 
     Example:
@@ -50,7 +50,7 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended in any way but with 0."""
+        """Whether its exit code is not 0."""
         return self.code != 0
 
     @property
@@ -64,11 +64,11 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """As a shell would say it: 128 + the number of the signal."""
+        """The exit status in a shell's convention: 128 + the number of the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
-        """In words that follow a name."""
+        """A predicate to follow the process's name."""
         if self.signal:
             return f"was killed by {self.signal}"
         return f"ended with exit code {self.code}"
@@ -110,6 +110,8 @@ class Child:
     def __init__(self, program: ProcessCommand) -> None:
         self.name = program.name
         self.ending: Ending | None = None
+        # A lock, held until the process has ended, and not an event: Ctrl-C may leave
+        # an event's inner lock taken.
         self._ended = threading.Lock()
         self._ended.acquire()
         far, near = os.pipe()
@@ -126,17 +128,19 @@ class Child:
         self.errors: IO[bytes] | None = self._process.stderr
 
     def await_end(self) -> None:
-        """Blocks until it has ended; its id stays taken until `bury`."""
+        """Blocks until it has ended; its id stays reserved until `bury`."""
         if hasattr(os, "waitid"):
             # No such child: this program ignores SIGCHLD, or waits for any child. How
             # it ended is then unknown and counts as 0, as in `subprocess`.
             with suppress(ChildProcessError):
+                # Without reaping it: while its id is reserved, a signal to its group
+                # cannot reach another process.
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
 
     def bury(self) -> Ending:
-        """Ends what is left of its group and releases its id; after `await_end`."""
+        """Kills the rest of its process group and reaps it; after `await_end`."""
         self.send(signal.SIGKILL)
         self.ending = Ending(self._process.wait())
         self._ended.release()
@@ -144,14 +148,14 @@ class Child:
         return self.ending
 
     def wait(self, seconds: float) -> None:
-        """Waits until it is buried, at most so long."""
+        """Waits until it is buried, at most `seconds`."""
         # Not a condition: Ctrl-C may keep its `wait` from taking the lock again. This
         # lock it may leave taken, so that another waiter looks again after its seconds.
         if self.ending is None and self._ended.acquire(timeout=seconds):
             self._ended.release()
 
     def send(self, number: int) -> None:
-        """Sends a signal to it and to all that it started."""
+        """Sends a signal to its process group."""
         # PermissionError: macOS answers so for a group of which only a zombie is left.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
@@ -186,7 +190,7 @@ def interpreter() -> list[str]:
 
 
 def require_posix(call: str) -> None:
-    """Refuses where there are no process groups, signals and inherited descriptors."""
+    """Raises on platforms without process groups, signals and inherited descriptors."""
     if os.name != "posix":
         message = f"`{call}` needs Linux, macOS or another POSIX system, not "
         raise Unavailable(message + sys.platform)
@@ -210,7 +214,7 @@ class Supervisor:
         self._watchers: list[threading.Thread] = []
 
     def start(self, program: ProcessCommand) -> Child | None:
-        """Starts a process; none any more once the others are being ended.
+        """Starts a process; returns None once the others are being ended.
 
         Raises:
           OSError: The system cannot start another process.
@@ -224,7 +228,7 @@ class Supervisor:
         return child
 
     def _watch_all(self) -> None:
-        """Starts the threads that watch children; any number of times."""
+        """Starts a thread for each unwatched child; idempotent."""
         with self._lock:
             for child in self.children[len(self._watchers) :]:
                 watcher = threading.Thread(
@@ -251,7 +255,7 @@ class Supervisor:
             return True
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Ends all: a signal first, SIGKILL after the grace period; returns when done.
+        """Ends all processes: a signal first, SIGKILL after the grace period.
 
         May be called by any thread, any number of times. If it is interrupted, they
         are killed at once.
@@ -268,7 +272,7 @@ class Supervisor:
         self.wait()
 
     def close(self) -> None:
-        """Ends what still runs and joins the threads that watched."""
+        """Ends running processes and joins the watching threads."""
         self.stop()
         for watcher in self._watchers:
             watcher.join()
@@ -295,6 +299,7 @@ class Supervisor:
             is_first = ending.failed and not self._ending
             if is_first:
                 self.failure = child
+        # Outside of the lock: it waits for the other watchers, which need it.
         if is_first:
             self.stop()
 

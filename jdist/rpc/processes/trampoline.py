@@ -1,4 +1,4 @@
-"""The first steps of every process that jdist starts; then it becomes the program.
+"""The first program of every process that jdist starts; it then runs the user's.
 
 Run as a file, `python -I -S trampoline.py SETTINGS COMMAND...`, with nothing but the
 standard library: JAX must not be loaded before the settings are in force. What is set
@@ -33,18 +33,16 @@ def main() -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        # What a shell answers when there is no such program.
+        # A shell's exit code for a missing program.
         os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
         sys.exit(127)
 
 
 def schedule_in_batches() -> str:
-    """Enters the class SCHED_BATCH, from the ordinary one only; says what came of it.
-
-    A process that was put into a real-time or idle class is there on purpose.
-    """
+    """Enter the class SCHED_BATCH, from the ordinary one only; return the outcome."""
     if not hasattr(os, "SCHED_BATCH"):
         return f"not applied: {sys.platform} has no batch class"
+    # A process that was put into a real-time or idle class is there on purpose.
     if os.sched_getscheduler(0) not in (os.SCHED_OTHER, os.SCHED_BATCH):
         return "not applied: the parent's class is not the ordinary one"
     try:
@@ -74,10 +72,8 @@ def end_group_by_signal(descriptor: int) -> None:
 
 
 def end_group_by_guardian(descriptor: int) -> None:
-    """Elsewhere: a small process in the group waits for the pipe to close.
-
-    Forked twice, so that the program does not find a child that is not its own.
-    """
+    """Elsewhere: a small process in the group waits for the pipe to close."""
+    # Forked twice, so that the program does not find a child that is not its own.
     child = os.fork()
     if child:
         os.waitpid(child, 0)

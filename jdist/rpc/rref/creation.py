@@ -46,10 +46,12 @@ class Creation:
         self._name: _Name
 
     def begin(self) -> Handle:
-        """Names the value, and counts the creator's reference to it."""
+        """Names the value and counts the creator's reference to it."""
         references, outgoing = self._references, self._outgoing
         owner = outgoing.peer.info
         if owner.incarnation == references.agent.info.incarnation:
+            # A call to itself: the id stands for the fork, too, and counts as a holder
+            # until the function has ended.
             rref = self._local = references.name()
             self._name = (rref, rref, 0)
             place = new_owner_value()
@@ -63,7 +65,7 @@ class Creation:
         )
 
     def ask(self, handle: Handle) -> Submitted | None:
-        """Sends the request; what was sent, unless the connection is still opened."""
+        """Sends the request; returns it unless the connection is still being opened."""
         agent = self._references.agent
         rref, fork, low_water_mark = self._name
         name = (rref.packed(), fork.packed(), low_water_mark)
@@ -76,7 +78,7 @@ class Creation:
         return None
 
     def give_up(self, error: BaseException) -> None:
-        """Undoes the creation; notifies the owner if it may have been asked."""
+        """Undoes the creation and notifies the owner if it may have been asked."""
         references = self._references
         if self._local is not None:
             references.created_here(self._local)
@@ -113,10 +115,11 @@ class Creation:
 
 
 def install(agent: Agent, references: References) -> None:
-    """Registers the handler that creates values for others."""
+    """Registers the owner's handler of creations."""
 
     def create(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
         name, call = _parts(body)
+        # Before the function runs: a fetch or a fork that comes meanwhile finds it.
         owner_value = _place(references, caller, name)
         try:
             result = execute(agent, caller, call, meta)
@@ -131,14 +134,14 @@ def install(agent: Agent, references: References) -> None:
 
 
 def check(creation: Future[None], table: FunctionTable) -> None:
-    """Raises the failure of a creation, if it has failed."""
+    """Raises the failure of a failed creation."""
     error = error_of(creation)
     if error is not None:
         raise failure_of(error, table)
 
 
 def failure_of(error: BaseException, table: FunctionTable) -> Exception:
-    """The exception for the use of a reference whose creation failed like this."""
+    """Makes the exception for using a reference whose creation has failed."""
     if isinstance(error, RpcTimeout):
         text = (
             "RRef creation via rpc.remote() timed out, and it is possible that the "
@@ -160,7 +163,7 @@ def _place(references: References, caller: WorkerInfo, name: _Name) -> OwnerValu
 
 
 def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
-    """Takes the result of a function that returned a future, or its exception."""
+    """Stores the outcome of a function that returned a future."""
     error = error_of(done)
     if error is None:
         return _filled(owner_value, done.value())
@@ -169,7 +172,7 @@ def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
 
 
 def _filled(owner_value: OwnerValue, result: Any) -> Reply:
-    """Puts the function's result into its place."""
+    """Stores a function's result as the owner's value."""
     value, meta = result if type(result) is Reply else (result, {})
     fill(owner_value, value)
     return Reply(None, meta)

@@ -6,7 +6,7 @@ __all__ = ["DedupWindow", "UnsettledNumbers"]
 
 
 class DedupWindow:
-    """The numbers that one sender's messages bear, seen by their receiver.
+    """The receiver's record of the message numbers of one sender.
 
     Numbers rise, in steps of any size, and may arrive in any order and more than once.
     With every number the sender tells its *low-water mark*: all numbers below it are
@@ -28,24 +28,25 @@ class DedupWindow:
         self._limit = 32
 
     def take(self, number: int, low_water_mark: int) -> bool:
-        """Whether the number comes for the first time; it is remembered."""
+        """Records a number; returns whether it comes for the first time."""
         if low_water_mark > self._low_water_mark:
             self._low_water_mark = low_water_mark
         if self.seen(number):
             return False
         self._seen.add(number)
+        # Pruned when the set has doubled, so that the amortised cost is constant.
         if len(self._seen) > self._limit:
             self._seen = {n for n in self._seen if n >= self._low_water_mark}
             self._limit = 2 * len(self._seen) + 32
         return True
 
     def seen(self, number: int) -> bool:
-        """Whether the number has come, or is settled without."""
+        """Whether the number has come, or is below the low-water mark."""
         return number < self._low_water_mark or number in self._seen
 
 
 class UnsettledNumbers:
-    """The sender's side of a window: its numbers that are not settled yet.
+    """The sender's side of a window: its unsettled numbers.
 
     Example:
       >>> under_way = UnsettledNumbers()
@@ -64,15 +65,15 @@ class UnsettledNumbers:
         self._past = 0
 
     def begin(self, number: int) -> None:
-        """The number, higher than all before, will be used."""
+        """Adds a number, which must be higher than all before."""
         self._numbers[number] = None
         self._past = number + 1
 
     def end(self, number: int) -> None:
-        """It is settled; any number of times."""
+        """Settles a number; idempotent."""
         self._numbers.pop(number, None)
 
     @property
     def low_water_mark(self) -> int:
-        """Everything below is settled."""
+        """The lowest unsettled number; all below it are settled."""
         return next(iter(self._numbers), self._past)

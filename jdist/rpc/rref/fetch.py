@@ -75,11 +75,11 @@ def install(
 def fetch(
     handle: Handle, call: Invocation, timeout: float, asked: Submitted | None
 ) -> Any:
-    """A copy of the value of another worker.
+    """Fetches a copy of another worker's value.
 
     Args:
       handle: Of the reference.
-      call: What interceptors see.
+      call: The call that interceptors see.
       timeout: Seconds; -1 for the default, 0 for no limit.
       asked: The request to create the value, if that was sent.
     """
@@ -92,7 +92,7 @@ def fetch(
         return agent.exchange(outgoing)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
-    if shorter:  # What has not been created by then will not be.
+    if shorter:  # a value that has not been created by then will not be
         limit = until
     outgoing = outgoing._replace(deadline=limit, after=asked)
     try:
@@ -106,7 +106,7 @@ def fetch(
 
 
 def _fetch_created(agent: Agent, outgoing: Outgoing, creation: Future[None]) -> Any:
-    """Fetches a value whose creation was asked for and is not answered yet."""
+    """Fetches a value whose creation has not been answered yet."""
     # On the connection of the creation, behind it: the owner's thread that creates the
     # value then answers both, and no other thread is woken for the fetch. It may still
     # overtake the creation; the owner then answers once that has come.
@@ -133,15 +133,17 @@ def _intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing
 
 
 def local(owner_value: OwnerValue, agent: Agent, timeout: float) -> Any:
-    """The value of this worker itself."""
+    """Returns a value that this worker owns, once it has been created."""
     if not owner_value.done():
         arrival = owner_value.then(lambda done: None)
+        # A derived future: the value's own error is not raised here, but as a copy by
+        # `read`.
         arrival.wait(agent.default_timeout if timeout == DEFAULT else timeout)
     return read(owner_value, agent.codec.functions)
 
 
 def value_type(handle: Handle, timeout: float) -> Future[type]:
-    """A future of the type of the value, wherever that is."""
+    """Returns a future of the value's type, asking the owner if it is another."""
     agent, here = handle.agent, handle.owner_value
     if here is not None:
         return here.then(lambda done: type(read(here, agent.codec.functions)))

@@ -22,7 +22,7 @@ REFERENCE = "rref"
 
 
 class Ref(NamedTuple):
-    """A reference within a call or an answer: a fork on its way to its receiver.
+    """A reference within a call or an answer: a fork in transit.
 
     Attributes:
       owner: Incarnation of the worker that has the value.
@@ -38,27 +38,27 @@ class Ref(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """To the owner, by a receiver: count this fork as mine. Answer: see `Protocol`."""
+    """Receiver to owner: count this fork as mine. Answer: see `Protocol`."""
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
 
 
 class Accept(NamedTuple):
-    """To the giver: this fork arrived, and the owner counts it."""
+    """Receiver to giver: this fork has arrived and the owner counts it."""
 
     fork: GloballyUniqueId
 
 
 class Delete(NamedTuple):
-    """To the owner: this fork is not in use any more."""
+    """Holder to owner: this fork is no longer in use."""
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
 
 
 class Take(NamedTuple):
-    """To the receiver: the call or answer with this fork was lost.
+    """Giver to receiver: the call or answer with this fork was lost.
 
     A receiver that has not got the fork takes it now and drops it at once, so that it
     ends as every other one does. Should the lost message arrive after all, it is
@@ -69,7 +69,7 @@ class Take(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """To the owner, by the creator: its request to create the value has failed.
+    """Creator to owner: the request to create the value has failed.
 
     If that did not arrive, it counts as having arrived and raised this. Either way the
     creator's fork is counted afterwards.
@@ -94,12 +94,12 @@ KINDS: dict[type, str] = {
 
 
 def pack_ref(ref: Ref) -> tuple[int, ...]:
-    """A reference as four numbers."""
+    """Encodes a reference as four numbers."""
     return (ref.owner, ref.rref.packed(), ref.fork.packed(), ref.low_water_mark)
 
 
 def unpack_ref(row: Any) -> Ref:
-    """The inverse of `pack_ref`.
+    """Decodes a reference; the inverse of `pack_ref`.
 
     Raises:
       ProtocolError: It is not what `pack_ref` makes.
@@ -109,7 +109,7 @@ def unpack_ref(row: Any) -> Ref:
 
 
 def pack(message: Message) -> tuple[Any, ...]:
-    """A message as numbers, and an `Abort`'s reason."""
+    """Encodes a message as numbers, and an `Abort`'s reason."""
     if isinstance(message, Take):
         return pack_ref(message.ref)
     return tuple(
@@ -119,7 +119,7 @@ def pack(message: Message) -> tuple[Any, ...]:
 
 
 def unpack(kind: type, row: Any) -> Message:
-    """The inverse of `pack`.
+    """Decodes a message; the inverse of `pack`.
 
     Raises:
       ProtocolError: It is not what `pack` makes of a message of this kind.
@@ -128,7 +128,7 @@ def unpack(kind: type, row: Any) -> Message:
 
 
 def unpack_id(number: Any) -> GloballyUniqueId:
-    """An id of the number that it travels as.
+    """Decodes an id.
 
     Raises:
       ProtocolError: `number` is not an id.
@@ -148,6 +148,7 @@ def _abort(row: Any) -> Abort:
 def _numbers(row: Any, count: int) -> tuple[int, ...]:
     if type(row) is not tuple or len(row) != count:
         raise ProtocolError("A message about references is malformed.")
+    # Exact types: `isinstance` would take True for a number.
     if not all(type(number) is int and number >= 0 for number in row):
         raise ProtocolError("A message about references needs numbers.")
     return row

@@ -11,7 +11,7 @@ __all__ = ["OwnedEntry", "OwnedValues", "Swept"]
 
 
 class OwnedEntry:
-    """One value that others hold.
+    """One value that other workers hold.
 
     Attributes:
       owner_value: Where the value is or will be; opaque here.
@@ -70,7 +70,7 @@ class OwnedValues:
         return sum(len(entry.holders) for entry in self._entries.values())
 
     def find(self, rref: GloballyUniqueId) -> OwnedEntry | None:
-        """The entry, also of a value whose creation is still to come.
+        """Finds an entry, also of a value whose creation is still to come.
 
         None when the value was freed: all its holders have dropped it or are lost.
         """
@@ -83,7 +83,7 @@ class OwnedValues:
         return entry
 
     def share(self, rref: GloballyUniqueId, owner_value: Any) -> OwnedEntry:
-        """The entry of a value that this worker itself refers to."""
+        """Finds or makes the entry of a value that this worker itself refers to."""
         entry = self._entries.get(rref)
         if entry is None:
             entry = self._entries[rref] = OwnedEntry(owner_value, created=True)
@@ -96,9 +96,9 @@ class OwnedValues:
         holder: int,
         low_water_mark: int,
     ) -> OwnedEntry | None:
-        """Its creation was asked for by `holder`, which has the first fork.
+        """Begins the creation that `holder` asked for, which has the first fork.
 
-        None when that is no news: the request came before, or was aborted.
+        None for a duplicate: the request came before, or was aborted.
         """
         if not self._creations[holder].take(rref.local_id, low_water_mark):
             return None
@@ -125,7 +125,7 @@ class OwnedValues:
     def discount(
         self, rref: GloballyUniqueId, fork: GloballyUniqueId, holder: int
     ) -> Any:
-        """Counts a fork no more; its place if that was the last one, else None."""
+        """Discounts a fork; returns the value's place if it was the last, else None."""
         entry = self._entries.get(rref)
         # Only its holder may drop a fork; a peer could name any.
         if entry is None or entry.holders.get(fork) != holder:
@@ -134,13 +134,14 @@ class OwnedValues:
         return self._free(rref, entry)
 
     def sweep(self, holder: int) -> Swept:
-        """The worker `holder` is gone: none of its forks counts any more."""
+        """Discounts all forks of the departed worker `holder`."""
         self._gone.add(holder)
         swept = Swept([], [])
         for rref, entry in list(self._entries.items()):
             for fork in [f for f, one in entry.holders.items() if one == holder]:
                 del entry.holders[fork]
-            # Its request to create the value will not come any more.
+            # Its request to create the value will no longer come, and must not keep the
+            # entry alive.
             if not entry.created and rref.created_on == holder:
                 entry.created = True
                 swept.orphans.append(entry.owner_value)
@@ -153,6 +154,7 @@ class OwnedValues:
     def _may_come(self, rref: GloballyUniqueId) -> bool:
         """Whether a request to create it can still arrive."""
         creator = rref.created_on
+        # This worker registers its own values before their ids can travel.
         if creator == self._me or creator in self._gone:
             return False
         return not self._creations[creator].seen(rref.local_id)

@@ -1,4 +1,4 @@
-"""The place of a value on its owner: the value, an exception, or neither yet."""
+"""A value's place on its owner: holds the value, an exception, or neither yet."""
 
 import contextvars
 from typing import Any
@@ -15,25 +15,21 @@ OwnerValue = Future[Any]
 
 
 def new_owner_value() -> OwnerValue:
-    """A new place, outside the context of the running call.
-
-    It may live for long, and that context would keep the call's answer alive.
-    """
+    """Makes an empty place."""
+    # In an empty context: the place may live for long, and the context of the running
+    # call would keep that call's answer alive.
     return contextvars.Context().run(Future)
 
 
 def fill(owner_value: OwnerValue, value: Any) -> None:
-    """Completes it with the value; without effect after a failure."""
+    """Completes a place with the value; without effect after a failure."""
     _complete(owner_value, value, None)
 
 
 def fail(
     owner_value: OwnerValue, error: BaseException, worker: str, table: FunctionTable
 ) -> None:
-    """Completes it with the reason why there is no value.
-
-    The exception is one without frames: those of the function and of its
-    callers in this process hold references that would never be dropped.
+    """Completes a place with the reason why there is no value.
 
     Args:
       owner_value: Not changed if it is completed.
@@ -41,11 +37,14 @@ def fail(
       worker: Name of that worker.
       table: Which types of exceptions can be made again.
     """
+    # Rebuilt without frames: those of the function and of its callers in this process
+    # hold references that would never be dropped.
     _complete(owner_value, None, rebuild(describe(error, worker), table))
 
 
 def read(owner_value: OwnerValue, table: FunctionTable) -> Any:
-    """The value; raises a copy of the exception, so that the original stays bare."""
+    """Returns the value or raises a copy of the exception."""
+    # A copy, because raising the original would give it a traceback, and that frames.
     error = error_of(owner_value)
     if error is not None:
         raise again(error, table)
@@ -53,7 +52,7 @@ def read(owner_value: OwnerValue, table: FunctionTable) -> Any:
 
 
 def again(error: BaseException, table: FunctionTable) -> Exception:
-    """A copy of an exception, to be raised and to keep what it then gets."""
+    """Copies an exception, so that raising it leaves the original without frames."""
     return rebuild(describe(error, ""), table)
 
 

@@ -42,8 +42,8 @@ __all__ = [
 class UserFork:
     """One fork of this worker.
 
-    It may be dropped when the owner counts it (or never will) and when all forks that
-    were made of it are counted too: until then it is what keeps the value for them.
+    It may be dropped once the owner counts it (or never will) and all forks made of it
+    are counted too: until then it keeps the value alive for them.
 
     Attributes:
       owner: Incarnation of the worker that has the value.
@@ -52,7 +52,7 @@ class UserFork:
       giver: Incarnation of the worker from which it came; None for the creator's own.
       counted: Whether the owner is known to count it.
       failed: Why the owner never will, or is gone.
-      dropped: Whether the program has no use for it any more.
+      dropped: Whether the program no longer uses it.
       children: How many forks made of it are not counted yet.
     """
 
@@ -83,7 +83,7 @@ class UserFork:
 
     @property
     def over(self) -> bool:
-        """Whether the owner may be told that it was dropped."""
+        """Whether `Delete` may be sent to the owner."""
         return self.dropped and not self.children and not self.pending
 
 
@@ -116,19 +116,19 @@ class Unacknowledged:
         return len(self._given)
 
     def begin(self, given: GivenFork) -> int:
-        """It is about to be sent; the low-water mark to send with it."""
+        """Records a fork to be sent; returns the low-water mark to send with it."""
         self._given[given.fork] = given
         numbers = self._numbers[given.receiver]
         numbers.begin(given.fork.local_id)
         return numbers.low_water_mark
 
     def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
-        """The fork, if it is under way to that worker."""
+        """Finds a fork that is in transit to that worker."""
         given = self._given.get(fork)
         return given if given is not None and given.receiver == receiver else None
 
     def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
-        """Ends a fork that arrived or was never sent; None when it has ended before."""
+        """Ends a fork that arrived or was never sent; None if it had ended before."""
         given = self.find(fork, receiver)
         if given is not None:
             del self._given[fork]
@@ -136,7 +136,7 @@ class Unacknowledged:
         return given
 
     def low_water_mark(self, receiver: int) -> int:
-        """All forks below it have arrived there."""
+        """The number below which all forks to that worker have arrived."""
         return self._numbers[receiver].low_water_mark
 
     def sweep(self, receiver: int) -> list[GivenFork]:
@@ -169,7 +169,7 @@ class Never(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """Effect: let go of this value."""
+    """Effect: release this value."""
 
     owner_value: Any
 
@@ -210,11 +210,11 @@ class Protocol:
     # --- creating ---
 
     def name(self) -> GloballyUniqueId:
-        """The id for a value of this worker's own."""
+        """Makes an id for a value of this worker."""
         return self._ids.next()
 
     def create(self, owner: int, into: list[UserFork]) -> Created:
-        """Another worker will be asked to create a value.
+        """Names a value that another worker will be asked to create.
 
         The fork is in `into` before it is registered: for the caller, should this be
         interrupted.
@@ -231,16 +231,17 @@ class Protocol:
         return Created(user_fork, self._creating[owner].low_water_mark)
 
     def created(self, user_fork: UserFork) -> Effects:
-        """The owner did as it was asked."""
+        """Records that the owner has created the value."""
         return self._counted(user_fork)
 
     def not_created(self, user_fork: UserFork, reason: str) -> Effects:
-        """The request failed, and the owner may have got it or not."""
+        """Records that the request failed; the owner may have received it or not."""
         if user_fork.fork not in self.user_forks:
             return []
         if user_fork.failed is not None:  # the owner is gone
             return self._drop_if_over(user_fork)
-        # The owner may have got it or not: told so, it counts the fork either way.
+        # After an `Abort` the owner counts the fork in either case, so the fork ends
+        # like any other.
         low_water_mark = self._creating[user_fork.owner].low_water_mark
         return [
             Send(
@@ -250,7 +251,7 @@ class Protocol:
         ]
 
     def not_asked(self, user_fork: UserFork) -> None:
-        """The request was never sent: there is no such reference."""
+        """Forgets a reference whose request was never sent."""
         self.user_forks.pop(user_fork.fork, None)
         self._creating[user_fork.owner].end(user_fork.rref.local_id)
 
@@ -261,7 +262,7 @@ class Protocol:
         fork: GloballyUniqueId,
         low_water_mark: int,
     ) -> OwnedEntry | None:
-        """A request to create a value arrived; None when it is not to be followed."""
+        """Handles a request to create a value; None if it must not be followed."""
         if creator in self._gone:
             return None
         return self.owned.create(rref, fork, creator, low_water_mark)
@@ -269,20 +270,20 @@ class Protocol:
     # --- giving ---
 
     def give(self, user_fork: UserFork, to: int) -> Ref:
-        """A reference is about to be sent, by one that holds it."""
+        """Makes a fork for `to` of a reference that this worker holds."""
         # Guarantee G2: it is not dropped before the child is counted.
         user_fork.children += 1
         return self._give(user_fork.owner, user_fork.rref, to, user_fork)
 
     def give_owned(self, rref: GloballyUniqueId, owner_value: Any, to: int) -> Ref:
-        """A reference is about to be sent, by its owner."""
+        """Makes a fork for `to` of a reference to this worker's own value."""
         entry = self.owned.share(rref, owner_value)
         ref = self._give(self.me, rref, to, None)
         entry.holders[ref.fork] = to
         return ref
 
     def undelivered(self, fork: GloballyUniqueId, to: int) -> Effects:
-        """The message that it was sent with is lost, may be, or was never sent."""
+        """Handles the loss, certain or possible, of the message with a fork."""
         given = self.unacknowledged.find(fork, to)
         if given is None:
             return []
@@ -304,16 +305,16 @@ class Protocol:
     def take(
         self, giver: int, ref: Ref
     ) -> tuple[UserFork | OwnedEntry | None, Effects]:
-        """A reference arrived: a fork of this worker's, or its own value's entry.
+        """Takes a reference that arrived: a fork, or the entry of an own value.
 
-        None when the fork is not to be had any more: it came before, or it came home
-        and the value was freed, because its giver is lost.
+        None if the fork is no longer available: it came before, or it came home and
+        the value was freed, because its giver is lost.
         """
         window = self._taken[giver]
         # `Take` and the late message itself may both come; the first one counts.
         if window.seen(ref.fork.local_id):
             return None, []
-        # It came home: the value is found by its id, the fork need not count.
+        # It came home: the value is found by its id, and the fork is never counted.
         if ref.owner == self.me:
             window.take(ref.fork.local_id, ref.low_water_mark)
             return self.owned.find(ref.rref), [Send(giver, Accept(ref.fork))]
@@ -325,9 +326,9 @@ class Protocol:
         return user_fork, self._confirm(user_fork, giver)
 
     def decline(self, giver: int, ref: Ref) -> Effects:
-        """An answer with this reference could not be read, or reading was interrupted.
+        """Drops a reference of an answer that could not be read, or only in part.
 
-        No object of the program's has the reference, whether it was taken or not.
+        No object of the program has the reference, whether it was taken or not.
         """
         if giver in self._gone:
             return []
@@ -341,7 +342,7 @@ class Protocol:
         return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 
     def on_take(self, giver: int, message: Take) -> Effects:
-        """The message with this fork was lost: it is taken, and dropped."""
+        """Takes and drops a fork whose message was lost."""
         if giver in self._gone:
             return []  # it went with its giver, and `gone` forgot what had come
         taken, effects = self.take(giver, message.ref)
@@ -350,7 +351,7 @@ class Protocol:
     # --- dropping ---
 
     def drop(self, user_fork: UserFork) -> Effects:
-        """The program has no use for this fork any more; any number of times."""
+        """Drops a fork that the program no longer uses; idempotent."""
         user_fork.dropped = True
         return self._drop_if_over(user_fork)
 
@@ -363,13 +364,13 @@ class Protocol:
         return self.owned.count(message.rref, message.fork, holder)
 
     def on_abort(self, creator: int, message: Abort) -> Effects:
-        """A creation is to be forgotten if it has not begun."""
+        """Handles an aborted creation; without effect if it has begun."""
         rref, fork, low_water_mark, reason = message
         entry = self.on_create(creator, rref, fork, low_water_mark)
         return [] if entry is None else [Never(entry.owner_value, reason)]
 
     def on_accept(self, receiver: int, message: Accept) -> Effects:
-        """A fork that this worker gave has arrived and is counted."""
+        """Handles the arrival of a fork that this worker gave."""
         given = self.unacknowledged.end(message.fork, receiver)
         if given is None:
             return []
@@ -379,24 +380,24 @@ class Protocol:
         return self._returned(given)
 
     def on_delete(self, holder: int, message: Delete) -> Effects:
-        """A holder dropped its fork."""
+        """Handles a holder's dropped fork."""
         owner_value = self.owned.discount(message.rref, message.fork, holder)
         return [] if owner_value is None else [Freed(owner_value)]
 
     def counted(self, fork: GloballyUniqueId) -> Effects:
-        """The owner's answer to `Fork` or `Abort`: it counts the fork."""
+        """Handles the owner's answer to `Fork` or `Abort`: it counts the fork."""
         user_fork = self.user_forks.get(fork)
         return [] if user_fork is None else self._counted(user_fork)
 
     def refused(self, fork: GloballyUniqueId, reason: str) -> Effects:
-        """The owner's answer to `Fork`: the value was freed."""
+        """Handles the owner's answer to `Fork`: the value was freed."""
         user_fork = self.user_forks.get(fork)
         return [] if user_fork is None else self._failed(user_fork, reason)
 
     # --- workers go ---
 
     def gone(self, worker: int, reason: str) -> Effects:
-        """A worker is lost or has left, and its part in everything ends."""
+        """Handles the loss or departure of a worker."""
         self._gone[worker] = reason
         # Its incarnation never comes again, so nothing of it needs deduplication.
         self._taken.pop(worker, None)
@@ -421,7 +422,7 @@ class Protocol:
         return Ref(owner, rref, fork, low_water_mark)
 
     def _confirm(self, user_fork: UserFork, giver: int) -> Effects:
-        """Has the owner count a fork that has arrived, and the giver learn of it."""
+        """Makes the owner count a fork that has arrived, and informs the giver."""
         if user_fork.failed is not None:
             return [Send(giver, Accept(user_fork.fork))]
         # The owner counted it when it gave it away.
@@ -430,7 +431,7 @@ class Protocol:
         return [Send(user_fork.owner, Fork(user_fork.rref, user_fork.fork))]
 
     def _returned(self, given: GivenFork) -> Effects:
-        """The giver's own share in a gift ends."""
+        """Ends the giver's share in a fork that has arrived or is lost."""
         if given.parent is not None:
             given.parent.children -= 1
             return self._drop_if_over(given.parent)

@@ -1,4 +1,4 @@
-"""Methods of a referenced value, called where the value is.
+"""Proxies that call methods of a referenced value on its owner.
 
 Which attributes a caller reaches is part of the owner's safety: methods that the class
 of the value defines in a module which may be named, the value itself if its class makes
@@ -47,7 +47,7 @@ _NOT_PLAIN = frozenset(("format", "format_map"))
 
 
 class Referrer(Protocol):
-    """A reference, as far as a method needs it."""
+    """The part of a reference that a method needs."""
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
@@ -75,7 +75,7 @@ class Method(UnboundFunction):
         self.functions = functions
 
     def bound(self) -> Callable[..., Any]:
-        """The method itself, on the owner.
+        """Returns the bound method, on the owner.
 
         Raises:
           AttributeError: The value has none of this name.

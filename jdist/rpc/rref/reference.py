@@ -44,7 +44,7 @@ class RRef(Generic[T]):
     makes one for a value that is here, of any kind.
 
     Args:
-      value: What the reference is to. It needs to be sendable only for `to_here`.
+      value: The referenced value. It needs to be sendable only for `to_here`.
 
     Raises:
       RpcError: RPC has not been initialized.
@@ -104,18 +104,18 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this reference.
 
-        That of `remote` is confirmed when the value has been created. One that came as
-        an argument always is: the function does not start before.
+        A reference made by `remote` is confirmed when the value has been created. One
+        that came as an argument always is: the function does not start before.
         """
         fork = self._handle.user_fork
         return fork is None or fork.counted
 
     def creation(self) -> Future[None]:
-        """Done when the call by which `remote` asked for the value has ended.
+        """A future that is done when the call made by `remote` has ended.
 
-        It raises what went wrong with the call: RpcTimeout, WorkerLost, a function that
-        is forbidden. What the function itself raised comes with `to_here`. For any
-        other reference it is done from the beginning.
+        It raises the failure of the call: RpcTimeout, WorkerLost, a forbidden function.
+        An exception of the function itself is raised by `to_here`. For any other
+        reference the future is done from the beginning.
 
         Source: `torch.distributed.rpc.RRef._get_future`.
         """
@@ -127,12 +127,12 @@ class RRef(Generic[T]):
     # --- the value ---
 
     def to_here(self, timeout: float = DEFAULT) -> T:
-        """The value: itself on its owner, elsewhere a new copy each time.
+        """Returns the value itself on its owner, elsewhere a new copy each time.
 
-        It is waited for if it has not been created yet. A variable of `jdist.autograd`
-        is only where it is: within a context one gets its recorded value, outside of
-        one its tree of arrays, on its owner as elsewhere. The variable itself is
-        `local_value()`.
+        Waits for a value that has not been created yet. A variable of `jdist.autograd`
+        never leaves its owner: within a context the result is its recorded value,
+        outside of one its tree of arrays, on its owner as elsewhere. The variable
+        itself is `local_value()`.
 
         Args:
           timeout: Seconds; -1 for the default, 0 for no limit.
@@ -152,7 +152,7 @@ class RRef(Generic[T]):
         return value if agent.interceptor is None else agent.interceptor.local(value)
 
     def local_value(self) -> T:
-        """The value itself, not a copy; on its owner only.
+        """Returns the value itself, not a copy; on its owner only.
 
         Raises:
           RpcError: This is not the owner.
@@ -170,7 +170,7 @@ class RRef(Generic[T]):
         return fetch.local(place, agent, DEFAULT)
 
     def value_type(self, timeout: float = DEFAULT, blocking: bool = True) -> Any:
-        """The type of the value; the owner is asked once and the answer is kept.
+        """Returns the value's type; the owner is asked once and the answer is cached.
 
         Args:
           timeout: Seconds; -1 for the default, 0 for no limit.
@@ -191,7 +191,9 @@ class RRef(Generic[T]):
         try:
             return kind.wait(timeout)
         except BaseException:
-            self._type = None  # or its exception keeps this reference alive
+            # The exception's traceback refers to this reference, which would then never
+            # be collected.
+            self._type = None
             raise
 
     # --- calling its methods ---
@@ -244,7 +246,7 @@ class RRef(Generic[T]):
         return Proxy(self, self._handle.agent, call, timeout)
 
     def _give(self, references: References, message: MessageContext) -> Ref:
-        """Puts it into a message of the worker that has these references."""
+        """Adds this reference to a message of the worker that has `references`."""
         own, rref, place, fork, *_ = self._handle
         if references is not own:
             rule = f"must belong to the worker that sends it, {references.agent.info}"
@@ -258,7 +260,7 @@ class RRef(Generic[T]):
         return references.give(fork, message)
 
     def _check_usable(self, operation: str) -> None:
-        """Refuses what cannot be done with this reference any more."""
+        """Raises if the reference can no longer be used."""
         references, user_fork = self._handle.references, self._handle.user_fork
         if user_fork is None:
             return
@@ -299,7 +301,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT,
 ) -> RRef[Any]:
-    """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
+    """Runs `func(*args, **kwargs)` on the worker `to`, which keeps the result.
 
     Returns at once, with a reference to the result. It can be used right away:
     `to_here` waits for the value.
@@ -315,7 +317,7 @@ def remote(
       TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
       RpcError: There is no such worker, or RPC has not been initialized.
 
-    What else goes wrong is raised where the reference is used: the exception of the
+    All other errors are raised where the reference is used: the exception of the
     function by `to_here` of every holder, with its own type; RpcTimeout with "RRef
     creation" when the call took too long; WorkerLost when the owner is gone.
 
@@ -355,7 +357,7 @@ _METHOD = "rref.method"
 
 
 def install(agent: Agent) -> None:
-    """Lets `agent` have references, send and receive them."""
+    """Equips a worker with references: makes, sends and receives them."""
     references = References(agent)
     agent.references = references
 
@@ -387,6 +389,7 @@ def _taking_methods(agent: Agent) -> Callable[[Any, MessageContext | None], Meth
         place = rref._handle.owner_value
         if type(name) is not str or place is None:
             raise ProtocolError("A method goes to the owner, by its name.")
+        # The call starts once the value is there: no thread waits for it meanwhile.
         if message is not None and not place.done():
             message.unsettled = [*message.unsettled, place]
         return Method(rref, name, agent.codec.functions)

@@ -1,4 +1,4 @@
-"""The references of one worker: the protocol, its messages and its waits."""
+"""One worker's references: runs the protocol's events, effects and waits."""
 
 import collections
 import functools
@@ -71,7 +71,7 @@ class Handle(NamedTuple):
 
     @property
     def agent(self) -> Agent:
-        """The worker that has it."""
+        """The worker that has the reference."""
         return self.references.agent
 
     def owner(self) -> WorkerInfo:
@@ -105,7 +105,7 @@ class References:
         self._watched: dict[GloballyUniqueId, object] = {}
         self._unused: collections.deque[UserFork] = collections.deque()
         self._gathering_until = 0.0
-        # What events call for and no thread has begun to do.
+        # Effects of events that no thread has begun to perform.
         self._due: collections.deque[tuple[Effects, Exception | None]]
         self._due = collections.deque()
         self._performing = 0
@@ -115,19 +115,19 @@ class References:
             self.delivery.handle(name, read, self._receive)
 
     def begin(self, incarnation: int) -> None:
-        """Starts anew as a worker of a group."""
+        """Restarts with the incarnation that the group has given this worker."""
         ids = IdCounter(incarnation)
         self._protocol = Protocol(incarnation, ids, new_owner_value)
 
     # --- values of this worker ---
 
     def name(self) -> GloballyUniqueId:
-        """The id for a value of this worker's own."""
+        """Makes an id for a value of this worker."""
         with self._lock:
             return self._protocol.name()
 
     def find(self, rref: GloballyUniqueId) -> OwnerValue:
-        """The place of the value of this id, which may not be there yet.
+        """Finds the place of a value, which may not be created yet.
 
         Raises:
           RpcError: It was freed.
@@ -145,7 +145,7 @@ class References:
             entry.holders[rref] = self._protocol.me
 
     def created_here(self, rref: GloballyUniqueId) -> None:
-        """Ends what `create_here` began; any number of times."""
+        """Ends what `create_here` began; idempotent."""
         self._do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
     def on_create(
@@ -155,7 +155,7 @@ class References:
         fork: GloballyUniqueId,
         low_water_mark: int,
     ) -> OwnerValue:
-        """The place for a value that another worker asked to be created.
+        """Makes the place for a value that another worker asked to be created.
 
         Raises:
           RpcError: The request was given up by the creator, which is known already.
@@ -176,26 +176,28 @@ class References:
             return self._protocol.create(owner, into)
 
     def created(self, user_fork: UserFork) -> None:
-        """Notes that the owner has been asked and has answered."""
+        """Records that the owner has created the value."""
         self._do(lambda protocol: protocol.created(user_fork))
 
     def not_created(self, user_fork: UserFork, reason: str) -> None:
-        """Notes that the request failed; the owner may have got it or not."""
+        """Records that the request failed; the owner may have received it or not."""
         self._do(lambda protocol: protocol.not_created(user_fork, reason))
 
     def not_asked(self, user_fork: UserFork) -> None:
-        """Notes that the request was never sent."""
+        """Records that the request was never sent."""
         with self._lock:
             self._protocol.not_asked(user_fork)
 
     def drop_with(self, handle: object, user_fork: UserFork) -> None:
-        """Drops a fork once this object of the program's is collected."""
+        """Drops a fork once the program's object `handle` is collected."""
+        # By the timer: no Python code may run where a reference is collected, because
+        # that thread may hold any lock.
         self._watched[user_fork.fork] = self.agent.timer.when_collected(
             handle, lambda now: self.drop(user_fork)
         )
 
     def drop(self, user_fork: UserFork) -> None:
-        """Drops a fork soon; any number of times."""
+        """Schedules a fork to be dropped; idempotent."""
         self._watched.pop(user_fork.fork, None)
         # A deque, whose `append` is one step: this runs on the timer and elsewhere.
         self._unused.append(user_fork)
@@ -207,7 +209,7 @@ class References:
             self.agent.timer.later(GATHERING, self._drop_unused)
 
     def _drop_unused(self) -> None:
-        # Reset first: what is dropped from now on makes an appointment of its own.
+        # Reset first: forks dropped from here on make an appointment of their own.
         self._gathering_until = 0.0
         forks = []
         while self._unused:
@@ -217,7 +219,7 @@ class References:
     # --- giving and taking ---
 
     def give(self, user_fork: UserFork, message: MessageContext) -> Ref:
-        """Puts a reference of another worker's value into a message."""
+        """Adds a reference to another worker's value to a message."""
         with self._lock:
             return self._put(
                 self._protocol.give(user_fork, incarnation_of(message.worker)), message
@@ -226,13 +228,13 @@ class References:
     def give_owned(
         self, rref: GloballyUniqueId, owner_value: OwnerValue, message: MessageContext
     ) -> Ref:
-        """Puts a reference of this worker's value into a message."""
+        """Adds a reference to this worker's value to a message."""
         to = incarnation_of(message.worker)
         with self._lock:
             return self._put(self._protocol.give_owned(rref, owner_value, to), message)
 
     def take(self, ref: Ref, message: MessageContext) -> Handle:
-        """Takes a reference out of a message.
+        """Takes a reference from a message.
 
         Raises:
           RpcError: It is not to be had: the message was given up by its sender, or the
@@ -257,14 +259,14 @@ class References:
         return Handle(self, ref.rref, user_fork=taken)
 
     def undelivered(self, message: MessageContext) -> None:
-        """The message with these references is lost, or may be."""
+        """Handles a message with references that is, or may be, lost."""
         if not message.forks:
             return
         to = incarnation_of(message.worker)
         self._do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
 
     def answer(self, execution: RunningCall, message: MessageContext) -> None:
-        """An answer brings references; if it is given up, they are undelivered.
+        """Registers an answer with references: undelivered if the call is given up.
 
         The call is remembered until they have all arrived.
         """
@@ -283,7 +285,7 @@ class References:
     # --- workers come, go and end ---
 
     def gone(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker is lost or has left."""
+        """Handles the loss or departure of a worker."""
         with self._lock:
             if self.released:
                 self._leaks += self._held_by(worker.incarnation)
@@ -295,10 +297,10 @@ class References:
         self.delivery.forget(incarnation_of(worker))
 
     def release(self, deadline: Deadline, seconds: float) -> None:
-        """Gives up all references, and waits until all owners know.
+        """Drops all references and waits until all owners know.
 
         Args:
-          deadline: When to go on without.
+          deadline: When to stop waiting.
           seconds: How long to wait at most.
         """
         with self._lock:
@@ -312,12 +314,12 @@ class References:
                 self._changed.wait(until - time.monotonic())
 
     def leaks(self) -> list[str]:
-        """Values of this worker that others still hold although all were released."""
+        """Describes values of this worker that others still hold after `release`."""
         with self._lock:
             return [*self._leaks, *self._held_by(None)]
 
     def counts(self) -> dict[str, int]:
-        """For `rpc.debug_info`."""
+        """Counts of references, for `rpc.debug_info`."""
         with self._lock:
             protocol = self._protocol
             return {
@@ -332,7 +334,7 @@ class References:
             }
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the delivery of messages."""
         self.released = True
         self.delivery.close()
 
@@ -345,7 +347,7 @@ class References:
     def _do(
         self, event: Callable[[Protocol], Effects], never: Exception | None = None
     ) -> None:
-        """Has something happen, and performs what it calls for.
+        """Applies an event to the protocol and performs its effects.
 
         Args:
           event: Of the protocol.
@@ -385,7 +387,7 @@ class References:
         self._wake()
 
     def _wake(self) -> None:
-        """Has `release` look again."""
+        """Wakes `release`, which then checks again."""
         if self.released:
             with self._lock:
                 self._changed.notify_all()
@@ -401,8 +403,8 @@ class References:
             elif isinstance(effect, Never):
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
                 fail(effect.owner_value, error, "", self.agent.codec.functions)
-            elif not isinstance(effect, Freed):  # that one dies with the list
-                # A giver only keeps its own fork for longer if it hears late.
+            elif not isinstance(effect, Freed):  # a freed value dies with the list
+                # An `Accept` may be late: its giver only keeps its own fork for longer.
                 gather = isinstance(effect.message, Accept)
                 letter = self._letter(effect.message)
                 letters.setdefault((effect.to, gather), []).append(letter)
@@ -508,13 +510,13 @@ class References:
         return holder if peer is None else peer.info.name
 
     def _miss(self, owner: int) -> None:
-        """Notes it when an owner was gone before this worker joined."""
+        """Records an owner that was gone before this worker joined."""
         if self.agent.directory.of_incarnation(owner) is None:
             with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
 
     def _refs_in(self, tree: Tree) -> Iterator[Ref]:
-        """The references in a tree that could not be decoded as a whole."""
+        """Yields the references in a tree that could not be decoded as a whole."""
         rest = [tree]
         while rest:
             node = rest.pop()
@@ -529,7 +531,7 @@ class References:
 
 
 def references_of(agent: Agent) -> References:
-    """The references of a worker."""
+    """Returns the references of a worker."""
     found = agent.references
     assert isinstance(found, References)
     return found
@@ -543,7 +545,7 @@ def _freed(rref: GloballyUniqueId) -> str:
 
 
 def refuse_anywhere_else(call: str) -> RpcError:
-    """An RRef travels in calls and answers, and nowhere else."""
+    """Makes the error for an RRef outside of a call or an answer."""
     rule = "must not contain an RRef: Can not pickle rref in python pickler"
     remedy = "Send it in a call, or return it from one: there its owner counts it."
     return RpcError(requirement(call, rule, "an RRef", remedy))

@@ -86,7 +86,7 @@ class ReliableDelivery:
         self._inboxes = collections.defaultdict(_Inbox)
 
     def handle(self, kind: str, unpack: Callable[[Any], Any], handler: Handler) -> None:
-        """Registers what handles messages of this kind.
+        """Registers the handler of messages of one kind.
 
         Args:
           kind: Of the messages.
@@ -136,7 +136,7 @@ class ReliableDelivery:
             return not any(box.waiting or box.batches for box in boxes)
 
     def forget(self, worker: int) -> None:
-        """Ends what is under way to a worker that is gone."""
+        """Abandons messages to a worker that is gone."""
         with self._lock:
             outbox = self._outboxes.pop(worker, None)
             self._inboxes.pop(worker, None)
@@ -144,7 +144,7 @@ class ReliableDelivery:
         _abandon(left)
 
     def close(self) -> None:
-        """Ends what is under way to all workers."""
+        """Abandons messages to all workers."""
         # Abandoned outside of the lock: callbacks may send again.
         with self._lock:
             left = [one for box in self._outboxes.values() for one in box.clear()]
@@ -240,6 +240,7 @@ class ReliableDelivery:
         with self._lock:
             inbox = self._inboxes[incarnation_of(sender)]
         with inbox.lock:
+            # A repetition gets the first answers, which the sender may have missed.
             if not inbox.window.take(number, low_water_mark):
                 return _answer(inbox.answers.get(number, [None] * len(messages)))
             inbox.prune(low_water_mark)
@@ -250,7 +251,7 @@ class ReliableDelivery:
 
 
 class _Outbox:
-    """Messages to one worker: those that wait, and batches without an answer."""
+    """Messages to one worker: waiting ones, and batches without an answer."""
 
     def __init__(self) -> None:
         self.waiting: list[QueuedMessage] = []
@@ -261,11 +262,11 @@ class _Outbox:
 
     @property
     def low_water_mark(self) -> int:
-        """All batches below it are answered."""
+        """The number below which all batches are answered."""
         return next(iter(self.batches), self._last + 1)
 
     def take(self, to: int) -> list[_Batch]:
-        """The next messages that wait, by kind; they are unsettled from now on."""
+        """Makes batches, one per kind, of the next waiting messages."""
         by_kind: dict[str, list[QueuedMessage]] = {}
         for message in self.waiting[:_LARGEST_BATCH]:
             by_kind.setdefault(message.kind, []).append(message)
@@ -282,13 +283,13 @@ class _Outbox:
         left = [one for batch in self.batches.values() for one in batch.messages]
         left += self.waiting
         self.batches.clear()
-        # A thread may be about to send these, and finds nothing any more.
+        # A thread that is about to send these then finds none.
         self.waiting.clear()
         return left
 
 
 class _Inbox:
-    """Batches from one worker, and the answers it may ask for again."""
+    """Batches from one worker, and the answers that it may ask for again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -296,20 +297,21 @@ class _Inbox:
         self.answers: dict[int, Answers] = {}
 
     def prune(self, low_water_mark: int) -> None:
-        """Forgets the answers to all batches below, which the sender has."""
+        """Forgets answers below the low-water mark, which the sender has."""
         for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]
 
 
 def _matching(answers: Any, batch: _Batch) -> Sequence[Any]:
-    """The answers that arrived, if there is one for each message."""
+    """Checks that there is one answer for each message of a batch."""
     if type(answers) in (list, tuple) and len(answers) == len(batch.messages):
         return answers
     raise ProtocolError("A batch is answered by one answer for each message.")
 
 
 def _answer(answers: Answers) -> Any:
-    """Answers for one attempt: as a future of its own, which is cancelled with it."""
+    """Returns the answers for one attempt at delivery."""
+    # A future of its own: cancelling an attempt must not cancel the others' answers.
     if isinstance(answers, Future):
         return answers.then(lambda done: done.value())
     return answers

@@ -28,7 +28,7 @@ class NotSent(ChannelClosed):
 
 
 class Channel(Protocol):
-    """Two-way, ordered, reliable until it closes.
+    """A two-way channel, ordered, and reliable until it closes.
 
     `send` may be called by many threads, `receive` by one at a time. All deadlines
     are absolute, in `time.monotonic()` seconds; None waits for ever.
@@ -45,7 +45,7 @@ class Channel(Protocol):
         """
 
     def receive(self, deadline: float | None = None) -> Frame:
-        """The next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
+        """Returns the next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
 
         After a TimeoutError in the middle of a frame the channel is closed.
         """
@@ -58,7 +58,7 @@ class Channel(Protocol):
         """
 
     def usable(self) -> bool:
-        """Whether it is open; asked while it is idle, when nothing may come."""
+        """Whether an idle channel is open; any byte that has come makes it unusable."""
 
     def close(self, reason: str = "closed on this side") -> None:
         """Closes both directions; any thread, any number of times.
@@ -80,7 +80,7 @@ class Transport(Protocol):
     """Called with a text for each peer that could not prove the key."""
 
     def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
-        """A new channel to the worker `peer` listening at `address`.
+        """Opens a channel to the worker `peer` listening at `address`.
 
         Raises ChannelClosed (no worker listens), TimeoutError, ProtocolError,
         AuthenticationError (also when the listener proves to be another worker than

@@ -39,8 +39,9 @@ from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
 __all__ = ["Connection", "Terms"]
 
-_BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
-_COPIED = _BUFFER // 2  # Smaller bodies are copied out of the buffer.
+_BUFFER = 96 << 10  # so that 64 KiB and a header come in one call
+# Smaller bodies are copied out of the buffer: another system call costs more.
+_COPIED = _BUFFER // 2
 T = TypeVar("T")
 
 
@@ -102,7 +103,9 @@ class Connection:
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """Sends one frame; see `Channel.send`."""
-        let_go()  # The answer may then come in the memory of an earlier one.
+        # Releases received arrays that are no longer used, so that the answer may come
+        # in the memory of an earlier one.
+        let_go()
         packed, descriptors = self._pack(frame)
         sending = self._sending
         busy = "another thread was still sending"
@@ -182,7 +185,7 @@ class Connection:
 
     @staticmethod
     def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:
-        """A descriptor for each leaf, or none at all."""
+        """Lends a descriptor for each leaf, or none at all."""
         if len(leaves) > MOST_DESCRIPTORS:
             return []
         descriptors: list[int] = []
@@ -197,8 +200,8 @@ class Connection:
     # --- receiving ---
 
     def receive(self, deadline: float | None = None) -> Frame:
-        """The next frame; see `Channel.receive`."""
-        let_go()  # The other side may use the memory while this one waits.
+        """Receives the next frame; see `Channel.receive`."""
+        let_go()  # the other side may use the memory while this one waits
         receiving = self._receiving
         busy = "another thread was still receiving"
         if receiving.held:
@@ -208,7 +211,8 @@ class Connection:
                 receiving.acquire(deadline, busy)
                 while True:
                     frame = self._next(deadline)
-                    # A request that was received before is dropped.
+                    # A request that was received before is dropped: executing it twice
+                    # would be worse than its caller's timeout.
                     if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
                         return frame
             except ChannelClosed as error:
@@ -219,7 +223,8 @@ class Connection:
             except TimeoutError:
                 raise
             except BaseException:
-                # Bytes may have come and not been counted: a frame would have no begin.
+                # Bytes may have been received and not counted, so the beginning of the
+                # next frame is unknown.
                 self._cut("receiving was interrupted")
                 raise
             finally:
@@ -283,7 +288,7 @@ class Connection:
     def _make_room(self, size: int) -> None:
         kept = self._buffer[self._start : self._end]
         if size > len(self._buffer):
-            # A header within the limits, which were checked before.
+            # At most a header within the limits, which were checked before.
             self._buffer = memoryview(bytearray(size))
         elif self._start == 0 or self._start + size <= len(self._buffer):
             return
@@ -345,12 +350,10 @@ class Connection:
         return type(error)(self._reason)
 
     def _release(self) -> None:
-        """Gives the socket back, unless a thread is still inside the stream.
-
-        A descriptor must not be closed under a system call, because its number may
-        belong to another file when the call looks it up. `_cut` wakes the thread that
-        is inside, and that thread comes here after it has released its lock.
-        """
+        """Closes the socket, unless a thread is still inside the stream."""
+        # A descriptor must not be closed under a system call, because its number may
+        # belong to another file when the call looks it up. `_cut` wakes the thread that
+        # is inside, and that thread comes here after it has released its lock.
         with self._ending:
             if self._sending.held or self._receiving.held:
                 return  # this very thread is inside, and was interrupted there

@@ -1,4 +1,4 @@
-"""A frame, the one thing that travels between workers, and a frame as bytes.
+"""Frames, the messages between workers, and their encoding as bytes.
 
 A frame is the same object over every transport. Inside one process its leaves travel as
 references; through a socket it is a fixed prefix, a msgpack header, and the arrays' own
@@ -63,7 +63,7 @@ class Frame(msgspec.Struct, frozen=True):
     """One message.
 
     Attributes:
-      kind: What it is: a request kind ("call", "group.join", ...), or one of "reply"
+      kind: Its kind: that of a request ("call", "group.join", ...), or one of "reply"
         and "error" for the answer, or "cancel" for a request given up.
       id: Number of the request on its channel, rising from 1. An answer bears its
         request's number; a number seen before is a duplicate and ignored.
@@ -106,7 +106,7 @@ class Duplicates:
         self._window = window
 
     def is_new(self, number: int) -> bool:
-        """Whether the number comes for the first time; it is remembered."""
+        """Records a number; returns whether it comes for the first time."""
         if number == self._mark + 1:
             self._mark = number
             if self._beyond:
@@ -146,7 +146,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Limits(NamedTuple):
-    """The most that a peer may announce; checked before anything is allocated.
+    """Limits of a peer's frames; checked before anything is allocated.
 
     Attributes:
       header_bytes: Of one frame's header: structure, scalars, short texts.
@@ -216,11 +216,11 @@ _Layout = tuple[tuple[_Leaf, ...], int, tuple[int, ...], tuple[int, ...]]
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A header, read and checked: what to receive, and what it will become.
+    """A decoded and checked header.
 
     Attributes:
       message: Its fields.
-      leaves: What each leaf is and where its bytes will be.
+      leaves: The type of each leaf and the place of its bytes.
       slab: Bytes of the slab.
       large: Bytes of each large leaf, in order.
       apart: Bytes of each leaf that comes as a memory descriptor, in order.
@@ -243,7 +243,7 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 def pack(
     frame: Frame, apart: int | None = None, devices: Table | None = None
 ) -> Packed:
-    """The bytes of a frame.
+    """Encodes a frame as bytes.
 
     Args:
       frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
@@ -297,7 +297,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
-    """The sizes that a prefix of `PREFIX_BYTES` announces.
+    """Decodes the sizes in a prefix of `PREFIX_BYTES`.
 
     Raises:
       ProtocolError: It is no prefix, one of another version, or beyond the limits.
@@ -322,7 +322,7 @@ def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
 
 
 def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
-    """The header, each field checked, also against the sizes announced.
+    """Decodes a header and checks each field, also against the announced sizes.
 
     Raises:
       ProtocolError: It is malformed, inconsistent, or beyond the limits.
@@ -334,6 +334,7 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
     if len(message.leaves) > limits.leaves:
         got = len(message.leaves)
         raise _beyond("number of arrays", got, limits.leaves, "leaves")
+    # Only short descriptions are cached, which bounds the cache's memory.
     few = len(message.leaves) <= _FEW
     layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
     leaves, slab, large, apart = layout
@@ -373,7 +374,7 @@ _known_layout = functools.lru_cache(256)(_layout)
 
 @functools.lru_cache(1024)
 def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype, int]:
-    """The dtype, and the size of the array in bytes."""
+    """Return an array's dtype and its size in bytes."""
     dtype = dtype_named(name)
     if len(shape) > 64:
         raise ProtocolError(f"An array has {len(shape)} dimensions.")
@@ -393,7 +394,7 @@ def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
 
 
 def allocate(header: Header) -> list[memoryview]:
-    """Memory to receive the body into, in order: all of it, and no piece is empty."""
+    """Allocate the memory to receive the body into, in order; no piece is empty."""
     memory = [aligned(nbytes) for nbytes in header.large]
     if header.slab:
         memory.insert(0, memoryview(bytearray(header.slab)))
@@ -406,7 +407,7 @@ def assemble(
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),
 ) -> Frame:
-    """The frame over the memory received, which belongs to its leaves from now on.
+    """Build the frame over the received memory, which its leaves then own.
 
     Args:
       header: As `parse_header` gave it.

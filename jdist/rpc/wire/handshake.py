@@ -1,4 +1,4 @@
-"""Two workers prove to each other that they know the cluster's key.
+"""Mutual authentication of two workers by the cluster's key.
 
 It happens before anything is decoded, with messages of fixed size only:
 
@@ -69,7 +69,7 @@ class Ability(IntFlag):
     """Optional abilities of a side; used when both sides have them."""
 
     NONE = 0
-    MEMORY = 1  # Takes large arrays as memory descriptors.
+    MEMORY = 1  # takes large arrays as memory descriptors
 
 
 class Proved(NamedTuple):
@@ -77,7 +77,7 @@ class Proved(NamedTuple):
 
     Attributes:
       peer: The other side's name, which its proof covers.
-      abilities: What both sides can do.
+      abilities: The abilities that both sides have.
     """
 
     peer: str
@@ -90,7 +90,7 @@ class Identity(NamedTuple):
     Attributes:
       name: Of this worker.
       key: Of the cluster.
-      abilities: What this side can do on this connection.
+      abilities: The abilities of this side on this connection.
       binding: SHA-256 of the listener's certificate, or NO_BINDING without TLS.
     """
 
@@ -110,7 +110,7 @@ class _Hello(NamedTuple):
 
 
 def check_key(key: object, call: str = "SocketTransport(key=...)") -> bytes:
-    """Refuses what is no key, or one so short that it could be guessed.
+    """Checks a key, which must not be so short that it could be guessed.
 
     Args:
       key: The secret.
@@ -148,14 +148,16 @@ def connect(
       ChannelClosed, TimeoutError: As `Stream.receive_into`.
     """
     mine = _pack_hello(me, peer)
-    # One that `refuse`s may have closed before this is sent; its answer can be read.
+    # A listener that `refuse`s may have closed before this is sent; its answer can
+    # still be read.
     with contextlib.suppress(NotSent):
         stream.send([mine], deadline)
     theirs = receive_exactly(stream, _HELLO.size, deadline)
     hello = _read_hello(theirs)
     _check_version(hello)
     proof = receive_exactly(stream, _PROOF, deadline)
-    # In constant time: one that ends at the first wrong byte would tell where that is.
+    # In constant time: a comparison that ends at the first wrong byte would reveal its
+    # position.
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
         with contextlib.suppress(ConnectionError, TimeoutError):
             stream.send([_WRONG_KEY], deadline)
@@ -173,11 +175,9 @@ def connect(
 
 
 def refuse(sock: socket.socket) -> None:
-    """Answers a connector that this process has neither descriptor nor thread for it.
-
-    The answer has a hello's size and proves nothing: to believe it costs the connector
-    no more than a closed connection would. Where TLS is expected it is no answer.
-    """
+    """Refuses a connector because this process has no descriptor or thread for it."""
+    # The answer has a hello's size and proves nothing: believing it costs the connector
+    # no more than a closed connection would. Where TLS is expected it is no answer.
     sock.setblocking(False)
     sock.send(_REFUSAL.ljust(_HELLO.size, b"\x00"))
 
@@ -198,7 +198,7 @@ def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
     theirs = receive_exactly(stream, _HELLO.size, deadline)
     hello = _read_hello(theirs)
     mine = _pack_hello(me, hello.name)
-    # Sent to another version too, so that it can say which versions met.
+    # Sent to a peer of another version too, so that its error can name both versions.
     stream.send([mine, _prove(_LISTENER, me, theirs, mine)], deadline)
     _check_version(hello)
     proof = receive_exactly(stream, _PROOF, deadline)

@@ -32,7 +32,7 @@ class DeferredAnswer(Protocol):
     answer: Future[Frame]
 
     def cancel(self, reason: str) -> None:
-        """The caller has no use for the answer any more."""
+        """Cancels the request: the caller no longer needs the answer."""
 
 
 Answerer = Callable[[str, Frame, int], Frame | DeferredAnswer]
@@ -64,7 +64,7 @@ class InProcessTransport:
         self.address = name
         self.device = device
         self.device_maps = DeviceMaps()
-        self.on_refused: Callable[[str], None] | None = None  # There are no strangers.
+        self.on_refused: Callable[[str], None] | None = None  # there are no strangers
         self.answerer: Answerer | None = None
         self._hub = hub
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ class InProcessTransport:
                 self._threads.discard(threading.current_thread())
 
     def forget(self, channel: "_End") -> None:
-        """The channel is closed."""
+        """Forgets a closed channel."""
         with self._lock:
             self._channels.discard(channel)
 
@@ -204,6 +204,8 @@ class _End:
         scope = current.scope.get()
         depth = 1 if scope is None else scope.depth + 1
         answerer = self._there.answerer
+        # A call with a timeout of its own ("firm") must be able to return at its
+        # deadline, so it cannot run in this thread.
         if answerer is None or depth > _DEEPEST or "firm" in frame.meta:
             self.send(frame, deadline)
             return self._answer_to(frame.id, deadline)
@@ -221,7 +223,7 @@ class _End:
 
     def close(self, reason: str = "closed on this side") -> None:
         """See `Channel.close`."""
-        # One lock at a time: both sides may close at once.
+        # One lock at a time: both sides may close at once, and two would deadlock.
         for end, told in ((self, reason), (self.other, "closed by the other side")):
             with end._lock:
                 first, end._closed = end._closed is None, end._closed or told

@@ -1,4 +1,4 @@
-"""Large arrays between processes of one machine: memory descriptors, lent and reused.
+"""Shared memory for large arrays between processes of one machine, lent and reused.
 
 A sender copies an array into memory that has a descriptor (`memfd_create`) and passes
 the descriptor over the Unix socket; the receiver maps the same memory. One copy instead
@@ -39,8 +39,8 @@ THRESHOLD = 4 << 20
 BUDGET = 256 << 20
 """Bytes of memory that one worker keeps for arrays on their way; then sockets copy."""
 
-_STEP = 2 << 20  # Sizes are rounded up, so that similar arrays share memory.
-_SLACK = 4  # Memory serves arrays down to this fraction of its size.
+_STEP = 2 << 20  # sizes are rounded up, so that arrays of similar size share memory
+_SLACK = 4  # memory serves arrays down to this fraction of its size
 
 # Before 3.13 Python keeps a descriptor per mapping: at most BUDGET / THRESHOLD a peer.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -55,6 +55,7 @@ class _Block:
         self.descriptor = os.memfd_create("jdist", flags)
         try:
             os.ftruncate(self.descriptor, size)
+            # A sender that shrank it would end the receiver's reads with SIGBUS.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
             self.bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
@@ -63,7 +64,7 @@ class _Block:
             raise
 
     def try_take(self) -> bool:
-        """Whether no receiver holds the memory; it is then reserved."""
+        """Reserves the memory; returns False if a receiver holds it."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,7 +72,9 @@ class _Block:
         return True
 
     def share(self) -> int:
-        """A descriptor to pass on; the memory is free when all its copies are gone."""
+        """Makes a descriptor to pass on; free once its copies are gone."""
+        # Opened, not duplicated: a lock belongs to the opening, and a duplicate would
+        # share this one's.
         path = f"/proc/self/fd/{self.descriptor}"
         passed = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # No other thread can take the lock in between: the block is out of the pool.
@@ -109,7 +112,7 @@ class MemoryPool:
         self._lock = threading.Lock()
 
     def lend(self, data: memoryview) -> int | None:
-        """Copies `data` into free memory; a descriptor to pass on and then to close.
+        """Copies `data` into free memory; returns a descriptor to pass on and close.
 
         None when there is no free memory within the budget, or no descriptor.
         """
@@ -127,7 +130,7 @@ class MemoryPool:
             self._give_back(block)
 
     def close(self) -> None:
-        """Lets go of all memory; what is lent lives until its receivers drop it."""
+        """Releases all memory; lent memory lives until its receivers drop it."""
         with self._lock:
             self._closed = True
             blocks, self._blocks, self._kept = self._blocks, [], 0
@@ -203,7 +206,7 @@ def receive(descriptor: int, size: int) -> memoryview:
 
 
 def available() -> bool:
-    """Whether this platform can do all of it: Linux with /proc."""
+    """Return whether this platform supports it: Linux with /proc."""
     if not hasattr(os, "memfd_create"):
         return False
     pool = MemoryPool()
@@ -217,6 +220,6 @@ def available() -> bool:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Closes descriptors that were passed on, or will not be claimed."""
+    """Close descriptors that were passed on or will not be claimed."""
     while descriptors:
         os.close(descriptors.pop())

@@ -1,7 +1,7 @@
-"""A connection that many asynchronous calls share.
+"""A multiplexed connection, shared by asynchronous calls.
 
-One thread reads it for as long as it is open, and completes the calls that the answers
-belong to. It runs nothing else: users' functions, such as callbacks of futures and the
+One thread reads it for as long as it is open, and completes the calls as their answers
+arrive. It runs nothing else: users' functions, such as callbacks of futures and the
 constructors of what an answer holds, run on the pool, so that no function can keep an
 answer from being read.
 """
@@ -29,26 +29,26 @@ Callbacks = list[Callable[[], None]]
 class Pending(Protocol):
     """A request that waits for its answer. Exactly one of these is called, once.
 
-    Each returns what remains to be run on the pool.
+    Each returns the callbacks to be run on the pool.
     """
 
     deadline: Deadline
 
     def answered(self, frame: Frame) -> Callbacks:
-        """The answer came."""
+        """Handles the answer."""
 
     def disconnected(self, reason: str) -> Callbacks:
-        """The connection closed before an answer came."""
+        """Handles a connection that closed before an answer came."""
 
     def expired(self) -> Callbacks:
-        """The deadline came before an answer."""
+        """Handles a deadline that passed before an answer came."""
 
 
 class SharedConnection:
     """The requesting side of a multiplexed connection.
 
     Args:
-      channel: Owned by the connection from now on.
+      channel: Owned by the connection.
       pool: Runs the reader and what calls leave to be run.
       on_push: Called by the reader with frames that answer no request; must not wait.
       on_closed: Called by the reader, once, with the reason why the channel closed.
@@ -91,6 +91,7 @@ class SharedConnection:
         """
         number = next(self._numbers)
         self._leaving.add(number)
+        # Before it is sent: the answer may arrive before `send` returns.
         self._pending[number] = pending
         try:
             frame = Frame(kind, number, meta, tree, leaves, shared=True)
@@ -191,7 +192,7 @@ class SharedConnection:
             self._on_push(frame)
 
     def _answer(self, number: int, frame: Frame) -> bool:
-        """Hands an answer to its request; False if none of this number waits."""
+        """Passes an answer to its request; False if no request of this number waits."""
         pending = self._pending.pop(number, None)
         if pending is None:
             return False

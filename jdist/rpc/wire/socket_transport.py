@@ -1,4 +1,4 @@
-"""Channels through sockets: between the processes of a machine, and between machines.
+"""Channels over sockets, between processes of one machine and between machines.
 
 A peer must prove that it knows the cluster's key before anything of it is decoded.
 Until then its connection costs the listener a thread and a descriptor, for a limited
@@ -52,7 +52,9 @@ _ENDED = "this worker has ended"
 
 
 def _spare_descriptor() -> int:
-    """Given up for a moment to tell a connection that there is none left for it."""
+    """Opens a descriptor to be given up when a connection must be refused."""
+    # Without it a process out of descriptors could not accept the connection, and so
+    # not say why it refuses it.
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -141,9 +143,9 @@ class SocketTransport:
         self._pool = memory.MemoryPool() if memory.available() else None
         self.refused = 0
         self._lock = threading.Lock()
-        self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
+        self._strangers: dict[Stream, float] = {}  # since when, oldest first
         self._room = threading.Condition(self._lock)
-        self._attempts: dict[Attempt, str] = {}  # And to which worker.
+        self._attempts: dict[Attempt, str] = {}  # to which worker
         self._abandoned: dict[str, str] = {}
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
@@ -164,7 +166,7 @@ class SocketTransport:
     def connect(
         self, peer: str, address: Any, deadline: float | None = None
     ) -> Connection:
-        """A new channel; see `Transport.connect`.
+        """Opens a channel; see `Transport.connect`.
 
         Args:
           peer: Name of the worker that must listen there. Empty for any that knows the
@@ -251,6 +253,7 @@ class SocketTransport:
         connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
         with self._lock:
             self._connections.add(connection)
+        # `close` may have taken its copy of the connections before this one was added.
         if self._closed.is_set():
             connection.close(_ENDED)
         return connection
@@ -282,7 +285,7 @@ class SocketTransport:
             self._accepting.join(until - time.monotonic())
         # Before the channels: a peer that sees its own close finds the port free.
         self._listener.close()
-        # From here on there are no new strangers and no new connections.
+        # No strangers and no connections are added from here on.
         with self._lock:
             for stream in self._strangers:
                 stream.shut()
@@ -316,7 +319,7 @@ class SocketTransport:
         try:
             sock, _ = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # The peer is gone already.
+            return  # the peer is gone already
         except OSError:
             self._make_room(listening)
             return
@@ -324,15 +327,13 @@ class SocketTransport:
         try:
             self._welcome(sock, on_channel)
         except OSError:
-            self._refuse(sock)  # It was gone before it could be asked anything.
+            self._refuse(sock)  # it was gone before the handshake
 
     def _make_room(self, listening: socket.socket) -> None:
-        """This process may open no more files, and a connection waits for one.
-
-        First those that are proving themselves have a moment to do so, then they hold
-        descriptors for too long, and then there are none to be had: the connection is
-        told so, rather than left to wait for its deadline.
-        """
+        """Frees a descriptor or refuses a connection, at the limit of open files."""
+        # In three steps: peers in their handshake get a moment to finish it; then the
+        # slowest is dismissed; and when none is left, the connection is refused rather
+        # than left to wait for its deadline.
         with self._lock:
             crowded = bool(self._strangers)
             if crowded and self._full:
@@ -370,19 +371,19 @@ class SocketTransport:
             self._strangers[stream] = time.monotonic()
         try:
             self._start(self._serve, stream, is_unix(sock), on_channel)
-        except RuntimeError:  # No more threads.
+        except RuntimeError:  # no more threads
             with contextlib.suppress(OSError):  # it is gone
                 handshake.refuse(sock)
             self._dismiss(stream)
 
     def _refuse(self, sock: socket.socket) -> None:
         with self._lock:
-            self.refused += 1  # Counted first: a test that sees it closed may ask.
+            self.refused += 1  # before the close, which a peer may see at once
         sock.close()
 
     def _dismiss_oldest(self) -> None:
         for stream in self._strangers:
-            stream.shut()  # Its thread wakes up and closes it.
+            stream.shut()  # its thread wakes up and closes it
             del self._strangers[stream]
             return
 
@@ -401,7 +402,7 @@ class SocketTransport:
             origin = "this machine" if local else stream.peer_host()
             connection = self._accepted(stream, local, deadline)
         except (ChannelClosed, TimeoutError, RpcError) as error:
-            # The other side learns it from its own handshake.
+            # The other side gets the error from its own handshake.
             self._dismiss(stream)
             if isinstance(error, AuthenticationError) and self.on_refused is not None:
                 self.on_refused(f"{error} It came from {origin}.")

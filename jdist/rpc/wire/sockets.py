@@ -1,4 +1,4 @@
-"""Addresses of workers, and the sockets that lead there.
+"""Addresses of workers, and sockets that listen or connect to them.
 
 A worker listens on TCP and, for peers of its machine, on a Unix socket, which is twice
 as fast and can pass memory. On Linux the Unix socket's name is abstract,
@@ -36,7 +36,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _ON_LINUX = sys.platform == "linux"
-_OUTWARD = ("192.0.2.1", 9)  # RFC 5737: never a real host. Nothing is sent.
+_OUTWARD = ("192.0.2.1", 9)  # RFC 5737: never a real host; nothing is sent
 
 
 class Address(NamedTuple):
@@ -45,7 +45,7 @@ class Address(NamedTuple):
     Attributes:
       host: Name or number of its machine, as others reach it.
       port: TCP port.
-      machine: What only processes of one machine and one network namespace share.
+      machine: A text that identifies one machine and one network namespace.
       unix: Name of its Unix socket, "@..." for an abstract one; empty: it has none.
     """
 
@@ -125,7 +125,7 @@ class Listener:
 
 
 class Attempt:
-    """A connection that is being made, which another thread may give up.
+    """An attempt to connect, which another thread may give up.
 
     Attributes:
       given_up: Why it was, or None.
@@ -137,7 +137,7 @@ class Attempt:
         self._lock = threading.Lock()
 
     def uses(self, sock: socket.socket) -> None:
-        """The socket that is about to be connected.
+        """Sets the socket that is about to be connected.
 
         Raises:
           ChannelClosed: The attempt was given up.
@@ -157,7 +157,7 @@ class Attempt:
 
 
 def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.socket:
-    """A socket connected to the worker: by Unix where it is here, else by TCP.
+    """Connects to a worker: by a Unix socket on this machine, else by TCP.
 
     Raises:
       ChannelClosed: No process listens there, or the attempt was given up.
@@ -180,7 +180,8 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
             raise
         raise ChannelClosed(f"no worker listens at {where} ({error})") from error
     if connected.getsockname() == connected.getpeername():
-        # TCP lets a socket connect to itself when it was given the very port it seeks.
+        # TCP lets a socket connect to itself if the kernel gave it the very port that
+        # it connects to.
         connected.close()
         raise ChannelClosed(f"no worker listens at {where} (it reached itself)")
     return connected
@@ -207,10 +208,8 @@ def is_loopback(host: str) -> bool:
 
 
 def same_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket belongs to the same user.
-
-    Elsewhere than on Linux the folder's permissions have already seen to it.
-    """
+    """Whether the other end of a Unix socket belongs to the same user."""
+    # Elsewhere the permissions of the socket's folder ensure it.
     if not _ON_LINUX:
         return True
     credentials = struct.Struct("3i")
@@ -220,10 +219,8 @@ def same_user(sock: socket.socket) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """A text that two processes share exactly when a Unix socket can connect them.
-
-    On Linux the boot and the network namespace, which abstract names belong to.
-    """
+    """Identify the machine: equal exactly where a Unix socket can connect."""
+    # The boot and the network namespace, which abstract names belong to.
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -232,11 +229,11 @@ def machine() -> str:
 
 
 def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
-    """A connected socket, or None where TCP should be tried."""
+    """Connect by a Unix socket; None where TCP should be tried."""
     unix = socket.socket(socket.AF_UNIX)
     try:
         attempt.uses(unix)
-        # It never waits: where the listener's queue is full, that of TCP may not be.
+        # Without waiting: if the listener's queue is full, TCP's may not be.
         unix.setblocking(False)
         unix.connect(_unix_name(name))
         if same_user(unix):
@@ -257,11 +254,11 @@ def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
 def _dial_tcp(
     address: Address, deadline: float | None, attempt: Attempt
 ) -> socket.socket:
-    """A connected socket; the error of the last address of the host where none is."""
+    """Connect by TCP, or raise the error of the host's last address."""
     failed: OSError | None = None
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, there in found:
-        # The least, because 0 would be no time for any address.
+        # At least a millisecond: with a timeout of 0 no address could be reached.
         left = None if deadline is None else max(1e-3, deadline - time.monotonic())
         tcp = socket.socket(family, kind, protocol)
         try:
@@ -283,7 +280,7 @@ def _dial_tcp(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens; for all interfaces in both families, if possible."""
+    """Make a listening TCP socket; for all interfaces in both families if possible."""
     both = host in ("", "::") and socket.has_dualstack_ipv6()
     return socket.create_server(
         ("" if both else host, port),
@@ -305,7 +302,7 @@ def _unmapped(
 
 
 def _reachable(host: str) -> str:
-    """The host as others reach it: for all interfaces, the one that leads outside."""
+    """Return the host as others reach it; for all interfaces the outward one."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -313,4 +310,4 @@ def _reachable(host: str) -> str:
             probe.connect(_OUTWARD)
             return str(probe.getsockname()[0])
         except OSError:
-            return LOOPBACK  # Without a network no other machine can reach it anyway.
+            return LOOPBACK  # without a network no other machine can reach it anyway

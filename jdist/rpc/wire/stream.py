@@ -44,8 +44,8 @@ _KEEPALIVE = (
     ("TCP_KEEPINTVL", 5),  # seconds between two questions
     ("TCP_KEEPCNT", 3),  # of them without an answer, and the connection is closed
 )
-_JOINED = 4096  # Up to here copying the pieces together is cheaper than a list of them.
-_MOST_PIECES = 1024  # IOV_MAX of Linux and macOS.
+_JOINED = 4096  # up to here joining the pieces is cheaper than sending a list of them
+_MOST_PIECES = 1024  # IOV_MAX of Linux and macOS
 _SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
 
 # As plain numbers: the enumeration's members cost more than the rest of a call.
@@ -64,7 +64,7 @@ _MOST_DOUBT = 12
 
 _turn = InterruptSafeLock()
 
-_give_way = getattr(os, "sched_yield", lambda: None)  # Windows has none.
+_give_way = getattr(os, "sched_yield", lambda: None)  # Windows has none
 
 
 class Polling:
@@ -76,7 +76,7 @@ class Polling:
     connection therefore polls for it first. That costs next to nothing where it does
     not pay:
 
-    - An idle or slow connection is not polled. Each time that polling was in vain,
+    - An idle or slow connection is not polled. Each time that polling found nothing,
       twice as many prompt messages must come until it is tried again (exponential
       backoff). The same holds where the peer needs this very core, or where processes
       compete for cores: a thread that polls there loses its core, which counts as in
@@ -96,22 +96,22 @@ class Polling:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._doubt = 0
-        self._needed = 1  # Prompt messages until it is tried.
+        self._needed = 1  # prompt messages until it is tried
 
     @property
     def worthwhile(self) -> bool:
-        """Whether messages have come so soon of late that looking for one pays."""
+        """Whether recent messages came so soon that polling pays."""
         return self._needed == 0
 
     def slept(self, seconds: float) -> None:
-        """A message came after this time, and no thread had polled for it."""
+        """Records the time after which a message came without polling."""
         if seconds > _PROMPT * self._seconds:
             self._needed = 1 << self._doubt
         elif self._needed:
             self._needed -= 1
 
     def poll(self, look: Callable[[], object]) -> object:
-        """Calls `look` until it returns something true; that, or None after too long.
+        """Calls `look` until it returns a true value; None after the limit.
 
         None also while another thread of this process is polling.
         """
@@ -148,18 +148,18 @@ class Polling:
 
 
 class CutOff(TimeoutError):
-    """The deadline passed after a part had been sent, so the stream is unusable."""
+    """The deadline passed after a part had been sent; the stream is unusable."""
 
 
 class ByteStream(Protocol):
-    """Bytes in and out, as a connection needs them; a socket and TLS over one do it."""
+    """The byte stream that a connection needs: a socket, or TLS over one."""
 
     descriptors: deque[int]
 
     def receive_into(
         self, view: memoryview, deadline: float | None, whole: bool = False
     ) -> int:
-        """Waits for at least one byte; the number of bytes written into `view`."""
+        """Waits for at least one byte; returns the number written into `view`."""
 
     def send(
         self,
@@ -176,7 +176,7 @@ class ByteStream(Protocol):
         """Ends both directions; threads blocked in this stream wake up."""
 
     def close(self) -> None:
-        """Gives the socket back; no thread may be using the stream any more."""
+        """Closes the socket; no thread may be using the stream."""
 
 
 class Stream:
@@ -186,7 +186,7 @@ class Stream:
     ChannelClosed when the peer is gone.
 
     Args:
-      sock: A connected stream socket; the stream owns it from now on.
+      sock: A connected stream socket; owned by the stream.
 
     Attributes:
       descriptors: Memory descriptors received so far and not taken yet, oldest first.
@@ -204,7 +204,8 @@ class Stream:
         self._socket = sock
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        # Without an exception where nothing has come, which costs more than the call.
+        # `poll` raises no exception where nothing has come; that costs more than the
+        # call.
         self._look: Callable[[], list[tuple[int, int]]] = partial(poll.poll, 0)
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
@@ -251,7 +252,7 @@ class Stream:
             self._limit(deadline, again=True)
 
     def _receive_once(self, view: memoryview, flags: int) -> int | None:
-        """None when nothing came: at once, or when the kernel's limit was reached."""
+        """Receives once; None if nothing came before the kernel's limit."""
         try:
             if self.passes_descriptors and not flags & ~_NOW:
                 got = self._receive_with_descriptors(view, flags)
@@ -266,7 +267,7 @@ class Stream:
         return got
 
     def peek(self, deadline: float | None) -> bytes:
-        """The first byte that has come, which stays to be received.
+        """Returns the first byte without consuming it.
 
         Raises:
           TimeoutError, ChannelClosed: As `receive_into`.
@@ -316,6 +317,7 @@ class Stream:
                 raise kind(f"its connection broke ({error})") from error
             if len(pieces) == 1 and sent == len(pieces[0]):
                 return
+            # Descriptors go with the first byte; sent again they would arrive twice.
             begun, descriptors = True, ()
             pieces = _rest(pieces, sent)
 
@@ -328,7 +330,7 @@ class Stream:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # The peer was faster, or the socket is closed already.
+            return  # the peer was faster, or the socket is closed already
 
     def close(self) -> None:
         """Gives the socket and the untaken descriptors back; any number of times."""
@@ -337,12 +339,9 @@ class Stream:
             os.close(self.descriptors.popleft())
 
     def _limit(self, deadline: float | None, again: bool = False) -> None:
-        """Lets the kernel end the next receive in time, or raises TimeoutError.
-
-        The kernel's limit is kept at a power of two not above what remains, so that
-        calls with one usual timeout set it once, and a wait of t seconds wakes about
-        log2(t) times.
-        """
+        """Sets the kernel's limit for the next receive, or raises TimeoutError."""
+        # A power of two not above what remains, so that calls with one usual timeout
+        # set it once, and a wait of t seconds wakes about log2(t) times.
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None:
             if remaining <= 0:
@@ -350,7 +349,7 @@ class Stream:
             fits = self._patience is not None and self._patience <= remaining
             if fits and not again:
                 return
-            # frexp: remaining = m 2^e with 1/2 <= m < 1. Within a millisecond is fine.
+            # frexp: remaining = m 2^e with 1/2 <= m < 1. A millisecond is harmless.
             remaining = 2.0 ** max(-10, min(20, math.frexp(remaining)[1] - 1))
         if remaining == self._patience:
             return
@@ -405,11 +404,9 @@ class Stream:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Has the kernel ask an idle peer for a sign of life.
-
-    What lies between drops connections that are idle for minutes, and a machine that
-    is gone closes none. The names differ by platform, and some have none of them.
-    """
+    """Enable TCP keep-alive."""
+    # Middleboxes drop connections that are idle for minutes, and a machine that is gone
+    # closes none. The options' names differ by platform, and some have none of them.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:
         option = getattr(socket, name, None)
@@ -418,7 +415,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
-    """The next `size` bytes and not one more.
+    """Receive exactly `size` bytes.
 
     Raises:
       TimeoutError, ChannelClosed: As `Stream.receive_into`.
@@ -431,7 +428,7 @@ def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> by
 
 
 def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
-    """The pieces without their first `sent` bytes, and without empty ones."""
+    """Drop the first `sent` bytes of the pieces, and empty pieces."""
     rest: list[bytes | memoryview] = []
     for piece in pieces:
         if sent < len(piece):
@@ -444,17 +441,15 @@ _LIVE: weakref.WeakSet[Stream | socket.socket] = weakref.WeakSet()
 
 
 def leave_to_parent(owned: Stream | socket.socket) -> None:
-    """Has a child that this process forks close its copy of `owned` at once.
-
-    A child that kept it would keep the connection, or the port, alive after the
-    parent's death, and others would wait for a worker that is gone.
-    """
+    """Make forked children close their copy of `owned` at once."""
+    # A child that kept it would keep the connection, or the port, alive after the
+    # parent's death, and others would wait for a worker that is gone.
     _LIVE.add(owned)
 
 
 def _close_in_child() -> None:
     for owned in list(_LIVE):
-        owned.close()  # Of this process's descriptor only: nothing is shut down.
+        owned.close()  # the child's descriptor only; nothing is shut down
 
 
 os.register_at_fork(after_in_child=_close_in_child)

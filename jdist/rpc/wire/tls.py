@@ -1,8 +1,8 @@
-"""TLS between machines, with certificates of the user or made at start.
+"""TLS between machines, with the user's certificates or self-signed ones.
 
 The certificate's hash enters the handshake's proofs (`jdist.rpc.wire.handshake`), so a
 certificate without a signature is as good against a man in the middle as one of a
-certificate authority: he would have to show his own, and then the proofs do not match.
+certificate authority: a man in the middle shows another one, and the proofs differ.
 
 TLS is done in memory, over the same blocking socket as the plain stream. Python's TLS
 sockets would need a timeout of their own, and may not be read by one thread while
@@ -30,7 +30,7 @@ __all__ = ["FIRST_BYTE", "Credentials", "TlsConfig", "TlsStream", "connector_con
 FIRST_BYTE = b"\x16"
 """A TLS connection begins with this one, jdist's own handshake with a "j"."""
 
-_RECORD = 1 << 14  # TLS never encrypts more at once.
+_RECORD = 1 << 14  # TLS never encrypts more at once
 _BATCH = 16 * _RECORD
 
 
@@ -80,7 +80,7 @@ class Credentials:
 
     def __init__(self, config: TlsConfig) -> None:
         self.listener = _context(ssl.PROTOCOL_TLS_SERVER)
-        self.listener.num_tickets = 0  # No resumption: every connection proves itself.
+        self.listener.num_tickets = 0  # no resumption: every connection proves itself
         self.connector = connector_context()
         if not config.certfile:
             self.fingerprint = _load_self_signed(self.listener)
@@ -97,8 +97,9 @@ class Credentials:
 
 
 def connector_context() -> ssl.SSLContext:
-    """A context that takes any certificate: the handshake's proofs judge it."""
+    """Make a context that accepts any certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    # The certificate's hash enters the handshake's proofs, which refuse a wrong one.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
@@ -108,7 +109,7 @@ class TlsStream:
     """A byte stream encrypted over another one; see `jdist.rpc.wire.stream.ByteStream`.
 
     Args:
-      stream: Connected; owned from now on.
+      stream: Connected; owned by this stream.
       context: Of the side that this is.
       is_listener: Which side this is.
       deadline: For TLS's own handshake, which is done here.
@@ -181,7 +182,8 @@ class TlsStream:
                 try:
                     self._stream.send([cipher], deadline)
                 except TimeoutError as error:
-                    # What was encrypted must be sent, or the peer cannot go on.
+                    # A record that was encrypted must be sent, or the peer cannot
+                    # decrypt the following ones.
                     raise CutOff(str(error)) from error
                 except NotSent as error:
                     raise (ChannelClosed if begun else NotSent)(str(error)) from error
@@ -208,7 +210,7 @@ class TlsStream:
                 self._feed(deadline)
                 continue
             except ssl.SSLError as error:
-                self._flush(deadline)  # The alert, which tells the other side why.
+                self._flush(deadline)  # the alert, which tells the other side why
                 raise AuthenticationError(f"TLS was refused: {error}.") from error
             self._flush(deadline)
             return
@@ -234,7 +236,7 @@ def _hash(certificate: bytes) -> bytes:
 
 
 def _load_self_signed(context: ssl.SSLContext) -> bytes:
-    """Makes a certificate and its key, loads them; the certificate's hash."""
+    """Make and load a self-signed certificate; return its hash."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -268,7 +270,7 @@ def _load_self_signed(context: ssl.SSLContext) -> bytes:
     # Python loads keys from files only. The folder is the user's own, and gone at once.
     with tempfile.TemporaryDirectory(prefix="jdist-") as folder:
         path = Path(folder) / "certificate.pem"
-        # With these rights before the key is in it.
+        # Private before the key is written into it.
         path.touch(mode=0o600)
         path.write_bytes(pem)
         context.load_cert_chain(path)
