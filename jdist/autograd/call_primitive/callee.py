@@ -116,7 +116,7 @@ class ServedFunctions:
         """Finds the function of a number.
 
         Raises:
-          UnknownProgram: There is none, or not any more.
+          UnknownFunction: There is none, or not any more.
         """
         found = self._known.get(number)
         if found is None:
@@ -185,7 +185,7 @@ def perform(
       context_id: Of the context to which their gradients go; None without one.
 
     Raises:
-      UnknownProgram: The number is to be asked for again.
+      UnknownFunction: The number is to be asked for again.
       Exception: Whatever the function raises.
     """
     agent = current_agent()
