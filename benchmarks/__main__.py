@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,7 +20,7 @@ from experiments._result import Settings
 
 
 def main() -> None:
-    """Runs the named benchmarks, or all."""
+    """Runs the named benchmarks, or all; the status is 1 if one fails."""
     modules = pkgutil.iter_modules(benchmarks.__path__)
     names = [module.name for module in modules if not module.name.startswith("_")]
     names += _record.EXPERIMENTS
@@ -37,22 +39,41 @@ def main() -> None:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
     # A second CPU device costs nothing until it is used: both share the threads.
     jax.config.update("jax_num_cpu_devices", 2)
-    console = Console()
-    for name in options.names or names:
-        start = time.perf_counter()
-        if name in _record.EXPERIMENTS:
-            _runner.run(name, Settings(), options.out, console)
-            result = json.loads((options.out / f"{name}.json").read_text())
-            seconds = time.perf_counter() - start
-            found = _record.run(tables=result["tables"], seconds=seconds)
-        else:
-            cases = _measured(name, options.out, console)
-            found = _record.run(cases, seconds=time.perf_counter() - start)
+    if failed := run(options.names or names, options.out, options.record):
+        sys.exit(f"failed, and no figures were kept of: {', '.join(failed)}")
+
+
+def run(names: Sequence[str], folder: Path, record: bool) -> list[str]:
+    """Runs benchmarks one after another; returns the names of those that failed."""
+    console, failed = Console(), []
+    for name in names:
+        try:
+            found = _run(name, folder, console)
+        # The others take an hour, and their figures count.
+        except Exception:  # noqa: BLE001
+            console.print_exception()
+            failed.append(name)
+            continue
         if earlier := _record.recorded().get(name):
             for line in _record.worse(earlier, found):
                 console.print(f"[red]worse than recorded[/red]: {line}")
-        if options.record:
+        if record:
             _record.record({name: found})
+    return failed
+
+
+def _run(name: str, folder: Path, console: Console) -> _record.Run:
+    """One benchmark, or one experiment whose tables are figures of speed."""
+    start = time.perf_counter()
+    if name not in _record.EXPERIMENTS:
+        cases = _measured(name, folder, console)
+        return _record.run(cases, seconds=time.perf_counter() - start)
+    # An experiment's page shows all records in its folder, and reads no other kind.
+    folder = folder / "experiments"
+    if not _runner.run(name, Settings(), folder, console):
+        raise RuntimeError(f"{name} does not hold, so its figures are of no use")
+    tables = json.loads((folder / f"{name}.json").read_text())["tables"]
+    return _record.run(tables=tables, seconds=time.perf_counter() - start)
 
 
 def _measured(name: str, folder: Path, console: Console) -> list[_harness.Case]:

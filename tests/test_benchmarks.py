@@ -1,14 +1,19 @@
 """Goals of benchmarks: judged, compared with the last run, and kept in one table."""
 
+import importlib
+import json
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 
 import benchmarks
+from benchmarks import __main__ as benchmarks_main
 from benchmarks import _goals, _record
 from benchmarks._goals import Figure, Goal
 from benchmarks._harness import Case, table, timing
 from benchmarks._record import Run
+from experiments import _runner
 
 
 def goal(low, median, high, limit=1.0, **options):
@@ -161,6 +166,45 @@ No run is recorded.
 after
 """
     )
+
+
+def test_what_fails_keeps_no_figures_and_stops_no_other_benchmark(
+    monkeypatch, tmp_path, capsys
+):
+    """An experiment fails if it does not hold; its records lie in their own folder."""
+    kept, folders = {}, []
+    case = Case("small", {"jdist": timing([1.0, 2.0, 3.0])})
+
+    def experiment(name, settings, folder, console):
+        folders.append(folder)
+        folder.mkdir()
+        tables = {"Seconds": [["x"], ["1"]]}
+        (folder / f"{name}.json").write_text(json.dumps({"tables": tables}))
+        return name == "rpc_cost"
+
+    def load(name):
+        if name == "benchmarks.b":
+            raise ValueError("no socket is left")
+        return SimpleNamespace(__doc__="How fast?", measure=lambda: [case])
+
+    monkeypatch.setattr(_runner, "run", experiment)
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(_record, "recorded", dict)
+    monkeypatch.setattr(_record, "record", kept.update)
+    names = ["a", "b", "rpc_cost", "c"]
+    assert benchmarks_main.run(names, tmp_path, record=True) == ["b"]
+    assert "no socket is left" in capsys.readouterr().out
+    assert list(kept) == ["a", "rpc_cost", "c"]
+    assert kept["a"].cases == [case]
+    assert kept["rpc_cost"].tables == {"Seconds": [["x"], ["1"]]}
+    assert folders == [tmp_path / "experiments"]
+    folders[0].joinpath("rpc_cost.json").unlink()
+    folders[0].rmdir()
+    assert benchmarks_main.run(["ddp_buckets"], tmp_path, record=True) == [
+        "ddp_buckets"
+    ]
+    assert "does not hold" in capsys.readouterr().out
+    assert "ddp_buckets" not in kept
 
 
 def test_the_page_has_what_was_recorded():
