@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,8 +99,17 @@ class LeaderService:
         self._sums_of: tuple[int, int | None] = (0, None)  # Generation and step.
         self._totals: dict[int, list[jax.Array]] = {}
         self._failed: str | None = None
-        # In a thread of the pool: a tick waits for the lock, and the timer must not.
-        self._alarm = agent.timer.alarm(lambda now: agent.pool.run(self._tick))
+        # Weakly: an announced moment is not taken back, and would keep the state and
+        # the sums of a finished run until the deadline of its last step.
+        tick = weakref.WeakMethod(self._tick)
+
+        def due(now: float) -> None:
+            if (own := tick()) is not None:
+                # In a thread of the pool: a tick waits for the lock, the timer must
+                # not.
+                agent.pool.run(own)
+
+        self._alarm = agent.timer.alarm(due)
 
     def report(self, replica: int, message: Message, answer: Future[Answer]) -> None:
         """Handles a report; completes `answer` when the leader has a directive."""

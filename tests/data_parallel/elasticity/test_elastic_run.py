@@ -1,5 +1,6 @@
 """Elastic runs: every history gives the losses and parameters of none."""
 
+import gc
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from jdist import data_parallel, optim, rpc
+from jdist.data_parallel.elasticity.replica_group import LeaderService
 from jdist.data_parallel.elasticity.replica_work import ReplicaWork
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.data_parallel.elasticity.histories import (
@@ -173,6 +175,20 @@ def test_what_rank_0_cannot_add_up_is_told_to_all(monkeypatch):
         message = "Rank 0 could not add up a step's gradient: MemoryError('no room')"
         assert isinstance(error, rpc.RpcError)
         assert message in str(error)
+
+
+def test_a_finished_run_keeps_no_state():
+    """The group goes on, and the deadline of the last step is an hour away."""
+
+    def kept():
+        gc.collect()
+        return [x for x in gc.get_objects() if type(x) in (LeaderService, ReplicaWork)]
+
+    before = len(kept())
+    run = elastic_run(exact_loss, "sum", deadline=3600.0)
+    with rpc.elastic_cluster("w0"), rpc.use_worker("w0"):
+        assert run.run(PARAMS, (X, Y), WEIGHTS).losses
+        assert len(kept()) == before
 
 
 def test_a_run_does_not_wait_for_replicas_for_ever():
