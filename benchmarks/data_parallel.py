@@ -25,8 +25,9 @@ def measure() -> list[Case]:
     return [
         _training(4, 2, 8, calls=200),
         _training(512, 4, 256, calls=2),
-        _alone(512, 4, 256, calls=2),
-        _alone(4, 2, 8, calls=200),
+        _alone(512, 4, 256, calls=2, goal=1.01),
+        # Nothing to compute: what the call itself takes, in Python and in JAX.
+        _alone(4, 2, 8, calls=200, goal=1.5),
         _judgement(),
     ]
 
@@ -58,7 +59,7 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
     )
 
 
-def _alone(width: int, layers: int, examples: int, calls: int) -> Case:
+def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> Case:
     """A whole training step on one device; the plain one twice, to show the noise."""
     params, batch = _problem(width, layers, examples)
     opt = optim.sgd(lr=1e-3, momentum=0.9)
@@ -87,7 +88,7 @@ def _alone(width: int, layers: int, examples: int, calls: int) -> Case:
         timings,
         note="SGD with momentum",
         goals=[
-            Goal(f"of the plain step, {name}", ratio(timings[name], plain_step), 1.01)
+            Goal(f"of the plain step, {name}", ratio(timings[name], plain_step), goal)
             for name in timings
             if name.startswith("train_step")
         ],

@@ -193,8 +193,12 @@ def examples_in(batch: PyTree, call: str) -> int:
     Raises:
       ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
     """
+    leaves = jax.tree.leaves(batch)
     # A scalar yields (), which is not a length and is refused below.
-    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    try:
+        lengths = {leaf.shape[:1] for leaf in leaves}
+    except AttributeError:  # Lists and numbers, which `np.shape` reads, more slowly.
+        lengths = {np.shape(leaf)[:1] for leaf in leaves}
     if len(lengths) == 1 and () not in lengths:
         return int(lengths.pop()[0])
     shown = ", ".join(

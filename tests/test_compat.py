@@ -67,6 +67,13 @@ def test_traced_values_are_told_from_concrete_ones():
     assert not _compat.is_traced(1.0)
 
 
+def test_arrays_with_numbers_are_of_one_class():
+    """But not keys, of which a program takes the words."""
+    for array in (jnp.ones(2), jax.device_put(1.0), jax.jit(jnp.sin)(1.0)):
+        assert type(array) is _compat.ArrayImpl
+    assert type(jax.random.key(0)) is not _compat.ArrayImpl
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int4", "complex128", "bool"])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0, 5)])
 def test_placing_is_device_put(dtype, shape):

@@ -33,6 +33,7 @@ from jdist._compat.programs import (
     without_unread,
 )
 from jdist._compat.runtime import (
+    ArrayImpl,
     abandon_distributed,
     beside,
     default_device,
@@ -64,6 +65,7 @@ from jdist._compat.staging import (
 __all__ = [
     "WRAPPED_FUNCTION",
     "Ahead",
+    "ArrayImpl",
     "Loop",
     "abandon_distributed",
     "after",

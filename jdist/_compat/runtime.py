@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.lib import _jax, xla_client  # type: ignore[attr-defined]
 from jax.sharding import SingleDeviceSharding
 
 from jdist._errors import Unavailable, requirement
+
+ArrayImpl: type[jax.Array] = _ArrayImpl
+"""The class of arrays with numbers; those of PRNG keys have another one."""
 
 
 def double_precision() -> AbstractContextManager[None]:

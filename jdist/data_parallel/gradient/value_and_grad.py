@@ -23,7 +23,7 @@ from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.hook_state import check_hook_rows
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
-from jdist.data_parallel.replicas.inputs import brought, check_alive
+from jdist.data_parallel.replicas.inputs import are_ready, brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
 from jdist.data_parallel.replicas.shards import (
@@ -125,11 +125,12 @@ def value_and_grad(
         check_rows(count, replicas)
         weights = weights_given("fn", weights, count, reduction)
         check_params("fn(params=...)", params, mesh, axis)
-        # Before `brought`, which would read a donated buffer to move it.
-        check_alive("fn(params, batch)", (params, batch, weights))
-        params, (batch, weights) = brought(
-            "fn(params, batch)", mesh, axis, params, (batch, weights)
-        )
+        given = (batch, weights)
+        if not are_ready((params, given), mesh):
+            # Before `brought`, which would read a donated buffer to move it.
+            check_alive("fn(params, batch)", (params, *given))
+            params, given = brought("fn(params, batch)", mesh, axis, params, given)
+        batch, weights = given
         if not communication.stateful:
             _check_no_state(hook_state)
             hook_state = ()

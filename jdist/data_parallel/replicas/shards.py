@@ -267,7 +267,7 @@ def weights_given(
         weights = np.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         weights = weights.astype(np.float32)
-    _check_one_per_row(call, weights, count)
+    check_one_per_row(call, weights, count)
     # Weights in device memory are not read back: that would wait for the device.
     if not isinstance(weights, jax.Array):
         check_weight_values(call, weights)
@@ -278,12 +278,13 @@ def _weights_shape(
     call: str, weights: jax.ShapeDtypeStruct, count: int
 ) -> jax.ShapeDtypeStruct:
     """The shape of weights, for a program that is only lowered."""
-    _check_one_per_row(call, weights, count)
+    check_one_per_row(call, weights, count)
     floating = jnp.issubdtype(weights.dtype, jnp.floating)
     return weights if floating else weights.update(dtype=jnp.dtype(jnp.float32))
 
 
-def _check_one_per_row(call: str, weights: Shaped, count: int) -> None:
+def check_one_per_row(call: str, weights: Shaped, count: int) -> None:
+    """Checks the shape of weights that are given to a step."""
     if weights.shape != (count,):
         rule = f"must be one per row, shape ({count},)"
         got = f"shape {weights.shape}"

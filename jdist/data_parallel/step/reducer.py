@@ -19,7 +19,7 @@ and communication share the time anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -29,8 +29,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import reduction as reductions
-from jdist._compat import Ahead, map_shards
+from jdist._compat import Ahead, ArrayImpl, map_shards
 from jdist._errors import check_choice, requirement
+from jdist._lru_cache import LRUCache
 from jdist._tree import (
     PyTree,
     examples_in,
@@ -132,6 +133,7 @@ class Reducer:
     _replicas: int
     _cap: Cap
     _on_reduce: Callable[[int, jax.Array], None] | None
+    _plans: LRUCache[Any, _BucketPlan] = field(default_factory=lambda: LRUCache(8))
 
     def __call__(
         self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
@@ -183,7 +185,15 @@ class Reducer:
         if weights is None:
             weights = np.ones(count, np.float32)
         check_params(f"{call}(params=...)", params, driver.mesh, driver.axis)
-        return _BucketPlan.of("reducer", params, self._cap), (batch, weights)
+        return self._plan(params), (batch, weights)
+
+    def _plan(self, params: Sequence[PyTree]) -> _BucketPlan:
+        """The plan of the buckets, made once for parameters of a structure."""
+        leaves, structure = jax.tree.flatten(list(params))
+        kinds = tuple((np.shape(x), _dtype_of(x)) for x in leaves)
+        return self._plans.get_or_make(
+            (structure, kinds), lambda: _BucketPlan.of("reducer", params, self._cap)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +201,11 @@ class _BucketPlan:
     """The assignment of leaves to buckets, in the order in which they are sent.
 
     Attributes:
-      owners: The number of the layer of each leaf.
+      places: The layer of each leaf, and its number within the layer.
       buckets: Lists of leaves, numbered over all layers.
     """
 
-    owners: list[int]
+    places: list[tuple[int, int]]
     buckets: list[list[int]]
 
     @staticmethod
@@ -204,14 +214,15 @@ class _BucketPlan:
         paths = list(named)
         # In the dtypes of the sums, which decide the sizes of buckets.
         leaves = [
-            jax.ShapeDtypeStruct(np.shape(x), wide_dtype(jnp.result_type(x)))
+            jax.ShapeDtypeStruct(np.shape(x), wide_dtype(_dtype_of(x)))
             for x in named.values()
         ]
         check_paths(f"{call}(bucket_cap_mb=...)", leaves, paths, cap)
         owners = [int(path.split("/")[0]) for path in paths]
         # Backward halves run from the last layer to the first.
         ready = [-owner for owner in owners]
-        return _BucketPlan(owners, plan_buckets(leaves, ready, paths, cap))
+        places = [(owner, i - owners.index(owner)) for i, owner in enumerate(owners)]
+        return _BucketPlan(places, plan_buckets(leaves, ready, paths, cap))
 
     @property
     def static(self) -> tuple[tuple[int, ...], ...]:
@@ -220,7 +231,7 @@ class _BucketPlan:
 
     def first_layer(self, bucket: list[int]) -> int:
         """The layer whose backward half completes a bucket."""
-        return min(self.owners[leaf] for leaf in bucket)
+        return min(self.places[leaf][0] for leaf in bucket)
 
 
 class _Driver:
@@ -279,10 +290,9 @@ class _Driver:
         on_reduce: Callable[[int, jax.Array], None] | None,
     ) -> tuple[jax.Array, PyTree]:
         """Dispatches one forward and backward pass."""
-        # No copy if they are on these devices already.
-        params = jax.device_put(list(params), self.whole)
+        params = _laid_out(list(params), self.whole)
         own_params = self._by_device(params)
-        batch, weights = jax.device_put(given, self.rows)
+        batch, weights = _laid_out(given, self.rows)
         own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
             _ReplicaPass(self.segments, self.head, p, *g)
@@ -429,13 +439,19 @@ class _ReplicaPass:
 
     def gradients(self, plan: _BucketPlan, bucket: list[int]) -> list[jax.Array]:
         """The leaves of a bucket."""
-        # `done` numbers the leaves of each layer from 0, the plan those of all layers.
-        first = {owner: plan.owners.index(owner) for owner in set(plan.owners)}
-        owners = [plan.owners[leaf] for leaf in bucket]
-        return [
-            self.done[owner][leaf - first[owner]]
-            for leaf, owner in zip(bucket, owners, strict=True)
-        ]
+        places = (plan.places[leaf] for leaf in bucket)
+        return [self.done[layer][number] for layer, number in places]
+
+
+def _dtype_of(leaf: PyTree) -> np.dtype:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _laid_out(tree: PyTree, place: NamedSharding) -> PyTree:
+    """`jax.device_put`, which takes some 15 us for an array that is there already."""
+    if all(type(x) is ArrayImpl and x.sharding == place for x in jax.tree.leaves(tree)):
+        return tree
+    return jax.device_put(tree, place)
 
 
 def _placed(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:

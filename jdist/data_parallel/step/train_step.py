@@ -36,11 +36,17 @@ from jdist.data_parallel.gradient.scattered import can_scatter, scattered_spec
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.broadcast import replicate
-from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
+from jdist.data_parallel.replicas.inputs import (
+    are_ready,
+    brought,
+    check_alive,
+    check_place,
+)
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.shards import (
     Weights,
+    check_one_per_row,
     replicas_of,
     weights_given,
 )
@@ -183,18 +189,30 @@ class TrainStep:
             what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
-        batch, weights = self._given("step", state, batch, weights, self.divisor)
-        state = self._with_hook_state(state, batch, weights)
-        # Its shapes depend on the buckets, known from the first backward pass.
-        if self.start is not None and state.hook_state is None:
-            state = state._replace(hook_state=self.start(state, batch, weights))
+        # In most calls no more is to be checked than shapes, which the program does
+        # where it is traced: once for each signature.
+        as_given = (
+            isinstance(state, TrainState)
+            and state.hook_state is None
+            and self.start is None
+            and (weights is None or _is_floating(weights))
+            and are_ready((state, batch, weights), self.mesh)
+        )
+        if not as_given:
+            batch, weights = self._given("step", state, batch, weights, self.divisor)
+            state = self._with_hook_state(state, batch, weights)
+            # Its shapes depend on the buckets, known from the first backward pass.
+            if self.start is not None and state.hook_state is None:
+                kept = self.start(state, batch, weights)
+                state = state._replace(hook_state=kept)
         # Apart from the state: a donated key would have to be copied in each step.
-        key, moving = state.key, state._replace(key=None)
+        key = state.key
+        moving = state if key is None else state._replace(key=None)
         moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
         # Reads the checksums, for which the host waits.
         if self.debug:
             check_agreement("train_step", sums, self.mesh, self.axis)
-        return moved._replace(key=key), metrics
+        return moved if key is None else moved._replace(key=key), metrics
 
     def evaluate(
         self, state: TrainState, batch: PyTree, weights: Weights = None
@@ -231,14 +249,10 @@ class TrainStep:
     ) -> tuple[PyTree, PyTree]:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state=...)", state, TrainState, "step")
-        count = examples_in(batch, f"{call}(state, batch)")
-        if count % divisor or not count:
-            rule = f"must have a multiple of {divisor} rows, one or more for each "
-            rule += "replica and micro-batch"
-            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
-            got = f"{count} rows"
-            raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+        count = _rows_in(call, batch, divisor)
         weights = weights_given(call, weights, count, self.reduction)
+        if are_ready((state, batch, weights), self.mesh):
+            return batch, weights
         check_alive(f"{call}(state=...)", state)
         check_alive(f"{call}(batch=...)", (batch, weights))
         check_place(f"{call}(state=...)", state, self.mesh)
@@ -376,11 +390,12 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     loss = Loss(loss_fn, has_aux)
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
     mapped = _mapped(replica_step, mesh, axis)
-    step = _step(mapped, optimizer, max_norm, divided)
+    divisor = replicas * accumulate
+    step = _step(mapped, optimizer, max_norm, divided, divisor)
     return TrainStep(
         optimizer,
         mesh,
-        replicas * accumulate,
+        divisor,
         # The state alone: batches may be used again.
         jax.jit(step, donate_argnums=0),
         _start(replica_step, mesh, axis) if communication.stateful else None,
@@ -392,7 +407,11 @@ def train_step(  # noqa: PLR0913 - options, by keyword
 
 
 def _step(
-    mapped: Any, optimizer: Optimizer, max_norm: float | None, divided: bool
+    mapped: Any,
+    optimizer: Optimizer,
+    max_norm: float | None,
+    divided: bool,
+    divisor: int,
 ) -> Callable[..., PyTree]:
     """The function to compile: gradients, clipping, and the optimizer's step."""
 
@@ -400,9 +419,12 @@ def _step(
         state: TrainState,
         key: jax.Array | None,
         batch: PyTree,
-        weights: Weights,
+        weights: jax.Array | None,
         overrides: PyTree,
     ) -> PyTree:
+        count = _rows_in("step", batch, divisor)
+        if weights is not None:
+            check_one_per_row("step", weights, count)
         scale = None
         if optimizer.loss_factor is not None:
             # Part of the state, so that a dynamic scale changes without recompilation.
@@ -428,6 +450,25 @@ def _step(
         return new, Metrics(_unscaled(value, scale), grad_norm=norm, aux=aux), sums
 
     return step
+
+
+def _is_floating(weights: Weights) -> bool:
+    """Whether weights are an array of JAX that is neither converted nor looked at."""
+    return isinstance(weights, jax.Array) and jnp.issubdtype(
+        weights.dtype, jnp.floating
+    )
+
+
+def _rows_in(call: str, batch: PyTree, divisor: int) -> int:
+    """The number of rows of a batch, which replicas and micro-batches must divide."""
+    count = examples_in(batch, f"{call}(state, batch)")
+    if count % divisor or not count:
+        rule = f"must have a multiple of {divisor} rows, one or more for each "
+        rule += "replica and micro-batch"
+        remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
+        got = f"{count} rows"
+        raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+    return count
 
 
 def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import data_parallel, optim
+from jdist.data_parallel.step import train_step
 
 DEVICES = np.array(jax.devices())
 MESHES = pytest.mark.parametrize(
@@ -159,6 +160,102 @@ def test_integer_parameters_are_left_alone(mesh, given):
     for row in state.params["n"]:
         np.testing.assert_array_equal(row, params["n"])
     close([local.average(state)["w"]], [reference(*given)[1]])
+
+
+# --- arrays that are ready ---
+
+
+@pytest.fixture
+def ready(mesh, given):
+    """A step that has taken arrays as they are twice, and the arrays of a third one."""
+    params, batch = given
+    step, _, _ = programs(mesh)
+    shards, weights = data_parallel.shard_batch(batch, mesh, weights=WEIGHTS)
+    # Committed to devices also where replicas share one.
+    state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), step.init(params))
+    for _ in range(2):
+        state, _ = step(state, shards, weights)
+    return step, state, shards, weights
+
+
+@MESHES
+def test_they_are_looked_at_once(ready, monkeypatch):
+    step, state, shards, weights = ready
+    for check in ("check_alive", "check_place", "brought", "_rows_in"):
+        monkeypatch.delattr(train_step, check)
+    state, _ = step(state, shards, weights)
+    step(state, shards, weights)
+
+
+@MESHES
+def test_a_good_call_excuses_no_later_one(ready):
+    """The same structure, shapes and dtypes; nothing of the state is donated then."""
+    step, state, shards, weights = ready
+    far = jax.devices()[3]
+    first, second = shards
+    gone = jnp.copy(second)
+    gone.delete()
+    moved = jax.device_put(state.params["w"], far)
+    refused = {
+        "step(batch=...)` must hold arrays that are in use. Got one at 0/1 whose": (
+            (state, (first, gone), weights)
+        ),
+        "step(state=...)` must hold arrays that are in use. Got one at params/w ": (
+            (state._replace(params={**state.params, "w": gone}), shards, weights)
+        ),
+        "step(state=...)` must lie on the step's devices": (
+            (state._replace(params={**state.params, "w": moved}), shards, weights)
+        ),
+        "step(state=...)` must be a TrainState. Got a tuple": (
+            (tuple(state), shards, weights)
+        ),
+        "step(weights=...)` must be finite and at least 0. Got -1": (
+            (state, shards, -np.ones_like(weights))
+        ),
+    }
+    for message, arguments in refused.items():
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            step(*arguments)
+    far_shards = jax.device_put(shards, far)
+    loss = step(jax.tree.map(jnp.copy, state), far_shards, weights)[1].loss
+    np.testing.assert_allclose(step(state, shards, weights)[1].loss, loss, rtol=1e-12)
+
+
+@MESHES
+def test_shapes_and_dtypes_are_checked_whenever_they_are_new(mesh, ready):
+    step, state, shards, weights = ready
+    x, y = shards
+    refused = {
+        "multiple of 2 rows, one or more for each replica and micro-batch. Got 5": (
+            ((x[:5], y[:5]), None)
+        ),
+        "multiple of 2 rows, one or more for each replica and micro-batch. Got 0": (
+            ((x[:0], y[:0]), None)
+        ),
+        "`step(state, batch)` needs a batch whose leaves all have the same first": (
+            ((x, y[:4]), weights)
+        ),
+        "the examples. Got 0: 6, 1: a scalar.": ((x, y[0]), weights),
+        "the examples. Got 0: 6, 1: a scalar. ": ((x, 1.0), weights),
+        "the examples. Got 0: 6, 1: a scalar.  ": ((x, "y"), weights),
+        "the examples. Got no leaves at all": ((), weights),
+        "step(weights=...)` must be one per row, shape (6,). Got shape (4,)": (
+            (shards, weights[:4])
+        ),
+    }
+    for message, (batch, given) in refused.items():
+        for _ in range(2):  # No refusal is taken for a compiled program.
+            with pytest.raises((ValueError, TypeError)) as error:
+                step(state, batch, given)
+            assert message.strip() in str(error.value)
+    step(state, shards, weights)
+    # The same shapes, but losses that are no floating numbers.
+    plain = data_parallel.train_step(lambda w, y: y, optim.sgd(lr=0.1), mesh)
+    state, _ = plain(plain.init(jnp.ones(())), y, weights)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"one real loss per example.*Got int64"):
+            plain(state, y.astype(int), weights)
+    plain(state, y, weights)
 
 
 # --- weights ---

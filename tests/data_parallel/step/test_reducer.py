@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jdist import verify
 from jdist.data_parallel import reducer, shard_batch
+from jdist.data_parallel.step import reducer as reducing
 
 SIZES = (4, 0, 3)
 
@@ -119,6 +120,25 @@ def test_buckets_leave_in_order_and_are_compiled_once(problem, mesh):
     once = [(0, 20), (1, 4), (2, 36), (3, 9), (4, 45)]
     assert seen == 3 * once
     assert traces == 1
+
+
+def test_buckets_are_planned_once_for_parameters_of_a_kind(
+    problem, rng, mesh, monkeypatch
+):
+    params, batch, weights = problem
+    planned, plan = [], reducing.plan_buckets
+    monkeypatch.setattr(
+        reducing, "plan_buckets", lambda *args: planned.append(args) or plan(*args)
+    )
+    fn = reducer(LAYERS, loss_of, mesh(2), bucket_cap_mb=0)
+    shards = shard_batch(batch, mesh(2), weights=weights)
+    first = fn(params, *shards)
+    others = [layer(rng, 5, 3), layer(rng, 3, 4), params[2]]  # Other shapes alone.
+    _, gradient = fn(others, *shards)
+    assert gradient[0]["w"].shape == (5, 3)
+    assert verify.compare(first, fn(params, *shards)).bit_equal
+    fn(others, *shards)
+    assert len(planned) == 2
 
 
 def test_a_bucket_is_reduced_before_the_backward_pass_has_ended(rng, mesh):
