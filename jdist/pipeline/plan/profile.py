@@ -10,6 +10,7 @@ written here can be planned there:
 Times are milliseconds, sizes bytes.
 """
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ class Profile:
 
     Raises:
       ValueError: A name occurs twice or has blanks, an edge names no layer, layers feed
-        each other in a circle, or a cost is negative or NaN.
+        each other in a circle, or a cost is negative, infinite or NaN.
 
     Example:
       >>> first = Layer("a", "Linear(10, 10)", 1e-3, 2e-3, (800.0,), 440.0)
@@ -107,9 +108,10 @@ class Profile:
         for layer in self.layers:
             costs = (layer.seconds, layer.output_bytes, layer.parameter_bytes)
             values = (layer.forward, layer.backward, *layer.activation_bytes, *costs)
-            # False for NaN as well.
-            if not all(value >= 0 for value in values):
-                rule = "must have costs of at least 0"
+            # False for NaN as well. Spans are differences of totals, and inf - inf is
+            # NaN.
+            if not all(0 <= value < math.inf for value in values):
+                rule = "must have finite costs of at least 0"
                 raise ValueError(requirement("Profile(layers=...)", rule, layer))
         known = set(names)
         # The text form separates names by blanks.

@@ -155,18 +155,20 @@ def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
     pairs = [(s, w) for s, w in zip(states, weights, strict=True) if w > 0]
     kept, shares = zip(*pairs or [(states[0], 1.0)], strict=True)
     total = sum(shares)
-    return _mean(list(kept), [jnp.float32(share / total) for share in shares])
+    # Python's numbers, because in single precision the shares of a float64 state would
+    # not add up to 1.
+    return _mean(list(kept), [share / total for share in shares])
 
 
 @jax.jit
-def _mean(states: list[PyTree], shares: list[jax.Array]) -> PyTree:
+def _mean(states: list[PyTree], shares: list[float]) -> PyTree:
     def mean(*leaves: jax.Array) -> jax.Array:
         if len(leaves) == 1 or not is_inexact(leaves[0]):
             return leaves[0]
         # Added in a wide dtype and rounded once.
         wide = wide_dtype(leaves[0].dtype)
         parts = [
-            leaf.astype(wide) * share.astype(wide)
+            leaf.astype(wide) * jnp.asarray(share, wide)
             for leaf, share in zip(leaves, shares, strict=True)
         ]
         return sum(parts[1:], parts[0]).astype(leaves[0].dtype)

@@ -133,8 +133,17 @@ class Columns:
 
     @classmethod
     def of(cls, programs: Sequence[Sequence[Action]]) -> "Columns":
-        """Columns from a list of actions per worker."""
+        """Columns from a list of actions per worker.
+
+        Raises:
+          ScheduleError: The kind of an action is not F, B or W; or its stage or its
+            micro-batch is not an integer of 32 bits ("complete").
+        """
         flat = [action for program in programs for action in program]
+        for action in flat:
+            if action.kind not in KINDS:
+                what = f"has the kind {action.kind!r}, which is none of F, B, W"
+                raise ScheduleError("complete", what, None, action)
         check_int32("complete", [n for action in flat for n in action[1:]])
         return cls(
             np.array([KINDS.index(action.kind) for action in flat], np.uint8),
@@ -206,6 +215,10 @@ def check_int32(rule: str, numbers: Sequence[int]) -> None:
     Raises:
       ScheduleError: With the `rule` that such a number breaks.
     """
+    # NumPy would cut off what follows the point.
+    for number in numbers:
+        if not _is_integer(number):
+            raise ScheduleError(rule, f"{number!r} is not an integer")
     # NumPy's own OverflowError would not name the rule.
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     beyond = [number for number in numbers if not least <= number <= most]
@@ -220,8 +233,11 @@ def check_counts(call: str, least: int = 1, **counts: int) -> None:
       ValueError: Names the argument and its value.
     """
     for name, value in counts.items():
-        # True is an int in Python, and would mean 1.
-        integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not integer or value < least:
+        if not _is_integer(value) or value < least:
             rule = f"must be an integer of at least {least}"
             raise ValueError(requirement(f"{call}({name}=...)", rule, value))
+
+
+def _is_integer(value: object) -> bool:
+    # True is an int in Python, and would mean 1.
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

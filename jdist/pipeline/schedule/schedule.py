@@ -105,9 +105,10 @@ class Schedule:
         Raises:
           ScheduleError: It is not "complete", or workers wait for each other in a
             circle ("dependencies").
+          TypeError: Something is neither an action nor a text.
           ValueError: There is no action, an action's text does not parse, a stage has
-            several workers and no placement was given, or clocks and actions differ in
-            number.
+            several workers and no placement was given, the placement names a worker of
+            a stage twice, or clocks and actions differ in number.
 
         Example:
           >>> two = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -116,10 +117,7 @@ class Schedule:
           worker 1 |  .  1F0 1B0 1F1 1B1  .
         """
         # Text and actions may be mixed.
-        read = [
-            [Action.parse(a) if isinstance(a, str) else a for a in program]
-            for program in programs
-        ]
+        read = [[_action(a) for a in program] for program in programs]
         columns = Columns.of(read)
         if not len(columns):
             rule = "must have at least one action"
@@ -134,6 +132,10 @@ class Schedule:
             placement = _placement_of(columns)
         elif not all(placement):
             rule = "must have a worker for each stage"
+            raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
+        # A worker that takes two turns would wait for its own gradient.
+        elif any(len(set(workers)) < len(workers) for workers in placement):
+            rule = "must name each worker of a stage once"
             raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
         made = cls(
             name,
@@ -423,6 +425,15 @@ def derived(
 ) -> Schedule:
     """A schedule of a family, changed; with `partial` a family that can be pickled."""
     return change(family(micro_batches))
+
+
+def _action(given: object) -> Action:
+    if isinstance(given, Action):
+        return given
+    if isinstance(given, str):
+        return Action.parse(given)
+    rule = "must have an `Action`, or its text such as '0F3', for each action"
+    raise TypeError(requirement("Schedule.of(programs=...)", rule, given))
 
 
 def _flat_clock(

@@ -92,7 +92,8 @@ def _used(
     # By stage, because vertical sync takes all versions from stage 0.
     for passes in sorted(_passes(columns), key=lambda passes: passes.stage):
         updates = np.cumsum(~passes.forward) // policy.every
-        by_own_count = _counts_own_updates(policy)
+        # A forward pass uses the newest version of its stage.
+        by_own_count = policy.rule in ("stashing", "flush")
         if not by_own_count and len(passes.micro_batch) != micro_batches:
             rule = "must be 'stashing' or 'flush' where a stage has several workers"
             raise ValueError(requirement("UpdatePolicy(rule=...)", rule, policy.rule))
@@ -108,23 +109,14 @@ def _used(
         yield passes, used
 
 
-def _counts_own_updates(policy: UpdatePolicy) -> bool:
-    """Whether a forward pass uses the newest version of its stage."""
-    return policy.rule in ("stashing", "flush")
-
-
 def _kept(passes: _StagePasses, used: np.ndarray, policy: UpdatePolicy) -> np.ndarray:
     """The number of versions kept after each pass."""
     finished = np.cumsum(~passes.forward)
     newest = finished // policy.every
-    if _counts_own_updates(policy):
-        # Only micro-batches in flight hold a version: up to the last one that has
-        # entered.
-        last = np.cumsum(passes.forward) - 1
-    else:
-        # Micro-batches still to come may use a version that exists already: the last of
-        # those that use at most the newest one.
-        last = np.searchsorted(used, newest, side="right") - 1
+    # Micro-batches still to come may use a version that exists already: the last of
+    # those that use at most the newest one. If they take the newest when they enter,
+    # that one is kept in any case.
+    last = np.searchsorted(used, newest, side="right") - 1
     # Versions never decrease along the micro-batches, so that the number of distinct
     # ones between two micro-batches is the number of increases.
     change = np.concatenate([[0], np.cumsum(np.diff(used) > 0)])

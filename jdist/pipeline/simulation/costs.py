@@ -46,8 +46,8 @@ class Costs:
       weight_bytes: Bytes of one version of a stage's weights.
 
     Raises:
-      ValueError: A cost is negative or NaN, or a bandwidth 0. The lengths are checked
-        by `simulate`.
+      ValueError: A cost is negative or NaN, a bandwidth 0, or the overhead not a single
+        number. The lengths are checked by `simulate`.
     """
 
     forward: Cost = 1.0
@@ -72,8 +72,11 @@ class Costs:
             array = np.asarray(value, np.float64)
             least = "above 0" if field.name == "bandwidth" else "finite and at least 0"
             fine = array > 0 if field.name == "bandwidth" else np.isfinite(array)
-            if not (fine & (array >= 0)).all() or array.ndim > 2:
-                rule = f"must be {least}: a number, one per stage, or a table"
+            # The overhead is not of a stage: a list would be taken for one per action.
+            number = field.name == "overhead"
+            if not (fine & (array >= 0)).all() or array.ndim > (0 if number else 2):
+                shape = "a number" if number else "a number, one per stage, or a table"
+                rule = f"must be {least}: {shape}"
                 raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
         # For a matrix product both halves of a backward pass are products of one size.
         half = np.asarray(self.backward, np.float64) / 2

@@ -96,14 +96,18 @@ class Timeline:
           update_policy: See `Schedule`.
 
         Raises:
-          ValueError: There are none, one ends before it starts, or two of one worker
-            overlap.
+          ValueError: There are none, one has a worker below 0 or ends before it starts,
+            or two of one worker overlap.
         """
         # By worker and time, so that neighbours in the list are neighbours in time.
         ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
         argument = "Timeline.from_records(records=...)"
         if not ordered:
             raise ValueError(requirement(argument, "must not be empty", "none"))
+        # The first has the lowest worker.
+        if ordered[0].worker < 0:
+            rule = "must have workers of at least 0"
+            raise ValueError(requirement(argument, rule, repr(ordered[0])))
         for before, after in zip([None, *ordered], ordered, strict=False):
             # Negated, so that a NaN is refused too.
             if not after.start <= after.end:

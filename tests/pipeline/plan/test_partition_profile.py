@@ -54,6 +54,9 @@ def test_a_line(tmp_path):
         (f"{LINE}\n\ta -- a\n", "not lead in a circle. Got a -> a"),
         (LINE.replace("12.0", "-12.0"), "costs of at least 0"),
         (LINE.replace("1.500", "nan"), "costs of at least 0"),
+        (LINE.replace("2.250", "inf"), "finite costs of at least 0"),
+        (LINE.replace("12.0", "[12.0; inf]"), "finite costs of at least 0"),
+        (LINE.replace("8.000", "inf"), "finite costs of at least 0"),
     ],
 )
 def test_files_that_are_refused(text, match, tmp_path):

@@ -104,6 +104,25 @@ def test_a_replica_whose_examples_do_not_count():
     assert int(joined_state([kept, other], [0.0, 0.0])["seen"]) == 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
+def test_the_mean_of_states_is_rounded_to_their_dtype_alone(dtype, rng):
+    """Shares of 2/7, 1/7 and 4/7 have no end in binary; float64 must not see float32's
+    rounding. Equal states stay what they are to the last bit or two."""
+    weights = [2.0, 0.0, 1.0, 4.0]
+    rows = rng.uniform(1, 2, (4, 5))
+    states = [jnp.asarray(row, dtype) for row in rows]
+    states[1] = jnp.full(5, jnp.nan, dtype)
+    wide = [np.asarray(state, np.float64) for state in states]
+    expected = (2 * wide[0] + wide[2] + 4 * wide[3]) / 7
+    found = joined_state(states, weights)
+    assert found.dtype == dtype
+    eps = float(jnp.finfo(dtype).eps)
+    close = {"rtol": 2 * eps, "atol": 0.0}
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, **close)
+    alike = joined_state([states[0]] * 4, weights)
+    np.testing.assert_allclose(np.asarray(alike, np.float64), wide[0], **close)
+
+
 def test_workers_leave_the_state_of_one_process(cluster):
     expected = worlds.replicated_state(None)
     found = cluster.everywhere(worlds.replicated_state, cluster.names)

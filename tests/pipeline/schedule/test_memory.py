@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist import pipeline
-from jdist.pipeline import Costs, Schedule, simulate
+from jdist.pipeline import Costs, Schedule, UpdatePolicy, simulate
 from jdist.pipeline.run.action_timer import ActionTimer
 
 # --- one action at a time ---
@@ -82,6 +84,69 @@ def test_updates_in_between_give_joined_gradients_back():
     assert found.peak_activations == (3,)
     costs = Costs(activation_bytes=1.0, join_weight_gradients=[True])
     assert simulate(pipeline.gpipe(1, 5), costs).peak_activations == (9,)
+
+
+ASYNCHRONOUS = {
+    "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 3] * n),
+    "looped": lambda n, m: pipeline.looped_bfs(n, m, 2),
+    "V": pipeline.zbv,
+    "GPipe": pipeline.gpipe,
+}
+
+
+def with_updates(schedule, worker, activation, pending, joined, every):
+    """As `book`; a joining stage gives back what each update was made of."""
+    kept, waiting, most = {}, {}, 0.0
+    program = schedule.actions(worker)
+    ends = [
+        at
+        for at, (kind, stage, micro) in enumerate(program)
+        if kind == ("W" if schedule.split[stage, micro] else "B")
+    ]
+    last = {program[at].stage: at for at in ends}
+    for at, (kind, stage, micro) in enumerate(program):
+        if kind == "F":
+            kept[stage, micro] = activation[stage, micro]
+        elif kind == "B":
+            split = schedule.split[stage, micro] or joined[stage]
+            kept[stage, micro] = pending[stage, micro] if split else 0
+        elif not joined[stage]:
+            kept[stage, micro] = 0
+        if at in ends and joined[stage]:
+            waiting.setdefault(stage, []).append(micro)
+            if len(waiting[stage]) == every or at == last[stage]:
+                kept |= dict.fromkeys(((stage, i) for i in waiting.pop(stage)), 0)
+        most = max(most, sum(kept.values()))
+    return most
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_each_update_gives_back_what_it_was_made_of(data):
+    """Sizes and ranks of any order; an epoch may end within an update."""
+    family = ASYNCHRONOUS[data.draw(st.sampled_from(sorted(ASYNCHRONOUS)))]
+    schedule = family(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)))
+    every = data.draw(st.integers(1, 4))
+    ranks = data.draw(st.permutations(range(schedule.workers)))
+    schedule = Schedule.of(
+        [schedule.actions(ranks.index(rank)) for rank in range(schedule.workers)],
+        placement=tuple(tuple(ranks[w] for w in own) for own in schedule.placement),
+        update_policy=UpdatePolicy("stashing", every),
+    )
+    shape = (schedule.stages, schedule.micro_batches)
+    sizes = np.random.default_rng(data.draw(st.integers(0, 9)))
+    activation, pending = sizes.integers(1, 1000, (2, *shape)).astype(float)
+    joined = data.draw(st.tuples(*[st.booleans()] * schedule.stages))
+    costs = Costs(
+        activation_bytes=activation,
+        pending_bytes=pending,
+        join_weight_gradients=joined,
+    )
+    found = simulate(schedule, costs)
+    assert found.activation_bytes == tuple(
+        with_updates(schedule, worker, activation, pending, joined, every)
+        for worker in range(schedule.workers)
+    )
 
 
 def test_two_sizes_stand_for_what_is_not_given():

@@ -6,7 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jdist.pipeline import forward_only, one_f_one_b, pipedream, zero_bubble
+from jdist.pipeline import (
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    pipedream,
+    zbv,
+    zero_bubble,
+)
 from jdist.pipeline.schedule.actions import Action, Columns, ScheduleError
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -54,6 +63,18 @@ def test_complete_beyond_the_last_micro_batch():
     refused(schedule, "complete", 0, "0F1", "1 stages, 1 batches")
 
 
+@pytest.mark.parametrize("action", ["-1F0", "0F-1", "1F0", "0B1"])
+def test_complete_what_no_table_holds(action):
+    """Just below the first stage or micro-batch, and just beyond the last."""
+    stage, kind, micro = action[:-2], action[-2], action[-1]
+    if "F-" in action:
+        stage, kind, micro = "0", "F", "-1"
+    last = Action(kind, int(stage), int(micro))
+    columns = Columns.of([[Action("F", 0, 0), Action("B", 0, 0), last]])
+    schedule = Schedule("mine", 1, ((0,),), columns, given_clock=np.arange(3))
+    refused(schedule, "complete", 0, action, "is not one of 1 stages, 1 batches")
+
+
 def test_complete_a_backward_pass_in_a_forward_only_one():
     schedule = replace(Schedule.of([["0F0", "0B0"]]), forward_only=True)
     refused(schedule, "complete", 0, "0B0", "forward-only")
@@ -65,6 +86,14 @@ def test_complete_a_neighbour_that_is_nowhere():
     with pytest.raises(ScheduleError, match=r"never produces.*waits for") as caught:
         _ = Schedule("mine", 1, ((0,), (1,)), columns).clocks
     assert (caught.value.rule, str(caught.value.action)) == ("complete", "0B0")
+
+
+def test_complete_a_forward_pass_whose_input_is_nowhere():
+    """At the stage after the first, which needs none."""
+    columns = Columns.of([[], [Action("F", 1, 0)]])
+    with pytest.raises(ScheduleError, match="never produces") as caught:
+        _ = Schedule("mine", 1, ((0,), (1,)), columns).clocks
+    assert (caught.value.worker, str(caught.value.action)) == (1, "1F0")
 
 
 def test_numbers_beyond_reason():
@@ -117,6 +146,13 @@ def test_dependencies_in_a_circle():
     assert found == ("dependencies", 0, "0B0")
 
 
+def test_the_last_stage_waits_for_its_own_forward_pass():
+    """It has no stage after it; without clocks its worker waits for itself."""
+    with pytest.raises(ScheduleError, match="in a circle") as caught:
+        Schedule.of([["0F0", "0B0"], ["1B0", "1F0"]])
+    assert (caught.value.worker, str(caught.value.action)) == (0, "0B0")
+
+
 def test_live_activations():
     """GPipe's order under 1F1B's bound."""
     order = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
@@ -138,6 +174,63 @@ def test_live_activations_until_the_weight_gradient():
     assert Schedule.of(order).peak_activations == (2,)
 
 
+BOUNDED = [
+    one_f_one_b(3, 5),
+    gpipe(3, 4, replicas=(1, 3, 2)),
+    interleaved(2, 4, 3),
+    looped_bfs(3, 2, 2),
+    zero_bubble(4, 6),
+    zbv(3, 5),
+]
+
+
+@pytest.mark.parametrize("schedule", BOUNDED, ids=lambda schedule: schedule.name)
+def test_a_bound_is_of_one_worker(schedule):
+    """What a worker holds is allowed, one less is not: the first excess is named."""
+    most = schedule.peak_activations
+    replace(schedule, activation_bound=most).validate()
+    for worker in range(schedule.workers):
+        bound = tuple(size - (w == worker) for w, size in enumerate(most))
+        held, excess = 0, None
+        for action in schedule.actions(worker):
+            split = schedule.split[action.stage, action.micro_batch]
+            held += {"F": 1, "B": 2 * split - 1, "W": -2}[action.kind]
+            if held > bound[worker] and excess is None:
+                excess = str(action)
+        broken = replace(schedule, activation_bound=bound)
+        refused(broken, "live activations", worker, excess, "exceeds the bounds")
+
+
+@pytest.mark.parametrize("schedule", BOUNDED, ids=lambda schedule: schedule.name)
+def test_the_last_clock_is_the_bound(schedule):
+    replace(schedule, clock_bound=schedule.clocks).validate()
+    last = schedule.clocks - 1
+    index = int(np.flatnonzero(schedule.clock == last)[0])
+    columns = schedule.columns
+    refused(
+        replace(schedule, clock_bound=last),
+        "clock count",
+        columns.worker(index),
+        str(columns.action(index)),
+        f"after the last of {last} clocks",
+    )
+
+
+def test_an_idle_worker_between_others():
+    """It holds nothing, and an error behind it names the right worker."""
+    programs = [["0F0", "0B0"], [], [], ["1F0", "1B0"], []]
+    schedule = Schedule.of(programs).validate()
+    assert schedule.placement == ((0,), (3,))
+    assert schedule.peak_activations == schedule.peak_in_flight == (1, 0, 0, 1, 0)
+    assert [schedule.columns.worker(i) for i in range(4)] == [0, 0, 3, 3]
+    assert schedule.columns.worker_of_each().tolist() == [0, 0, 3, 3]
+    bounded = replace(schedule, activation_bound=(1, 0, 0, 0, 0))
+    refused(bounded, "live activations", 3, "1F0", "exceeds")
+    late = Schedule.of(programs, clock=[[0, 3], [], [], [1, 1], []])
+    refused(late, "one action", 3, "1B0", "clock of its own")
+    assert str(schedule).splitlines()[2] == "worker 2 |  .   .   .   ."
+
+
 def test_clock_count():
     schedule = replace(one_f_one_b(3, 4), clock_bound=11)
     refused(schedule, "clock count", 0, "0B3", "after the last of 11 clocks")
@@ -147,6 +240,31 @@ def test_bad_text_is_refused():
     for text in ("0X1", "F1", "0F", "0f1", "0F1 ", "-1F0"):
         with pytest.raises(ValueError, match="a stage, one of F, B, W"):
             Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("programs", "error", "match"),
+    [
+        ([[("F", 0, 0)]], TypeError, r"`Action`, or its text .*Got \('F', 0, 0\)"),
+        ([["0F0", 5]], TypeError, r"Schedule.of\(programs=...\).*Got 5"),
+        ([[Action("X", 0, 0)]], ScheduleError, r"complete.*0X0.*kind 'X'.*of F, B, W"),
+        ([[Action("F", 0.7, 0)]], ScheduleError, r"complete.*0.7 is not an integer"),
+        ([[Action("F", 0, True)]], ScheduleError, r"True is not an integer"),
+        ([[Action("F", 0, None)]], ScheduleError, r"None is not an integer"),
+    ],
+)
+def test_what_is_no_action_is_refused(programs, error, match):
+    """A fraction of a stage would be the stage below it."""
+    with pytest.raises(error, match=match):
+        Schedule.of(programs)
+
+
+def test_clocks_are_integers():
+    """NumPy's are, too."""
+    with pytest.raises(ScheduleError, match=r"one action.*: 0.9 is not an integer"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0, 0.9]])
+    found = Schedule.of([["0F0", "0B0"]], clock=[np.arange(2, 6, 2)])
+    assert found.validate().clock.tolist() == [2, 4]
 
 
 def test_nothing_to_do_is_refused():
@@ -167,6 +285,13 @@ def test_every_stage_needs_a_worker():
         ValueError, match=r"a worker for each stage. Got \(\(0,\), \(\)\)"
     ):
         Schedule.of([["0F0", "1F0"]], placement=((0,), ()))
+
+
+def test_a_worker_has_one_turn_at_a_stage():
+    """With two it would wait for its own gradient."""
+    programs = [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], []]
+    with pytest.raises(ValueError, match=r"of a stage once. Got \(\(0, 0\),"):
+        Schedule.of(programs, placement=((0, 0),))
 
 
 def test_every_action_needs_a_clock():
@@ -218,6 +343,75 @@ def test_schedules_are_equal_by_content():
     assert repr(zero_bubble(2, 3)) == (
         "<Schedule ZB-H1: 2 stages, 2 workers, 3 micro-batches, 18 actions>"
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"given_clock": np.array([0, 1, 3, 4, 6, 1, 2, 3, 4, 5])},
+        {"placement": ((0,), (1, 1))},
+        {"update_policy": UpdatePolicy()},
+        {"micro_batches": 3},
+        {"columns": Columns.of([[Action.parse(a) for a in p] for p in GOOD[::-1]])},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_schedules_that_differ_in_one_thing(change):
+    """And what says nothing about the execution makes no difference."""
+    schedule = Schedule.of(GOOD)
+    assert schedule.clock.tolist() == [0, 1, 3, 4, 5, 1, 2, 3, 4, 5]
+    assert schedule != replace(schedule, **change)
+    told = {"name": "other", "clock_bound": 9, "activation_bound": (4, 4)}
+    assert schedule == replace(schedule, **told)
+
+
+def test_columns_are_small_and_the_callers_arrays_stay_his():
+    given = [np.array([0, 1]), np.array([0, 0]), np.array([0, 0]), np.array([0, 2])]
+    columns = Columns(*given)
+    found = [columns.kind, columns.stage, columns.micro_batch, columns.first]
+    assert [str(array.dtype) for array in found] == ["uint8", "int32", "int32", "int64"]
+    assert not any(array.flags.writeable for array in found)
+    assert all(array.flags.writeable for array in given)
+    clock = np.array([0, 1])
+    schedule = replace(Schedule.of([["0F0", "0B0"]]), given_clock=clock)
+    assert not schedule.clock.flags.writeable
+    clock[1] = 5
+    assert schedule.clock.tolist() == [0, 1]
+
+
+def test_clocks_stand_below_each_other():
+    """Ranks and actions of two digits among those of one."""
+    assert str(forward_only(2, 11)).splitlines() == [
+        "worker 0 | 0F0  0F1  0F2  0F3  0F4  0F5  0F6  0F7  0F8  0F9  0F10  .",
+        "worker 1 |  .   1F0  1F1  1F2  1F3  1F4  1F5  1F6  1F7  1F8  1F9  1F10",
+    ]
+    lines = str(forward_only(11, 1)).splitlines()
+    assert lines[0].startswith("worker  0 | 0F0   .    .  ")
+    assert lines[10].endswith("  .    .   10F0")
+    assert len({line.index("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("schedule", BOUNDED, ids=lambda schedule: schedule.name)
+def test_forward_passes_of_the_first_micro_batches(schedule):
+    """Each once, on its worker, in the order of the schedule; evaluation runs them."""
+    for count in range(1, schedule.micro_batches + 1):
+        found = schedule.forward_passes(count).validate()
+        assert (found.forward_only, found.micro_batches) == (True, count)
+        assert found.placement == schedule.placement
+        assert found.name == f"{schedule.name}, forward"
+        assert len(found.columns) == schedule.stages * count
+        for worker in range(schedule.workers):
+            program = schedule.actions(worker)
+            places = [program.index(action) for action in found.actions(worker)]
+            assert places == sorted(places)
+
+
+def test_an_own_schedule_stays_one_without_its_updates():
+    """Nothing is known of other numbers of micro-batches, updates or not."""
+    own = Schedule.of([["0F0", "0B0"]], update_policy=UpdatePolicy())
+    assert own.synchronous().update_policy is None
+    with pytest.raises(ValueError, match="must be the 1 that its actions were given"):
+        own.synchronous().resized(2)
 
 
 def test_which_backward_passes_are_split():

@@ -1,13 +1,17 @@
 """Versions of weights: which a micro-batch meets, how many are kept."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist import pipeline
 from jdist.pipeline import (
     Action,
+    Costs,
     Schedule,
     UpdatePolicy,
     simulate,
@@ -17,12 +21,12 @@ from jdist.pipeline.schedule.actions import Columns
 from jdist.pipeline.schedule.versions import live_versions
 
 
-def kept_by_hand(schedule, worker):
-    """The versions a worker keeps, as a set, one action at a time."""
+def kept_by_hand(schedule, worker, stage):
+    """The versions a worker keeps of a stage, as a set, one action at a time."""
     policy, used = schedule.update_policy, versions_used(schedule)
-    actions = [a for a in schedule.actions(worker) if a.kind != "W"]
-    stage = actions[0].stage
-    done, in_flight, most = 0, [], 1
+    program = schedule.actions(worker)
+    actions = [a for a in program if a.kind != "W" and a.stage == stage]
+    done, in_flight, most = 0, [], int(bool(actions))
     to_come = [a.micro_batch for a in actions if a.kind == "F"]
     for kind, _, i in actions:
         if kind == "F":
@@ -32,7 +36,8 @@ def kept_by_hand(schedule, worker):
             in_flight.remove(i)
             done += 1
         newest = done // policy.every
-        wanted = in_flight if policy.rule == "stashing" else in_flight + to_come
+        own = policy.rule in ("stashing", "flush")
+        wanted = in_flight if own else in_flight + to_come
         held = {int(used[stage, x]) for x in wanted if used[stage, x] <= newest}
         most = max(most, len(held | {newest}))
     return most
@@ -54,7 +59,11 @@ CASES = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_kept_versions_are_those_of_a_plain_count(number):
     schedule = CASES[number]
-    expected = [kept_by_hand(schedule, w) for w in range(schedule.workers)]
+    expected = [
+        kept_by_hand(schedule, worker, stage)
+        for stage, workers in enumerate(schedule.placement)
+        for worker in workers
+    ]
     assert simulate(schedule).weight_versions == tuple(expected)
 
 
@@ -136,7 +145,78 @@ def test_backward_passes_out_of_order_are_refused():
         versions_used(schedule)
 
 
-def test_vertical_sync_wants_one_worker_per_stage():
-    schedule = pipeline.pipedream(2, 6, replicas=(2, 1), policy="vertical_sync")
-    with pytest.raises(ValueError, match=r"UpdatePolicy\(rule=...\).*several workers"):
+@pytest.mark.parametrize("rule", ["vertical_sync", "2bw"])
+def test_one_version_for_all_stages_wants_one_worker_per_stage(rule):
+    schedule = pipeline.pipedream(2, 6, replicas=(2, 1))
+    schedule = replace(schedule, update_policy=UpdatePolicy(rule, 2))
+    match = rf"UpdatePolicy\(rule=...\).*'stashing' or 'flush'.*several.*Got {rule}"
+    with pytest.raises(ValueError, match=match):
         versions_used(schedule)
+
+
+# --- any placement ---
+
+SEVERAL = {
+    "looped": lambda n, m: pipeline.looped_bfs(n, m, 3),
+    "interleaved": lambda n, m: pipeline.interleaved(n, n * m, 2),
+    "V": pipeline.zbv,
+    "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 3] * n),
+    "2bw": lambda n, m: pipeline.pipedream_2bw(n, n * m),
+    "vertical sync": lambda n, m: pipeline.pipedream(n, m, policy="vertical_sync"),
+    "flush": lambda n, m: pipeline.pipedream_flush(n, m, update_every=2),
+}
+
+
+@st.composite
+def asynchronous(draw):
+    """A family, several stages or workers each, with updates in between."""
+    schedule = SEVERAL[draw(st.sampled_from(sorted(SEVERAL)))](
+        draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    )
+    if schedule.update_policy is None:
+        policy = UpdatePolicy("stashing", draw(st.integers(1, 4)))
+        schedule = replace(schedule, update_policy=policy)
+    return schedule
+
+
+def renumbered(schedule, ranks):
+    """The same schedule, with another rank for each worker and one that is idle."""
+    programs = [[] for _ in range(schedule.workers + 1)]
+    for worker, rank in enumerate(ranks):
+        programs[rank] = schedule.actions(worker)
+    placement = tuple(tuple(ranks[w] for w in own) for own in schedule.placement)
+    return Schedule.of(
+        programs, placement=placement, update_policy=schedule.update_policy
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(schedule=asynchronous(), data=st.data())
+def test_versions_do_not_depend_on_the_ranks(schedule, data):
+    """Stage 0, from which vertical sync takes them, may be on the last worker."""
+    every = range(schedule.workers + 1)
+    ranks = data.draw(st.permutations(every))[:-1]
+    other = renumbered(schedule, ranks)
+    np.testing.assert_array_equal(versions_used(other), versions_used(schedule))
+    policy = schedule.update_policy
+    kept = live_versions(other.columns, policy)
+    np.testing.assert_array_equal(
+        kept[:, ranks], live_versions(schedule.columns, policy)
+    )
+    assert kept.sum() == kept[:, ranks].sum()  # The idle one keeps none.
+
+
+@settings(deadline=None, max_examples=30)
+@given(schedule=asynchronous())
+def test_each_stage_of_a_worker_keeps_versions_of_its_own(schedule):
+    kept = live_versions(schedule.columns, schedule.update_policy)
+    found = simulate(schedule, Costs(weight_bytes=2.0 ** np.arange(schedule.stages)))
+    for worker in range(schedule.workers):
+        expected = [
+            kept_by_hand(schedule, worker, stage) if worker in workers else 0
+            for stage, workers in enumerate(schedule.placement)
+        ]
+        assert kept[:, worker].tolist() == expected
+        assert found.weight_versions[worker] == max(expected)
+        held = sum(count * 2.0**stage for stage, count in enumerate(expected))
+        assert found.weight_bytes[worker] == held

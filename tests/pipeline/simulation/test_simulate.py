@@ -359,6 +359,7 @@ def test_costs_of_the_wrong_length_are_refused(costs, match):
         ({"forward": -1.0}, r"Costs\(forward=...\).*at least 0.*Got -1.0"),
         ({"backward": float("nan")}, r"backward=...\).*finite"),
         ({"overhead": float("inf")}, r"overhead=...\).*finite"),
+        ({"overhead": [0.5, 0.25]}, r"overhead=...\).*at least 0: a number. Got \[0.5"),
         ({"bandwidth": 0.0}, r"bandwidth=...\).*above 0"),
         ({"bandwidth": [1.0, float("nan")]}, r"bandwidth=...\).*above 0"),
         ({"latency": np.ones((1, 1, 1))}, "a number, one per stage"),

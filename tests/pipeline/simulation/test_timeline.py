@@ -2,12 +2,16 @@
 
 import builtins
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist import Unavailable, pipeline
 from jdist.pipeline import Costs, Record, Timeline, UpdatePolicy, simulate
+from jdist.pipeline.simulation.timeline import StageBytes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -49,11 +53,81 @@ def test_a_worker_that_did_nothing_counts():
             [Record(0, "F", 0, 0, 0.0, 2.0), Record(0, "B", 0, 0, 1.0, 3.0)],
             "of one worker must not overlap",
         ),
+        (
+            [Record(1, "F", 1, 0, 1.0, 2.0), Record(-1, "F", 0, 0, 0.0, 1.0)],
+            r"workers of at least 0. Got Record\(worker=-1,",
+        ),
+        ([Record(0, "G", 0, 0, 0.0, 1.0)], "kind 'G', which is none of F, B, W"),
+        ([Record(0, "F", 0.5, 0, 0.0, 1.0)], "0.5 is not an integer"),
     ],
 )
 def test_records_that_cannot_be(records, match):
     with pytest.raises(ValueError, match=match):
         Timeline.from_records(records)
+
+
+def test_actions_that_touch_do_not_overlap():
+    """One ends when the next begins; what another worker does meanwhile is its own."""
+    found = Timeline.from_records(
+        [
+            Record(0, "B", 0, 0, 5.0, 6.0),
+            Record(1, "F", 1, 0, 3.0, 9.0),
+            Record(0, "F", 0, 0, 2.0, 5.0),
+            Record(0, "W", 0, 0, 6.0, 6.0),
+        ]
+    )
+    assert [str(a) for a in found.columns.actions(0)] == ["0F0", "0B0", "0W0"]
+    assert found.start.tolist() == [0, 3, 4, 1]
+    assert found.end.tolist() == [3, 4, 4, 7]
+    assert found.busy == (4, 6)
+
+
+def waits_by_hand(run):
+    """By pair of stages, what each action waited beyond the end of its input."""
+    own = {(r.kind, r.stage, r.micro_batch): r for r in run.records()}
+    free, last = {}, {}
+    for record in run.records():
+        free[record[1:4]] = last.get(record.worker, -np.inf)
+        last[record.worker] = record.end
+    pairs = range(max(r.stage for r in run.records()))
+    found = {pair: [] for pair in pairs}
+    for (kind, stage, micro), after in own.items():
+        source = {"F": stage - 1, "B": stage + 1}.get(kind)
+        before = own.get((kind, source, micro))
+        if before and before.worker != after.worker and free[after[1:4]] < before.end:
+            found[min(stage, source)].append(after.start - before.end)
+    return [max(0.0, np.median(each)) if each else 0.0 for each in found.values()]
+
+
+RUNS = {
+    "1F1B": pipeline.one_f_one_b,
+    "V": pipeline.zbv,
+    "looped": lambda n, m: pipeline.looped_bfs(n, m, 2),
+    "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 2] * n),
+    "forward only": pipeline.forward_only,
+}
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_latencies_are_medians_of_what_was_waited_for(data):
+    """Costs and latencies of each stage and micro-batch, in eighths of a second."""
+    name = data.draw(st.sampled_from(sorted(RUNS)))
+    schedule = RUNS[name](data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)))
+    sizes = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shape = (schedule.stages, schedule.micro_batches)
+    tables = {
+        key: sizes.integers(1, 40, shape) / 8
+        for key in ("forward", "backward", "backward_inputs", "backward_params")
+    }
+    latency = sizes.integers(0, 40, (shape[0] - 1, shape[1])) / 8
+    run = simulate(schedule, Costs(**tables, latency=latency))
+    assert run.latencies.tolist() == waits_by_hand(run)
+
+
+def test_a_clock_that_is_behind_shows_no_latency_below_0():
+    records = [Record(0, "F", 0, 0, 0.0, 2.0), Record(1, "F", 1, 0, 1.75, 3.0)]
+    assert Timeline.from_records(records).latencies.tolist() == [0.0]
 
 
 def test_of_no_time_at_all():
@@ -152,3 +226,34 @@ def test_costs_of_a_run_without_a_stage_are_refused():
     run = Timeline.from_records([Record(0, "F", 1, 0, 0.0, 1.0)])
     with pytest.raises(ValueError, match=r"F actions at each of its 2 stages"):
         Costs.measured(run)
+
+
+def test_a_kind_that_a_stage_lacks_keeps_its_default():
+    """The first stage of a split drain has no W: halves are halves of its whole."""
+    schedule = pipeline.split_drain(pipeline.one_f_one_b(3, 6))
+    assert schedule.split.any(1).tolist() == [False, True, True]
+    run = simulate(schedule, Costs(backward=[3, 4, 5], backward_inputs=[9, 8, 7]))
+    found = Costs.measured(run, forward=[6.0, 7.0, 8.0])
+    assert found.backward.tolist() == [3, 4, 5]
+    for half in (found.backward_inputs, found.backward_params):
+        assert half.tolist() == [1.5, 2, 2.5]
+    assert found.forward == [6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "joined", "pending"),
+    [
+        (pipeline.gpipe(3, 4), (), [6, 10, 14]),
+        (pipeline.gpipe(3, 4), (False, True, False), [6, 20, 14]),
+        (pipeline.split_drain(pipeline.gpipe(3, 4)), (), [6, 20, 30]),
+        (pipeline.split_drain(pipeline.gpipe(3, 4)), (True,) + (False,) * 2, None),
+    ],
+)
+def test_bytes_of_a_run_count_where_something_waited(schedule, joined, pending):
+    """Elsewhere a weight gradient is taken to wait with twice the activations."""
+    kept = StageBytes(np.array([3.0, 5.0, 7.0]), np.array([10.0, 20.0, 30.0]))
+    run = replace(simulate(schedule), stage_bytes=kept, joined=joined)
+    found = Costs.measured(run)
+    assert found.activation_bytes.tolist() == [3, 5, 7]
+    assert found.pending_bytes.tolist() == (pending or kept.pending.tolist())
+    assert found.joined(3) == (joined or (False,) * 3)
