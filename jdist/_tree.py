@@ -48,12 +48,25 @@ def path_of(keys: tuple[Any, ...]) -> str:
 def named_leaves(tree: PyTree) -> dict[str, PyTree]:
     """All leaves by path, in JAX's order; a None in the place of a leaf is kept.
 
+    Raises:
+      ValueError: Two leaves have one path, as `{"a/b": 1, "a": {"b": 2}}`.
+
     Example:
       >>> named_leaves({"w": 1.0, "b": None})
       {'b': None, 'w': 1.0}
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=is_none)
-    return {path_of(keys): leaf for keys, leaf in pairs}
+    named: dict[str, PyTree] = {}
+    for keys, leaf in pairs:
+        path = path_of(keys)
+        # The second would replace the first, which then would be looked at nowhere.
+        if path in named:
+            raise ValueError(
+                "a pytree must have a path of its own for each leaf, its keys joined "
+                f"by /. Got {path} twice."
+            )
+        named[path] = leaf
+    return named
 
 
 def described(leaf: ArrayLike | jax.ShapeDtypeStruct) -> str:

@@ -19,6 +19,14 @@ def test_paths_name_each_leaf_and_keep_none():
     assert _tree.named_leaves(3.0) == {"(root)": 3.0}
 
 
+def test_two_leaves_of_one_path_are_refused():
+    """One of them would otherwise be looked at nowhere."""
+    twins = {"a/b": np.ones(2), "a": {"b": np.zeros(3)}}
+    with pytest.raises(ValueError, match=r"its keys joined by /\. Got a/b twice\.$"):
+        _tree.named_leaves(twins)
+    assert list(_tree.named_leaves({"a/b": 1, "a": {"c": 2}})) == ["a/c", "a/b"]
+
+
 def test_split_and_merge_are_inverse():
     """Integers, booleans, keys and None survive the round trip, bit for bit."""
     tree = {

@@ -80,10 +80,11 @@ def compare(
       A `Report` with a row per leaf; see `jdist.verify.bound` for the bound.
 
     Raises:
-      ValueError: There is no leaf to compare; a leaf of the reference is divided over
-        processes; `terms` or `scale` do not have the reference's structure; `names`
-        leaves out a leaf of either side, names one that is not there or one twice, or
-        orders axes that the leaf does not have.
+      ValueError: There is no leaf to compare; two leaves have one path; a leaf of the
+        reference is divided over processes; `terms` or `scale` do not have the
+        reference's structure, or are no numbers that count or measure something;
+        `names` leaves out a leaf of either side, names one that is not there or one
+        twice, or orders axes that the leaf does not have.
       PeersLost: Another process raised, or did not come in time.
 
     Example:
@@ -106,7 +107,7 @@ def compare(
         terms_of = _per_leaf(terms, reference, "terms", default=1)
         scale_of = _per_leaf(scale, reference, "scale", default=None)
         limits = {
-            path: _assumed(leaf, terms_of[path], scale_of[path])
+            path: _assumed(path, leaf, terms_of[path], scale_of[path])
             for path, leaf in wanted.items()
         }
         found = renamed(reference, peers.computed(candidate), names)
@@ -271,11 +272,14 @@ class _Judged:
             return same, Products()
         expected, got = in_double(reference), in_double(found)
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
+        allowed = np.where(np.isnan(allowed), np.inf, allowed)
         # inf - inf is NaN and fails below, as it should.
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             error = np.abs(expected - got)
             relative = np.where(error == 0, 0, error / np.abs(expected))
             ratio = np.where(error == 0, 0, error / allowed)
+            # No number is above an infinite bound: it may hide any difference.
+            hidden = np.isinf(allowed) & (error > 0)
             # Informative only: no verdict depends on the angle.
             products = _products(whole, expected, got)
         worst = float(np.max(ratio, initial=0))
@@ -287,6 +291,8 @@ class _Judged:
         # Not `worst > 1`, which is false for NaN.
         elif not worst <= 1:
             problem = self.describe(row.path, self.wanted, shard, ratio)
+        elif hidden.any():
+            unjudged = _unmeasured(error, hidden, shard)
         # A leaf that is bit-equal to the reference needs no bound.
         elif furthest > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
@@ -342,13 +348,21 @@ def described_shard(
 
 
 def _assumed(
-    leaf: np.ndarray | None, terms: int, scale: ArrayLike | None
+    path: str, leaf: np.ndarray | None, terms: float, scale: ArrayLike | None
 ) -> Limit | None:
     """The limit of a leaf without measurements."""
     if leaf is None or not is_inexact(leaf):
         return None
+    # A bound that is negative or infinite would let every number pass.
+    if np.ndim(terms) or not float(terms) >= 0 or float(terms) % 1:
+        rule = "must be a whole number, at least 0"
+        got = f"{terms!r} for {path}"
+        raise ValueError(requirement("compare(terms=...)", rule, got))
     if scale is None:
         scale = np.max(np.abs(in_double(leaf)), initial=0)
+    elif not ((own := np.asarray(scale)) >= 0).all() or np.isinf(own).any():
+        rule, got = "must be finite and at least 0", f"{scale!r} for {path}"
+        raise ValueError(requirement("compare(scale=...)", rule, got))
     return Limit(bound(leaf.dtype, leaf.size, int(terms), scale), scale)
 
 
@@ -356,17 +370,30 @@ def _blind(expected: np.ndarray, limit: Limit) -> bool:
     """Whether zero would pass although the gradient is not zero to rounding."""
     allowed = np.broadcast_to(limit.bound, expected.shape)
     size = np.broadcast_to(limit.size, expected.shape)
+    # An entry without a bound is right bit for bit here, and says nothing of others.
+    known = np.isfinite(allowed)
+    allowed, size, expected = allowed[known], size[known], expected[known]
     # See the end of the derivation in `bound`.
     wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
     return bool(wide and size.any() and (np.abs(expected) <= allowed).all())
 
 
 def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
-    largest = float(np.max(np.abs(expected)))
-    allowed = float(np.max(limit.bound))
+    allowed = np.broadcast_to(limit.bound, expected.shape)
+    known = np.isfinite(allowed)
+    largest, widest = np.max(np.abs(expected[known])), np.max(allowed[known])
     return (
-        f"rounding explains differences up to {allowed:.1e}, and the largest entry is "
+        f"rounding explains differences up to {widest:.1e}, and the largest entry is "
         f"{largest:.1e}: zero would pass too"
+    )
+
+
+def _unmeasured(error: np.ndarray, hidden: np.ndarray, shard: Shard) -> str:
+    entry = np.argwhere(hidden)[0]
+    place = (entry + np.array(shard.origin, int) if shard.index else entry).tolist()
+    return (
+        f"rounding could not be measured at {place}, where the difference is "
+        f"{error[tuple(entry)]:.1e}: any number would pass"
     )
 
 

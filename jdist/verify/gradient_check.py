@@ -82,7 +82,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     Random numbers must not depend on how the batch is split: see `verify.keyed`. A
     failing candidate is *not judged* where the loss draws otherwise, or where the
     candidate's own answers change from call to call; for that it is called twice more.
-    Each call is given copies of the parameters and the batch, which may be donated.
+    Each call is given copies of the parameters and the batch, which may be donated or
+    overwritten.
 
     Args:
       loss_fn: `loss_fn(params, batch)`: one loss per example, `(examples,)`, or a
@@ -457,8 +458,10 @@ def _apart(
 
 
 def lent(tree: PyTree) -> PyTree:
-    """Copies of a tree's arrays, which a candidate may donate."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+    """Copies of a tree's arrays, which a candidate may donate or overwrite."""
+    # NumPy's too: the reference is measured again, on what was given.
+    kinds = jax.Array | np.ndarray
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, kinds) else x, tree)
 
 
 def _call(
@@ -474,7 +477,14 @@ def _call(
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
     # `block_until_ready` would wait forever if another process has raised.
-    return peers.computed(result)
+    found: tuple[Any, Any] = peers.computed(jax.tree.map(_kept, result))
+    return found
+
+
+def _kept(leaf: ArrayLike) -> ArrayLike:
+    """A result as it is now: the next call may overwrite the buffer that it lies in."""
+    is_buffer = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
+    return np.array(leaf) if is_buffer else leaf
 
 
 def check_arguments(

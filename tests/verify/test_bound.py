@@ -1,10 +1,13 @@
 """The bound holds for right sums in any order, and is not much larger than needed."""
 
 import math
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist.verify.bound import (
     EXTRA,
@@ -14,8 +17,10 @@ from jdist.verify.bound import (
     bound,
     confidence,
     flushes,
+    in_double,
     measured_bound,
     unit_roundoff,
+    wide_of,
 )
 
 
@@ -229,3 +234,69 @@ def test_no_right_sum_in_parts_is_rejected(rng, dtype):
     assert worst < 1
     # And a bound of which nothing comes near would prove nothing.
     assert worst > 0.02
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    st.integers(2, 40),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_sum_along_any_tree_is_within_the_bound_of_its_exact_value(
+    dtype, count, seed
+):
+    """In fractions: up to 40 terms even errors that all have one sign are.
+
+    Of n terms any tree of additions errs by (n - 1) u S at most, and that is below the
+    probabilistic bound as long as n < 2 lambda^2, which is 85 for one entry.
+    """
+    rng = np.random.default_rng(seed)
+    # Of any magnitudes and signs; float16 has few exponents.
+    terms = (rng.normal(size=count) * 2.0 ** rng.integers(-5, 5, size=count)).astype(
+        dtype
+    )
+    parts = list(terms)
+    while len(parts) > 1:
+        left, right = (parts.pop(rng.integers(len(parts))) for _ in range(2))
+        parts.append(dtype(left + right))
+    exact = sum(map(Fraction, map(float, terms)), Fraction(0))
+    magnitude = sum((abs(Fraction(float(x))) for x in terms), Fraction(0))
+    error = abs(Fraction(float(parts[0])) - exact)
+    limit = Fraction(float(bound(dtype, 1, count, float(magnitude))))
+    # The scale itself was rounded to float64.
+    unit = Fraction(unit_roundoff(dtype)) * (1 + Fraction(1, 2**50))
+    assert error <= (count - 1) * unit * magnitude <= limit
+
+
+def test_a_bound_is_never_below_what_one_more_rounding_needs():
+    """Of one term, in each dtype: the value may be rounded once, and come out so."""
+    for dtype in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn"):
+        one = float(bound(dtype, 1, 1, 1.0))
+        assert unit_roundoff(dtype) < one < 32 * unit_roundoff(dtype), dtype
+
+
+def test_the_estimated_deviation_counts_no_more_than_it_must():
+    """Fewer draws widen the bound, and none of its other parts."""
+    only = sums(magnitude=3.0, total=2.0, square=9.0)
+    few, many = (measured_bound("float32", only, 9, n, "float32") for n in (8, 800))
+    np.testing.assert_array_equal(few.bound, many.bound)
+    varying = sums(magnitude=3.0, variance=1e-12)
+    few, many = (measured_bound("float32", varying, 9, n, "float32") for n in (8, 800))
+    assert (few.bound > many.bound).all()
+
+
+def test_a_leaf_of_nothing_but_zeros_has_the_bound_of_flushing():
+    """There are no magnitudes to divide the variance by."""
+    found = measured_bound("float32", sums(), 3, 96, "float32")
+    tiny = (3 + EXTRA) * float(np.finfo(np.float32).smallest_normal)
+    np.testing.assert_array_equal(found.bound, np.full((2, 3), tiny))
+    np.testing.assert_array_equal(found.size, np.zeros((2, 3)))
+
+
+def test_double_precision_has_room_for_every_dtype():
+    """Complex numbers keep both parts."""
+    assert wide_of(jnp.bfloat16) == wide_of("float64") == np.float64
+    assert wide_of("complex64") == wide_of("complex128") == np.complex128
+    z = in_double(np.complex64([1 + 2j]))
+    assert (z.dtype, z[0]) == (np.complex128, 1 + 2j)
+    assert in_double(jnp.asarray([1.5], jnp.bfloat16)).dtype == np.float64

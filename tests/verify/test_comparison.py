@@ -1,14 +1,20 @@
 """Every planted error is reported, by the path of its leaf; nothing else is."""
 
 import json
+import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist import VerificationError, verify
-from jdist.verify.comparison import ulp_distance
+from jdist.verify.bound import Limit, bound
+from jdist.verify.comparison import _described, _Judged, compare_leaves, ulp_distance
+from jdist.verify.processes import HeldArray, Shard
 
 
 @pytest.fixture(params=[np.float32, np.float64])
@@ -196,6 +202,193 @@ def test_what_cannot_be_compared_is_refused():
         verify.compare(pair, pair, terms={"c": 1})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": -1.0}, r"scale=.* finite and at least 0\. Got -1\.0 for w\."),
+        ({"scale": np.inf}, r"scale=.* finite and at least 0\. Got inf for w\."),
+        (
+            {"scale": {"n": 1, "w": np.array([1, np.nan, 1])}},
+            r"at least 0\. Got array\(.*nan",
+        ),
+        (
+            {"scale": {"n": 1, "w": np.array([1, 2, -1e-9])}},
+            r"at least 0\. Got array\(.*-1",
+        ),
+        ({"terms": -1}, r"terms=.* whole number, at least 0\. Got -1 for w\."),
+        ({"terms": {"n": 1, "w": 2.5}}, r"whole number, at least 0\. Got 2\.5 for w\."),
+        ({"terms": np.nan}, r"whole number, at least 0\. Got nan for w\."),
+        ({"terms": np.inf}, r"whole number, at least 0\. Got inf for w\."),
+        ({"terms": {"n": 1, "w": np.ones(3)}}, r"whole number, at least 0\. Got array"),
+    ],
+)
+def test_numbers_that_make_no_bound_are_refused(options, message):
+    """Any gradient is below an infinite bound, and error/bound is below 1 for -1."""
+    reference = {"n": np.arange(2), "w": np.float32([1.0, -2.0, 3.0])}
+    with pytest.raises(ValueError, match=message):
+        verify.compare(reference, reference, **options)
+    # Of none and of as few as there may be, the same gradient is still right.
+    assert verify.compare(reference, reference, terms=0.0, scale=0.0).bit_equal
+
+
+def test_two_leaves_of_one_path_are_no_gradient():
+    """Only one of them would be compared."""
+    one, other = np.float32([1.0, 2.0]), np.float32([3.0])
+    with pytest.raises(ValueError, match=r"for each leaf.* Got a/b twice"):
+        verify.compare({"a/b": one, "a": {"b": other}}, {"a/b": one})
+
+
+# --- entries of which nothing is known ---
+
+
+def against(limit, expected, got):
+    """The row of one float32 leaf under a measured limit."""
+    wanted, found = {"w": np.float32(expected)}, {"w": np.float32(got)}
+    (row,) = compare_leaves("mine", wanted, found, {"w": Limit(*map(np.array, limit))})
+    return row
+
+
+@pytest.mark.parametrize("unknown", [np.inf, np.nan])
+def test_an_entry_that_could_not_be_measured_hides_no_difference(unknown):
+    """Such as one whose float64 value is NaN: no difference is above its bound."""
+    limit = ([1e-3, unknown, 1e-3], [1.0, np.nan, 1.0])
+    right = [1.0, -2.0, 4.0]
+    assert against(limit, right, right).bit_equal
+    assert against(limit, right, [1.0001, -2.0, 4.0]).verdict == "equal"
+    row = against(limit, right, [1.0, 6.0, 4.0])
+    assert (row.verdict, row.ratio, row.cosine < 0.5) == ("not judged", 0, True)
+    assert row.unjudged == (
+        "rounding could not be measured at [1], where the difference is 8.0e+00: any "
+        "number would pass"
+    )
+    # What is wrong elsewhere, or is no number, stays wrong.
+    assert against(limit, right, [1.1, 6.0, 4.0]).verdict == "FAILS"
+    assert "off by 100 times" in against(limit, right, [1.1, 6.0, 4.0]).problem
+    assert against(limit, right, [1.0, np.nan, 4.0]).problem == "not finite: nan at [1]"
+
+
+def test_the_other_entries_are_judged_as_if_it_were_not_there():
+    """They may be blind, or have a bound that says enough."""
+    right = [5.0, 0.1, -0.2]
+    wide = ([np.inf, 10.0, 8.0], [np.nan, 1.0, 1.0])
+    row = against(wide, right, [5.0, 0.15, -0.2])
+    assert row.unjudged == (
+        "rounding explains differences up to 1.0e+01, and the largest entry is "
+        "2.0e-01: zero would pass too"
+    )
+    narrow = ([np.inf, 0.01, 0.01], [np.nan, 1.0, 1.0])
+    assert against(narrow, right, [5.0, 0.105, -0.2]).verdict == "equal"
+    assert against(narrow, right, [5.0, 0.12, -0.2]).verdict == "FAILS"
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "verdict"),
+    [
+        (0.2, 1.0, "not judged"),
+        (0.2, 1.7, "equal"),
+        (0.09, 0.1, "equal"),
+        (0.2, 0.0, "equal"),
+    ],
+)
+def test_a_bound_says_too_little_above_an_eighth_of_the_size(width, size, verdict):
+    """Where zero would pass: 0.1 is below 0.2, and above 0.09; P of 0 says nothing."""
+    assert against((width, size), [0.1, 0.05], [0.08, 0.05]).verdict == verdict
+    assert against((width, size), [0.1, 0.05], [0.1, 0.05]).verdict == "bit-equal"
+
+
+# --- a leaf in shards ---
+
+
+def in_shards(expected, got, limit, cuts, again=()):
+    """The finding on a leaf that lies in slices of rows; some of them twice."""
+    edges = list(zip([0, *cuts], [*cuts, len(got)], strict=True))
+    own = [
+        Shard((slice(a, b), slice(None)), got[a:b], first)
+        for first, pairs in ((True, edges), (False, [edges[i] for i in again]))
+        for a, b in pairs
+    ]
+    judged = _Judged("mine", {"w": expected}, {"w": limit}, _described, "")
+    return judged.finding("w", {"w": HeldArray("float32", got.shape, tuple(own))})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sets(st.integers(1, 6)), st.booleans())
+def test_a_leaf_in_shards_gets_the_row_of_the_whole(seed, cuts, wrong):
+    """Each number of it and the angle; a replica counts once."""
+    rng = np.random.default_rng(seed)
+    expected = rng.normal(size=(7, 3)).astype(np.float32)
+    limit = Limit(rng.uniform(1e-3, 1e-2, size=(7, 3)), np.abs(expected))
+    noise = rng.uniform(-1, 1, size=(7, 3)) * limit.bound * (3 if wrong else 0.9)
+    got = (expected + noise).astype(np.float32)
+    (whole,) = compare_leaves("mine", {"w": expected}, {"w": got}, {"w": limit})
+    finding = in_shards(expected, got, limit, sorted(cuts), again=range(len(cuts)))
+    numbers = ("max_abs", "max_rel", "max_ulp", "ratio", "verdict")
+    assert [getattr(finding.row, x) for x in numbers] == [
+        getattr(whole, x) for x in numbers
+    ]
+    assert finding.products.cosine == pytest.approx(whole.cosine, rel=1e-12)
+    # The worst entry is named by its place in the whole.
+    if whole.problem:
+        where = whole.problem.partition(" times the bound at ")[2].partition("]")[0]
+        assert f" times the bound at {where}]: expected" in finding.row.problem
+
+
+def test_the_shard_that_fails_is_named(rng):
+    """By its slices; entries by their indices in the whole leaf."""
+    expected = rng.normal(size=(7, 3)).astype(np.float32)
+    limit = Limit(np.full((7, 3), 1e-2), np.abs(expected))
+    got = expected.copy()
+    got[4, 2] += 2
+    row = in_shards(expected, got, limit, [2, 5]).row
+    assert row.problem == (
+        f"in [2:5, :], off by 200 times the bound at [4, 2]: expected "
+        f"{expected[4, 2]:.6g}, got {got[4, 2]:.6g}"
+    )
+    unknown = limit._replace(bound=np.where(got == expected, 1e-2, np.inf))
+    row = in_shards(expected, got, unknown, [2, 5]).row
+    assert row.unjudged.startswith("rounding could not be measured at [4, 2], where")
+    elsewhere = in_shards(expected, expected, limit, [2, 5]).row
+    assert (elsewhere.verdict, elsewhere.problem) == ("bit-equal", "")
+
+
+def test_a_process_without_a_shard_of_a_leaf_has_nothing_against_it(rng):
+    """Other processes have its numbers; its kind is compared all the same."""
+    expected = rng.normal(size=(7, 3)).astype(np.float32)
+    judged = _Judged("mine", {"w": expected}, {"w": Limit(1.0, 1.0)}, _described, "")
+    row = judged.finding("w", {"w": HeldArray("float32", (7, 3), ())}).row
+    assert (row.verdict, row.ratio, row.max_rel) == ("bit-equal", 0, 0)
+    row = judged.finding("w", {"w": HeldArray("float32", (3, 7), ())}).row
+    assert row.problem == "wrong shape: expected (7, 3), got (3, 7)"
+
+
+# --- an excuse ---
+
+
+def test_an_excuse_covers_numbers_that_differ_and_nothing_else(rng):
+    """Not NaN, not another kind, not a missing leaf; and right leaves need none."""
+    expected = {x: rng.normal(size=3).astype(np.float32) for x in "abcdef"}
+    got = {
+        "a": expected["a"] * 3,
+        "b": expected["b"],
+        "c": np.float32([1, np.nan, 1]),
+        "d": expected["d"].astype(np.float64),
+        "f": np.float32([1, np.inf, 1]),
+        "g": expected["a"],
+    }
+    limits = {x: Limit(1e-3, 1.0) for x in expected}
+    rows = compare_leaves("mine", expected, got, limits, excuse="it draws its own")
+    told = {row.path: (row.verdict, row.unjudged) for row in rows}
+    assert told == {
+        "a": ("not judged", "it draws its own"),
+        "b": ("bit-equal", ""),
+        "c": ("FAILS", ""),
+        "d": ("FAILS", ""),
+        "e": ("FAILS", ""),
+        "f": ("FAILS", ""),
+        "g": ("FAILS", ""),
+    }
+
+
 def test_ulp_distances_count_representable_numbers():
     """Across a power of two, across zero, at the ends of the range."""
     for dtype in (np.float16, np.float32, np.float64):
@@ -302,6 +495,93 @@ def test_a_candidates_name_is_that_of_its_rows(tree):
     rows = verify.compare(tree, {"more": np.ones(2)}, name="mine").leaves
     assert {leaf.candidate for leaf in rows} == {"mine"}
     assert {leaf.verdict for leaf in rows} == {"FAILS"}
+
+
+# --- against the definition, in fractions ---
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 40),
+    st.sampled_from([1, 7, 400]),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+)
+def test_a_leaf_passes_where_no_entry_is_beyond_its_bound(seed, most, terms, dtype):
+    """And each number of its row is the largest of all entries."""
+    rng = np.random.default_rng(seed)
+    expected = (rng.normal(size=(3, 2)) * 4).astype(dtype)
+    moved = expected.view(f"i{dtype().itemsize}") + rng.integers(
+        -most, most + 1, (3, 2)
+    )
+    got = moved.astype(f"i{dtype().itemsize}").view(dtype)
+    scale = float(np.abs(expected).max()) * 2
+    (row,) = verify.compare({"w": expected}, {"w": got}, terms, scale).leaves
+    limit = Fraction(float(bound(dtype, 6, terms, scale)))
+    pairs = [(Fraction(float(a)), Fraction(float(b)))
+             for a, b in zip(expected.ravel(), got.ravel(), strict=True)]  # fmt: skip
+    errors = [abs(a - b) for a, b in pairs]
+    assert row.ok == all(error <= limit for error in errors)
+    assert row.bit_equal == (expected == got).all()
+    # A difference of numbers within a factor of two is exact.
+    assert row.max_abs == float(max(errors))
+    relative = max(e / abs(a) for e, (a, _) in zip(errors, pairs, strict=True))
+    assert row.max_rel == pytest.approx(float(relative), rel=1e-12, abs=0)
+    assert row.ratio == pytest.approx(float(max(errors) / limit), rel=1e-12, abs=0)
+    ends = zip(expected.ravel(), got.ravel(), strict=True)
+    assert row.max_ulp == max(steps_between(a, b, dtype) for a, b in ends)
+    both = sum(a * b for a, b in pairs)
+    norms = [math.sqrt(sum(x[i] ** 2 for x in pairs)) for i in (0, 1)]
+    assert row.cosine == pytest.approx(float(both) / norms[0] / norms[1], abs=1e-12)
+
+
+def steps_between(first, second, dtype):
+    """How many times `nextafter` leads from one number to the other."""
+    count = 0
+    while first != second:
+        first = np.nextafter(first, second, dtype=dtype)
+        count += 1
+    return count
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(-30, 30), st.floats(0, 4))
+def test_a_verdict_does_not_depend_on_units_order_or_how_leaves_are_cut(
+    seed, power, size
+):
+    """By powers of two; entries permuted; the leaf turned, or as two leaves."""
+    rng = np.random.default_rng(seed)
+    expected = rng.normal(size=(4, 3))
+    given = {"terms": 9, "scale": {"w": 3 + np.abs(expected)}}
+    limit = bound(np.float64, 12, 9, given["scale"]["w"])
+    got = expected + rng.uniform(-1, 1, size=(4, 3)) * limit * size
+
+    def row(change, **options):
+        wanted, found, scale = map(change, (expected, got, given["scale"]["w"]))
+        options = {"terms": 9, "scale": {"w": scale}} | options
+        (found_row,) = verify.compare({"w": wanted}, {"w": found}, **options).leaves
+        return found_row
+
+    plain, unit = row(lambda x: x), 2.0**power
+    scaled = row(lambda x: x * unit)
+    assert (scaled.max_abs, scaled.max_rel) == (plain.max_abs * unit, plain.max_rel)
+    assert scaled.verdict == plain.verdict
+    assert scaled.ratio == pytest.approx(plain.ratio, rel=1e-9, abs=0)
+    order = rng.permutation(12)
+    for change in (lambda x: x.T, lambda x: x.ravel()[order], lambda x: x[None, ::-1]):
+        other = row(change)
+        assert (other.max_abs, other.max_ulp, other.ratio, other.verdict) == (
+            plain.max_abs, plain.max_ulp, plain.ratio, plain.verdict
+        )  # fmt: skip
+        assert other.cosine == pytest.approx(plain.cosine, abs=1e-14)
+    # Of fewer entries the bound is narrower, so that no half passes where they fail.
+    halves = [
+        verify.compare({"w": expected[s]}, {"w": got[s]}, 9,
+                       {"w": given["scale"]["w"][s]})
+        for s in (slice(0, 1), slice(1, 4))
+    ]  # fmt: skip
+    assert max(half.worst for half in halves) >= plain.ratio
+    assert plain.ok or not all(half.ok for half in halves)
 
 
 # --- another framework's names ---

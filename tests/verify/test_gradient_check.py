@@ -380,3 +380,57 @@ def test_candidates_may_donate_what_they_are_given():
     assert report.of("right").ok, str(report)
     assert report.of("twice").failures
     assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+
+
+def test_candidates_may_overwrite_what_they_are_given():
+    """A NumPy batch that one scales in place is neither the judge's nor another's."""
+    rng = np.random.default_rng(7)
+    x, w = (rng.normal(size=size).astype(np.float32) for size in ((7, 3), (3,)))
+    kept = x.copy(), w.copy()
+
+    def losses(w, x):
+        return (x @ w) ** 2
+
+    def right(w, x):
+        return jax.value_and_grad(lambda w: losses(w, x).mean())(jnp.asarray(w))
+
+    def overwriting(w, x):
+        loss, gradient = right(w, jnp.array(x))
+        # In bounds that are measured on this batch, one in a hundred is rounding.
+        x *= 1000
+        w[:] = 0
+        return loss, 1.01 * gradient
+
+    given = {"overwriting": overwriting, "right": right}
+    report = verify.gradients(losses, w, x, given, seed=None)
+    assert [row.candidate for row in report.failures] == ["overwriting"]
+    assert "it is 1.01 times the reference" in report.failures[0].problem
+    assert report.of("right").ok
+    np.testing.assert_array_equal(x, kept[0])
+    np.testing.assert_array_equal(w, kept[1])
+
+
+def test_candidates_may_share_the_buffer_of_their_results():
+    """As two trainers of one torch module do, whose `p.grad` is one array."""
+    rng = np.random.default_rng(8)
+    x, w = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((7, 3), (3,)))
+    buffer = np.zeros(3, np.float32)
+
+    def losses(w, x):
+        return (x @ w) ** 2
+
+    def times(factor):
+        def candidate(w, x):
+            loss, gradient = jax.value_and_grad(lambda w: losses(w, x).mean())(w)
+            buffer[:] = factor * gradient
+            return loss, buffer
+
+        return candidate
+
+    given = {"twice": times(2), "right": times(1), "thrice": times(3)}
+    report = verify.gradients(losses, w, x, given, seed=None)
+    told = {row.candidate: row.problem.rpartition("; ")[2] for row in report.failures}
+    assert told == {
+        "twice": "it is 2 times the reference",
+        "thrice": "it is 3 times the reference",
+    }

@@ -444,3 +444,31 @@ def test_the_loss_has_a_limit_of_its_own(rng):
     ).limits
     assert integer["n"] is None
     assert set(integer) == {"n", "w"}
+
+
+def test_what_float64_cannot_evaluate_is_not_judged():
+    """A root that rounding keeps real: its exact gradient, and so its bound, is NaN."""
+    below = jnp.float32([0.10005, 0.1, 0.1])
+
+    def losses(p, x):
+        # 0.1 becomes 0.10009765625 in bfloat16, which is above; in float64 it stays.
+        rounded = p.astype(BF16).astype(jnp.float32)
+        return jnp.sqrt(rounded - below).sum() * x
+
+    params, batch = jnp.float32([0.1, 0.2, 0.3]), jnp.float32([1, 2, 5])
+    loss, gradient = mean_of(losses)(params, batch)
+    candidates = {
+        "right": (loss, gradient),
+        "entry": (loss, gradient.at[0].multiply(-3)),
+        "loss": (3 * loss, gradient),
+        "others": (loss, gradient.at[2].multiply(-3)),
+    }
+    given = {name: lambda *_, own=own: own for name, own in candidates.items()}
+    report = verify.gradients(losses, params, batch, given, seed=None)
+    told = {name: [x.verdict for x in report.of(name).leaves] for name in given}
+    assert told == {
+        "right": ["bit-equal", "bit-equal"],
+        "entry": ["bit-equal", "not judged"],
+        "loss": ["not judged", "bit-equal"],
+        "others": ["bit-equal", "FAILS"],
+    }
