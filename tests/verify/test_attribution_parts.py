@@ -1,0 +1,342 @@
+"""Which part of a wrong step is named, by rows that say what failed and no more.
+
+`test_attribution` runs trainers; here each rule has the few leaves that decide it.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from jdist.verify.bound import EXTRA, Limit, confidence
+from jdist.verify.report import Attribution, LeafReport
+from jdist.verify.steps.attribution import (
+    COMPOSE,
+    SHOW,
+    UNKNOWN,
+    Accumulator,
+    _decay,
+    _factor,
+    attributed,
+    attributed_of_whole,
+    within,
+)
+from jdist.verify.steps.step_check import _hidden
+from jdist.verify.steps.trajectory import Moment, limits_of
+
+W, B = np.arange(6.0).reshape(2, 3), np.array([0.5, -0.25])
+
+
+def moment(wanted, limits=None, before=None, **more):
+    """A step of the reference of which only this is known."""
+    every = dict.fromkeys(wanted, Limit(1e-6, 1.0)) | (limits or {})
+    return Moment(before or {}, wanted, every, more.pop("moves", {}),
+                  more.pop("sizes", {}), **more)  # fmt: skip
+
+
+def rows(found, *failing):
+    """A row for each leaf; those that fail say why."""
+    return [
+        LeafReport("mine", path, "float64", np.shape(x), ratio=9.0 * (path in failing),
+                   problem=f"{path} is off" if path in failing else "")
+        for path, x in found.items()
+    ]  # fmt: skip
+
+
+SHOWN = {
+    "gradient/b": B, "gradient/w": W,
+    "params/b": B, "params/w": W,
+    "state/count": np.int32(3), "state/mu/w": W,
+    "states/mean": B,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failing", "parts"),
+    [
+        (
+            ["gradient/w", "params/w", "state/mu/w"],
+            [("gradient", "gradient/w: gradient/w is off")],
+        ),
+        (
+            ["params/w", "state/mu/w"],
+            [(
+                "optimizer update",
+                "its gradient is right; params/w: params/w is off",
+            )],
+        ),
+        (
+            ["state/count"],
+            [(
+                "optimizer update",
+                "its gradient is right; state/count: state/count is off",
+            )],
+        ),
+        (["states/mean"], [("model state", "states/mean: states/mean is off")]),
+        (
+            ["gradient/b", "states/mean"],
+            [
+                ("model state", "states/mean: states/mean is off"),
+                ("gradient", "gradient/b: gradient/b is off"),
+            ],
+        ),
+        (
+            ["params/b", "states/mean"],
+            [
+                ("model state", "states/mean: states/mean is off"),
+                (
+                    "optimizer update",
+                    "its gradient is right; params/b: params/b is off",
+                ),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_shown_gradient_divides_the_blame(failing, parts):
+    """A wrong gradient explains a wrong update; a right one condemns it."""
+    found = attributed(rows(SHOWN, *failing), SHOWN, moment(SHOWN), 4)
+    assert found == tuple(Attribution("mine", 4, *part) for part in parts)
+
+
+def test_without_a_gradient_a_leaf_that_none_can_change_condemns_the_update():
+    """Such as a count, whose limit is None; elsewhere the trainer is asked for it."""
+    shown = {p: x for p, x in SHOWN.items() if not within(p, "gradient")}
+    wanted = moment(SHOWN, {"state/count": None})
+    (cause,) = attributed(rows(shown, "params/w", "state/count"), shown, wanted, 1)
+    assert (cause.part, cause.why) == (
+        "optimizer update",
+        "state/count, which does not depend on the gradient, is wrong",
+    )
+    # Nothing can be read off a state of another shape.
+    other = {**shown, "state/mu/w": W.T}
+    (cause,) = attributed(rows(other, "state/mu/w"), other, wanted, 2)
+    assert cause.part == UNKNOWN
+    assert cause.why == f"state/mu/w: state/mu/w is off. {SHOW}"
+
+
+WHOLE = {
+    "batch_stats/mean": B,
+    "opt_state/0/count": np.int32(3),
+    "opt_state/0/mu/b": B,
+    "opt_state/0/mu/w": W,
+    "params/b": B,
+    "params/w": W,
+    "rng": np.uint32(7),
+}
+OF_BATCH = {path: path not in ("opt_state/0/count", "rng") for path in WHOLE}
+
+
+@pytest.mark.parametrize(
+    ("failing", "part", "why"),
+    [
+        (["rng"], "rng", "rng: rng is off"),
+        (
+            ["batch_stats/mean"],
+            "model state",
+            "batch_stats/mean: batch_stats/mean is off",
+        ),
+        (
+            ["params/w", "opt_state/0/count"],
+            "optimizer update",
+            "opt_state/0/count, which does not depend on the batch, is wrong",
+        ),
+        (
+            ["params/b", "params/w"],
+            "optimizer update",
+            "its optimizer state is right; params/b: params/b is off",
+        ),
+        (
+            ["params/w", "opt_state/0/mu/w"],
+            UNKNOWN,
+            f"opt_state/0/mu/w: opt_state/0/mu/w is off. {COMPOSE}",
+        ),
+        (
+            ["params/w", "opt_state/0/mu/b"],
+            UNKNOWN,
+            f"opt_state/0/mu/b: opt_state/0/mu/b is off. {COMPOSE}",
+        ),
+    ],
+)
+def test_of_a_whole_state_the_optimizers_own_leaves_tell(failing, part, why):
+    """A right moment of every wrong parameter is a right gradient."""
+    given = (rows(WHOLE, *failing), WHOLE, moment(WHOLE), 2)
+    assert attributed_of_whole(OF_BATCH, *given) == (Attribution("mine", 2, part, why),)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"opt_state/0/mu/w": W[:1]},
+        {"opt_state/0/mu/w": None, "opt_state/0/mu/v": W},
+        {"opt_state/0/mu/w": None, "momentum/w": W},
+    ],
+)
+def test_only_a_moment_of_the_parameters_own_name_and_shape_tells(change):
+    """Adafactor's row sums do not; nor does a leaf in another part of the state."""
+    found = {p: x for p, x in {**WHOLE, **change}.items() if x is not None}
+    of_batch = dict.fromkeys(found, True) | {"opt_state/0/count": False}
+    wanted = moment({**found, "params/w": W})
+    (cause,) = attributed_of_whole(of_batch, rows(found, "params/w"), found, wanted, 1)
+    assert cause.part == UNKNOWN
+
+
+def test_several_wrong_parts_are_named_in_the_order_of_the_state():
+    found = rows(WHOLE, "rng", "batch_stats/mean", "params/w")
+    causes = attributed_of_whole(OF_BATCH, found, WHOLE, moment(WHOLE), 1)
+    assert [cause.part for cause in causes] == [
+        "model state", "rng", "optimizer update",
+    ]  # fmt: skip
+
+
+def test_a_leaf_is_in_a_part_by_whole_names():
+    paths = ("state", "state/mu", "states/mean", "own/state")
+    assert [within(path, "state") for path in paths] == [True, True, False, False]
+
+
+# --- the numbers behind it ---
+
+
+@pytest.mark.parametrize("factor", [0.1, -3.0, 1e-9])
+def test_a_tangent_of_one_factor_is_an_accumulators(rng, factor):
+    """To twelve digits, in every entry, and not of another shape or none at all."""
+    along = rng.uniform(1, 2, size=(3, 2))
+    assert _factor(factor * along, along) == pytest.approx(factor, rel=1e-11)
+    assert _factor(factor * along * (1 + 1e-14), along) == _factor(
+        factor * along, along
+    )
+    uneven = factor * along
+    uneven[2, 1] *= 1 + 1e-9
+    assert _factor(uneven, along) is None
+    assert _factor(0 * along, along) is None
+    assert _factor(np.where(along == along[0, 0], 0, along), along) is None
+    assert _factor(factor * along.T, along) is None
+    assert _factor(np.zeros((0, 2)), np.zeros((0, 2))) is None
+
+
+def test_the_gradient_is_read_off_an_accumulator_with_its_bound(rng):
+    """What was added to it, over the factor."""
+    gradient, old = rng.normal(size=(2, 3, 2))
+    own = Accumulator("state/mu/w", -0.1, 0.9 * old)
+    state = {"state/mu/w": 0.9 * old - 0.1 * gradient}
+    np.testing.assert_allclose(own.gradient(state), gradient, rtol=1e-12)
+    limit = {"state/mu/w": Limit(np.full((3, 2), 2e-6), 1.0)}
+    bound = own.bound(moment({"state/mu/w": gradient}, limit))
+    np.testing.assert_allclose(bound, np.full((3, 2), 2e-5), rtol=1e-12)
+
+
+def test_a_decay_is_one_rate_for_all_leaves(rng):
+    """The same multiple of the parameters in each, and nothing beside it."""
+    params = {"params/b": rng.normal(size=2), "params/w": rng.normal(size=(2, 3))}
+    step = moment({}, before=params)
+
+    def added(b, w, noise=0.0):
+        return {
+            "gradient/b": b * params["params/b"],
+            "gradient/w": w * params["params/w"] + noise * rng.normal(size=(2, 3)),
+        }
+
+    assert _decay(added(0.25, 0.25), step) == pytest.approx(0.25, rel=1e-12)
+    assert _decay(added(0.25, 0.2505), step) == pytest.approx(0.25, rel=1e-2)
+    assert _decay(added(0.25, 0.3), step) is None
+    assert _decay(added(0.25, 0.25, noise=0.1), step) is None
+    # Of one number any other is a multiple; of zeros none is.
+    single = moment({}, before={"params/b": np.array([2.0])})
+    assert _decay({"gradient/b": np.array([0.5])}, single) is None
+    still = moment({}, before={"params/b": np.zeros(2)})
+    assert _decay({"gradient/b": np.array([0.5, 1.0])}, still) is None
+
+
+# --- limits of a step ---
+
+STEPS, START = 9, np.array([4.0, -2.0])
+
+
+def limits(**parts):
+    """The limit of a float32 leaf that goes from START to WANTED in STEPS steps."""
+    given = {
+        "wanted": np.float32([6.0, -2.0]), "exact": np.array([6.0, -2.0]),
+        "others": np.zeros((3, 2)), "origin": START, "before": START,
+        "sizes": np.zeros(2), "steps": STEPS,
+    } | parts  # fmt: skip
+    wide = np.stack([given["exact"], *(given["exact"] + given["others"])])
+    found, moves = limits_of(
+        {"params/w": given["wanted"], "state/count": np.int32(3), "states/none": None},
+        [wide],
+        ([given["origin"]], [given["before"]]),
+        [given["sizes"][None]],
+        given["steps"],
+    )
+    assert (found["state/count"], found["states/none"]) == (None, None)
+    assert list(moves) == ["params/w"]
+    return found["params/w"], moves["params/w"]
+
+
+def rounded(way, steps=STEPS):
+    """By the formula: sqrt(steps) roundings of the leaf, and of the way it went."""
+    own = np.array([6.0, 2.0]) + math.sqrt(2 * EXTRA) * np.asarray(way)
+    tiny = float(np.finfo(np.float32).smallest_normal)
+    return confidence(2) * math.sqrt(steps) * 2.0**-24 * own + EXTRA * tiny
+
+
+def test_each_part_of_a_steps_limit():
+    """What right trainers reach, the reference's own error, and the roundings."""
+    limit, moves = limits()
+    np.testing.assert_allclose(limit.bound, rounded([2.0, 0.0]), rtol=1e-12)
+    np.testing.assert_array_equal(moves, [2.0, 0.0])
+    apart = np.array([[1e-3, 0.0], [-4e-3, 1e-3], [2e-3, -2e-3]])
+    limit, _ = limits(others=apart)
+    wanted = rounded([2.0, 0.0]) + math.sqrt(2) * np.array([4e-3, 2e-3])
+    np.testing.assert_allclose(limit.bound, wanted, rtol=1e-9)
+    limit, _ = limits(exact=np.array([6.0, -2.0 - 1e-3]))
+    wanted = rounded([2.0, 1e-3]) + np.array([0.0, 2e-3])
+    np.testing.assert_allclose(limit.bound, wanted, rtol=1e-6)
+
+
+def test_the_way_is_the_longer_of_the_whole_and_the_last_step():
+    """A step may lead back to the start, and has rounded all the same."""
+    limit, moves = limits(before=np.array([5.0, 3.0]))
+    np.testing.assert_allclose(limit.bound, rounded([2.0, 5.0]), rtol=1e-12)
+    np.testing.assert_array_equal(moves, [1.0, -5.0])
+    limit, _ = limits(origin=np.array([9.0, -2.5]), steps=4)
+    np.testing.assert_allclose(limit.bound, rounded([3.0, 0.5], 4), rtol=1e-12)
+
+
+def test_the_size_of_a_leaf_is_at_least_its_own():
+    limit, _ = limits(sizes=np.array([7.0, 0.5]))
+    np.testing.assert_array_equal(limit.size, [7.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("move", "bound", "size", "hidden"),
+    [
+        ([1e-6, 0.0], 1e-5, [0.0, 0.0], True),
+        ([1e-6, 0.0], 1e-5, [1e-5, 0.0], True),
+        ([1e-6, 0.0], 1e-5, [8e-5, 0.0], False),
+        ([1e-6, 1e-6], 1e-5, [8e-5, 7e-5], True),
+        ([1e-6, 2e-5], 1e-5, [0.0, 0.0], False),
+        ([1e-5, 0.0], 1e-5, [0.0, 0.0], True),
+        ([0.0, 0.0], 1e-5, [0.0, 0.0], False),
+    ],
+)
+def test_a_step_is_hidden_where_no_step_would_pass(move, bound, size, hidden):
+    """Unless it does not move at all, or its terms cancel and are far above."""
+    path, move = "params/w", np.array(move)
+    step = moment(
+        {path: START}, {path: Limit(np.full(2, bound), 1.0)},
+        moves={path: move}, sizes={path: np.array(size)},
+    )  # fmt: skip
+    right = LeafReport("mine", path, "float64", (2,), max_ulp=1.0, ratio=0.5)
+    found = _hidden(right, step)
+    if hidden:
+        assert found.unjudged == (
+            f"its largest step is {move.max():.1e} and rounding explains {bound:.1e}: "
+            "no step at all would pass too"
+        )
+        assert not found.ok
+    else:
+        assert found is right
+    # What is equal bit for bit, or wrong, keeps its verdict.
+    same = LeafReport("mine", path, "float64", (2,), max_ulp=0.0, ratio=0.0)
+    wrong = LeafReport("mine", path, "float64", (2,), ratio=3.0, problem="off")
+    assert _hidden(same, step) is same
+    assert _hidden(wrong, step) is wrong

@@ -1,0 +1,510 @@
+"""The first difference among taps, of trainers that are made of numbers alone.
+
+Three taps of unequal widths, with values and cotangents drawn at random; a trainer is
+what it passes there, call by call. So each rule of the search has a trainer that keeps
+it and one that breaks nothing else.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist.verify.tracing.layout import Layout
+from jdist.verify.tracing.recording import TapRecord
+from jdist.verify.tracing.reference import Passage, Rows
+from jdist.verify.tracing.search import STALE, search
+
+EXAMPLES, BOUND = 7, 1e-6
+WIDTHS = {"first": 4, "second": 6, "third": 3}
+PARTS = ((0, 1, 2), (3, 4), (5, 6))
+RIGHT = [f"forward {x}" for x in WIDTHS] + [f"backward {x}" for x in reversed(WIDTHS)]
+
+
+def rows(values):
+    return Rows(values, np.full(values.shape, BOUND))
+
+
+def passage(name, values, cotangents=None, label=None, axis=0):
+    """A passage with an axis of examples, or with `axis=None` a value of the batch."""
+    layout = Layout(values.shape, axis, 1)
+    whole = [x if axis == 0 or x is None else x.reshape(1, -1)
+             for x in (values, cotangents)]  # fmt: skip
+    flowing = None if cotangents is None else rows(whole[1])
+    return Passage(name, label or name, layout, rows(whole[0]), flowing)
+
+
+@dataclasses.dataclass
+class Reference:
+    """Values and cotangents by tap, each with a row for each example."""
+
+    values: dict
+    cotangents: dict
+
+    def passages(self):
+        return [passage(t, self.values[t], self.cotangents[t]) for t in self.values]
+
+    def forward(self, tap, part, change=lambda x: x):
+        return TapRecord(tap, 0, change(self.values[tap][list(part)]), None)
+
+    def backward(self, tap, part, factor=1.0):
+        factor = np.reshape(factor, (-1, 1))
+        own = self.values[tap][list(part)], factor * self.cotangents[tap][list(part)]
+        return TapRecord(tap, 0, *own)
+
+    def trained(self, parts=PARTS, factors=(1.0, 1.0, 1.0)):
+        """The records of a right trainer that multiplies each call's cotangents."""
+        pairs = list(zip(parts, factors, strict=True))
+        return [self.forward(t, part) for part, _ in pairs for t in self.values] + [
+            self.backward(t, part, x) for part, x in pairs for t in reversed(WIDTHS)
+        ]
+
+
+@pytest.fixture
+def reference(rng):
+    return drawn(rng)
+
+
+def drawn(rng):
+    sizes = {tap: (EXAMPLES, width) for tap, width in WIDTHS.items()}
+    values, cotangents = (
+        {tap: rng.normal(size=size) for tap, size in sizes.items()} for _ in range(2)
+    )
+    return Reference(values, cotangents)
+
+
+def found(reference, records, counted=(True,) * EXAMPLES):
+    return search(reference.passages(), records, np.array(counted))
+
+
+def changed(records, tap, backward, change):
+    """The same records; `change(array)` of those of one tap in one direction."""
+    for each in records:
+        if each.name != tap or (each.cotangent is not None) != backward:
+            yield each
+        elif backward:
+            yield each._replace(cotangent=change(each.cotangent.copy(), each.value))
+        else:
+            yield each._replace(value=change(each.value.copy()))
+
+
+def of_example(reference, tap, example, change):
+    """Changes the cotangent of one example, which is known by its value."""
+
+    def on(cotangents, values):
+        own = (values == reference.values[tap][example]).all(axis=1)
+        cotangents[own] = change(cotangents[own])
+        return cotangents
+
+    return on
+
+
+# --- right trainers ---
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_right_trainers_split_reorder_pad_and_scale_as_they_like(data, seed):
+    """Parts in any order, padding by copies, bubbles of other numbers, own factors."""
+    rng = np.random.default_rng(seed)
+    reference = drawn(rng)
+    order = data.draw(st.permutations(range(EXAMPLES)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, EXAMPLES - 1), max_size=3)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, EXAMPLES], strict=True)]
+    factors = [data.draw(st.sampled_from([0.25, 1.0, -3.0, 1e4])) for _ in parts]
+    records = reference.trained(parts, factors)
+    bubbles = [
+        TapRecord(t, 0, rng.normal(size=(2, w)), None) for t, w in WIDTHS.items()
+    ]
+    padding = [reference.forward(tap, [order[0]] * 2) for tap in WIDTHS]
+    # In any order: threads and workers deliver as they come.
+    mixed = data.draw(st.permutations([*bubbles, *padding]))
+    findings = found(reference, [*mixed[:2], *records, *mixed[2:]])
+    assert findings.difference is None
+    assert findings.right == RIGHT
+    assert findings.notes == []
+    assert findings.entered == "third"
+    assert findings.groups == [tuple(sorted(part)) for part in parts]
+    for part, factor in zip(parts, factors, strict=True):
+        for example in part:
+            assert findings.factors[example] == pytest.approx(factor, rel=1e-12)
+
+
+def test_replicas_count_once_and_shards_of_a_row_are_added_up(reference):
+    """A call that is made twice with the same bits; a row in two halves."""
+    records = reference.trained()
+    assert found(reference, records + records).difference is None
+    halves = [
+        each._replace(cotangent=each.cotangent * mask)
+        for each in records if each.cotangent is not None
+        for mask in (np.arange(each.cotangent.shape[1]) % 2 == p for p in (0, 1))
+    ]  # fmt: skip
+    forward = [each for each in records if each.cotangent is None]
+    assert found(reference, forward + halves).difference is None
+    # Halves whose sum is half of the row, at one tap only, are no right cotangent.
+    lost = [x for i, x in enumerate(halves) if x.name != "second" or i % 2]
+    difference = found(reference, forward + lost).difference
+    assert (difference.direction, difference.tap) == ("backward", "second")
+    assert difference.examples == tuple(range(EXAMPLES))
+
+
+def test_what_arrives_backwards_alone_is_compared_forwards_too(reference):
+    """Records of another process may hold its backward pass alone."""
+    records = [x for x in reference.trained() if x.cotangent is not None]
+    assert found(reference, records).right == RIGHT
+    wrong = [
+        x._replace(value=x.value * 2) if x.name == "second" else x for x in records
+    ]
+    assert found(reference, wrong).difference.direction == "forward"
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("tap", WIDTHS)
+@pytest.mark.parametrize("example", [0, 4, 6])
+def test_a_wrong_value_is_named_by_tap_example_and_entry(reference, tap, example):
+    """The first tap of several wrong ones; the entry that is off by most bounds."""
+
+    def change(values):
+        own = (values == reference.values[tap][example]).all(axis=1)
+        values[own, 1] += 3.0
+        values[own, 2] -= 5.0
+        return values
+
+    records = list(changed(reference.trained(), tap, False, change))
+    findings = found(reference, records)
+    difference = findings.difference
+    assert (difference.direction, difference.tap) == ("forward", tap)
+    assert difference.examples == (example,)
+    assert difference.ratio == pytest.approx(5.0 / BOUND)
+    expected = reference.values[tap][example, 2]
+    assert difference.words.startswith(
+        f"expected {expected:.6g}, got {expected - 5:.6g} at [2] of example {example}; "
+        "its cosine with the reference is "
+    )
+    assert findings.right == RIGHT[: list(WIDTHS).index(tap)]
+
+
+def test_the_tap_before_tells_which_row_is_which_example(reference):
+    """All rows of a call are wrong: its order is that of the call before."""
+    order = (5, 2, 6, 0, 3, 1, 4)
+    parts = (order[:3], order[3:])
+    records = reference.trained(parts, (1.0, 1.0))
+    # One direction for all rows, in which nothing can be recognized.
+    flat = np.random.default_rng(3).normal(size=(1, WIDTHS["second"]))
+    numbers = {}
+
+    def change(values):
+        for i, row in enumerate(values):
+            example = int(np.flatnonzero((reference.values["second"] == row).all(1))[0])
+            numbers[example] = example + 10.0
+            values[i] = flat[0] * (example + 10.0)
+        return values
+
+    wrong = list(changed(records, "second", False, change))
+    difference = found(reference, wrong).difference
+    assert difference.examples == tuple(range(EXAMPLES))
+    got = np.array([numbers[e] for e in range(EXAMPLES)])[:, None] * flat
+    apart = np.abs(got - reference.values["second"])
+    example, entry = np.unravel_index(apart.argmax(), apart.shape)
+    assert difference.ratio == pytest.approx(apart.max() / BOUND)
+    assert f"at [{entry}] of example {example};" in difference.words
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: 1.5 * x, "it is 1.5 times the reference"),
+        (lambda x: -x, "it is -1 times the reference"),
+        (lambda x: 0 * x, "it is 0 times the reference"),
+    ],
+)
+def test_a_factor_of_all_values_is_recognized(reference, change, words):
+    """Over all examples together, each beside its own."""
+    records = list(changed(reference.trained(), "first", False, change))
+    difference = found(reference, records).difference
+    assert difference.words.endswith(f"; {words}")
+    assert difference.examples == tuple(range(EXAMPLES))
+
+
+def test_an_example_without_a_row_is_missing_unless_it_counts_for_nothing(reference):
+    """Also among rows of other examples; a weight of 0 excuses it."""
+    parts = ((0, 1, 2), (4,), (5, 6))
+    difference = found(reference, reference.trained(parts)).difference
+    assert (difference.direction, difference.tap) == ("forward", "first")
+    assert difference.examples == (3,)
+    assert difference.ratio == math.inf
+    assert difference.words == "no such value is computed"
+    assert str(difference) == (
+        "forward, first, example 3: missing: no such value is computed"
+    )
+    counted = [e != 3 for e in range(EXAMPLES)]
+    assert found(reference, reference.trained(parts), counted).right == RIGHT
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_named_with_its_place(reference, value):
+    """In a row whose other entries are right."""
+
+    def change(values):
+        values[(values == reference.values["third"][4]).all(axis=1), 1] = value
+        return values
+
+    records = list(changed(reference.trained(), "third", False, change))
+    difference = found(reference, records).difference
+    assert difference.ratio == math.inf
+    assert difference.words == f"not finite: {value:.6g} at [1] of example 4"
+
+
+def test_a_value_of_another_tap_or_with_its_axes_exchanged_is_recognized(rng):
+    """Taps of the same row shape; square rows; the tap before tells whose they are."""
+    lead = rng.normal(size=(5, 2))
+    one, other = rng.normal(size=(2, 5, 3, 3))
+    flat = [rows(x.reshape(5, 9)) for x in (one, other)]
+    passages = [passage("lead", lead)] + [
+        Passage(name, name, Layout((5, 3, 3), 0, 1), own, None)
+        for name, own in zip(("one", "other"), flat, strict=True)
+    ]
+    for wrong, words in (
+        (other, "it is the reference's other"),
+        (one.swapaxes(1, 2), "it is the reference's one transposed"),
+    ):
+        values = {"lead": lead, "one": wrong, "other": other}
+        records = [TapRecord(name, 0, x[::-1], None) for name, x in values.items()]
+        difference = search(passages, records, np.ones(5, bool)).difference
+        assert difference.tap == "one"
+        apart = np.abs(wrong - one)
+        example, *entry = np.unravel_index(apart.argmax(), apart.shape)
+        assert difference.words == (
+            f"expected {one[example, *entry]:.6g}, got {wrong[example, *entry]:.6g} "
+            f"at [{entry[0]}, {entry[1]}] of example {example}; {words}"
+        )
+
+
+# --- cotangents ---
+
+
+@pytest.mark.parametrize("tap", ["first", "second"])
+def test_a_cotangent_must_keep_the_factor_of_the_last_tap(reference, tap):
+    """The taps behind it are right, and are listed."""
+    double = of_example(reference, tap, 4, lambda x: 2 * x)
+    records = list(changed(reference.trained(factors=(1, 0.5, 1)), tap, True, double))
+    findings = found(reference, records)
+    difference = findings.difference
+    assert (difference.direction, difference.tap) == ("backward", tap)
+    assert difference.examples == (4,)
+    largest = 0.5 * np.abs(reference.cotangents[tap][4]).max()
+    # The bound is that of a cotangent half as large, and the slack of the factor.
+    slack = np.linalg.norm(BOUND * reference.cotangents["third"][4])
+    slack /= np.linalg.norm(reference.cotangents["third"][4]) ** 2
+    sizes = np.abs(reference.cotangents[tap][4])
+    wanted = (sizes / (BOUND + slack * sizes)).max()
+    assert difference.ratio == pytest.approx(wanted, rel=1e-6)
+    assert largest < difference.ratio
+    assert difference.words.endswith("; it is 2 times the reference")
+    assert findings.right == RIGHT[: RIGHT.index(f"backward {tap}")]
+
+
+def test_a_wrong_direction_at_the_last_tap_is_no_factor(reference):
+    """There the factor is fitted, and explains a multiple only."""
+
+    def turned(x):
+        return x[:, ::-1]
+
+    wrong = of_example(reference, "third", 2, turned)
+    records = list(changed(reference.trained(), "third", True, wrong))
+    difference = found(reference, records).difference
+    assert (difference.direction, difference.tap) == ("backward", "third")
+    assert difference.examples == (2,)
+    assert "its cosine with the reference is" in difference.words
+
+
+def test_a_lost_cotangent_is_missing_unless_the_example_counts_for_nothing(reference):
+    """All examples of a call whose backward pass stops."""
+    zero = [of_example(reference, "second", e, lambda x: 0 * x) for e in PARTS[1]]
+    records = reference.trained()
+    for each in zero:
+        records = list(changed(records, "second", True, each))
+    difference = found(reference, records).difference
+    assert (difference.direction, difference.tap) == ("backward", "second")
+    assert difference.examples == PARTS[1]
+    assert difference.words == "no cotangent arrives"
+    assert difference.ratio == math.inf
+    counted = [e not in PARTS[1] for e in range(EXAMPLES)]
+    assert found(reference, records, counted).difference is None
+
+
+def test_stale_values_in_the_backward_pass_are_told(reference):
+    """Cotangents beside values that the forward pass did not have."""
+    stale = [
+        x._replace(value=x.value + 0.5) if x.cotangent is not None else x
+        for x in reference.trained()
+    ]
+    difference = found(reference, stale).difference
+    assert (difference.direction, difference.tap) == ("backward", "third")
+    assert difference.examples == tuple(range(EXAMPLES))
+    assert (difference.ratio, difference.words) == (math.inf, STALE)
+    # At an earlier tap alone no cotangent arrives at the values of the forward pass.
+    later = [
+        x._replace(value=x.value + 0.5)
+        if x.cotangent is not None and x.name == "second" else x
+        for x in reference.trained()
+    ]  # fmt: skip
+    difference = found(reference, later).difference
+    assert (difference.tap, difference.words) == ("second", STALE)
+
+
+def test_cotangents_of_zero_beside_strange_values_are_padding(reference, rng):
+    """Numbers there would be stale values; zeros are a bubble's."""
+    strange = rng.normal(size=(2, WIDTHS["third"]))
+    bubble = TapRecord("third", 0, strange, np.zeros_like(strange))
+    assert found(reference, [*reference.trained(), bubble]).difference is None
+    records = [x for x in reference.trained()
+               if x.cotangent is None or x.name != "third"]  # fmt: skip
+    for cotangents, words in ((0 * strange, None), (strange, STALE)):
+        passed = TapRecord("third", 0, strange, cotangents)
+        others = [reference.backward("third", part) for part in PARTS[:2]]
+        difference = found(reference, [*records, *others, passed]).difference
+        if words is not None:
+            assert (difference.examples, difference.words) == (PARTS[2], words)
+        else:
+            assert difference is None or difference.words != STALE
+
+
+def test_a_trainer_that_shows_no_backward_pass_is_right_as_far_as_it_goes(reference):
+    """Cotangents that none of its taps shows are not missing."""
+    records = [x for x in reference.trained() if x.cotangent is None]
+    findings = found(reference, records)
+    assert findings.difference is None
+    assert findings.right == RIGHT[: len(WIDTHS)]
+    assert findings.entered == ""
+
+
+# --- values of the whole batch ---
+
+
+def whole(rng):
+    """A parameter that is tapped, between two taps of examples."""
+    reference = drawn(rng)
+    values, cotangents = rng.normal(size=(2, 3, 2))
+    first, second, third = reference.passages()
+    middle = passage("matrix", values, cotangents, axis=None)
+    return reference, [first, second, middle, third], (values, cotangents)
+
+
+def of_matrix(own, shares, factor=1.0):
+    """Its records: one for each call, with a share of the cotangent each."""
+    values, cotangents = own
+    return [TapRecord("matrix", 0, values, None) for _ in shares] + [
+        TapRecord("matrix", 0, values, factor * x * cotangents) for x in shares
+    ]
+
+
+def test_a_value_of_the_batch_has_the_sum_of_its_calls_cotangents(rng):
+    """With the one factor that all examples have."""
+    reference, passages, own = whole(rng)
+    counted = np.ones(EXAMPLES, bool)
+    for factor in (1.0, 4.0):
+        records = reference.trained(factors=(factor,) * 3)
+        right = records + of_matrix(own, (0.5, 0.3, 0.2), factor)
+        findings = search(passages, right, counted)
+        assert findings.difference is None
+        assert "backward matrix" in findings.right
+        lost = records + of_matrix(own, (0.5, 0.3), factor)
+        difference = search(passages, lost, counted).difference
+        assert (difference.direction, difference.tap) == ("backward", "matrix")
+        assert difference.examples == ()
+        assert difference.words.endswith("; it is 0.8 times the reference")
+        assert "of example" not in difference.words
+    # Calls with factors of their own have a sum that says nothing.
+    records = reference.trained(factors=(1.0, 2.0, 1.0))
+    findings = search(passages, records + of_matrix(own, (0.5, 0.3)), counted)
+    assert findings.difference is None
+
+
+def test_a_value_of_the_batch_that_differs_from_call_to_call_is_of_its_parts(rng):
+    """Noted, and compared in neither direction; the same in all calls it is wrong."""
+    reference, passages, (values, cotangents) = whole(rng)
+    counted = np.ones(EXAMPLES, bool)
+    parts = [values * x for x in (0.9, 1.2, 0.7)]
+    of_parts = [TapRecord("matrix", 0, x, y) for x in parts for y in (None, cotangents)]
+    findings = search(passages, reference.trained() + of_parts, counted)
+    assert findings.difference is None
+    assert findings.notes == [
+        "matrix was not compared: it has no axis of examples, and the candidate "
+        "computes it of parts of the batch"
+    ]
+    assert findings.of_parts == {2}
+    assert not any("matrix" in x for x in findings.right)
+    same = [TapRecord("matrix", 0, 0.9 * values, y) for y in (None, cotangents)] * 3
+    difference = search(passages, reference.trained() + same, counted).difference
+    assert (difference.tap, difference.examples) == ("matrix", ())
+    assert difference.words.endswith("; it is 0.9 times the reference")
+
+
+# --- what cannot be told apart, and what was not compared ---
+
+
+def test_equal_examples_are_judged_by_the_direction_of_their_cotangents(reference):
+    """Which of them is a copy cannot be told; another direction can."""
+    for tap in WIDTHS:
+        for numbers in (reference.values, reference.cotangents):
+            numbers[tap][5] = numbers[tap][1]
+    assert found(reference, reference.trained()).difference is None
+    assert found(reference, reference.trained(((0, 1, 2), (3, 4), (6,)))).right == RIGHT
+
+    def turned(cotangents, values):
+        own = (values == reference.values["second"][1]).all(axis=1)
+        cotangents[own] = cotangents[own][:, ::-1]
+        return cotangents
+
+    wrong = list(changed(reference.trained(), "second", True, turned))
+    difference = found(reference, wrong).difference
+    assert (difference.tap, difference.examples) == ("second", (1, 5))
+
+
+def test_passages_of_one_tap_are_told_apart_by_their_values(rng):
+    """A layer that is called twice: a difference names the call."""
+    values, cotangents = rng.normal(size=(2, 2, EXAMPLES, 4))
+    passages = [
+        passage("layer", values[k], cotangents[k], f"layer[{k}]") for k in (0, 1)
+    ]
+    records = [TapRecord("layer", 0, values[k], None) for k in (0, 1)]
+    back = [TapRecord("layer", 0, values[k], cotangents[k]) for k in (1, 0)]
+    counted = np.ones(EXAMPLES, bool)
+    labels = ["forward layer[0]", "forward layer[1]"]
+    labels += ["backward layer[1]", "backward layer[0]"]
+    assert search(passages, records + back, counted).right == labels
+    for k in (0, 1):
+        wrong = [*records]
+        wrong[k] = wrong[k]._replace(value=values[k] + 2.0)
+        assert search(passages, wrong, counted).difference.tap == f"layer[{k}]"
+    double = back[1]._replace(cotangent=2 * cotangents[0])
+    difference = search(passages, [*records, back[0], double], counted).difference
+    assert (difference.direction, difference.tap) == ("backward", "layer[0]")
+
+
+def test_taps_that_were_not_compared_are_noted(reference):
+    """Those that the candidate lacks, those that the loss lacks, other shapes."""
+    records = [x for x in reference.trained() if x.name != "second"]
+    assert found(reference, records).notes == ["not reached by the candidate: second"]
+    records = [x for x in reference.trained() if x.name == "third"]
+    assert found(reference, records).notes == [
+        "not reached by the candidate: first, second"
+    ]
+    strange = [
+        TapRecord(name, 0, np.ones((2, 9)), None) for name in ("zeta", "eta", "second")
+    ]
+    assert found(reference, reference.trained() + strange).notes == [
+        "eta is no tap in the loss",
+        "zeta is no tap in the loss",
+        "second was not compared where its shape is (2, 9)",
+    ]
+    assert found(reference, []).notes == [
+        "the candidate has reached no tap: it is compiled ahead of time, or runs in "
+        "another process. See `verify.TapRecording` and `verify.replay`"
+    ]
