@@ -177,6 +177,22 @@ def test_terms_and_scale_widen_the_bound():
     assert verify.compare(reference, found, terms={"w": 100}, scale=50.0).ok
 
 
+def test_without_terms_and_scale_few_roundings_of_the_largest_entry_are_forgiven():
+    """Those of one term in each leaf; a number for all leaves is given to each."""
+    reference = {"a": np.float32([3.0, -8.0]), "b": np.float32([0.5])}
+    found = {"a": np.float32([3.0, -8.00001]), "b": np.float32([0.500001])}
+    errors = {x: np.abs(np.float64(found[x]) - reference[x]).max() for x in "ab"}
+
+    def ratios(*given):
+        report = verify.compare(reference, found, *given)
+        return {leaf.path: leaf.ratio for leaf in report.leaves}
+
+    own = {"a": bound("float32", 2, 1, 8.0), "b": bound("float32", 1, 1, 0.5)}
+    assert ratios() == {x: errors[x] / own[x] for x in "ab"}
+    own = {"a": bound("float32", 2, 30, 9.0), "b": bound("float32", 1, 30, 9.0)}
+    assert ratios(30, 9.0) == {x: errors[x] / own[x] for x in "ab"}
+
+
 def test_a_loose_bound_is_reported():
     """Nobody may call an answer right by a judge that cannot see."""
     reference = {"w": np.float32([1.0, 2.0])}
