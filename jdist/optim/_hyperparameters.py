@@ -111,6 +111,11 @@ def known_zero(value: object) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
+def scheduled(*values: object) -> bool:
+    """Whether any value is a schedule, which needs a step count."""
+    return any(map(callable, values))
+
+
 def check_overrides(
     call: str, specs: Mapping[str, Hyperparameter], overrides: Mapping[str, Any]
 ) -> None:

@@ -125,8 +125,9 @@ ALGORITHMS = [
         },
         {
             "default": {},
-            "lr_decay": {"lr": 0.1, "lr_decay": 0.05, "weight_decay": 0.1},
             "start": {"initial_accumulator_value": 0.7, "maximize": True},
+            # Last, because the default lr_decay keeps no count and is not overridden.
+            "lr_decay": {"lr": 0.1, "lr_decay": 0.05, "weight_decay": 0.1},
         },
         overridable={"lr": 0.07, "lr_decay": 0.2},
     ),

@@ -55,6 +55,10 @@ def test_fifty_steps_are_torchs(name, case, dtype, problem):
 def compare_states(seen, t, leaf, expected, dtype):
     """torch makes a state at the first gradient; until then ours is as it began."""
     found = seen.states[t][leaf]
+    if "step" not in found:
+        # torch counts in RMSprop, Adadelta and Adagrad what nothing reads; for which of
+        # ours that holds `test_step` says, and that a schedule's count is the same.
+        expected = {name: x for name, x in expected.items() if name != "step"}
     assert set(expected) <= set(found)
     if not expected and "step" in found:
         assert found["step"] == 0 or set(found) == {"step"}, "plain SGD has no state"

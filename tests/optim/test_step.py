@@ -113,26 +113,89 @@ def test_sgd_without_a_count_makes_the_steps_of_sgd_with_one(nesterov, compiled)
         assert bits(states[0]["w"].momentum_buffer) == bits(moved)
 
 
-def test_sgd_counts_where_something_reads_the_count():
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (optim.rmsprop, {}),
+        (optim.rmsprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+        (optim.adadelta, {"weight_decay": 0.1}),
+        (optim.adagrad, {"weight_decay": 0.1}),
+    ],
+)
+def test_steps_without_a_count_are_those_with_one(algorithm, options, compiled):
+    """Bit for bit, also after a step without a gradient."""
+    opt, counted = (algorithm(lr=lr, **options) for lr in (0.1, lambda count: 0.1))
+    params, rows = start(jnp.float32)
+    rows[0] = rows[0] | {"b": None}
+    ends = []
+    for each in (opt, counted):
+        step = jax.jit(each.step) if compiled else each.step
+        ends.append(steps(each, params, rows, step=step))
+    (new, state), (expected, expected_state) = ends
+    assert bits(new) == bits(expected)
+    for name, leaf in state.items():
+        assert leaf.step is None
+        assert expected_state[name].step == len(rows) - (name == "b")
+        assert bits(leaf) == bits(expected_state[name]._replace(step=None))
+
+
+ALWAYS_COUNTED = (
+    optim.adam,
+    optim.adamw,
+    optim.adamax,
+    optim.nadam,
+    optim.radam,
+    optim.asgd,
+    optim.rprop,
+)
+
+
+def test_steps_are_counted_where_something_reads_the_count():
     params = jnp.ones(2)
-    for given, counts in [
-        ({}, False),
-        ({"dampening": 0.5}, False),
-        ({"momentum": 0.9}, False),
-        ({"momentum": 0.9, "dampening": 0.5}, True),
-        ({"momentum": 0.9, "dampening": jnp.zeros(())}, True),
-        ({"weight_decay": lambda count: 0.1}, True),
+    for made, counts in [
+        (optim.sgd(), False),
+        (optim.sgd(dampening=0.5), False),
+        (optim.sgd(momentum=0.9), False),
+        (optim.sgd(momentum=0.9, dampening=0.5), True),
+        (optim.sgd(momentum=0.9, dampening=jnp.zeros(())), True),
+        (optim.sgd(weight_decay=lambda count: 0.1), True),
+        (optim.rmsprop(momentum=0.9, centered=True), False),
+        (optim.rmsprop(alpha=lambda count: 0.9), True),
+        (optim.adadelta(), False),
+        (optim.adadelta(rho=lambda count: 0.9), True),
+        (optim.adagrad(), False),
+        (optim.adagrad(lr_decay=0.1), True),
+        (optim.adagrad(lr_decay=jnp.zeros(())), True),
+        (optim.adagrad(eps=lambda count: 0.1), True),
+        *((made(), True) for made in ALWAYS_COUNTED),
     ]:
-        assert (optim.sgd(**given).init(params).step is not None) == counts, given
+        assert (made.init(params).step is not None) == counts, made.hyperparameters
 
 
-def test_what_sgd_without_a_count_cannot_do_is_refused():
+def test_a_state_with_a_count_that_is_no_longer_kept_is_refused():
+    """As a state of an earlier version is, from a checkpoint or not."""
+    params = {"w": jnp.ones(2)}
+    counted = optim.rmsprop(lr=lambda count: 0.1).init(params)
+    with pytest.raises(ValueError, match=r"must hold what `rmsprop.init` or the last"):
+        optim.rmsprop(lr=0.1).step(params, params, counted)
+
+
+def test_what_an_optimizer_without_a_count_cannot_do_is_refused():
     opt, params = optim.sgd(momentum=0.9), jnp.ones(2)
     state = opt.init(params)
     with pytest.raises(ValueError, match=r"lr=...\)` must be a number: without a sche"):
         opt.step(params, params, state, lr=lambda count: 0.1)
     with pytest.raises(ValueError, match="built with dampening 0, it cannot tell the "):
         opt.step(params, params, state, dampening=0.5)
+    for opt in (optim.rmsprop(), optim.adadelta(), optim.adagrad()):
+        with pytest.raises(ValueError, match="without a schedule at construction no s"):
+            opt.step(params, params, opt.init(params), lr=lambda count: 0.1)
+    with pytest.raises(ValueError, match="built with lr_decay 0, it counts no steps"):
+        opt.step(params, params, opt.init(params), lr_decay=0.1)
+    # A schedule needs the count already, so that an lr_decay can have it too.
+    opt = optim.adagrad(lr=lambda count: 0.1)
+    opt.step(params, params, opt.init(params), lr_decay=0.1)
 
 
 @EACH

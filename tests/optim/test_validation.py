@@ -115,7 +115,9 @@ def test_out_of_range_is_refused_in_a_step(name, argument, value, rule):
     """As an override and as the value of a schedule, where it can be seen."""
     keywords = given(name, argument, value)
     params = jnp.array([1.0, 2.0])
-    opt = BY_NAME[name](**({"momentum": 0.5} if argument == "momentum" else {}))
+    # Without a momentum there is no buffer, without an lr_decay no count.
+    needed = {"momentum": 0.5, "lr_decay": 0.1}
+    opt = BY_NAME[name](**{k: v for k, v in needed.items() if k == argument})
     call = f"{name}.step({argument}"
     if opt.hyperparameters[next(iter(keywords))].fixed:
         call, rule = f"{name}.step({argument}", "cannot be overridden in a step: only"

@@ -16,9 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    Rule,
+    flag,
+    scheduled,
+)
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import average, penalized
+from jdist.optim.algorithms.terms import average, counted, penalized
 
 UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 
@@ -26,8 +33,9 @@ UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 class AdadeltaState(NamedTuple):
     """State of one parameter; arrays have its shape and dtype."""
 
-    step: jax.Array
-    """Steps taken with a gradient, int32 scalar."""
+    step: jax.Array | None
+    """Steps taken with a gradient, int32 scalar. None without a schedule: nothing else
+    reads it."""
 
     square_avg: jax.Array
     """Moving average of the squared gradient."""
@@ -70,8 +78,12 @@ def adadelta(
       arXiv:1212.5701, algorithm 1.
     """
 
+    # A count is one more array in and out of a step for each leaf.
+    counts = scheduled(lr, rho, eps, weight_decay)
+
     def init_leaf(param: jax.Array) -> AdadeltaState:
-        return AdadeltaState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
+        step = count_zero() if counts else None
+        return AdadeltaState(step, jnp.zeros_like(param), jnp.zeros_like(param))
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdadeltaState, h: SimpleNamespace
@@ -82,7 +94,7 @@ def adadelta(
         delta = jnp.sqrt(state.acc_delta + h.eps) / jnp.sqrt(square + h.eps) * grad
         # Of the step before lr, so that an override of lr does not change later steps.
         acc_delta = average(state.acc_delta, delta * delta, h.rho)
-        new = AdadeltaState(state.step + 1, square, acc_delta)
+        new = AdadeltaState(counted(state.step), square, acc_delta)
         return Update(-h.lr * delta), new
 
     return leafwise(

@@ -14,16 +14,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, flag
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    flag,
+    known_zero,
+    scheduled,
+)
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import penalized
+from jdist.optim.algorithms.terms import counted, penalized
 
 
 class AdagradState(NamedTuple):
     """State of one parameter."""
 
-    step: jax.Array
-    """Steps taken with a gradient, int32 scalar."""
+    step: jax.Array | None
+    """Steps taken with a gradient, int32 scalar. None where nothing reads it: without
+    a schedule, and with an lr_decay of 0."""
 
     sum: jax.Array
     """Sum of squared gradients; shape and dtype of the parameter."""
@@ -45,7 +53,8 @@ def adagrad(
 
     Args:
       lr: Learning rate, at least 0.
-      lr_decay: At least 0; the rate falls as 1 / (1 + (t - 1) * lr_decay).
+      lr_decay: At least 0; the rate falls as 1 / (1 + (t - 1) * lr_decay). With a plain
+        0 and no schedule no steps are counted, and no step can override it.
       weight_decay: L2 penalty, at least 0.
       initial_accumulator_value: Where the sum starts, at least 0; `init` uses it, so
         it is no schedule and no step can override it. Both parts of a complex
@@ -69,25 +78,33 @@ def adagrad(
       subgradient methods, JMLR 12, 2011.
     """
 
+    # A count is one more array in and out of a step for each leaf.
+    counts = not known_zero(lr_decay) or scheduled(lr, weight_decay, eps)
+
     def init_leaf(param: jax.Array) -> AdagradState:
         start = jnp.asarray(initial_accumulator_value, param.dtype)
-        return AdagradState(count_zero(), jnp.full_like(param, start))
+        return AdagradState(
+            count_zero() if counts else None, jnp.full_like(param, start)
+        )
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdagradState, h: SimpleNamespace
     ) -> tuple[Update, AdagradState]:
         grad = penalized(param, grad, h)
         total = state.sum + grad * grad
-        # The count before this step: the first step has the whole rate.
-        size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
+        size = h.lr
+        if state.step is not None:
+            # The count before this step: the first step has the whole rate.
+            size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
         delta = -size * (grad / (jnp.sqrt(total) + h.eps))
-        return Update(delta), AdagradState(state.step + 1, total)
+        return Update(delta), AdagradState(counted(state.step), total)
 
+    no_count = "" if counts else "built with lr_decay 0, it counts no steps"
     return leafwise(
         "adagrad",
         [
             Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("lr_decay", lr_decay, (AT_LEAST_0,)),
+            Hyperparameter("lr_decay", lr_decay, (AT_LEAST_0,), no_count),
             Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
             Hyperparameter(
                 "initial_accumulator_value",

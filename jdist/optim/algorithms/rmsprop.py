@@ -28,16 +28,18 @@ from jdist.optim._hyperparameters import (
     Number,
     flag,
     known_zero,
+    scheduled,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import average, penalized
+from jdist.optim.algorithms.terms import average, counted, penalized
 
 
 class RMSpropState(NamedTuple):
     """State of one parameter; arrays have its shape and dtype."""
 
-    step: jax.Array
-    """Steps taken with a gradient, int32 scalar."""
+    step: jax.Array | None
+    """Steps taken with a gradient, int32 scalar. None without a schedule: nothing else
+    reads it."""
 
     square_avg: jax.Array
     """Moving average of the squared gradient."""
@@ -89,10 +91,12 @@ def rmsprop(
     """
     # As in torch: a buffer that no step uses would be memory of a parameter's size.
     has_buffer = not known_zero(momentum)
+    # A count is one more array in and out of a step for each leaf.
+    counts = scheduled(lr, alpha, eps, weight_decay, momentum)
 
     def init_leaf(param: jax.Array) -> RMSpropState:
         return RMSpropState(
-            count_zero(),
+            count_zero() if counts else None,
             jnp.zeros_like(param),
             jnp.zeros_like(param) if centered else None,
             jnp.zeros_like(param) if has_buffer else None,
@@ -116,7 +120,7 @@ def rmsprop(
             # gradients too.
             update = buffer = h.momentum * buffer + update
         return Update(-h.lr * update), RMSpropState(
-            state.step + 1, square, mean, buffer
+            counted(state.step), square, mean, buffer
         )
 
     no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"

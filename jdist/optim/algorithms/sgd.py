@@ -27,9 +27,10 @@ from jdist.optim._hyperparameters import (
     Rule,
     flag,
     known_zero,
+    scheduled,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import penalized
+from jdist.optim.algorithms.terms import counted, penalized
 
 # torch refuses both too: without momentum there is nothing to look ahead by.
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
@@ -91,9 +92,10 @@ def sgd(
     """
     # An override may be 0 and traced; only a Python 0 says that none will be needed.
     has_buffer = not known_zero(momentum)
-    scheduled = any(map(callable, (lr, momentum, dampening, weight_decay)))
     # A count is one more array in and out per leaf: 1.26 of the time of 1000 leaves.
-    counts = scheduled or (has_buffer and not known_zero(dampening))
+    counts = scheduled(lr, momentum, dampening, weight_decay) or (
+        has_buffer and not known_zero(dampening)
+    )
 
     def init_leaf(param: jax.Array) -> SGDState:
         # Not 0: momentum * -0 + g is g for every g, and 0 + -0 would be 0.
@@ -114,8 +116,7 @@ def sgd(
             buffer = jnp.where(state.step == 0, grad, later)
         if buffer is not None:
             grad = grad + h.momentum * buffer if nesterov else buffer
-        step = None if state.step is None else state.step + 1
-        return Update(-h.lr * grad), SGDState(step, buffer)
+        return Update(-h.lr * grad), SGDState(counted(state.step), buffer)
 
     no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
     no_count = "built with dampening 0, it cannot tell the first step apart"

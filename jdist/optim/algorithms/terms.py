@@ -37,6 +37,11 @@ def average(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Arr
     return decay * old + (1 - decay) * new
 
 
+def counted(step: jax.Array | None) -> jax.Array | None:
+    """The step count after one more step; None where no steps are counted."""
+    return None if step is None else step + 1
+
+
 def log(x: float | jax.Array) -> float | jax.Array:
     """Natural logarithm; on the host and in double precision for a Python number."""
     if isinstance(x, int | float):
