@@ -1,13 +1,13 @@
-"""Hyperparameters: their rules, and their values at one step.
+"""Hyperparameters: their rules and their values at one step.
 
 A numeric hyperparameter is a Python number, a scalar array (traced or not), or a
 *schedule*: a function of the number of steps that the leaf has taken so far, such as
-those of `optax.schedules`. Its rule is checked whenever its value can be seen: at
-construction, at an override, and outside jit for what a schedule returns.
+those of `optax.schedules`. Its rule is checked wherever its value is known: at
+construction, at an override, and outside jit for the result of a schedule.
 
 Python numbers stay Python numbers up to the arithmetic of the leaf, so that
-`1 - 0.999` is computed in double precision whatever the dtype of the parameter: in
-float32, 0.999 alone is already wrong by 3e-8, and 1 minus it by 3e-5.
+`1 - 0.999` is computed in double precision for every dtype of the parameter. In
+float32, 0.999 has a relative error of 3e-8, and 1 - 0.999 one of 3e-5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on a number: in words, and as a test."""
+    """A condition on a number, as text for errors and as a predicate."""
 
     says: str
     holds: Callable[[Any], Any]
@@ -47,9 +47,9 @@ class Hyperparameter:
 
     Attributes:
       name: As in torch.
-      value: As given to the constructor.
+      value: The constructor's argument.
       rules: One per number: none for a flag, one for a number, two for a pair.
-      fixed: Why no step can override it; empty if a step can.
+      fixed: The reason why a step cannot override it; empty if it can.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Hyperparameter:
     fixed: str = ""
 
     def check(self, call: str, value: object) -> None:
-        """Refuses a value of the wrong kind, or one that is seen to break a rule."""
+        """Checks the kind of a value and, unless it is traced, its rule."""
         argument = f"{call}({self.name}=...)"
         if not self.rules:
             if not isinstance(value, bool):
@@ -93,7 +93,7 @@ class Hyperparameter:
             resolved = tuple(_at(entry, count, dtype) for entry in value)
         else:
             resolved = _at(value, count, dtype)
-        # What a schedule returns is seen here for the first time.
+        # The result of a schedule is not known before.
         self.check(call, resolved)
         return resolved
 
@@ -107,7 +107,7 @@ def flag(name: str, value: bool) -> Hyperparameter:
 
 
 def known_zero(value: object) -> bool:
-    """Whether a value is a Python 0, so that the program can leave its term out."""
+    """Whether a value is a Python 0, so that the program can omit its term."""
     return isinstance(value, int | float) and value == 0
 
 
@@ -119,15 +119,15 @@ def scheduled(*values: object) -> bool:
 def check_overrides(
     call: str, specs: Mapping[str, Hyperparameter], overrides: Mapping[str, Any]
 ) -> None:
-    """Refuses overrides that are unknown, fixed, or seen to break a rule."""
+    """Checks that overrides are known, not fixed, and unless traced within rules."""
     for name, value in overrides.items():
         if name not in specs:
             numeric = ", ".join(n for n, spec in specs.items() if not spec.fixed)
             rule = f"has no hyperparameter {name!r} to override"
             remedy = f"It has {numeric or 'none'}."
             raise TypeError(requirement(call, rule, f"{name}={value!r}", remedy))
-        # A flag chooses the program, and a state may lack what another value would
-        # need.
+        # A flag selects the program, and another value may need a buffer that the state
+        # does not have.
         if specs[name].fixed:
             rule = f"cannot be overridden in a step: {specs[name].fixed}"
             raise ValueError(requirement(f"{call}({name}=...)", rule, value))
@@ -152,13 +152,13 @@ def resolved(
 
 def _at(value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
     if callable(value):
-        # A schedule sees the leaf's own count, which stands still where a gradient is
-        # None.
+        # The leaf's own count, which does not advance where the gradient is None.
         value = value(count)
     # NumPy's scalars are strongly typed and would widen a float32 leaf.
     if isinstance(value, np.generic):
         value = value.item()
-    # Python's numbers stay, see the module; arrays take the precision of the step.
+    # Python numbers stay, as the module says; arrays take the precision of the step,
+    # so that a float64 rate does not widen a float32 leaf.
     return value if isinstance(value, int | float) else jnp.asarray(value, dtype)
 
 
@@ -174,6 +174,6 @@ def _check_number(argument: str, rule: Rule, value: object) -> None:
         got = f"an array of shape {np.shape(value)}"
         remedy = "For a value per parameter use `by_label`."
         raise ValueError(requirement(argument, "must be a scalar", got, remedy))
-    # A traced value cannot be looked at, and is trusted.
+    # The value of a tracer is unknown.
     if not is_traced(value) and not rule.holds(value):
         raise ValueError(requirement(argument, rule.says, value))

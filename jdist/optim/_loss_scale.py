@@ -1,6 +1,6 @@
 """Loss scaling: a factor that keeps float16 gradients from vanishing or overflowing.
 
-A dynamic scale shrinks at an overflow, and grows after enough good steps:
+A dynamic scale shrinks at an overflow and grows after `growth_interval` good steps:
 
     overflow:    scale <- scale * backoff_factor,  good <- 0
     else:        good  <- good + 1;  at growth_interval: scale <- scale * growth_factor
@@ -18,7 +18,7 @@ from jdist._errors import requirement
 
 @dataclass(frozen=True, slots=True)
 class DynamicLossScale:
-    """How a loss scale follows overflows; the defaults are those of torch's GradScaler.
+    """The parameters of a dynamic loss scale, with the defaults of torch's GradScaler.
 
     Raises:
       ValueError: A value is out of range.
@@ -33,7 +33,7 @@ class DynamicLossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        """Refuses values that would not scale."""
+        """Checks the ranges."""
         rules = {
             "init_scale": ("must be above 0", self.init_scale > 0),
             "growth_factor": ("must be at least 1", self.growth_factor >= 1),
@@ -53,29 +53,30 @@ class Precision(NamedTuple):
     """The arguments of `with_master_weights` that an optimizer carries."""
 
     compute_dtype: Any
-    """Of the compute copies."""
+    """The dtype of the compute copies."""
 
     loss_scale: DynamicLossScale | None
-    """A static scale is one whose factors are 1. None: the loss is not scaled."""
+    """A static scale has factors of 1; None without a loss scale."""
 
 
 class LossScaleState(NamedTuple):
-    """The loss scale and what happened to it."""
+    """The loss scale and counts of good and skipped steps."""
 
+    # Not float16, in which the default, 65536, is infinite.
     scale: jax.Array
-    """float32 scalar."""
+    """The factor of the loss, float32 scalar."""
 
     good_steps: jax.Array
     """Steps without overflow since the scale last changed, int32 scalar."""
 
     skipped: jax.Array
-    """Steps skipped in all, int32 scalar."""
+    """Total number of skipped steps, int32 scalar."""
 
 
 def scaling_of(
     call: str, loss_scale: float | DynamicLossScale | None
 ) -> DynamicLossScale | None:
-    """The scaling by a `loss_scale=` argument; a static scale is one of factors 1."""
+    """Turns a `loss_scale=` argument into a scaling; a static one has factors of 1."""
     if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
         return loss_scale
     if not loss_scale > 0:
@@ -88,12 +89,12 @@ def scaling_of(
 def next_scale(
     scaling: DynamicLossScale, state: LossScaleState, finite: jax.Array
 ) -> LossScaleState:
-    """The state after a step whose gradients were finite, or were not."""
-    # Selected on the device: to branch, the host would wait for the flag.
+    """The state after a step with finite or with other gradients."""
+    # Selected on the device: a branch on the host would wait for the flag.
     good = jnp.where(finite, state.good_steps + 1, 0)
     full = good >= scaling.growth_interval
     grown = state.scale * scaling.growth_factor
-    # An infinite scale would make every later gradient NaN, and never shrink again.
+    # An infinite scale times a backoff_factor is infinite: it could not shrink again.
     grown = jnp.where(full & jnp.isfinite(grown), grown, state.scale)
     return LossScaleState(
         scale=jnp.where(finite, grown, state.scale * scaling.backoff_factor),

@@ -1,22 +1,22 @@
-"""The interface of all optimizers, and the driver that applies a rule per leaf.
+"""The interface of all optimizers, and the driver that applies a rule to each leaf.
 
-An `Optimizer` is a pair of pure functions over whole trees. Most are made by
-`leafwise` out of two small functions over one array each:
+An `Optimizer` is a pair of pure functions over whole trees. `leafwise` makes one from
+two functions of a single array:
 
     init_leaf(param) -> state                          a NamedTuple with a `step` count
     step_leaf(param, grad, state, h) -> (update, state)    h: hyperparameters by name
 
-All that is the same for every algorithm is here, once: walking the tree, adding the
-update (or handing it out), skipping None, precision, validation, schedules, and
-overriding a hyperparameter for one step.
+This module holds what all algorithms share: traversal of the tree, application of the
+update, None gradients, precision, validation, schedules, and overrides of
+hyperparameters for one step.
 
-A parameter whose gradient is None does not change, nor do its state and its step
-count, bit for bit. A leaf that is not a floating array is never updated.
+A parameter whose gradient is None keeps its value, state and step count, bit for bit. A
+leaf that is not a floating array is never updated.
 
-Precision. 16-bit parameters and their state are widened to float32 within a step and
-rounded once at its end, where torch rounds after every operation. Moments and buffers
-are kept in the dtype of their parameter; scalars that are no counts in float32 or
-wider. A complex parameter is two real ones, as in torch.
+Precision. A step widens 16-bit parameters and their state to float32 and rounds once at
+its end, where torch rounds after every operation. Moments and buffers have the dtype of
+their parameter; scalars other than counts are float32 or wider. A complex parameter is
+two real ones, as in torch.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ from jdist.optim._loss_scale import Precision
 
 
 class Update(NamedTuple):
-    """How one parameter moves: p <- p * (1 - decay) + delta."""
+    """The change of one parameter: p <- p * (1 - decay) + delta."""
 
     delta: jax.Array
     """The summand; shape and dtype of the parameter."""
 
     decay: Any = 0
-    """The fraction by which it shrinks first, a scalar: decoupled weight decay, which
-    torch multiplies in, so that it is rounded before the delta is added."""
+    """Decoupled weight decay: the fraction, a scalar, by which the parameter shrinks
+    before the delta is added."""
 
     def applied(self, param: jax.Array) -> jax.Array:
         """The new parameter."""
         if not known_zero(self.decay):
+            # A product of its own, rounded before the sum, as in torch.
             param = param * (1 - self.decay)
         return param + self.delta
 
     def total(self, param: jax.Array) -> jax.Array:
-        """All that is added to the parameter, not rounded to its spacing."""
+        """The sum of both terms, not rounded to the spacing of the parameter."""
         if known_zero(self.decay):
             return self.delta
         return self.delta - self.decay * param
@@ -75,17 +76,16 @@ StepLeaf: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Optimizer:
-    """A pure optimizer: how to make the state, and how to make a step.
+    """A pure optimizer: a function that makes the state and one that makes a step.
 
     Attributes:
-      name: The constructor's name, such as `adam`; it stands in every error.
+      name: The constructor's name, such as `adam`, for error messages.
       init_tree: `init_tree(params) -> state`.
-      step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`; with
-        a further `updates=True` it returns in the place of each parameter what the step
-        adds to it.
-      hyperparameters: What a step can override, and what is fixed, by torch's names.
-      loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None stands for 1.
-      precision: What `with_master_weights` was told; None: there are no masters.
+      step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`. With
+        `updates=True` it returns the updates instead of the new parameters.
+      hyperparameters: By torch's names; each says whether a step can override it.
+      loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None means 1.
+      precision: Arguments of `with_master_weights`; None without master weights.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Optimizer:
 
     @property
     def rule(self) -> tuple[Any, ...]:
-        """Equal for optimizers that make the same steps of the same parameters."""
+        """A key that is equal only for optimizers that make the same steps."""
         # By identity: schedules are functions, which cannot be compared.
         return (id(self),)
 
@@ -109,9 +109,9 @@ class Optimizer:
 
         Returns:
           For the algorithms of `jdist.optim`: tree like `params`, with the algorithm's
-          NamedTuple in the place of each floating leaf and None in that of any other,
-          placed and sharded as the parameter is, under jit too. Others say what they
-          return.
+          NamedTuple in place of each floating leaf and None in place of any other,
+          placed and sharded like the parameter, under jit too. `by_label`,
+          `with_master_weights` and `from_optax` document theirs.
 
         Raises:
           ValueError: `params` has no leaves.
@@ -124,15 +124,15 @@ class Optimizer:
     def step(
         self, params: PyTree, grads: PyTree, state: PyTree, **overrides: object
     ) -> tuple[PyTree, PyTree]:
-        """One step: pure, so it may be jitted, vmapped, sharded and donated to.
+        """One step: pure, so that it can be jitted, vmapped, sharded and donated to.
 
         Args:
           params: The parameters.
           grads: Tree like `params`: a gradient of the leaf's shape and dtype, or None
             to leave that parameter, its state and its count unchanged. With masters it
-            may be wider than its compute copy: a float32 sum over micro-batches is not
-            to be rounded on its way. Of a complex leaf the direction of ascent, as in
-            torch: the *conjugate* of what `jax.grad` gives.
+            may be wider than its compute copy, such as a float32 sum over
+            micro-batches. For a complex leaf it is the direction of ascent, as in
+            torch: the *conjugate* of what `jax.grad` returns.
           state: What `init` or the last step returned.
           **overrides: Numeric hyperparameters for this step only; they may be traced
             (no recompilation when they change).
@@ -153,10 +153,10 @@ class Optimizer:
     ) -> tuple[PyTree, PyTree]:
         """The updates that `step` would add to the parameters, and the new state.
 
-        The update itself, and not the difference of new and old parameters, which is
-        rounded to the spacing of their numbers. Added, it gives what `step` returns;
-        after decoupled weight decay, which torch rounds by itself, and in 16 bits it
-        may miss that by the last bit.
+        These are the updates themselves, not differences of new and old parameters,
+        which are rounded to the spacing of their numbers. Parameters plus updates are
+        what `step` returns; they may differ in the last bit with decoupled weight
+        decay, which torch rounds separately, and in 16 bits.
 
         Args:
           params: As for `step`.
@@ -165,8 +165,8 @@ class Optimizer:
           **overrides: As for `step`.
 
         Returns:
-          Tree like `params`, 0 where nothing moves, in each parameter's dtype; with
-          masters in theirs. And the new state.
+          Updates in a tree like `params`, 0 where the gradient is None, in each
+          parameter's dtype, or its master's; and the new state.
 
         Raises:
           ValueError: As `step`.
@@ -183,7 +183,7 @@ class Optimizer:
         return self.step_tree(params, grads, state, overrides, updates=True)
 
     def scale_loss(self, loss: jax.Array, state: PyTree) -> jax.Array:
-        """The loss to differentiate: times the loss scale, if the state holds one.
+        """The loss to differentiate: multiplied by the state's loss scale, if any.
 
         Args:
           loss: Any shape; widened to float32, in which its product cannot overflow.
@@ -193,6 +193,7 @@ class Optimizer:
         if self.loss_factor is None:
             return loss
         loss = jnp.asarray(loss)
+        # The default scale, 65536, is itself above float16's largest number.
         wide = loss.astype(wide_dtype(loss.dtype))
         return wide * self.loss_factor(state).astype(wide.dtype)
 
@@ -203,10 +204,10 @@ def leafwise(
     init_leaf: InitLeaf,
     step_leaf: StepLeaf,
 ) -> Optimizer:
-    """An optimizer that treats each floating leaf alone, by the same rule.
+    """An optimizer that applies the same rule to each floating leaf separately.
 
     Args:
-      name: For errors.
+      name: For error messages.
       hyperparameters: In the order of the constructor; checked here.
       init_leaf: The state of one real floating array: a NamedTuple with an int32
         scalar `step` (or None, where no schedule can be given) and arrays of the
@@ -263,12 +264,14 @@ def leafwise(
         check_overrides(call, specs, overrides)
         structure: Any
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+        # Not `tree.leaves`, which drops the None of a parameter without a gradient.
         grad_leaves = structure.flatten_up_to(grads)
         state_leaves = matching(call, "state", params, state)
         move: Callable[..., tuple[Any, Any]]
         move = partial(rule.moved, overrides=overrides, updates=updates)
-        # Under jit, leaves of one shape and dtype are traced once, and what was found
-        # is copied for the others.
+        # Leaves of one shape and dtype are traced once; the others get copies of the
+        # equations. Only under jit, where a new constant is a tracer: outside it,
+        # operations run one by one, and this would compile them.
         if is_traced(jnp.zeros(())):
             move = jax.jit(move, inline=True)
         new = []
@@ -279,8 +282,8 @@ def leafwise(
             if is_inexact(param) and grad is not None:
                 new.append(move(param, grad, leaf_state))
             else:
-                # The very state, and not a copy: a count that moved would change the
-                # bias corrections.
+                # The same state object: a count that moved would change the bias
+                # corrections.
                 new.append((jnp.zeros_like(param) if updates else param, leaf_state))
         new_params, new_state = ([pair[i] for pair in new] for i in (0, 1))
         return structure.unflatten(new_params), structure.unflatten(new_state)
@@ -290,7 +293,7 @@ def leafwise(
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule of one leaf, between the tree's dtypes and those of a step."""
+    """The rule of one leaf, with conversion to and from the dtypes of a step."""
 
     name: str
     specs: Mapping[str, Hyperparameter]
@@ -298,10 +301,10 @@ class _Rule:
     step_leaf: StepLeaf
 
     def check_state(self, keys: Any, param: ArrayLike, state: PyTree) -> None:
-        """Refuses what is not the state of this rule, in the place of a leaf.
+        """Checks that the state of a leaf has the structure of this rule's states.
 
         Raises:
-          ValueError: It is not.
+          ValueError: It has another.
         """
         if is_inexact(param) and jax.tree.structure(state) != self.state_structure:
             rule = "must hold what "
@@ -318,9 +321,9 @@ class _Rule:
         overrides: Mapping[str, Any],
         updates: bool,
     ) -> tuple[Any, Any]:
-        """The new parameter, or with `updates` what is added to it; and its state."""
+        """One step of one leaf: its new value, or its update, and its new state."""
         param = jnp.asarray(param)
-        # From here to `_left` nothing is rounded to 16 bits.
+        # No result between here and `_left` is rounded to 16 bits.
         wide = _entered(param)
         call = f"{self.name}.step"
         h = resolved(call, self.specs, overrides, state.step, wide.dtype)
@@ -331,22 +334,22 @@ class _Rule:
             rule = "must return an `Update` of the parameter and its new state"
             got = type(update).__name__
             raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
-        # Two forms, because the difference of new and old is rounded to their spacing.
+        # Not new - old, which is rounded to the spacing of the parameter.
         found = update.total(wide) if updates else update.applied(wide)
         return _left(found, param), jax.tree.map(_left, new, state)
 
 
 def check_optimizer(argument: str, given: PyTree) -> None:
-    """Refuses what is no `Optimizer`, and says how to make one of it.
+    """Checks that an argument is an `Optimizer`; the error says how to make one of it.
 
     Args:
-      argument: Function and argument that it was given to, for the error's text, such
-        as `"train_step(optimizer=...)"`.
-      given: What was given.
+      argument: Function and argument for the error message, such as
+        `"train_step(optimizer=...)"`.
+      given: The value.
 
     Raises:
-      TypeError: It is an optax transformation, a constructor that was not called, or
-        something else.
+      TypeError: The value is an optax transformation, a constructor that was not
+        called, or another object.
 
     Example:
       >>> from jdist import optim
@@ -377,16 +380,16 @@ def check_optimizer(argument: str, given: PyTree) -> None:
 
 
 def count_zero() -> jax.Array:
-    """The step count of a leaf that has not been stepped: int32, scalar."""
-    # An integer: a float32 count would stand still at 2**24.
+    """The step count of a leaf before its first step: int32 scalar."""
+    # Not float32, in which 2**24 + 1 is 2**24.
     return jnp.zeros((), jnp.int32)
 
 
 def matching(call: str, argument: str, params: PyTree, tree: PyTree) -> list[Any]:
-    """The subtrees of `tree` in the places of the leaves of `params`, None included.
+    """The subtrees of `tree` at the leaves of `params`, None included.
 
     Raises:
-      ValueError: `tree` has not the structure of `params`.
+      ValueError: `tree` does not have the structure of `params`.
     """
     structure: Any = jax.tree.structure(params)
     try:
@@ -401,7 +404,7 @@ def matching(call: str, argument: str, params: PyTree, tree: PyTree) -> list[Any
 
 
 def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) -> None:
-    # Checked before anything is computed: inside jit the error would name a primitive.
+    # Checked first: an error of the computation would name a primitive, not the leaf.
     leaves = matching(f"{name}.step", "grads", params, grads)
     for (keys, param), grad in zip(
         jax.tree.leaves_with_path(params), leaves, strict=True
@@ -409,6 +412,7 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
         if grad is None or not is_inexact(param):
             continue
         dtype, got = jnp.result_type(param), jnp.result_type(grad)
+        # Without masters a wider gradient would be rounded to the parameter's dtype.
         fits = got == dtype or (masters and _widens(dtype, got))
         if jnp.shape(grad) != jnp.shape(param) or not fits:
             argument = f"{name}.step(grads=...)"
@@ -418,7 +422,7 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
 
 
 def _widens(dtype: DTypeLike, other: DTypeLike) -> bool:
-    """Whether every number of one floating dtype is one of the other, of its kind."""
+    """Whether the second dtype, if of the same kind, holds all numbers of the first."""
     kinds = (jnp.floating, jnp.complexfloating)
     alike = any(all(jnp.issubdtype(d, k) for d in (dtype, other)) for k in kinds)
     if not alike:
@@ -431,14 +435,14 @@ def _widens(dtype: DTypeLike, other: DTypeLike) -> bool:
 
 
 def _entered(array: jax.Array) -> jax.Array:
-    """16-bit numbers as float32, complex ones as a last axis of two real ones."""
+    """Widens 16-bit numbers to float32; splits complex ones along a new last axis."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.stack([array.real, array.imag], axis=-1)
     return array.astype(wide_dtype(array.dtype)) if is_inexact(array) else array
 
 
 def _left(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Inverse of `_entered`, into the dtype of `old`: the one rounding of a step."""
+    """Inverse of `_entered`, to the dtype of `old`: the only rounding to 16 bits."""
     if jnp.issubdtype(old.dtype, jnp.complexfloating):
         new = jax.lax.complex(new[..., 0], new[..., 1])
     return new.astype(old.dtype)
@@ -447,6 +451,8 @@ def _left(new: jax.Array, old: jax.Array) -> jax.Array:
 def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
     if not jnp.issubdtype(param.dtype, jnp.complexfloating):
         return _placed(init_leaf(param), param)
+    # A rule sees real arrays only. Those of the parameter's shape are complex again
+    # between steps, so that they can be sharded as the parameter is.
     real = _entered(param)
     return _placed(
         jax.tree.map(
@@ -457,31 +463,29 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
 
 
 def _placed(state: PyTree, param: jax.Array) -> PyTree:
-    """Arrays laid out as their parameter is; scalars where a step will leave them."""
-    # Zeros do not follow from the parameter: a compiler that is told nothing puts them
-    # whole on every device. A count that moved after the first step would compile the
-    # step a second time.
+    """Lays arrays out like their parameter, and scalars as a step returns them."""
+    # Zeros do not depend on the parameter: without a hint the compiler replicates them.
+    # A count whose place changed in the first step would compile the step again.
     if is_traced(param):
         return jax.tree.map(
             lambda s: alike(s, param) if s.shape == param.shape else s, state
         )
     if not param.committed:
         return state
-    # A scalar cannot be divided over an axis.
+    # A scalar has no axis to shard.
     place = _whole(param)
     return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
 
 
 def _settled(state: PyTree, params: PyTree) -> PyTree:
-    """The state with unplaced arrays, such as optax's counts, beside the parameters."""
-    # An array that a checkpoint has restored is tied to its devices: a count on the
-    # first one alone could not meet parameters on a mesh.
+    """Moves uncommitted arrays, such as optax's counts, to the parameters' devices."""
+    # A checkpoint restores arrays as committed to their devices, and a count committed
+    # to the first device alone cannot enter a program over the mesh of the parameters.
     arrays = [p for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
-    # Under jit arrays have no place yet; the compiler lays the state out.
+    # Under jit arrays have no devices yet: the compiler lays the state out.
     if any(map(is_traced, arrays)):
         return state
-    # Where parameters lie in several places no single one is right, and nothing is
-    # moved.
+    # With parameters on several sets of devices no single one is right.
     places = {_whole(p) for p in arrays if p.committed}
     if len(places) != 1:
         return state
@@ -496,7 +500,7 @@ def _settled(state: PyTree, params: PyTree) -> PyTree:
 
 
 def _whole(param: jax.Array) -> Sharding:
-    """The place of a parameter, for values that are not divided as it is."""
+    """The devices of a parameter, as a sharding that replicates over them."""
     place = param.sharding
     if isinstance(place, NamedSharding):
         return NamedSharding(place.mesh, PartitionSpec())

@@ -1,10 +1,10 @@
-"""Clipping by the global norm, over all leaves and, if wished, over all shards.
+"""Clipping by the global norm over all leaves and, optionally, over a mesh axis.
 
     n  =  sqrt(sum over leaves and elements of |g|^2)
     g  <- g * min(1, max_norm / (n + 1e-6))
 
-The 1e-6 is torch's: a gradient of norm exactly max_norm shrinks by one millionth of it
-over max_norm.
+The 1e-6 is torch's: a gradient of norm exactly max_norm shrinks by a factor of
+1 - 1e-6 / max_norm.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ TORCH_EPS = 1e-6
 def clip_by_global_norm(
     grads: PyTree, max_norm: float | jax.Array, axis_name: Hashable | None = None
 ) -> tuple[PyTree, jax.Array]:
-    """Scales gradients down together, so that their norm is at most `max_norm`.
+    """Scales all gradients by one factor so that their norm is at most `max_norm`.
 
     Args:
       grads: Pytree of floating arrays; None stays None and counts as 0.
       max_norm: At least 0.
       axis_name: An axis of shard_map, pmap or vmap, or a tuple of them, over whose
-        members the parameters are *divided*: each holds other elements, and the norm
-        is that of all together, equal on all. Without it, and for gradients that are
-        equal on all members, the norm is of what is here.
+        members the parameters are *divided*: the norm is that of the shards of all
+        members, and equal on all. Omit it for gradients that are replicated.
 
     Returns:
-      The gradients, each in its dtype, and their norm before, a scalar in the widest
-      precision among the leaves, float32 at least. An infinite or NaN gradient makes
-      the norm so, and all gradients 0 or NaN, as in torch.
+      The gradients, each in its dtype, and their norm before clipping, a scalar in the
+      widest precision among the leaves, float32 at least. With an infinite or NaN
+      gradient the norm is infinite or NaN and all gradients are 0 or NaN, as in torch.
 
     Raises:
-      ValueError: `max_norm` is negative, or there is no gradient. Or a leaf is known
-        to be the same over `axis_name`: it would count once per member.
+      ValueError: `max_norm` is negative, there is no gradient, or a leaf is known to be
+        replicated over `axis_name`.
       TypeError: A leaf is not a floating array.
 
     Example:
@@ -66,38 +65,39 @@ def clip_by_global_norm(
         _check_leaf(f"{call}(grads=...)", path, leaf, axis_name)
     total = sum_of([square(jnp.asarray(leaf)) for leaf in leaves.values()])
     if axis_name is not None:
-        # Squares are added over the axis, not norms: the root is taken once.
+        # Squares add up over the axis; norms do not.
         total = jax.lax.psum(total, axis_name)
     norm = jnp.sqrt(total)
-    # The one factor for all leaves keeps the direction of the gradient.
+    # One factor for all leaves keeps the direction of the gradient.
     factor = shrinking(norm, max_norm)
     return jax.tree.map(lambda g: scaled(jnp.asarray(g), factor), grads), norm
 
 
-# --- its steps, for leaves in several places ---
+# --- its parts, for leaves on several devices or workers ---
 
 
 def square(leaf: jax.Array) -> jax.Array:
-    """The sum of |g|^2 over one leaf, in 32 bits at least."""
+    """The sum of |g|^2 over one leaf, in float32 or wider."""
     wide = leaf.astype(wide_dtype(leaf.dtype))
     # Not `abs(wide)**2`, whose root would round and be squared again.
     return jnp.sum(jnp.real(wide * jnp.conj(wide)))
 
 
 def sum_of(squares: Sequence[jax.Array]) -> jax.Array:
-    """The sum from the first to the last, in the widest precision among them."""
-    # A single float64 leaf must not be rounded by the others.
+    """The sum in the given order, in the widest precision among the terms."""
+    # The square of a float64 leaf must not be rounded to float32.
     widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
     return sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
 
 
 def shrinking(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
-    """The factor of gradients of this norm: 1 at most."""
+    """The factor, at most 1, of gradients with this norm."""
     return jnp.minimum(jnp.asarray(max_norm, norm.dtype) / (norm + TORCH_EPS), 1)
 
 
 def scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
-    """A leaf times the factor, computed in 32 bits at least, rounded once."""
+    """A leaf times the factor, computed in float32 or wider and rounded once."""
+    # Not in the factor's precision, which is that of the widest leaf.
     wide = leaf.astype(wide_dtype(leaf.dtype))
     return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
 
@@ -107,6 +107,8 @@ def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) 
         got = f"{jnp.result_type(leaf)} at {path}"
         raise TypeError(requirement(argument, "must have floating leaves only", got))
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # A replicated leaf would be counted once per member. Only shard_map with
+    # check_vma tracks which values vary over an axis.
     for axis in axes:
         if axis is None or not tracks_varying_axes(axis):
             continue

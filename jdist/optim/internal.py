@@ -1,7 +1,7 @@
-"""The face of the optimizers for other parts of jdist, beside the public one.
+"""Interface of the optimizers for other parts of jdist, in addition to the public one.
 
 Where the leaves of a model are in several places (stages of a pipeline, owners of
-remote parameters) the norm is made of the squares that each place sums up, and each
+remote parameters), the norm is computed from each place's sum of squares, and each
 place scales its own gradients.
 """
 

@@ -1,8 +1,8 @@
 """A different optimizer, or other hyperparameters, for each group of parameters.
 
-What torch does with `param_groups` is done here by a tree of labels: text in the place
-of each parameter. Each label has its own optimizer, which sees the parameters of its
-label and None in the place of all others.
+A tree of labels, a string for each parameter, does what `param_groups` do in torch.
+Each label has its own optimizer, which sees the parameters of its label and None in
+place of all others.
 
     labels = jax.tree.map(lambda p: "decay" if p.ndim > 1 else "plain", params)
     opt = by_label({"decay": adamw(weight_decay=0.1), "plain": adamw(weight_decay=0)},
@@ -23,7 +23,7 @@ from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 def by_label(
     optimizers: Mapping[str, Optimizer], labels: Any | Callable[[Any], Any]
 ) -> Optimizer:
-    """An optimizer that treats each parameter by its label.
+    """An optimizer that steps each parameter with the optimizer of its label.
 
     `init` returns a dict from label to the state of that label's optimizer. A step's
     override goes to every optimizer that has the hyperparameter; a mapping from label
@@ -31,15 +31,16 @@ def by_label(
 
     Args:
       optimizers: Label to optimizer; `from_optax` ones too.
-      labels: Tree of text like the parameters, or a function from parameters (arrays
-        or tracers) to such a tree.
+      labels: Tree of strings like the parameters, or a function from parameters
+        (arrays or tracers) to such a tree.
 
     Raises:
-      ValueError: There is no optimizer, or one with a loss scale: put
+      ValueError: `optimizers` is empty, or one has a loss scale: put
         `with_master_weights` around `by_label`. In `init` and `step`: `labels` does
         not match the parameters, has a label without optimizer, or an override names
         an unknown label.
-      TypeError: One is no optimizer. In `step`: none has the overridden hyperparameter.
+      TypeError: A value is not an optimizer. In `step`: no optimizer has the overridden
+        hyperparameter.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,7 +60,8 @@ def by_label(
     _check_optimizers(optimizers)
 
     def labels_for(params: PyTree) -> list[str]:
-        # A function is asked in each step: it may decide by shapes, which tracers have.
+        # Called in each step, so that nothing is kept between `init` and `step`. Shapes
+        # are known of tracers too.
         tree = labels(params) if callable(labels) else labels
         found = matching("by_label", "labels", params, tree)
         for label in found:
@@ -116,7 +118,8 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
         raise ValueError(requirement(argument, rule, optimizers))
     for label, opt in optimizers.items():
         check_optimizer(f"by_label(optimizers={{{label!r}: ...}})", opt)
-        # Each label would skip and scale for itself, and parts of a model would part.
+        # Each label would check only its own gradients, so that one part of the model
+        # could skip a step that another part makes.
         if opt.loss_factor is not None:
             rule = f"must have no loss scale of its own at {label!r}"
             remedy = "Put `with_master_weights` around `by_label`."
@@ -124,8 +127,8 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def _only(label: str, found: list[str], params: PyTree, tree: PyTree) -> PyTree:
-    """`tree` with None in the place of every parameter of another label."""
-    # `flatten_up_to` keeps a None in `tree` as a leaf, where flattening would drop it.
+    """`tree` with None in place of every parameter of another label."""
+    # `flatten_up_to` keeps a None of `tree`, which flattening drops.
     structure: Any = jax.tree.structure(params)
     leaves = structure.flatten_up_to(tree)
     return structure.unflatten(
@@ -150,7 +153,7 @@ def _by_optimizer(
             rule = f"has no hyperparameter {name!r} to override in any optimizer"
             remedy = f"There are {known or 'none'}."
             raise TypeError(requirement("by_label.step", rule, value, remedy))
-        # Only to optimizers that have it: momentum of one group is no error of another.
+        # Only for optimizers that have it: SGD's momentum is no error in Adam's group.
         values = value if isinstance(value, Mapping) else dict.fromkeys(holders, value)
         for label, one in values.items():
             if label not in holders:

@@ -1,13 +1,14 @@
-"""Training in 16 bits with masters in 32: the compute copies are the parameters.
+"""Mixed-precision training: 16-bit compute copies, float32 masters, loss scaling.
 
 The forward and backward pass read parameters in `compute_dtype`. The optimizer steps
-*masters* in float32 (float64 where the parameters were), which live in its state, and
-each step hands out new compute copies, rounded from the masters. So updates smaller
-than the spacing of 16-bit numbers add up instead of being lost.
+*masters* in float32 (float64 for float64 parameters), which its state holds, and each
+step returns new compute copies, rounded from the masters. Updates smaller than the
+spacing of 16-bit numbers therefore add up instead of being lost.
 
-float16 gradients below 6e-8 vanish. Hence the loss is multiplied by a scale before it
-is differentiated, and the gradients divided by it in float32. Where that overflows, the
-step is skipped, parameters and state stay, bit for bit, and the skip is counted.
+float16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before
+it is differentiated, and the gradients are divided by it in float32. If a gradient
+overflows, the step is skipped: parameters and state do not change, and the skip is
+counted.
 
     opt = with_master_weights(adam(), compute_dtype=jnp.float16,
                               loss_scale=DynamicLossScale())
@@ -43,20 +44,20 @@ class MasterState(NamedTuple):
     """State of `with_master_weights`."""
 
     masters: Any
-    """Tree like the parameters, floating leaves in float32 or wider; others None."""
+    """Tree like the parameters: float32 or wider for floating leaves, else None."""
 
     inner: Any
-    """State of the inner optimizer, of the masters."""
+    """State of the inner optimizer for the masters."""
 
     loss_scale: LossScaleState | None
     """None without a loss scale."""
 
 
 def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """Parameters rounded to the dtype of the computation; other leaves as they are.
+    """Rounds real floating leaves to the dtype of the computation.
 
     Args:
-      params: Any pytree. Real floating leaves are rounded, also from float64.
+      params: Any pytree. Other leaves, complex ones among them, do not change.
       dtype: Such as `jnp.bfloat16`.
 
     Example:
@@ -80,26 +81,25 @@ def with_master_weights(
 
     `init` takes the parameters in full precision and returns a `MasterState`; `step`
     takes and returns compute copies. Gradients have the copies' dtype or a wider one,
-    and are not rounded: a float32 sum over micro-batches reaches the masters as it is.
-    A None gradient leaves its master and its copy as they are. Where a model is in
-    several places, each with an optimizer of its own, a step with `finite=flag` is
-    skipped unless the flag is true, too: given `all_finite` of all places together,
-    they skip together.
+    and are not rounded: a float32 sum over micro-batches reaches the masters unchanged.
+    A None gradient leaves its master and its copy unchanged. Where a model is in
+    several places, each with its own optimizer, pass the conjunction of `all_finite`
+    over all places as `finite=flag` to each step, so that all of them skip together.
 
     Args:
       opt: Steps the masters; any optimizer of jdist, `by_label` and `from_optax` too.
-      compute_dtype: A real floating dtype. Complex parameters stay as they are.
+      compute_dtype: A real floating dtype. Complex parameters have no compute copies.
       loss_scale: A number is a static scale. With a scale, a step whose gradients hold
-        an infinity or NaN is skipped. None: no scale and no check, for bfloat16, which
-        has float32's range.
-      axis_name: Where parameters are divided over an axis of shard_map, pmap or vmap:
-        all members skip together if one overflows.
+        an infinity or NaN is skipped. None means no scale and no check, for bfloat16,
+        which has float32's range.
+      axis_name: An axis of shard_map, pmap or vmap over which parameters are divided:
+        all its members skip a step together.
 
     Raises:
       ValueError: `compute_dtype` is not real floating, the static scale is not above
         0, or `opt` has masters already. In `step`: a parameter is not of
         `compute_dtype`.
-      TypeError: `opt` is no optimizer.
+      TypeError: `opt` is not an optimizer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,7 +145,7 @@ def with_master_weights(
         masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
         if scaling is not None and scale is not None:
             finite = _all_finite(wide, axis_name) & elsewhere
-            # Selected on the device: the host does not wait for the flag.
+            # Selected on the device: a branch on the host would wait for the flag.
             masters, inner = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (masters, inner),
@@ -170,7 +170,7 @@ def with_master_weights(
 
 
 def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
-    """Whether a step would find these gradients finite, once the scale is off them.
+    """Whether all gradients are finite after division by the loss scale.
 
     Args:
       params: As for `step`.
@@ -199,13 +199,15 @@ def _check_arguments(call: str, opt: Optimizer, compute_dtype: jnp.dtype) -> Non
 
 
 def _is_real(leaf: object) -> bool:
+    # There is no complex dtype of 16-bit parts.
     return is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
 def _master(param: ArrayLike) -> jax.Array | None:
-    """A copy of its own: the state may be donated while the parameters live on."""
+    """A copy of a floating parameter in float32 or wider; None for other leaves."""
     if not is_inexact(param):
         return None
+    # Also of a float32 parameter: the state may be donated and the parameter not.
     return jnp.array(param, dtype=wide_dtype(jnp.result_type(param)), copy=True)
 
 
@@ -218,7 +220,7 @@ def _check_state(call: str, state: PyTree) -> None:
 
 def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
     for path, leaf in named_leaves(params).items():
-        # Full-precision parameters would train, without what the copies are for.
+        # Full-precision parameters would train too, at full cost and without an error.
         if _is_real(leaf) and jnp.result_type(leaf) != dtype:
             got = f"{jnp.result_type(leaf)} at {path}"
             rule = f"must be compute copies, {dtype}"
@@ -233,8 +235,9 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
     def widened(grad: ArrayLike | None, master: jax.Array | None) -> jax.Array | None:
         if grad is None or master is None:
             return None
-        # Widened first: unscaled in float16 small gradients would vanish after all.
+        # Widened first: small gradients would vanish when unscaled in float16.
         wide = jnp.asarray(grad).astype(master.dtype)
+        # Times the reciprocal, as torch's GradScaler: exact for powers of two.
         return wide if scale is None else wide * (1 / scale.scale.astype(wide.dtype))
 
     structure: Any
@@ -244,9 +247,9 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
 
 
 def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyTree:
-    """New compute copies; where the gradient was None, the old one itself.
+    """New compute copies, or with `updates` the differences of masters and old copies.
 
-    As updates what leads from the old copies to the masters, which add up there.
+    A copy whose gradient is None is returned unchanged.
     """
 
     def one(
@@ -255,7 +258,7 @@ def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyT
         if grad is None or master is None:
             return jnp.zeros_like(param) if updates else param
         if updates:
-            # From the rounded copy: what is added to it must lead to the master.
+            # From the rounded copy, because copy + update must be the master.
             return master - jnp.asarray(param).astype(master.dtype)
         return master.astype(param.dtype)
 

@@ -1,9 +1,7 @@
-"""Both ways between jdist's optimizers and optax's gradient transformations.
+"""Conversion between jdist's optimizers and optax's gradient transformations.
 
-optax separates the update from its application, p + u. `as_optax` gives the update
-that a step of jdist adds (`Optimizer.updates`): what follows in a chain may scale it.
-
-optax is imported when `as_optax` is called, not before: jdist does not depend on it.
+optax separates the update from its application, p + u. `as_optax` returns the update
+that a step of jdist adds (`Optimizer.updates`), which later links of a chain may scale.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
-    """An optax transformation that makes the steps of `opt`, for `optax.chain`.
+    """Converts an optimizer to an optax transformation, for `optax.chain`.
 
     Its `update` needs `params`. Extra arguments named like hyperparameters of `opt`
     override them for the step; others, meant for other links of a chain, are ignored.
-    A None in the gradients, and a leaf that is no floating array, gets an update of 0.
-    Its state is the tuple of the arrays of `opt`'s own state. Flax NNX takes both.
+    The update of a None gradient, and of a leaf that is not a floating array, is 0. The
+    state is the tuple of the arrays of `opt`'s own state, as Flax NNX requires.
 
     Raises:
       Unavailable: optax is not installed.
-      TypeError: `opt` is no optimizer of jdist.
+      TypeError: `opt` is not an optimizer of jdist.
       ValueError: In `update`: `params` is missing.
 
     Example:
@@ -44,6 +42,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
       ['0.9000', '2.1000']
     """
     check_optimizer("as_optax(opt=...)", opt)
+    # Here and not at the top: jdist does not depend on optax.
     try:
         import optax
     except ImportError as error:
@@ -56,10 +55,9 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
             argument = f"as_optax({opt.name}).update(params=...)"
             remedy = "Pass the parameters as third argument."
             raise ValueError(requirement(argument, "must be given", None, remedy))
-        # Other links of a chain get the same arguments, and theirs are not refused
-        # here.
+        # All links of a chain get the same arguments, so that others' are ignored here.
         mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
-        # Found again from the parameters, abstractly: nothing is computed for it.
+        # By abstract evaluation, which allocates nothing.
         structure: Any = jax.tree.structure(jax.eval_shape(opt.init, params))
         own = structure.unflatten(state)
         moves, own = opt.updates(params, updates, own, **mine)
@@ -69,28 +67,27 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
 
 
 def _flat(state: PyTree) -> tuple[PyTree, ...]:
-    """A state's arrays, without its structure, which the parameters determine."""
-    # The structure is like the parameters, with the algorithm's state in each place.
-    # Flax NNX calls `init` with variables there and `update` with plain arrays, and
-    # wants one structure from both.
+    """The arrays of a state; the parameters determine its structure."""
+    # Flax NNX calls `init` with variables for leaves and `update` with arrays, and
+    # needs the same structure from both.
     return tuple(jax.tree.leaves(state))
 
 
 def from_optax(
     tx: "optax.GradientTransformation", *, extra_args: Sequence[str] = ()
 ) -> Optimizer:
-    """An optimizer that makes the steps of an optax transformation.
+    """Converts an optax transformation to an optimizer.
 
-    `init` returns optax's own state. Only floating leaves are shown to optax.
+    `init` returns optax's own state. optax gets the floating leaves only.
 
     Args:
       tx: Any gradient transformation; `optax.chain`, schedules and masks included.
-      extra_args: Names of extra arguments that `tx.update` takes, such as `value`; the
-        step takes them by keyword and passes them on.
+      extra_args: Names of extra arguments that `tx.update` takes, such as `value`; a
+        step takes them by keyword.
 
     Raises:
-      TypeError: `tx` has no `init` and `update`. In `step`: an override, since optax's
-        hyperparameters are inside its functions.
+      TypeError: `tx` has no `init` and `update`. In `step`: an override of a
+        hyperparameter, which optax's functions close over.
       ValueError: In `step`: a gradient is None. optax keeps one count and one state for
         all parameters, so no leaf can be skipped; use `optax.masked`, or give each
         group of parameters its own transformation with `by_label`.
@@ -108,6 +105,7 @@ def from_optax(
     call = "from_optax(tx).step"
 
     def init_tree(params: PyTree) -> PyTree:
+        # optax would make moments of integers, and update them.
         return tx.init(split_inexact(params)[0])
 
     def step_tree(
@@ -136,7 +134,11 @@ def from_optax(
 
 
 def _floating_gradients(call: str, params: PyTree, grads: PyTree) -> PyTree:
-    """The gradients of floating leaves, None elsewhere; none may be missing."""
+    """The gradients of floating leaves, and None for others.
+
+    Raises:
+      ValueError: A floating leaf has no gradient.
+    """
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     kept = []
     for (keys, param), grad in zip(
@@ -156,7 +158,7 @@ def _floating_gradients(call: str, params: PyTree, grads: PyTree) -> PyTree:
 
 
 def _applied(param: ArrayLike, update: ArrayLike) -> jax.Array:
-    """p + u as optax.apply_updates does it: in 32 bits at least, rounded once."""
+    """p + u as in `optax.apply_updates`: in float32 or wider, rounded once."""
     param = jnp.asarray(param)
     wide = wide_dtype(param.dtype)
     return (param.astype(wide) + jnp.asarray(update, wide)).astype(param.dtype)

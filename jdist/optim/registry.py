@@ -1,4 +1,4 @@
-"""Functional optimizers by torch's class names, and how others join them."""
+"""The registry of functional optimizers, by torch's class names."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from jdist.optim.algorithms.rmsprop import rmsprop
 from jdist.optim.algorithms.rprop import rprop
 from jdist.optim.algorithms.sgd import sgd
 
-# torch's class names, by which programs written for it look optimizers up.
+# torch's class names, which programs written for torch look up.
 _constructors: dict[str, Callable[..., Optimizer]] = {
     "Adadelta": adadelta,
     "Adagrad": adagrad,
@@ -32,6 +32,7 @@ _constructors: dict[str, Callable[..., Optimizer]] = {
     "SGD": sgd,
 }
 
+# Read-only: names are added only by the function below, which never replaces one.
 functional_optim_map: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
     _constructors
 )
@@ -47,8 +48,8 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
         one made by `leafwise` or `from_optax`.
 
     Raises:
-      ValueError: The name belongs to another constructor. (torch's function keeps the
-        old one and says nothing.)
+      ValueError: The name belongs to another constructor. (torch's function silently
+        keeps the old one.)
 
     Example:
       >>> import optax
@@ -63,7 +64,7 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
       `torch.distributed.optim.utils.register_functional_optim`.
     """
     call = "register_functional_optim"
-    # One step, so that of two threads that register a name one is refused.
+    # One atomic operation: if two threads register a name, one of them is refused.
     if _constructors.setdefault(name, constructor) is not constructor:
         rule = "must be a name that is free"
         remedy = "It belongs to another constructor; choose another name."

@@ -1,3 +1,3 @@
-"""One optimizer per file: the formula, the state of a leaf, and the constructor."""
+"""One optimizer per file: its formula, the state of a leaf, and the constructor."""
 
 __all__: list[str] = []

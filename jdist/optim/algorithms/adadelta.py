@@ -1,4 +1,4 @@
-"""Adadelta: steps as long as past steps, relative to past gradients.
+"""Adadelta: steps scaled by the ratio of past steps to past gradients, in RMS.
 
 g   <- -g                                         if maximize
 g   <- g + weight_decay * p
@@ -57,13 +57,14 @@ def adadelta(
     Args:
       lr: Factor of the step, at least 0.
       rho: Decay of both averages, in [0, 1].
-      eps: At least 0; added inside both square roots. It sets the first step's length.
+      eps: At least 0; added inside both square roots. It determines the length of the
+        first step.
       weight_decay: L2 penalty, at least 0.
       maximize: Ascend. The weight decay still shrinks the parameter.
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, or a flag no bool.
+      TypeError: A hyperparameter is not a number, or a flag not a bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,6 +84,7 @@ def adadelta(
 
     def init_leaf(param: jax.Array) -> AdadeltaState:
         step = count_zero() if counts else None
+        # Two arrays of zeros: a buffer can be donated once.
         return AdadeltaState(step, jnp.zeros_like(param), jnp.zeros_like(param))
 
     def step_leaf(

@@ -1,4 +1,4 @@
-"""Adagrad: each coordinate divided by the root of its summed squares.
+"""Adagrad: each coordinate divided by the root of the sum of its squared gradients.
 
 g   <- -g                       if maximize
 g   <- g + weight_decay * p
@@ -56,15 +56,15 @@ def adagrad(
       lr_decay: At least 0; the rate falls as 1 / (1 + (t - 1) * lr_decay). With a plain
         0 and no schedule no steps are counted, and no step can override it.
       weight_decay: L2 penalty, at least 0.
-      initial_accumulator_value: Where the sum starts, at least 0; `init` uses it, so
-        it is no schedule and no step can override it. Both parts of a complex
-        parameter start there.
+      initial_accumulator_value: Initial value of the sum, at least 0. Only `init` uses
+        it, so it cannot be a schedule or be overridden. Both parts of a complex
+        parameter start with it.
       eps: At least 0; added outside the square root.
       maximize: Ascend. The weight decay still shrinks the parameter.
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, or a flag no bool.
+      TypeError: A hyperparameter is not a number, or a flag not a bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,7 +94,7 @@ def adagrad(
         total = state.sum + grad * grad
         size = h.lr
         if state.step is not None:
-            # The count before this step: the first step has the whole rate.
+            # The count before this step: the first step has the undecayed rate.
             size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
         delta = -size * (grad / (jnp.sqrt(total) + h.eps))
         return Update(delta), AdagradState(counted(state.step), total)

@@ -78,7 +78,8 @@ def adam(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, `betas` not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,9 +116,10 @@ def adam_form(
     amsgrad: bool,
     decoupled: bool,
 ) -> Optimizer:
-    """The rule of Adam and AdamW."""
+    """An optimizer by the rule of Adam or, if decoupled, of AdamW."""
 
     def init_leaf(param: jax.Array) -> AdamState:
+        # Not one array of zeros for both: a buffer can be donated once.
         m, v = jnp.zeros_like(param), jnp.zeros_like(param)
         return AdamState(count_zero(), m, v, jnp.zeros_like(param) if amsgrad else None)
 
@@ -127,14 +129,14 @@ def adam_form(
         grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
-        # In the leaf's precision, so that float64 parameters get float64 corrections.
+        # In the leaf's precision: float64 parameters get float64 corrections.
         t = step.astype(param.dtype)
         m = average(state.exp_avg, grad, beta1)
         v = average(state.exp_avg_sq, grad * grad, beta2)
         largest = state.max_exp_avg_sq
-        # Of the uncorrected average, as in the paper and in torch.
+        # Before the bias correction, as in the paper and in torch, not as in optax.
         largest = None if largest is None else jnp.maximum(largest, v)
-        # Scalars take the corrections, so that each element is divided once.
+        # The corrections go into scalars, which leaves one division per element.
         root_c2 = jnp.sqrt(one_minus_power(beta2, t))
         size = h.lr * root_c2 / one_minus_power(beta1, t)
         denominator = jnp.sqrt(v if largest is None else largest) + h.eps * root_c2

@@ -59,7 +59,8 @@ def adamax(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, `betas` not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,6 +74,7 @@ def adamax(
       2015, algorithm 2.
     """
 
+    # Two arrays of zeros, because a buffer can be donated once.
     def init_leaf(param: jax.Array) -> AdamaxState:
         return AdamaxState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
 
@@ -83,8 +85,7 @@ def adamax(
         beta1, beta2 = h.betas
         step = state.step + 1
         m = average(state.exp_avg, grad, beta1)
-        # eps goes into the maximum, where torch adds it, so that the divisor is never
-        # 0.
+        # eps inside the maximum, as in torch, keeps the divisor above 0.
         peak = jnp.maximum(beta2 * state.exp_inf, jnp.abs(grad) + h.eps)
         # A maximum needs no bias correction; the average does.
         size = h.lr / one_minus_power(beta1, step.astype(param.dtype))

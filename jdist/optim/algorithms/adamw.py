@@ -1,4 +1,4 @@
-"""AdamW: Adam with decoupled weight decay; the formula stands in `adam`."""
+"""AdamW: Adam with decoupled weight decay; the formula is in `adam`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adamw(
     """AdamW, as `torch.optim.AdamW` and `_FunctionalAdamW`.
 
     The parameter is multiplied by 1 - lr * weight_decay before the moments are updated,
-    and the gradient is not touched. (optax's default decay is 1e-4, torch's 1e-2.)
+    and the gradient does not change. (optax's default decay is 1e-4, torch's 1e-2.)
 
     Args:
       lr: Learning rate, at least 0.
@@ -37,7 +37,8 @@ def adamw(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, `betas` not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp

@@ -7,7 +7,7 @@
     eta  <- lr / (1 + lambd * lr * t)^alpha
     mu   <- 1 / max(1, t - t0)
 
-The average a, in the state, is what the method is named for: take it as the result.
+The average a, in the state, is the result of the method.
 
 eta and mu are computed and kept in the parameter's precision, float32 at least. torch
 keeps them in its *default* dtype: for float64 parameters its runs are these to rounding
@@ -59,17 +59,19 @@ def asgd(
     """Averaged SGD, as `torch.optim.ASGD`. (torch has no functional class of it.)
 
     Args:
-      lr: Learning rate of the first step, at least 0; a step sets the rate of the next,
-        so that an override or a schedule acts one step later, as in torch.
-      lambd: Decay of the rate, and of the parameter.
-      alpha: Power of the decay of the rate.
-      t0: Steps before the averaging begins; up to then the average is the iterate.
+      lr: Learning rate of the first step, at least 0. Each step sets the rate of the
+        next, so that an override or a schedule takes effect one step later, as in
+        torch.
+      lambd: Decay of the rate and of the parameter.
+      alpha: Exponent of the decay of the rate.
+      t0: Number of steps before averaging begins; until then the average equals the
+        iterate.
       weight_decay: L2 penalty, at least 0.
       maximize: Ascend. Both decays still shrink the parameter.
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, or a flag no bool.
+      TypeError: A hyperparameter is not a number, or a flag not a bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +86,7 @@ def asgd(
     """
 
     def init_leaf(param: jax.Array) -> ASGDState:
-        # In bfloat16 both would move in steps of nearly a percent.
+        # bfloat16 has a spacing of up to 0.8 %, too coarse for a rate.
         real = wide_dtype(param.dtype)
         eta, mu = jnp.zeros((), real), jnp.ones((), real)
         return ASGDState(count_zero(), eta, mu, jnp.zeros_like(param))
@@ -93,16 +95,16 @@ def asgd(
         param: jax.Array, grad: jax.Array, state: ASGDState, h: SimpleNamespace
     ) -> tuple[Update, ASGDState]:
         grad = penalized(param, grad, h)
-        # torch makes the state at the first step, so that the rate of that step counts.
+        # torch creates the state in the first step, with the rate of that step.
         eta = jnp.where(state.step == 0, h.lr, state.eta).astype(param.dtype)
         # As a decay, because torch multiplies first and rounds before it adds.
         update = Update(-eta * grad, decay=h.lambd * eta)
         new = update.applied(param)
-        # Where mu is 1 torch copies; a + (p - a) would round.
+        # torch copies where mu is 1, because a + (p - a) rounds.
         ax = jnp.where(state.mu == 1, new, state.ax + state.mu * (new - state.ax))
         step = state.step + 1
         t = step.astype(param.dtype)
-        # For the next step: torch updates the rate at the end of a step.
+        # For the next step, because torch updates the rate at the end of a step.
         next_eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
         next_mu = 1 / jnp.maximum(1, t - h.t0)
         return update, ASGDState(step, next_eta, next_mu, ax)

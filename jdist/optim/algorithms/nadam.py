@@ -84,7 +84,8 @@ def nadam(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, `betas` not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,7 +101,7 @@ def nadam(
     """
 
     def init_leaf(param: jax.Array) -> NAdamState:
-        # Each step multiplies it: in 16 bits the roundings would add up.
+        # A product over all steps: in 16 bits its rounding errors would add up.
         one = jnp.ones((), wide_dtype(param.dtype))
         return NAdamState(
             count_zero(), one, jnp.zeros_like(param), jnp.zeros_like(param)
@@ -114,8 +115,8 @@ def nadam(
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
-        # 0.96 to a power by its logarithm, which is taken on the host in double
-        # precision.
+        # By the logarithm of 0.96, computed on the host in double precision: float32
+        # would lose digits of it.
         mu, mu_next = (
             beta1 * (1 - 0.5 * jnp.exp(count * h.momentum_decay * log(0.96)))
             for count in (t, t + 1)
@@ -126,7 +127,7 @@ def nadam(
         of_grad = h.lr * (1 - mu) / (1 - product)
         of_m = h.lr * mu_next / (1 - product * mu_next)
         denominator = jnp.sqrt(v / one_minus_power(beta2, t)) + h.eps
-        # Both parts have one divisor: one division per element in place of torch's two.
+        # One division per element instead of torch's two: the divisors are equal.
         delta = -((of_grad * grad + of_m * m) / denominator)
         update = Update(delta, decay(h) if decoupled else 0)
         return update, NAdamState(step, product, m, v)

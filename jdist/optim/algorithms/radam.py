@@ -1,4 +1,4 @@
-"""RAdam: Adam that waits until its second moment can be trusted.
+"""RAdam: Adam whose adaptive rate begins once its variance is tractable.
 
     g    <- -g                                 if maximize
     g    <- g + weight_decay * p               unless decoupled
@@ -11,8 +11,8 @@
                                                if rho > 5
             p - lr * m / (1 - beta1^t)         else
 
-As it stands, rho is the small difference of two large numbers: about 5 out of 2000 in
-the early steps, where r is smallest and float32 would leave three digits of it. With
+In this form rho is the small difference of two large numbers: about 5 out of 2000 in
+the early steps, where r is smallest and float32 would keep three digits of it. With
 x = -log(beta2) and L(y) = coth(y) - 1/y, which is small for small y, it is also
 
     rho  =  t + L(x/2) - t L(x t/2)
@@ -72,7 +72,7 @@ def radam(
 
     Args:
       lr: Learning rate, at least 0. The first steps, up to the fifth with the default
-        betas, are plain momentum steps: as long as the gradient is large.
+        betas, are plain momentum steps, proportional to the gradient.
       betas: Decays of the averages of the gradient and of its square, in [0, 1).
       eps: At least 0; added outside the square root, before the bias correction.
       weight_decay: At least 0: an L2 penalty, or decoupled.
@@ -81,7 +81,8 @@ def radam(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, `betas` not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,6 +97,7 @@ def radam(
       of the adaptive learning rate and beyond, ICLR 2020, algorithm 2.
     """
 
+    # Two arrays of zeros, because a buffer can be donated once.
     def init_leaf(param: jax.Array) -> RAdamState:
         return RAdamState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
 
@@ -107,12 +109,14 @@ def radam(
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
+        # Both averages from the first step on; only the division by v begins later.
         m = average(state.exp_avg, grad, beta1)
         v = average(state.exp_avg_sq, grad * grad, beta2)
         rho, rectifier = _rectifier(beta2, t)
         size = h.lr / one_minus_power(beta1, t)
         rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
-        # Selected and not branched: the count is on the device.
+        # Selected, not branched: the count is on the device. 5 is torch's bound; the
+        # paper's is 4, where r is 0.
         delta = -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
         update = Update(delta, decay(h) if decoupled else 0)
         return update, RAdamState(step, m, v)
@@ -133,10 +137,11 @@ def radam(
 
 
 def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """rho at step t, and r; r means something only where rho > 5."""
+    """rho and r at step t; r is meaningful only where rho > 5."""
     longest = (1 + beta2) / (1 - beta2)
     x = -log(beta2)
-    # Each form where it is exact: the poles are harmless once x t / 2 is not small.
+    # Each form where it is accurate: the series only for small x t / 2, where the
+    # poles of the other cancel.
     rho = jnp.where(
         x * t < 0.2,
         t + _langevin(jnp.asarray(x / 2, t.dtype)) - t * _langevin(x * t / 2),
@@ -150,6 +155,6 @@ def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.A
 
 def _langevin(y: jax.Array) -> jax.Array:
     """coth(y) - 1/y for 0 < y <= 0.1, by its series: the next term is below 1e-15."""
-    # The series in y^2: both terms of the definition are large and nearly equal here.
+    # The definition would subtract nearly equal large terms here.
     z = y * y
     return y * (1 / 3 - z * (1 / 45 - z * (2 / 945 - z * (1 / 4725 - z * 2 / 93555))))

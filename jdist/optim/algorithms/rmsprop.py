@@ -9,9 +9,9 @@
     p   <- p - lr * b                                 lr after the buffer
            p - lr * g / (q + eps)                     without
 
-eps stands *outside* the root; `optax.rmsprop` has it inside by default. s - a^2 is a
-variance, but its difference of rounded numbers can be negative, and the parameter then
-becomes NaN, as in torch.
+eps is *outside* the root; `optax.rmsprop` has it inside by default. s - a^2 is a
+variance, but the difference of rounded numbers can be negative, which makes the
+parameter NaN, as in torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def rmsprop(
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, or a flag no bool.
+      TypeError: A hyperparameter is not a number, or a flag not a bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -89,7 +89,7 @@ def rmsprop(
       `torch.optim.rmsprop._single_tensor_rmsprop`, torch 2.13; Hinton, Neural networks
       for machine learning, lecture 6e; Graves, arXiv:1308.0850, equations 38 to 45.
     """
-    # As in torch: a buffer that no step uses would be memory of a parameter's size.
+    # As in torch: an unused buffer would take the memory of a parameter.
     has_buffer = not known_zero(momentum)
     # A count is one more array in and out of a step for each leaf.
     counts = scheduled(lr, alpha, eps, weight_decay, momentum)
@@ -111,13 +111,12 @@ def rmsprop(
         if state.grad_avg is not None:
             mean = average(state.grad_avg, grad, h.alpha)
             variance = square - mean * mean
-        # Not clamped at 0: the NaN of a negative variance is torch's, and hides
-        # nothing.
+        # Not clamped at 0: torch returns NaN for a negative variance, too.
         update = grad / (jnp.sqrt(variance) + h.eps)
         buffer = state.momentum_buffer
         if buffer is not None:
-            # The rate is applied behind the buffer: an override of lr acts on old
-            # gradients too.
+            # lr is applied after the buffer, so that an override scales old gradients
+            # too.
             update = buffer = h.momentum * buffer + update
         return Update(-h.lr * update), RMSpropState(
             counted(state.step), square, mean, buffer

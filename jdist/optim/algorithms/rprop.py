@@ -1,4 +1,4 @@
-"""Rprop: a step length per coordinate, which grows while the sign stays.
+"""Rprop: a step length per coordinate that grows while the gradient keeps its sign.
 
     g     <- -g                                       if maximize
     f     =  eta+ if g * g' > 0,  eta- if g * g' < 0,  1 if it is 0
@@ -51,14 +51,14 @@ def rprop(
     Args:
       lr: The length of a leaf's first step, at least 0, subject to `step_sizes`; no
         later step uses it.
-      etas: Factors of the length after a change of sign, in (0, 1), and without one,
-        above 1.
+      etas: Factors of the length: in (0, 1) after a change of sign, above 1 without.
       step_sizes: Smallest and largest length, at least 0.
       maximize: Ascend.
 
     Raises:
       ValueError: A hyperparameter is out of range.
-      TypeError: A hyperparameter is no number, a pair no pair, or a flag no bool.
+      TypeError: A hyperparameter is not a number, a pair not a pair, or a flag not a
+        bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,6 +73,7 @@ def rprop(
       without backtracking of Igel and Huesken, 2000 (iRprop-).
     """
 
+    # Two arrays of zeros, because a buffer can be donated once.
     def init_leaf(param: jax.Array) -> RpropState:
         return RpropState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
 
@@ -80,17 +81,17 @@ def rprop(
         param: jax.Array, grad: jax.Array, state: RpropState, h: SimpleNamespace
     ) -> tuple[Update, RpropState]:
         grad = ascending(grad, h)
-        # Of two Python numbers `where` would make float64, where that is switched on.
+        # `where` of two Python numbers is float64 if x64 is enabled.
         shrink, grow, same = (jnp.asarray(x, param.dtype) for x in (*h.etas, 1.0))
         # At the first step prev is 0 and so is the product: the length stays lr.
         agreement = grad * state.prev
         factor = jnp.where(agreement > 0, grow, jnp.where(agreement < 0, shrink, same))
-        # torch makes the state at the first step, so that the rate of that step counts.
+        # torch creates the state in the first step, with the rate of that step.
         length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
-        # Clipped also at the first step, as in torch.
+        # torch clips the length of the first step too.
         length = jnp.clip(length * factor, *h.step_sizes)
-        # The zero is remembered too, so that the step after a change of sign keeps its
-        # length.
+        # The zero is stored too: the product in the next step is then 0, which keeps
+        # the length.
         grad = jnp.where(agreement < 0, 0, grad)
         return Update(-jnp.sign(grad) * length), RpropState(
             state.step + 1, grad, length

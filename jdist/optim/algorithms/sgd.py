@@ -7,8 +7,8 @@
     g  <- g + momentum * b                      if nesterov, else b
     p  <- p - lr * g
 
-Without momentum, g is used as it is and no buffer is kept. Without dampening both forms
-of b are the same number for a buffer that starts as -0: no count is kept then either.
+Without momentum, b is g and no buffer is kept. Without dampening, both forms of b are
+equal for a buffer that starts as -0, and no count is kept either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jdist.optim._hyperparameters import (
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import counted, penalized
 
-# torch refuses both too: without momentum there is nothing to look ahead by.
+# As in torch: the look-ahead is a step of the momentum.
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
 EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
 
@@ -63,11 +63,11 @@ def sgd(
       lr: Learning rate, at least 0. (torch's functional class has 1e-2, like this;
         `torch.optim.SGD` has 1e-3.)
       momentum: At least 0. With a plain 0 no buffer is kept, and no step can override
-        it. An override of 0 in an optimizer that has a buffer is one step without
-        memory: the buffer becomes the (dampened) gradient.
-      dampening: Subtracted from 1 to scale what enters the buffer, except at the first
-        step, when the gradient enters whole. With a momentum and a plain 0 here, no
-        step can override it: nothing tells the first step apart.
+        it. An override of 0 in an optimizer with a buffer replaces the buffer by the
+        (dampened) gradient.
+      dampening: The gradient enters the buffer with a factor of 1 - dampening, except
+        in the first step, where the factor is 1. With a momentum and a plain 0 here no
+        step can override it, because the first step is not counted.
       weight_decay: L2 penalty, at least 0; added to the gradient.
       nesterov: Look ahead by one momentum step; needs momentum and no dampening.
       maximize: Ascend. The weight decay still shrinks the parameter.
@@ -75,7 +75,7 @@ def sgd(
     Raises:
       ValueError: A hyperparameter is out of range, or nesterov without momentum or
         with dampening.
-      TypeError: A hyperparameter is no number, or a flag no bool.
+      TypeError: A hyperparameter is not a number, or a flag not a bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -90,7 +90,7 @@ def sgd(
       `torch.optim.sgd._single_tensor_sgd`, torch 2.13; Sutskever et al., On the
       importance of initialization and momentum in deep learning, ICML 2013.
     """
-    # An override may be 0 and traced; only a Python 0 says that none will be needed.
+    # An array may be 0 now and another number later; only a Python 0 rules that out.
     has_buffer = not known_zero(momentum)
     # A count is one more array in and out per leaf: 1.26 of the time of 1000 leaves.
     counts = scheduled(lr, momentum, dampening, weight_decay) or (
@@ -98,7 +98,7 @@ def sgd(
     )
 
     def init_leaf(param: jax.Array) -> SGDState:
-        # Not 0: momentum * -0 + g is g for every g, and 0 + -0 would be 0.
+        # -0, because momentum * -0 + g is g also for g = -0, where 0 + -0 is 0.
         buffer = jnp.full_like(param, -0.0) if has_buffer else None
         return SGDState(count_zero() if counts else None, buffer)
 
@@ -110,9 +110,9 @@ def sgd(
         if buffer is not None and state.step is None:
             buffer = h.momentum * buffer + grad
         elif buffer is not None:
-            # Both forms are computed and one is selected: the count is on the device.
+            # Selected, not branched: the count is on the device.
             later = h.momentum * buffer + (1 - h.dampening) * grad
-            # torch does not dampen the first gradient.
+            # torch does not dampen the first gradient of a parameter.
             buffer = jnp.where(state.step == 0, grad, later)
         if buffer is not None:
             grad = grad + h.momentum * buffer if nesterov else buffer

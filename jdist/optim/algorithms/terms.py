@@ -1,8 +1,8 @@
-"""Terms that several algorithms share, each written once and with its precision.
+"""Terms that several algorithms share, each with the precision it needs.
 
 torch computes bias corrections on the host in float64. A compiled step has only the
-parameter's precision, and in float32 `1 - b**t` has lost half of its digits at t = 1
-(a relative error of 1e-5 for b = 0.999). So they are written with `expm1` here.
+parameter's precision, and `1 - b**t` in float32 has lost half of its digits at t = 1
+(a relative error of 1e-5 for b = 0.999). They are therefore computed by `expm1`.
 """
 
 import math
@@ -16,7 +16,7 @@ from jdist.optim._hyperparameters import known_zero
 
 def penalized(param: jax.Array, grad: jax.Array, h: SimpleNamespace) -> jax.Array:
     """The gradient to descend, with the L2 penalty: -g if maximize, then + wd * p."""
-    # In this order, as in torch, the penalty shrinks the parameter under maximize too.
+    # The sign first, as in torch: the penalty shrinks the parameter under maximize too.
     grad = ascending(grad, h)
     return grad if known_zero(h.weight_decay) else grad + h.weight_decay * param
 
@@ -27,8 +27,8 @@ def ascending(grad: jax.Array, h: SimpleNamespace) -> jax.Array:
 
 
 def decay(h: SimpleNamespace) -> float | jax.Array:
-    """By which fraction decoupled weight decay shrinks the parameter, lr * wd."""
-    # A Python 0 lets the program leave the product out.
+    """The fraction by which decoupled weight decay shrinks the parameter, lr * wd."""
+    # A Python 0 lets the program omit the product.
     return 0 if known_zero(h.weight_decay) else h.lr * h.weight_decay
 
 
@@ -43,9 +43,9 @@ def counted(step: jax.Array | None) -> jax.Array | None:
 
 
 def log(x: float | jax.Array) -> float | jax.Array:
-    """Natural logarithm; on the host and in double precision for a Python number."""
+    """Natural logarithm, on the host in double precision for a Python number."""
     if isinstance(x, int | float):
-        # Python raises where JAX returns this; a beta may be 0.
+        # `math.log(0)` raises; a beta may be 0.
         return math.log(x) if x > 0 else -math.inf
     return jnp.log(x)
 
