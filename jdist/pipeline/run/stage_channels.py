@@ -46,7 +46,7 @@ class Places:
     devices: Sequence[Place]
     own: Sequence[int]
 
-    @property
+    @cached_property
     def loss(self) -> int:
         """The stage number that stands for the loss, which runs with the last stage."""
         return len(self.schedule.placement)

@@ -62,6 +62,7 @@ from jdist.pipeline.run.stage_channels import (
     ending,
     places_on,
 )
+from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.place import (
     DATA_AXIS,
@@ -91,6 +92,9 @@ _VALUE, _FAILED = "pipeline.value", "pipeline.failed"
 _HERE, _GIVE_UP = "pipeline.here", "pipeline.give up"
 _RESTED = "pipeline.rested"
 _IDENTITY = "identity"
+_CALL, _TAG = "call", "tag"
+"""In the metadata of a value: address of the call, and its tag. They are packed as they
+are, where the codec would have to encode and decode them."""
 
 _PATIENCE = 1.0
 """Seconds of waiting after which a worker tells all others in which call it is: those
@@ -164,8 +168,9 @@ class PipelineMailbox:
         self._pipelines: Counter[str] = Counter()
         self._agent = agent
         self._functions = agent.codec.functions
-        agent.register(_VALUE, self._receive)
-        agent.register(_HERE, self._hear)
+        # Inline: neither waits, and every action of a pipeline sends a value.
+        agent.register(_VALUE, self._receive, inline=True)
+        agent.register(_HERE, self._hear, inline=True)
         agent.register(_FAILED, self._fail)
         agent.register(_GIVE_UP, self._give_up)
         agent.register(_RESTED, self._rested)
@@ -193,11 +198,11 @@ class PipelineMailbox:
     def _receive(
         self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> None:
-        pipeline, number, tag, value = body
+        pipeline, number = meta[_CALL]
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
-                found[MessageTag(*tag)] = value
+                found[MessageTag(*meta[_TAG])] = body
 
     def _hear(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
         with self.lock:
@@ -220,6 +225,8 @@ class PipelineMailbox:
 
     def _fail(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
         pipeline, number, described = body
+        # Outside of the lock: to make an exception may run a user's constructor, and
+        # inline handlers take the lock.
         error = rebuild(described, self._functions)
         self.fail((pipeline, number), CallFailure(error, told=True))
 
@@ -235,7 +242,8 @@ class PipelineMailbox:
         self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]
     ) -> list[PyTree] | None:
         """Aborts a call that is not decided; returns the decision if it is."""
-        pipeline, number, _ = body
+        pipeline, number, described = body
+        error = rebuild(described, self._functions)  # as in `_fail`
         # Comparison and failure under one lock, as the decision is: either the leader
         # has decided, or it will find the failure.
         with self.lock:
@@ -244,7 +252,7 @@ class PipelineMailbox:
                 # The decision of this call and not a later one, which could not have
                 # succeeded without the caller's vote.
                 return told
-            self._fail(caller, body, meta)
+            self.fail((pipeline, number), CallFailure(error, told=True))
             return None
 
     def _rested(
@@ -442,21 +450,25 @@ class WorkerChannels:
 
     def _put(self, tag: MessageTag, other: int, value: PyTree) -> None:
         """Sends a value to another process."""
-        body = (*self._address, tuple(tag), value)
+        if tag.kind == "B":
+            # A plain tuple: the name of its class would have to be looked up.
+            cotangent, share = value
+            value = cotangent, tuple(share)
         # On a CPU the core that computes is the one that sends: a value sent by another
         # thread would wait for the scheduler, and the other worker for the value. Next
         # to an accelerator a thread of the pool waits for the value and sends it.
         if self._computes_here:
-            self._send(other, body)
+            self._send(tag, other, value)
         else:
-            self._agent.pool.run(lambda: self._send(other, body))
+            self._agent.pool.run(lambda: self._send(tag, other, value))
 
-    def _send(self, other: int, body: PyTree) -> None:
+    def _send(self, tag: MessageTag, other: int, value: PyTree) -> None:
         agent, to = self._agent, self._names[other]
+        meta = {**self._meta, _CALL: self._address, _TAG: tag}
         try:
             if self._members.joint:
-                self._computed(body)
-            sent = agent.outgoing(to, _VALUE, body, self._limit, self._meta)
+                self._computed(value)
+            sent = agent.outgoing(to, _VALUE, value, self._limit, meta)
             agent.request(sent._replace(ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
             self._failed(error)
@@ -488,7 +500,12 @@ class WorkerChannels:
             for name in self._senders(tag):
                 self._compare(name)
             value = self._mailbox.arrived[self._address].pop(tag)
-        return value if tag.kind == "C" else received(value, self._place)
+        if tag.kind != "C":
+            value = received(value, self._place)
+        if tag.kind == "B":
+            cotangent, share = value
+            return cotangent, MicroBatchShare(*share)
+        return value
 
     def _senders(self, tag: MessageTag) -> list[str]:
         """The processes that may send a message of a tag."""

@@ -31,8 +31,8 @@ from jdist.rpc.base.worker_info import WorkerInfo
 __all__ = [
     "DEFAULT", "LONGEST", "NEVER", "NOT_INITIALIZED", "Cancellable", "Deadline", "Meta",
     "Operation", "RunningCall", "Scope", "Worker", "acting_as", "add", "becoming",
-    "check_timeout", "deadline", "exceeded", "from_meta", "moment", "remove", "resolve",
-    "scope", "use_worker", "why_none", "with_deadline", "worker",
+    "check_may_wait", "check_timeout", "deadline", "exceeded", "from_meta", "moment",
+    "remove", "resolve", "scope", "use_worker", "why_none", "with_deadline", "worker",
 ]  # fmt: skip
 
 
@@ -199,12 +199,14 @@ class Scope(msgspec.Struct, frozen=True):
       deadline: That of the call being executed.
       execution: The call being executed, if it is one.
       depth: How many calls lie below this one on the same thread's stack.
+      reading: Whether this is the thread that reads a connection, which must not wait.
     """
 
     agent: Worker
     deadline: Deadline = NEVER
     execution: RunningCall | None = None
     depth: int = 0
+    reading: bool = False
 
 
 scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
@@ -326,6 +328,20 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def check_may_wait() -> None:
+    """Check that this is no thread that reads a connection; see `Agent.register`.
+
+    Raises:
+      RpcError: It is.
+    """
+    current = scope.get()
+    if current is not None and current.reading:
+        rule = "must never wait: its connection is not read meanwhile"
+        call = "Agent.register(inline=...)"
+        operation = "" if current.execution is None else current.execution.operation
+        raise RpcError(requirement(call, rule, f"a wait within {operation}"))
 
 
 def deadline() -> Deadline:

@@ -191,6 +191,7 @@ class Future(Generic[T]):
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; returns False if `until` passed first."""
+        current.check_may_wait()
         # Not an event: those are written in Python, and an interrupt breaks them.
         waiter = threading.Lock()
         waiter.acquire()
@@ -328,6 +329,8 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     for future in waited:
         if watch(future, ring := functools.partial(one_done, future)):
             ring()
+    if left:
+        current.check_may_wait()
     while left:
         try:
             progress.get(timeout=limit.remaining())

@@ -211,7 +211,9 @@ class Agent:
         """The address at which others reach this worker."""
         return self._transport.address
 
-    def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
+    def register(
+        self, kind: str, handler: Handler, limited: bool = False, inline: bool = False
+    ) -> None:
         """Registers `handler(caller, body, meta)` for requests of this kind.
 
         It returns a value, a `Reply` with metadata, or a Future of one.
@@ -222,11 +224,14 @@ class Agent:
           limited: Whether it runs functions of the user's: no more of them run for
             programs at a time than `RpcOptions.threads` says. What the library sends
             itself must not wait behind these.
+          inline: Whether the thread that reads a shared connection runs it, which saves
+            the hand-off to another thread. It must never wait, nor run code of users:
+            the connection is not read meanwhile.
 
         Raises:
-          ValueError: The kind has a handler.
+          ValueError: The kind has a handler, or `limited` and `inline` are both given.
         """
-        self.callee.register(kind, handler, limited)
+        self.callee.register(kind, handler, limited, inline)
 
     def set_interceptor(self, interceptor: Interceptor | None) -> None:
         """Sets the interceptor of all user-level calls; None removes it."""
@@ -337,6 +342,8 @@ class Agent:
         message = MessageContext(peer.info, meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
+        if scope is not None and scope.reading:
+            current.check_may_wait()
         execution = None if scope is None else scope.execution
         waiting = SyncCall(peer, outgoing.deadline, outgoing.operation, execution)
         try:

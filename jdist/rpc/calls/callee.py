@@ -2,10 +2,11 @@
 
 The thread that reads a pooled connection runs its calls itself: the caller waits for
 one answer at a time, and a hand-off between threads costs about 45 us, more than most
-calls. The thread that reads a shared connection only reads. Calls of users' functions
-have a limited number of places in the pool; what the library sends, such as a backward
-pass, and the calls that a called function makes have threads without limit. So no
-function can keep a message from being read, nor one of the library's from being served.
+calls. The thread that reads a shared connection runs nothing but handlers registered as
+inline, which never wait. Calls of users' functions have a limited number of places in
+the pool; what the library sends, such as a backward pass, and the calls that a called
+function makes have threads without limit. So no function can keep a message from being
+read, nor one of the library's from being served.
 """
 
 import contextvars
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from jdist._errors import requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Cancellable, Deadline, Meta, Operation, Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
@@ -28,7 +30,7 @@ from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
 from jdist.rpc.codec import Codec
-from jdist.rpc.codec.codes import Tree
+from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
@@ -227,20 +229,28 @@ class Callee:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
         self._limited: set[str] = set()
+        self._inline: set[str] = set()
         # By the caller's incarnation: a successor of its name counts its tickets anew.
         self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
-    def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
+    def register(
+        self, kind: str, handler: Handler, limited: bool = False, inline: bool = False
+    ) -> None:
         """Registers `handler` for requests of this kind; see `Agent.register`.
 
         Raises:
-          ValueError: The kind has a handler.
+          ValueError: The kind has a handler, or `limited` and `inline` are both given.
         """
         if kind in self._handlers:
             raise ValueError(f"Requests of kind {kind!r} have a handler already.")
+        if limited and inline:
+            rule = "must not run users' functions, which may wait"
+            raise ValueError(requirement("Agent.register(inline=...)", rule, kind))
         self._handlers[kind] = handler
         if limited:
             self._limited.add(kind)
+        if inline:
+            self._inline.add(kind)
 
     def needs_place(self, frame: Frame) -> bool:
         """Whether a request needs one of the limited places for users' functions."""
@@ -248,6 +258,15 @@ class Callee:
         # and give it back only when this call is over. So a function with a place never
         # waits for another place, whatever the workers call on each other.
         return frame.kind in self._limited and frame.meta.get(NESTED) is not True
+
+    def runs_inline(self, frame: Frame) -> bool:
+        """Whether the thread that reads a shared connection executes this request."""
+        # Otherwise a peer could make the reader import a module.
+        return (
+            frame.kind in self._inline
+            and NEEDS not in frame.meta
+            and not names_code(frame.tree)
+        )
 
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """Makes the execution of an incoming request, before `begin`."""
@@ -274,7 +293,11 @@ class Callee:
                 execution.cancel(_taken_back_by(caller))
 
     def execute(
-        self, execution: Execution, frame: Frame, depth: int = 0
+        self,
+        execution: Execution,
+        frame: Frame,
+        depth: int = 0,
+        reading: bool = False,
     ) -> Frame | Execution:
         """Runs a request; returns the answer, or the execution if it is deferred.
 
@@ -282,11 +305,12 @@ class Callee:
           execution: As `begin` made it.
           frame: The request.
           depth: How many calls lie below on this thread's stack.
+          reading: Whether this thread reads a shared connection.
         """
         # A context of its own: nothing of the thread's leaks into the function.
         context = contextvars.Context()
         try:
-            result = context.run(self._run, execution, frame, depth)
+            result = context.run(self._run, execution, frame, depth, reading)
             if isinstance(result, Future):
                 return self._defer(execution, frame.id, result)
             return self._success(execution, frame.id, result)
@@ -311,9 +335,11 @@ class Callee:
             tree, leaves = self._agent.codec.encode(described)
         return Frame(ERROR, number, {}, tree, leaves)
 
-    def _run(self, execution: Execution, frame: Frame, depth: int) -> Any:
+    def _run(
+        self, execution: Execution, frame: Frame, depth: int, reading: bool
+    ) -> Any:
         until = execution.deadline
-        current.scope.set(Scope(self._agent, until, execution, depth))
+        current.scope.set(Scope(self._agent, until, execution, depth, reading))
         if until.at is not None and until.at <= time.monotonic():
             raise RpcTimeout(f"{current.exceeded(until)} before the call was begun.")
         if execution.cancelled is not None:
@@ -460,6 +486,9 @@ class ServedConnection:
         if not frame.shared:
             self._serve(execution, frame)
             return True
+        if callee.runs_inline(frame):
+            self._serve(execution, frame, reading=True)
+            return True
         serve = functools.partial(self._serve, execution, frame)
         if before is not None and before.follow(serve):
             pass  # no thread of its own, which could only wait for the first one
@@ -474,6 +503,7 @@ class ServedConnection:
         execution: Execution,
         frame: Frame,
         before: tuple[Execution, Frame] | None = None,
+        reading: bool = False,
     ) -> None:
         """Executes a request and answers it.
 
@@ -482,9 +512,10 @@ class ServedConnection:
           frame: The request.
           before: A request that this one followed, and its answer, which is None and
             has not been sent.
+          reading: Whether this thread reads the connection.
         """
         try:
-            answer = self._agent.callee.execute(execution, frame)
+            answer = self._agent.callee.execute(execution, frame, 0, reading)
             if before is not None:
                 # One message for both, unless that would delay the first one.
                 if isinstance(answer, Frame):

@@ -112,7 +112,7 @@ class References:
         self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
-            self.delivery.handle(name, read, self._receive)
+            self.delivery.handle(name, read, self._receive, inline=True)
 
     def begin(self, incarnation: int) -> None:
         """Restarts with the incarnation that the group has given this worker."""
@@ -450,17 +450,26 @@ class References:
 
     def _receive(
         self, sender: WorkerInfo, messages: Sequence[Message]
-    ) -> tuple[list[Any], Callable[[], None]]:
+    ) -> tuple[list[Any], Callable[[], None] | None]:
+        with self._lock:
+            answers, more_to_do = self._react_to_all(incarnation_of(sender), messages)
+        return answers, self._perform_due if more_to_do or self.released else None
+
+    def _react_to_all(
+        self, sender: int, messages: Sequence[Message]
+    ) -> tuple[list[Any], bool]:
+        """Returns the answers, and whether effects are due."""
+        # A function of its own, so that its caller, which may be the thread that reads
+        # a connection, keeps no freed value: that may run a user's destructor.
         answers: list[Any] = []
         effects: Effects = []
-        with self._lock:
-            for message in messages:
-                answer, more = self._react(incarnation_of(sender), message)
-                answers.append(answer)
-                effects += more
-            if effects:
-                self._due.append((effects, None))
-        return answers, self._perform_due
+        for message in messages:
+            answer, more = self._react(sender, message)
+            answers.append(answer)
+            effects += more
+        if effects:
+            self._due.append((effects, None))
+        return answers, bool(effects)
 
     def _react(self, sender: int, message: Message) -> tuple[Any, Effects]:
         protocol = self._protocol

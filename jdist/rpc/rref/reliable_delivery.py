@@ -26,7 +26,9 @@ __all__ = ["GATHERING", "Answers", "QueuedMessage", "ReliableDelivery"]
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
 
-Handler = Callable[[WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None]]]
+Handler = Callable[
+    [WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None] | None]
+]
 
 GATHERING = 0.01
 """Seconds for which a message that can wait does so, for more to the same worker."""
@@ -85,16 +87,25 @@ class ReliableDelivery:
         self._inboxes: collections.defaultdict[int, _Inbox]
         self._inboxes = collections.defaultdict(_Inbox)
 
-    def handle(self, kind: str, unpack: Callable[[Any], Any], handler: Handler) -> None:
+    def handle(
+        self,
+        kind: str,
+        unpack: Callable[[Any], Any],
+        handler: Handler,
+        inline: bool = False,
+    ) -> None:
         """Registers the handler of messages of one kind.
 
         Args:
           kind: Of the messages.
           unpack: Makes a message of a row that arrived, or raises ProtocolError.
           handler: `handler(sender, messages)` takes a batch in. It returns the answers,
-            and a function that is called once these are noted: all that may block.
+            and a function that is called once these are noted, or None: all that may
+            block.
+          inline: Whether `unpack` and `handler` never wait; see `Agent.register`.
         """
-        self._agent.register(kind, functools.partial(self._read, unpack, handler))
+        read = functools.partial(self._read, unpack, handler, inline)
+        self._agent.register(kind, read, inline=inline)
 
     def send(
         self,
@@ -229,6 +240,7 @@ class ReliableDelivery:
         self,
         unpack: Callable[[Any], Any],
         handler: Handler,
+        inline: bool,
         sender: WorkerInfo,
         body: Any,
         meta: Meta,
@@ -246,7 +258,11 @@ class ReliableDelivery:
             inbox.prune(low_water_mark)
             answers, react = handler(sender, messages)
             inbox.answers[number] = answers
-        react()  # outside of the lock: it may block, and a repetition must not
+        # Outside of the lock: it may block, and a repetition must not.
+        if react is not None and inline:
+            self._agent.pool.run(react)
+        elif react is not None:
+            react()
         return _answer(answers)
 
 

@@ -1,0 +1,95 @@
+"""Handlers that run on the thread that reads a connection, and what is kept off it."""
+
+import threading
+
+import pytest
+
+from jdist import pipeline, rpc
+from jdist.rpc.base import current
+from tests.rpc.hosts import names
+
+KIND = "test.inline"
+ONE, OTHER = names(2)
+PATIENCE = 60
+
+assert pipeline  # it registers handlers of its own
+
+
+def told(caller, body, meta):
+    return threading.get_ident()
+
+
+@pytest.fixture
+def agents():
+    with rpc.local_cluster([ONE, OTHER], allow=["tests"]):
+        found = []
+        for name in (ONE, OTHER):
+            with rpc.use_worker(name):
+                found.append(current.worker())
+        yield found
+
+
+def asked(agent, body=None, kind=KIND):
+    with rpc.use_worker(agent.info.name):
+        return agent.call_async(OTHER, kind, body).wait(PATIENCE)
+
+
+def test_it_runs_on_the_thread_that_reads(agents):
+    one, other = agents
+    other.register(KIND, told, inline=True)
+    other.register("test.pool", told)
+    threads = {asked(one, number) for number in range(20)}
+    assert len(threads) == 1
+    serving = {thread.ident: thread.name for thread in threading.enumerate()}
+    assert serving[threads.pop()] == f"{OTHER}<-{ONE}"
+    assert serving[asked(one, 1, "test.pool")] == f"{OTHER} rpc"
+
+
+def test_a_body_that_names_code_is_decoded_elsewhere(agents):
+    """To look a name up imports a module, which may wait."""
+    one, other = agents
+    other.register(KIND, told, inline=True)
+    reader = asked(one, (1, "text", [2.5]))
+    assert asked(one, max) != reader
+    assert asked(one, (1, "text", [2.5])) == reader
+
+
+def wait_for_a_call(caller, body, meta):
+    current.worker().call(ONE, "test.pool", None)
+
+
+def wait_for_a_future(caller, body, meta):
+    rpc.Future().wait(PATIENCE)
+
+
+def wait_for_several(caller, body, meta):
+    rpc.wait_all([rpc.Future()], PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "handler", [wait_for_a_call, wait_for_a_future, wait_for_several]
+)
+def test_one_that_waits_is_refused(agents, handler):
+    one, other = agents
+    one.register("test.pool", told)
+    other.register(KIND, handler, inline=True)
+    with pytest.raises(rpc.RpcError, match="must never wait"):
+        asked(one)
+
+
+def test_users_functions_are_never_inline(agents):
+    with pytest.raises(ValueError, match="must not run users' functions"):
+        agents[0].register(KIND, told, limited=True, inline=True)
+
+
+def test_the_librarys_own(agents):
+    """Each of these was read for waits; a new one has to be."""
+    assert {*agents[0].callee._inline} <= {
+        "pipeline.here",
+        "pipeline.value",
+        "rref.abort",
+        "rref.accept",
+        "rref.delete",
+        "rref.fork",
+        "rref.take",
+    }
