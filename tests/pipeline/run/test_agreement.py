@@ -74,7 +74,7 @@ def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch)
     receive, lost = PipelineMailbox._receive, []
 
     def losing(mailbox, caller, body, meta):
-        if body[2][0] == "D" and body[1] == 1 and not lost:
+        if meta["tag"][0] == "D" and meta["call"][1] == 1 and not lost:
             lost.append(body)
         else:
             receive(mailbox, caller, body, meta)

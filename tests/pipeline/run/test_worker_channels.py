@@ -98,7 +98,7 @@ def no_outputs(monkeypatch):
     receive = PipelineMailbox._receive
 
     def losing(mailbox, caller, body, meta):
-        if body[2][0] != "F":
+        if meta["tag"][0] != "F":
             receive(mailbox, caller, body, meta)
 
     monkeypatch.setattr(PipelineMailbox, "_receive", losing)
