@@ -34,6 +34,10 @@ PINNED = OracleCheck(1.0, 1.0, 1e-8)
             Difference("backward", "head", (0, 1, 2, 5), float("inf"), "lost"),
             "backward, head, examples 0-2, 5: missing: lost",
         ),
+        (
+            Difference("forward", "head", (3, 9), 0.5, "off"),
+            "forward, head, examples 3, 9: 0.5 bounds: off",
+        ),
         (Difference("loss", "(loss)", (), 4.0, "off"), "loss, (loss): 4 bounds: off"),
     ],
 )
