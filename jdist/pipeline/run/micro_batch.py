@@ -153,16 +153,12 @@ def scaled_down(part: MicroBatch, exponent: int) -> MicroBatch:
     """
     # In float64: a division in float32 may round to denormal numbers, or to 0.
     wide = np.ldexp(part.weights.astype(np.float64), -exponent)
-    own = _at_least_tiny(wide).astype(part.weights.dtype)
-    return part._replace(weights=own, total=_total(own))
-
-
-def _at_least_tiny(weights: np.ndarray) -> np.ndarray:
-    """Raises positive weights to the smallest normal float32."""
-    # A positive weight must stay positive, because its example counts. Beside totals
-    # near 1 the smallest float32 adds nothing.
+    # A positive weight must stay positive, because its example counts, also where the
+    # quotient is 0 in float64. Beside totals near 1 the smallest float32 adds nothing.
     tiny = float(np.finfo(np.float32).tiny)
-    return np.where(weights > 0, np.maximum(weights, tiny), 0.0)
+    wide = np.where(part.weights > 0, np.maximum(wide, tiny), 0.0)
+    own = wide.astype(part.weights.dtype)
+    return part._replace(weights=own, total=_total(own))
 
 
 def check_sum(weights: Sequence[np.ndarray], call: str) -> None:

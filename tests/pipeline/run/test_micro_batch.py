@@ -131,6 +131,16 @@ def test_a_total_that_is_a_power_of_two_becomes_1(power):
     assert [part.total for part in normalized(given, "mean", "f")] == [1.0, 0.25]
 
 
+def test_a_sum_beyond_double_precision_has_an_exponent():
+    """3e308 is none of float64's numbers; another part may be as small as they get."""
+    given = parts_of([[1e-300], [1e308] * 3])
+    assert exponent_of(given) == exponent_of(given[::-1]) == 1025
+    small, large = normalized(given, "mean", "f")
+    assert large.weights.tolist() == [math.ldexp(1e308, -1025)] * 3
+    assert 0.5 < large.total <= 1
+    assert small.weights.tolist() == [TINY]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_would_vanish_is_raised_to_the_smallest_normal_number(dtype):
     (part,) = parts_of([[1.0, 1e-38, 0.0]], dtype)

@@ -265,6 +265,11 @@ def test_clocks_are_integers():
         Schedule.of([["0F0", "0B0"]], clock=[[0, 0.9]])
     found = Schedule.of([["0F0", "0B0"]], clock=[np.arange(2, 6, 2)])
     assert found.validate().clock.tolist() == [2, 4]
+    last = 2**31 - 1
+    found = Schedule.of([["0F0", "0B0"]], clock=[[0, last]])
+    assert found.validate().clock.tolist() == [0, last]
+    with pytest.raises(ScheduleError, match=f"{last + 1} is beyond what 32 bits hold"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0, last + 1]])
 
 
 def test_nothing_to_do_is_refused():
@@ -389,6 +394,8 @@ def test_clocks_stand_below_each_other():
     assert lines[0].startswith("worker  0 | 0F0   .    .  ")
     assert lines[10].endswith("  .    .   10F0")
     assert len({line.index("|") for line in lines}) == 1
+    # The tenth worker is number 9, of one digit.
+    assert str(forward_only(10, 1)).startswith("worker 0 | 0F0")
 
 
 @pytest.mark.parametrize("schedule", BOUNDED, ids=lambda schedule: schedule.name)

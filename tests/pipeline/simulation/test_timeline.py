@@ -130,6 +130,24 @@ def test_a_clock_that_is_behind_shows_no_latency_below_0():
     assert Timeline.from_records(records).latencies.tolist() == [0.0]
 
 
+def test_an_action_without_its_partner_waited_for_nothing():
+    """A part of a run: micro-batch 1 never came to the second stage."""
+    records = [
+        Record(0, "F", 0, 0, 0.0, 1.0),
+        Record(0, "F", 0, 1, 1.0, 2.0),
+        Record(1, "F", 1, 0, 1.5, 3.0),
+    ]
+    assert Timeline.from_records(records).latencies.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("lacking", ["activation_bytes", "weight_bytes"])
+def test_bytes_are_known_together_or_not_at_all(lacking):
+    costs = Costs(activation_bytes=[3.0, 5.0], weight_bytes=[100.0, 200.0])
+    found = simulate(pipeline.gpipe(2, 4), costs)
+    assert found.peak_bytes == (112.0, 220.0)
+    assert replace(found, **{lacking: None}).peak_bytes is None
+
+
 def test_of_no_time_at_all():
     found = simulate(pipeline.gpipe(2, 2), Costs(forward=0, backward=0))
     assert (found.makespan, found.bubble) == (0, 0)

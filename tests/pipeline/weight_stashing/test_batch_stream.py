@@ -103,6 +103,41 @@ def test_an_update_needs_an_example_that_counts(weights, groups, message):
         read(found)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_the_first_total_above_0_normalizes_the_others(size):
+    """A batch that counts for nothing has no size; a part after it goes on alike."""
+    given = [np.full(2, size * w) for w in (0.0, 3.0, 6.0, 0.75)]
+    supply = Supply([batch(2)] * 4, given, CALL)
+    parts = [
+        BatchStream(supply, 2, "mean", (2,), lambda micro: True, False, CALL)
+        for _ in range(2)
+    ]
+    totals = [total for part in parts for total in read(part).totals]
+    assert supply.first is not None
+    assert (supply.first.number, supply.first.batch) == (1, {})
+    assert 0.5 < totals[1] <= 1
+    np.testing.assert_allclose(
+        totals, [0, totals[1], 2 * totals[1], 0.25 * totals[1]], rtol=1e-15
+    )
+
+
+def test_weights_may_come_from_an_iterator_beside_a_list():
+    found = read(stream([batch(2)] * 2, iter([[1.0, 2.0], [4.0, 5.0]])))
+    assert (found.length, found.totals[1] / found.totals[0]) == (2, 3.0)
+    left_over = stream([batch(2)] * 2, iter([[1.0, 2.0]] * 3))
+    with pytest.raises(ValueError, match=r"each of the 2 batches\. Got 3"):
+        read(left_over)
+
+
+def test_weights_of_a_sum_beyond_single_precision_are_refused():
+    found = stream([batch(1)] * 2, [[1.0], np.array([1e39])], kind="sum")
+    assert found.reaches(0)
+    with pytest.raises(
+        ValueError, match=r"train\(weights=...\).*within float32.*1e\+39"
+    ):
+        found.reaches(1)
+
+
 @pytest.mark.parametrize(
     ("batches", "weights", "error", "message"),
     [
