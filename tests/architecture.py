@@ -47,7 +47,7 @@ FACES = {
 """Modules of a part that others may import, beside the part itself."""
 
 ROOMS = {
-    "segment": ("_programs _lookup", "_residuals", "_halves", "_segment", "internal"),
+    "segment": ("_programs _lookup", "_residuals", "_segment", "internal"),
     "optim": (
         "_hyperparameters _loss_scale",
         "_optimizer",

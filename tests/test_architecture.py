@@ -157,7 +157,7 @@ PLANTED_TOGETHER = {
     "one name for two classes": (
         {
             "jdist/optim/labels.py": "class Plan:\n    pass\n",
-            "jdist/segment/_halves.py": "def f():\n    class Plan:\n        pass\n",
+            "jdist/segment/_residuals.py": "def f():\n    class Plan:\n        pass\n",
         },
         "class Plan is in jdist/optim/labels.py too",
     ),

@@ -44,6 +44,7 @@ from jdist._compat.runtime import (
     let_go,
     placed,
     placed_as,
+    placed_at,
     require_backend,
     set_cpu_device_count,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "picks_by_row",
     "placed",
     "placed_as",
+    "placed_at",
     "reads",
     "refuse_as_argument",
     "require_backend",

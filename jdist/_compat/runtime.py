@@ -114,28 +114,35 @@ def placed(
 
 def beside(array: jax.Array | np.ndarray, value: jax.Array) -> jax.Array:
     """The cotangent of a value where the value is, committed if that is."""
+    place, committed = value.sharding, value.committed
     if isinstance(array, np.ndarray):
-        devices = list(value.devices())
-        if len(devices) > 1:
-            return jax.device_put(array, value.sharding)
-        abstract = _abstract(array.shape, array.dtype, False)
-        return xla_client.batched_device_put(
-            abstract, value.sharding, [array], devices, value.committed,
-            enable_x64=True,
-        )  # fmt: skip
-    same = array.sharding == value.sharding
-    if value.committed:
+        return placed_at(array, place, committed)
+    # Identity first: a comparison takes longer, and most arrays share one.
+    same = array.sharding is place or array.sharding == place
+    if committed:
         done = same and array.committed
-        return array if done else jax.device_put(array, value.sharding)
+        return array if done else jax.device_put(array, place)
     # A value that is not committed may be anywhere, and its cotangent is left where it
     # is. On the same device it is not committed either: what follows from it would be,
     # and every program that takes it would be compiled again.
-    devices = list(array.devices())
     # Elsewhere it may stay, and over several devices there is no uncommitted array.
-    if not (same and array.committed) or len(devices) > 1:
+    if not (same and array.committed) or len(place.device_set) > 1:
         return array
     return xla_client.batched_device_put(
-        array.aval, value.sharding, [array], devices, False, enable_x64=True
+        array.aval, place, [array], list(place.device_set), False, enable_x64=True
+    )
+
+
+def placed_at(
+    array: np.ndarray, place: jax.sharding.Sharding, committed: bool
+) -> jax.Array:
+    """The array as `beside` places it: there, and committed if so said."""
+    devices = list(place.device_set)
+    if len(devices) > 1:
+        return jax.device_put(array, place)
+    abstract = _abstract(array.shape, array.dtype, False)
+    return xla_client.batched_device_put(
+        abstract, place, [array], devices, committed, enable_x64=True
     )
 
 

@@ -21,7 +21,8 @@ Rooms, each built on those before it:
 """
 
 from jdist.autograd.call_primitive.primitive import remote_call
-from jdist.autograd.contexts.api import (
+from jdist.autograd.contexts import (
+    Context,
     context,
     current_context,
     get_gradients,
@@ -29,7 +30,6 @@ from jdist.autograd.contexts.api import (
     release,
     retrieve_context,
 )
-from jdist.autograd.contexts.context import Context
 from jdist.autograd.engine.backward import backward, debug_info
 from jdist.autograd.engine.events import Event, record_events
 from jdist.autograd.engine.replicated import replicated, unreplicate
@@ -46,7 +46,7 @@ from jdist.autograd.recording.errors import (
     UnusedSend,
 )
 from jdist.autograd.recording.padding import pad_to
-from jdist.autograd.recording.purity import eager
+from jdist.autograd.recording.pure import eager
 from jdist.autograd.recording.recorded import Recorded, detach
 from jdist.autograd.recording.variable import Variable, variable
 from jdist.rpc.extension import extend as _extend

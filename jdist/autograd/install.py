@@ -2,7 +2,7 @@
 
 from jdist.autograd import nnx_module
 from jdist.autograd.call_primitive import callee, caller
-from jdist.autograd.contexts.context import STATE, Container
+from jdist.autograd.contexts import STATE, Container
 from jdist.autograd.engine import backward, engine
 from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.picture import graph

@@ -20,8 +20,7 @@ from jax.typing import ArrayLike
 from jdist._compat import placed_as
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, is_key
-from jdist.autograd.recording.pure import Constant
-from jdist.autograd.recording.purity import eager, refuse_in_pure
+from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
 from jdist.rpc import RRef

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.autograd.contexts.context import (
+from jdist.autograd.contexts import (
     Container,
     Context,
     Recording,
@@ -26,11 +26,10 @@ from jdist.autograd.recording.node import (
     Edge,
     RecvNode,
     SendNode,
-    join,
     light,
     next_order,
 )
-from jdist.autograd.recording.purity import is_pure, refuse_in_pure
+from jdist.autograd.recording.pure import is_pure, refuse_in_pure
 from jdist.autograd.recording.recorded import Recorded, record
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
@@ -38,7 +37,6 @@ from jdist.rpc.extension import (
     NEEDS,
     Invocation,
     MessageContext,
-    incarnation_of,
     is_module,
 )
 
@@ -112,7 +110,7 @@ class RpcHooks:
     def __init__(self, container: Container) -> None:
         self._container = container
         # Incarnations of the workers that certainly have imported autograd.
-        self._prepared: set[int] = set()
+        self._prepared: set[int | None] = set()
 
     # --- around calls, see `Interceptor` ---
 
@@ -126,12 +124,13 @@ class RpcHooks:
             return call, {}
         # Before the call goes out: if it fails half-way, the callee must get the end of
         # the context, too.
+        assert to.incarnation is not None  # it belongs to the group
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         meta: dict[str, object] = {META: row}
         if to.incarnation not in self._prepared:
             meta[NEEDS] = _NEEDED
-        ended = self._container.releases.untold(incarnation_of(to))
+        ended = self._container.releases.untold(to.incarnation)
         if ended:
             meta[ENDED] = ended
         return call, meta
@@ -182,10 +181,11 @@ class RpcHooks:
         """Returns the answer unchanged; the codec's hooks have recorded its values."""
         # Only autograd puts it there, so the callee has imported that.
         if META in meta:
-            self._prepared.add(incarnation_of(to))
+            self._prepared.add(to.incarnation)
         ended = meta.get(ENDED)
         if type(ended) is list and _are_ids(ended):
-            self._container.releases.told(incarnation_of(to), ended)
+            assert to.incarnation is not None
+            self._container.releases.told(to.incarnation, ended)
         return value
 
     # --- values on their way ---
@@ -199,12 +199,11 @@ class RpcHooks:
         send = message.crossing or self._send_function(row, message)
         _, (array,), (edge,) = value.flat()
         # The header is packed after the body, so it has the last count and reach.
-        before = send.reach
+        before = send.outputs
         slot = send.slot(edge, array)
-        row[_SLOTS] = send.outputs
-        if send.reach is not before or not slot:
-            reach = join(frozenset((send.message_id,)), send.reach)
-            row[_REACH] = None if reach is None else sorted(reach)
+        if send.outputs != before:
+            row[_SLOTS] = send.outputs
+            row[_REACH] = None if send.reach is None else sorted(send.reach)
         return (slot, light(array) if send.light else array)
 
     def give_variable(
@@ -243,8 +242,8 @@ class RpcHooks:
                 row[_MESSAGE] = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()
             label = _AnswerOf(message.operation) if answers else message.operation
-            takes_numpy = self._container.takes_numpy(incarnation_of(message.worker))
-            made = SendNode(row[_MESSAGE], message.worker, label, order, takes_numpy)
+            made = SendNode(row[_MESSAGE], message.worker, label, order)
+            made.light = self._container.takes_numpy(made.incarnation)
             context.sends[made.message_id] = made
         # A call that fails sends no cotangent back, and a FAST pass would wait for one.
         lost = functools.partial(_forget, context, made.message_id)
@@ -302,7 +301,7 @@ class _Applied:
 def _refuse_untrainable(function: Callable[..., PyTree]) -> None:
     """Refuses recorded arguments of a module that is not trainable."""
     owner = getattr(function, "__self__", None)
-    if is_module(owner):
+    if owner is not None and is_module(owner):
         rule = "must be trainable to be called with recorded values"
         remedy = "Make it by `rpc.remote_module(to, factory, args, trainable=True)`."
         got = f"a {type(owner).__name__} that is not"

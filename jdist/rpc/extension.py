@@ -18,7 +18,7 @@ from jdist.rpc.base.current import (
     resolve,
 )
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
-from jdist.rpc.base.ids import LOCAL_BITS, IdCounter
+from jdist.rpc.base.ids import LOCAL_BITS
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.invocation import Invocation, MessageContext, named
 from jdist.rpc.base.worker_info import incarnation_of
@@ -60,7 +60,6 @@ __all__ = [  # noqa: RUF022 - by subject
     "current",
     "Scope",
     "incarnation_of",
-    "IdCounter",
     "LOCAL_BITS",
     # The state that a package keeps for each worker, and its installer.
     "extend",

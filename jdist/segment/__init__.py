@@ -12,15 +12,14 @@ piece; and a lambda written in a loop compiles each time.
 
 - `_programs`: the traced program of a function, cut into forward and backward programs.
 - `_lookup`: compiled functions found again, by contents or by program.
-- `_residuals`, `_halves`, `_segment`: what passes between the halves, the compiled
-  functions, and `segment` itself.
+- `_residuals`, `_segment`: what passes between the halves; the compiled halves, and
+  `segment` itself.
 - `internal`: what other parts of jdist may use besides.
 """
 
-from jdist.segment._halves import Fold
 from jdist.segment._lookup.cache import RecompilationWarning
 from jdist.segment._residuals import Residuals, Rest
-from jdist.segment._segment import LoweredHalves, Segment, segment
+from jdist.segment._segment import Fold, LoweredHalves, Segment, segment
 
 __all__ = [
     "Fold",

@@ -8,7 +8,6 @@ as `segment` itself, so that what counts as the same function is decided in one 
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jdist.segment._halves import Fold, Halves, Invoke
 from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, FunctionCache
 from jdist.segment._lookup.contents import Contents, contents_of, is_fixed, value_of
 from jdist.segment._lookup.program_key import identity_of
@@ -23,7 +22,11 @@ from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES
 from jdist.segment._residuals import Deferred, passed_on
 from jdist.segment._segment import (
+    Fold,
+    Halves,
+    Invoke,
     Segment,
+    backward_arrays,
     backward_deferring,
     forward_arrays,
     join_deferred,
@@ -42,6 +45,7 @@ __all__ = [
     "Invoke",
     "Traced",
     "TracedProgram",
+    "backward_arrays",
     "backward_deferring",
     "contents_of",
     "forward_arrays",

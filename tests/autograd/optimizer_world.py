@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from tests.rpc.rref.common import PATIENCE, gate
 
 SHAPES = {"w": (3, 2), "b": (4,)}

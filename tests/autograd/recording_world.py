@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.recording.node import RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode
 

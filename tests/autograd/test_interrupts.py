@@ -12,7 +12,8 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
-from jdist.autograd.engine.local_pass import StepQueue
+from jdist.autograd import contexts
+from jdist.autograd.engine.engine import StepQueue
 from jdist.autograd.recording.variable import holding
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
@@ -54,6 +55,26 @@ def test_the_next_pass_works(replicas):
         assert number > 50
         counts = autograd.debug_info
         wait_until(lambda: counts()["num_current_backward_passes"] == 0)
+
+
+def within_a_context():
+    with autograd.context():
+        pass
+
+
+def test_an_interrupted_context_is_left():
+    """All but where Python has just called `__exit__`, and nothing of ours has run."""
+    number, left_open = 0, []
+    with rpc.local_cluster(["only"]):
+        while interrupt(number, within_a_context, within=OURS):
+            try:
+                within_a_context()
+            except autograd.AutogradError:  # refused: within another one
+                left_open.append(number)
+                contexts._recording.set(None)
+            number += 1
+    assert len(left_open) <= 1
+    assert number > 10
 
 
 def test_a_step_queue_is_never_left_busy():

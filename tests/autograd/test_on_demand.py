@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jdist import rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.rpc_hooks import META
 from jdist.rpc.base import current
 from jdist.rpc.base.invocation import MessageContext

@@ -35,7 +35,7 @@ from jdist.autograd.call_primitive.transforms import (
     transformed,
 )
 from jdist.autograd.call_primitive.variables import context_of, trees, variables_of
-from jdist.autograd.recording.purity import tracing
+from jdist.autograd.recording.pure import tracing
 from jdist.rpc import RRef
 from jdist.rpc.extension import Agent, current, current_agent
 from jdist.rpc.extension import Operation as Described

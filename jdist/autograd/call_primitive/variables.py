@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, is_none
-from jdist.autograd.contexts.context import Context, of, recorded_into
+from jdist.autograd.contexts import Context, of, recorded_into
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import RRef

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._compat import beside
+from jdist._compat import beside, placed_at
 from jdist._errors import requirement
-from jdist._lru_cache import LRUCache
-from jdist.autograd.contexts.context import Container, Context, here, recorded_into
+from jdist._tree import PyTree
+from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.local_pass import LocalPass, Root
+from jdist.autograd.engine.engine import LocalPass, Root
 from jdist.autograd.engine.messages import PassFailure
 from jdist.autograd.engine.replicated import ReplicaReduction
 from jdist.autograd.recording.errors import AutogradError
@@ -96,34 +97,21 @@ def backward(
       Array([6., 8.], dtype=float32)
     """
     container = here()
-    agent = container.agent
-
-    def run(reduction: ReplicaReduction | None) -> tuple[Context, Deadline]:
-        context = container.retrieve(context_id)
-        if mode not in MODES:
-            rule = "must be 'smart' or 'fast'"
-            raise ValueError(requirement("backward(mode=...)", rule, mode))
-        # Within a call of another worker its deadline counts too.
-        limit = resolve(timeout, agent.default_timeout, current.deadline())
-        seeds = _roots(roots, cotangents)
-        local_pass = _begin(context, seeds, mode, retain_graph, limit)
-        if reduction is not None:
-            # They count only once all trainers have reduced them.
-            local_pass.withheld = reduction.found
-        _run(local_pass, context, agent.info.name)
-        return context, limit
-
     if not container.replicated:
-        run(None)
+        _pass(container, context_id, roots, mode, retain_graph, timeout, cotangents)
         return
-    reduction = ReplicaReduction(agent)
+    reduction = ReplicaReduction(container.agent)
 
     def act() -> None:
         # An exception within ends the pass on all trainers.
         with reduction:
-            context, limit = run(reduction)
-            gradients = reduction.reduced(limit)
-        context.accumulate(gradients)
+            # Gradients found count only once all trainers have reduced them.
+            ended = _pass(
+                container, context_id, roots, mode, retain_graph, timeout, cotangents,
+                reduction.found,
+            )  # fmt: skip
+            gradients = reduction.reduced(ended.deadline)
+        container.retrieve(context_id).accumulate(gradients)
 
     releasing_all(reduction.locks, act)
 
@@ -143,7 +131,7 @@ def debug_info() -> dict[str, int]:
 def _backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
 ) -> LocalPass:
-    """Starts a SMART pass from one value without a thread, see `LocalPass.done`."""
+    """Starts a SMART pass from one value without a thread."""
     local_pass = _begin(context, _roots([root], None), "smart", retain_graph, deadline)
     local_pass.begin()
     return local_pass
@@ -158,31 +146,57 @@ def _begin(
 ) -> LocalPass:
     engine, marks = engines.of(context.container), None
     if mode == "smart":
-        seconds = deadline.remaining()
-        patience = 0 if seconds is None else seconds
-        marks = engine.mark(context.id, [root.edge.node for root in roots], patience)
+        starts = [root.edge.node for root in roots]
+        marks = engine.mark(context.id, starts, deadline.remaining() or 0.0)
     return engine.begin(context, roots, marks, retain_graph, deadline)
 
 
-def _run(local_pass: LocalPass, context: Context, worker: str) -> None:
-    """Drives a pass to its end on all workers."""
+def _pass(
+    container: Container,
+    context_id: int,
+    roots: Sequence[Recorded],
+    mode: str,
+    retain_graph: bool,
+    timeout: float,
+    cotangents: Sequence[ArrayLike] | None,
+    withheld: dict[Variable, PyTree] | None = None,
+) -> LocalPass:
+    """Drives a pass to its end on all workers; for its arguments see `backward`."""
+    agent, context = container.agent, container.retrieve(context_id)
+    if mode not in MODES:
+        rule = "must be 'smart' or 'fast'"
+        raise ValueError(requirement("backward(mode=...)", rule, mode))
+    # Within a call of another worker its deadline counts too.
+    limit = resolve(timeout, agent.default_timeout, current.deadline())
+    seeds = _roots(roots, cotangents)
+    local_pass = _begin(context, seeds, mode, retain_graph, limit)
+    local_pass.withheld = withheld
     try:
         local_pass.drive()
-        if not await_done(local_pass.done, local_pass.deadline.at):
-            waiting = local_pass.waits_for() or "the answers of other workers"
-            late = RpcTimeout(
-                f"{exceeded(local_pass.deadline)} in a backward pass of context "
-                f"{context.id}, waiting for {waiting}."
-            )
-            local_pass.fail(PassFailure(worker, late))
-            # Failed here, so that it is done as soon as the step that runs has ended.
-            await_done(local_pass.done, None)
+        # Mostly it is over: this thread has brought each of its answers.
+        if not local_pass.over:
+            _await(local_pass, context_id, agent.info.name)
     except BaseException as interrupt:
         # Such as Ctrl-C: the result of the pass is then no longer needed.
         told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
-        local_pass.fail(PassFailure(worker, told))
+        local_pass.fail(PassFailure(agent.info.name, told))
         raise
-    local_pass.done.value()
+    local_pass.check()
+    return local_pass
+
+
+def _await(local_pass: LocalPass, context_id: int, worker: str) -> None:
+    """Waits for the end of a pass, and ends it at its deadline."""
+    done = local_pass.outcome()
+    if not await_done(done, local_pass.deadline.at):
+        waiting = local_pass.waits_for() or "the answers of other workers"
+        late = RpcTimeout(
+            f"{exceeded(local_pass.deadline)} in a backward pass of context "
+            f"{context_id}, waiting for {waiting}."
+        )
+        local_pass.fail(PassFailure(worker, late))
+        # Failed here, so that it is done as soon as the step that runs has ended.
+        await_done(done, None)
 
 
 # --- roots ---
@@ -227,18 +241,22 @@ def _scalar_root(position: int, root: Recorded) -> Root:
         raise AutogradError(
             requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
         )
-    # Kept, because to make one takes longer than a small backward pass.
-    key = value.shape, value.dtype, value.sharding, value.committed
-    seed = _ONES.get(key)
+    of = value.shape, value.dtype, value.sharding, value.committed
+    seed = _one(*of)
     # A gradient may be the seed itself, and its user may have donated it.
-    if seed is None or seed.is_deleted():
-        seed = beside(np.ones(value.shape, value.dtype), value)
-        _ONES.put(key, seed)
+    if seed.is_deleted():
+        _one.cache_clear()
+        seed = _one(*of)
     return Root(root.edge, seed)
 
 
-_ONES: LRUCache[Hashable, jax.Array] = LRUCache(64)
-"""Cotangents of scalar roots, by shape, dtype, sharding and whether committed."""
+# Kept, because to make one takes longer than a small backward pass.
+@functools.lru_cache(64)
+def _one(
+    shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding, tied: bool
+) -> jax.Array:
+    """Makes the cotangent of a scalar root of this kind."""
+    return placed_at(np.ones(shape, dtype), place, tied)
 
 
 def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
@@ -343,8 +361,10 @@ def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> Non
         return
     local_pass = begun.value()
 
+    done = local_pass.outcome()
+
     def over() -> None:
-        error = error_of(local_pass.done)
+        error = error_of(done)
         if error is not None:
             cancel(outcome, error)
         elif not outcome.done():
@@ -352,9 +372,9 @@ def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> Non
 
     def given_up() -> None:
         error = error_of(outcome)
-        if isinstance(error, Exception) and not local_pass.done.done():
+        if isinstance(error, Exception) and not done.done():
             # The caller has given up, and its deadline is that of the pass.
             local_pass.fail(PassFailure(worker, error))
 
-    call_when_done(local_pass.done, over)
+    call_when_done(done, over)
     call_when_done(outcome, given_up)

@@ -1,36 +1,761 @@
-"""The engine of one worker: its backward passes and their messages."""
+"""The engine of one worker: its backward passes, their steps and their messages.
+
+A `LocalPass` is one worker's share of a pass and is driven by events: gradients,
+answers, an error, the end of the context. Each event is a step, and steps run one after
+another on whichever thread brings them; only the thread that called `backward` ever
+waits for another worker. After a step the nodes that are ready run (`Sweep`); when none
+is left, gradients for other workers go out, one request to each, or on the answer to a
+request of that worker. The `Engine` has the passes by their ids and takes the messages.
+"""
 
 import contextlib
 import contextvars
+import functools
+import itertools
 import threading
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import jax
 
 from jdist._lru_cache import LRUCache
-from jdist.autograd.contexts.context import Container, Context, maker
-from jdist.autograd.engine.local_pass import LocalPass, Root
+from jdist._tree import PyTree
+from jdist.autograd.contexts import Container, Context, maker
+from jdist.autograd.engine import events
+from jdist.autograd.engine.events import Event, note
 from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
     REACH,
+    GradientAnswer,
     GradientRequest,
+    MessageGradient,
     PassFailure,
     PassTerms,
+    StarvingSend,
     unpack_end,
     unpack_reach,
     unpack_reached,
 )
-from jdist.autograd.engine.termination_detector import UnansweredRequest
-from jdist.autograd.recording.errors import BackwardError
-from jdist.autograd.recording.node import Node, reached_from
-from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
-from jdist.rpc.extension import Deadline, Reply, current, incarnation_of
+from jdist.autograd.engine.termination_detector import (
+    TerminationDetector,
+    UnansweredRequest,
+    explain,
+)
+from jdist.autograd.recording.errors import (
+    AutogradError,
+    BackwardError,
+    UnusedSend,
+    no_context,
+)
+from jdist.autograd.recording.node import (
+    Cotangent,
+    Edge,
+    Node,
+    Numbers,
+    RecvNode,
+    SendNode,
+    plus,
+    reached_from,
+)
+from jdist.autograd.recording.variable import LeafNode, Variable
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    NEVER,
+    Deadline,
+    InterruptSafeLock,
+    Operation,
+    Outgoing,
+    Reply,
+    Scope,
+    call_when_done,
+    complete,
+    current,
+)
 
 STATE = "jdist.autograd.engine"
 """The key under which a worker keeps its engine."""
 
 # Ended passes are remembered, to answer messages that the end has overtaken.
 _MOST_ENDED = 1024
+
+_BACKWARD = Operation("autograd.backward")
+
+Step = Callable[[], object]
+
+
+class StepQueue:
+    """A serial executor without a thread of its own.
+
+    A thread that brings a step runs it, or leaves it to the thread that is running
+    another one. State that only steps use therefore needs no lock.
+
+    Args:
+      scope: The worker as which the steps run, and their deadline.
+
+    Example:
+      >>> queue, done = StepQueue(None), []
+      >>> queue.put(lambda: (queue.put(lambda: done.append(2)), done.append(1)))
+      True
+      >>> done
+      [1, 2]
+
+    Attributes:
+      waiting: The steps besides the one that runs.
+    """
+
+    __slots__ = ("_context", "_running", "waiting")
+
+    def __init__(self, scope: Scope | None) -> None:
+        self.waiting: deque[Step] = deque()
+        self._running = InterruptSafeLock()
+        self._context = contextvars.Context()
+        self._context.run(current.scope.set, scope)
+
+    def put(self, step: Step) -> bool:
+        """Runs a step now, or leaves it to the thread that is running another.
+
+        Args:
+          step: Must not raise an `Exception`. An interrupt while it runs, such as
+            Ctrl-C, is raised to the caller; the remaining steps run with the next one.
+
+        Returns:
+          Whether this thread ran it.
+        """
+        waiting, running, ran = self.waiting, self._running, False
+        # Appended before the lock is tried: the thread that holds it looks again before
+        # it goes.
+        waiting.append(step)
+        if running.held:  # by this thread, which is within a step
+            return False
+        try:
+            # Again: a step may be left just before another thread releases the lock.
+            while waiting:
+                try:
+                    if not running.try_acquire():
+                        break
+                    # In a context of its own: a step must not run under the deadline of
+                    # the thread that brings it.
+                    self._context.run(self._work)
+                    ran = True
+                finally:
+                    running.release()
+        except BaseException:
+            running.release()  # an interrupt may have come before the first release
+            raise
+        return ran
+
+    def _work(self) -> None:
+        waiting = self.waiting
+        while waiting:
+            waiting.popleft()()
+
+
+# --- the reverse sweep over one worker's part of the graph, without any messages ---
+
+Summand = tuple[tuple[int, ...], int, Numbers]
+"""A summand of a cotangent: its place in the sum, which has two parts, and the array.
+
+First comes the order of the node that it comes from, empty for a root; then the
+position of the argument there that this is the cotangent of, or that of the root.
+"""
+
+
+def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
+    """Count the arrivals at each node that is reached from `starts`.
+
+    Args:
+      starts: The nodes to which cotangents come from outside; once for each.
+    """
+    arrivals = list(starts)
+    counts: dict[Node, int] = {}
+    while arrivals:
+        node = arrivals.pop()
+        known = counts.get(node, 0)
+        counts[node] = known + 1
+        if not known and node.inputs:
+            # Only at the first arrival: a node passes on once, however often it is
+            # reached.
+            arrivals += [edge[0] for edge in node.inputs if edge is not None]
+    return counts
+
+
+class Sweep:
+    """The nodes of one pass on one worker, with the cotangents that have arrived.
+
+    A node runs once, when every cotangent that can arrive at it has arrived: from the
+    nodes that used its outputs, from the roots of the pass, and, for a send function,
+    from another worker. Their number is counted beforehand. A cotangent may be absent,
+    None; a node that gets none at all is not run, and passes on absent cotangents.
+
+    Args:
+      starts: As for `dependencies`.
+
+    Attributes:
+      counts: The number of arrivals at each node.
+      left: Number of nodes that have not run.
+    """
+
+    __slots__ = ("_expected", "_ready", "_summands", "counts", "left")
+
+    def __init__(self, starts: Iterable[Node]) -> None:
+        self.counts = dependencies(starts)
+        self.left = len(self.counts)
+        self._expected = self.counts.copy()
+        self._summands: dict[tuple[Node, int], list[Summand]] = {}
+        self._ready: deque[Node] = deque()
+
+    def add(self, node: Node, index: int, summand: Summand) -> None:
+        """Adds a summand of the cotangent of output `index`."""
+        self._summands.setdefault((node, index), []).append(summand)
+
+    def arrive(self, node: Node) -> None:
+        """Counts an arrival at a node, whether or not it brought a cotangent."""
+        missing = self._expected[node] = self._expected[node] - 1
+        if not missing:
+            self._ready.append(node)
+
+    def next(self) -> tuple[Node, list[Cotangent] | None] | None:
+        """Takes a ready node with the cotangents of its outputs; None if none is ready.
+
+        The cotangents are None if none has arrived.
+        """
+        if not self._ready:
+            return None
+        node = self._ready.popleft()
+        self.left -= 1
+        found: list[Cotangent] | None = None
+        for index in range(node.outputs):
+            summands = self._summands.pop((node, index), None)
+            if summands is not None:
+                found = found or [None] * node.outputs
+                # Most values are used once, and one summand needs no order.
+                found[index] = summands[0][2] if len(summands) == 1 else total(summands)
+        return node, found
+
+    def pass_on(self, node: Node, cotangents: Sequence[Cotangent] | None) -> None:
+        """Passes on the cotangents of a node's inputs; None if it was not run."""
+        order, summands, expected = node.order, self._summands, self._expected
+        values = (None,) * len(node.inputs) if cotangents is None else cotangents
+        pairs = zip(node.inputs, values, strict=True)
+        for position, (edge, value) in enumerate(pairs):
+            if edge is not None:
+                # As `add` and `arrive`, with the edge itself as the key: a call of each
+                # would take longer than all the rest.
+                if value is not None:
+                    summands.setdefault(edge, []).append((order, position, value))
+                to = edge[0]
+                missing = expected[to] = expected[to] - 1
+                if not missing:
+                    self._ready.append(to)
+
+
+def total(summands: Sequence[Summand]) -> Numbers:
+    """Sum in an order that does not depend on arrival.
+
+    Example:
+      >>> later, earlier = ((7, 1), 0, 2.0), ((0, 3), 1, 0.5)
+      >>> print(total([later, earlier]))
+      2.5
+    """
+    # By place alone: where two are equal, tuples would be compared by their arrays.
+    ordered = sorted(summands, key=lambda summand: summand[:2])
+    return functools.reduce(plus, [summand[2] for summand in ordered])
+
+
+# --- one worker's share of a pass ---
+
+
+class Root(NamedTuple):
+    """A root of a pass.
+
+    Attributes:
+      edge: Of the value.
+      cotangent: The value's cotangent.
+    """
+
+    edge: Edge
+    cotangent: jax.Array
+
+
+class LocalPass:
+    """One worker's share of a pass, from its first message to its end.
+
+    Args:
+      engine: The worker's engine.
+      context: The context of the pass.
+      terms: The pass, as messages describe it.
+      marks: In SMART mode, the ids of the messages that take part, of all workers.
+      deadline: When to give up.
+      roots: On the worker where the pass begins, its roots; else None.
+
+    Attributes:
+      terms: As given.
+      deadline: As given.
+      over: On the worker where the pass began: whether it has ended.
+      withheld: Gradients of replicated variables, which do not count before they are
+        reduced; None where the pass began without a reduction.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        context: Context,
+        terms: PassTerms,
+        marks: Sequence[int] | None,
+        deadline: Deadline,
+        roots: Sequence[Root] | None = None,
+    ) -> None:
+        self.terms = terms
+        self.deadline = deadline
+        self.over = False
+        self.withheld: dict[Variable, PyTree] | None = None
+        self._engine = engine
+        self._context = context
+        self._container = context.container
+        self._agent = context.container.agent
+        self._me = self._agent.info.name
+        self._marks = marks
+        self._roots = roots
+        # A default timeout limits the pass as a whole, and not each of its steps.
+        limit = deadline if deadline.firm else NEVER
+        self._steps = StepQueue(Scope(self._agent, limit))
+        self._detector = TerminationDetector(self._me, root=roots is not None)
+        self._sweep: Sweep | None = None
+        # Send functions whose gradients have not come, and gradients to be sent.
+        self._awaited: dict[int, SendNode] = {}
+        self._outbox: dict[int, list[MessageGradient]] = {}
+        # Gradients of variables here, which count once all nodes here have run.
+        self._staged: dict[Variable, PyTree] = {}
+        self._committed = False
+        # Incarnations of the workers that certainly know the marks.
+        self._told: set[int] = set()
+        self._failure: PassFailure | None = None
+        # Where it began: what waits for the end. Mostly nothing: the pass is over when
+        # `drive` returns.
+        self._followers: list[Future[None]] = []
+        # The thread that called `backward`, and the request that it will send next.
+        self._driver: int | None = None
+        self._inline: tuple[int, GradientRequest] | None = None
+
+    # --- events, from any thread ---
+
+    def begin(self) -> None:
+        """Starts the pass on the worker where it begins; see `outcome`."""
+        self._put(self._begin)
+
+    def drive(self) -> None:
+        """As `begin`, but sends requests on the calling thread while it has any."""
+        # Other threads bring steps too, and must not send the driver's request.
+        self._driver = threading.get_ident()
+        self._put(self._begin)
+        # This thread waits for the end anyway: it sends the request and reads the
+        # answer itself, without a hand-off to another thread.
+        while self._inline is not None:
+            (peer, request), self._inline = self._inline, None
+            try:
+                answer = self._agent.exchange(self._outgoing(peer, request))
+            except Exception as error:  # noqa: BLE001 - the step passes it on
+                self._put(partial(self._unanswered, peer, error))
+            else:
+                self._put(partial(self._answered, peer, answer))
+        self._driver = None
+
+    def outcome(self) -> Future[None]:
+        """Returns a future that is completed at the end of the pass, by its outcome."""
+        future: Future[None] = Future()
+        # A step: the end of the pass, which is one too, comes before it or after it.
+        self._put_always(partial(self._follow, future))
+        return future
+
+    def check(self) -> None:
+        """Raises the error of a pass that has failed."""
+        if self._failure is not None:
+            raise self._failure.exception()
+
+    def receive(self, request: GradientRequest, unanswered: UnansweredRequest) -> None:
+        """Handles a request with gradients."""
+        self._put(
+            partial(self._received, request, unanswered),
+            partial(self._refuse, unanswered),
+        )
+
+    def answer(self, unanswered: UnansweredRequest) -> Future[Reply]:
+        """Returns a future of the answer to a request that was received."""
+        future: Future[Reply] = Future()
+        self._put_always(partial(unanswered.follow, future))  # as in `outcome`
+        return future
+
+    def fail(self, failure: PassFailure) -> None:
+        """Fails the pass on all workers."""
+        self._put(partial(self._end, failure))
+
+    def lost(self, worker: WorkerInfo, reason: str) -> None:
+        """Fails the pass if it still needs a worker that is lost."""
+
+        def check() -> None:
+            awaited = self._awaited.values()
+            if any(node.incarnation == worker.incarnation for node in awaited):
+                what = f"a backward pass of context {self._context.id}"
+                error = WorkerLost(worker.name, what, reason)
+                self._end(PassFailure(self._me, error))
+
+        self._put(check)
+
+    def released(self, reason: str) -> None:
+        """Fails the pass because its context has ended."""
+        self.fail(PassFailure(self._me, no_context(self._context.id, reason)))
+
+    def waits_for(self) -> str:
+        """Names the send functions here whose gradients have not come."""
+        return ", ".join(node.name for node in list(self._awaited.values()))
+
+    def _put(
+        self, step: Step, otherwise: Callable[[PassFailure], object] | None = None
+    ) -> None:
+        """Queues `step()`, or `otherwise` if the pass has failed."""
+        self._steps.put(partial(self._take, step, otherwise))
+
+    def _put_always(self, step: Step) -> None:
+        # Not into the queue itself: a step that runs leaves the nodes that are ready to
+        # the one that waits, whichever that is.
+        self._put(step, lambda failure: step())
+
+    # --- requests to other workers ---
+
+    def _send(self, peer: int, request: GradientRequest) -> None:
+        """Sends a request; its answer will be a step."""
+        future = self._agent.request(self._outgoing(peer, request))
+
+        def step() -> None:
+            try:
+                answer = future.value()
+            except Exception as error:  # noqa: BLE001 - it ends the pass
+                self._unanswered(peer, error)
+            else:
+                self._answered(peer, answer)
+
+        call_when_done(future, lambda: self._put(step))
+
+    def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
+        known = self._agent.directory.of_incarnation(peer)
+        to = self._container.worker(peer) if known is None else known.info
+        small = known is not None and not known.device_maps.in_force
+        body, meta = request.pack(to_numpy=small)
+        firm, unlimited = self.deadline.firm, self.deadline.at is None
+        seconds = 0.0 if firm or unlimited else DEFAULT
+        found = self._agent.outgoing(to, GRADIENTS, body, seconds, meta, _BACKWARD)
+        # Made anew: to replace two fields of a named tuple takes three times as long.
+        return Outgoing(
+            found.peer,
+            GRADIENTS,
+            body,
+            meta,
+            self.deadline if firm else found.deadline,
+            _BACKWARD,
+            receive=GradientAnswer.unpack,
+        )
+
+    # --- steps ---
+
+    def _take(
+        self, step: Step, otherwise: Callable[[PassFailure], object] | None
+    ) -> None:
+        if self._failure is not None:
+            if otherwise is not None:
+                otherwise(self._failure)
+            return
+        try:
+            step()
+            if self._failure is None and self._sweep is not None and not self.over:
+                self._run_all(self._sweep)
+        except Exception as error:  # noqa: BLE001 - it ends the pass everywhere
+            self._end(PassFailure(self._me, error))
+        except BaseException as interrupt:
+            told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
+            self._end(PassFailure(self._me, told))
+            raise
+
+    def _begin(self) -> None:
+        """Counts the dependencies, once."""
+        if self._sweep is not None:
+            return
+        context = self._context
+        if self.terms.smart:
+            # Unmarked send functions take no part: nothing is waited for at them.
+            mine = self._container.ids.worker
+            sends = {
+                mark: context.sends.get(mark) or self._no_send(mark)
+                for mark in self._marks or ()
+                if maker(mark) == mine
+            }
+        else:
+            sends = context.send_functions()
+        roots = self._roots or ()
+        # Roots and marked sends are the only places to which cotangents come from
+        # outside.
+        starts: list[Node] = [root.edge.node for root in roots]
+        starts += sends.values()
+        self._awaited = sends
+        self._sweep = sweep = Sweep(starts)
+        if events.recordings:
+            counts = [(node.name, count) for node, count in sweep.counts.items()]
+            note(Event(self._me, events.COUNTED, counts=tuple(counts)))
+        for position, ((node, index), cotangent) in enumerate(roots):
+            sweep.add(node, index, ((), position, cotangent))
+            sweep.arrive(node)
+
+    def _received(
+        self, request: GradientRequest, unanswered: UnansweredRequest
+    ) -> None:
+        """Takes a request with gradients."""
+        self._told.add(unanswered.peer)
+        self._detector.asked(unanswered)
+        self._begin()
+        self._feed(request.gradients)
+
+    def _refuse(self, unanswered: UnansweredRequest, failure: PassFailure) -> None:
+        """Answers a request for a pass that has failed."""
+        unanswered.complete(GradientAnswer((), {}, failure).pack())
+
+    def _answered(self, peer: int, answer: GradientAnswer) -> None:
+        """Takes the answer to a request."""
+        self._told.add(peer)
+        if answer.failure is not None:
+            self._end(answer.failure)
+            return
+        self._feed(answer.gradients)
+        if answer.reports:
+            self._detector.heard(answer.reports)
+        self._detector.outstanding -= 1
+
+    def _unanswered(self, peer: int, error: Exception) -> None:
+        """Ends the pass because a request failed."""
+        self._end(PassFailure(self._name_of(peer), error))
+
+    def _follow(self, future: Future[None]) -> None:
+        """Completes `future` at the end of the pass."""
+        if not self.over:
+            self._followers.append(future)
+        elif self._failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(self._failure.exception())
+
+    def _feed(self, gradients: Sequence[MessageGradient]) -> None:
+        """Passes received gradients to the send functions of their messages."""
+        sweep = self._sweep
+        assert sweep is not None
+        for message_id, cotangents in gradients:
+            node = self._awaited.get(message_id) or self._no_send(message_id)
+            # A second gradient for one message is an error, and not a second summand.
+            del self._awaited[message_id]
+            if len(cotangents) != node.outputs:
+                raise AutogradError(
+                    f"{node.name} (message {message_id}) has {node.outputs} values, "
+                    f"and cotangents for {len(cotangents)} came."
+                )
+            if events.recordings:
+                known = (node.name, message_id, node.worker)
+                note(Event(self._me, events.RECEIVED, *known))
+            for index, value in enumerate(cotangents):
+                if value is not None:
+                    received = self._container.received(value)
+                    sweep.add(node, index, ((), 0, received))
+            sweep.arrive(node)
+
+    def _no_send(self, message_id: int) -> NoReturn:
+        raise AutogradError(
+            "Could not find send function for autograd message id: "
+            f"{message_id} in context {self._context.id} on {self._me!r}. Its "
+            "value was recorded in another context, or its call has failed. A "
+            "value of an earlier context, such as a hidden state, goes on without "
+            "its history as `autograd.detach(value)`."
+        )
+
+    # --- the nodes that are ready ---
+
+    def _run_all(self, sweep: Sweep) -> None:
+        waiting = self._steps.waiting
+        # A step that waits may bring gradients, which then leave in the same message.
+        while not waiting:
+            ready = sweep.next()
+            if ready is None:
+                self._rest(sweep)
+                return
+            node, cotangents = ready
+            if isinstance(node, LeafNode):
+                if cotangents is not None:
+                    self._stage(node, cotangents)
+            elif isinstance(node, RecvNode):
+                absent: list[Cotangent] = [None] * node.outputs
+                gradient = MessageGradient(node.message_id, cotangents or absent)
+                # By incarnation: a successor of the same name has no such function.
+                self._outbox.setdefault(node.incarnation, []).append(gradient)
+            else:
+                self._run(sweep, node, cotangents)
+
+    def _run(
+        self, sweep: Sweep, node: Node, cotangents: list[Cotangent] | None
+    ) -> None:
+        # A node without any cotangent is not run, but its inputs count the arrival.
+        sweep.pass_on(node, None if cotangents is None else node.pull(cotangents))
+        if not self.terms.retain_graph:
+            node.release()
+        if events.recordings:
+            known = (node.message_id, node.worker) if type(node) is SendNode else ()
+            note(Event(self._me, events.RAN, node.name, *known))
+
+    def _stage(self, node: LeafNode, cotangents: list[Cotangent]) -> None:
+        variable = node.variable
+        gradient = variable.gradient(cotangents)
+        if variable not in self._container.replicated:
+            self._staged[variable] = gradient
+        elif self.withheld is not None:
+            self.withheld[variable] = gradient
+        else:
+            raise AutogradError(
+                "A replicated variable was reached by a backward pass that does not "
+                f"begin by `autograd.backward` on {self._me!r}: its trainers would not "
+                "know which of their passes it belongs to. Call `backward` on each "
+                "trainer, in a context of its own."
+            )
+        if events.recordings:
+            note(Event(self._me, events.ACCUMULATED, node.name))
+
+    # --- when none is ready ---
+
+    def _rest(self, sweep: Sweep) -> None:
+        detector = self._detector
+        for peer in list(self._outbox):
+            # To a worker that waits for an answer they go along with the answer.
+            if not detector.holds(peer):
+                self._request(peer, self._outbox.pop(peer))
+        # Before the answer goes out: gradients are read as soon as the pass is over.
+        if not sweep.left and not self._committed:
+            self._commit()
+        for unanswered in detector.others and detector.take_others():
+            self._answer(unanswered)
+        if detector.outstanding:
+            return
+        waiting = self._awaited.items()
+        detector.waits_for(tuple(itertools.starmap(_starving, waiting)))
+        engager = detector.disengage()
+        if engager is not None:
+            self._answer(engager)
+            if self._committed:
+                self._leave()
+        elif self._roots is not None:
+            self._quiet()
+
+    def _commit(self) -> None:
+        """Adds the gradients here to the context's, once all nodes here have run."""
+        if self._staged:
+            # A device that fails must do so before other workers see the end.
+            for gradient in self._staged.values():
+                if isinstance(gradient, jax.Array):  # the common case needs no tree
+                    gradient.block_until_ready()
+                else:
+                    jax.block_until_ready(gradient)
+            self._context.accumulate(self._staged)
+            self._staged = {}
+        self._committed = True
+
+    def _request(self, peer: int, gradients: list[MessageGradient]) -> None:
+        # The marks go along until that worker has answered once: a later request may
+        # overtake the first one.
+        marks = None if peer in self._told else self._marks
+        # Counted before it is sent: the answer may come within the call that sends it.
+        self._detector.outstanding += 1
+        self._make_ready(peer, gradients)
+        request = GradientRequest(self.terms, marks, gradients)
+        if self._driver == threading.get_ident() and self._inline is None:
+            # One request at a time is the driver's own; further ones go by other
+            # threads.
+            self._inline = (peer, request)
+        else:
+            self._send(peer, request)
+
+    def _answer(self, unanswered: UnansweredRequest) -> None:
+        gradients = self._outbox.pop(unanswered.peer, [])
+        self._make_ready(unanswered.peer, gradients)
+        answer = GradientAnswer(gradients, self._detector.news())
+        # Callbacks of its future run within this step: rpc sends the answer.
+        unanswered.complete(answer.pack())
+
+    def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
+        """Waits until the gradients are computed on their device."""
+        for _, cotangents in gradients:
+            for cotangent in cotangents:
+                if isinstance(cotangent, jax.Array):
+                    # Before it is sent: what fails on a device here must not appear as
+                    # the receiver's.
+                    cotangent.block_until_ready()
+        if events.recordings:
+            worker = self._name_of(peer)
+            for gradient in gradients:
+                known = (f"receive from {worker}", gradient.message_id, worker)
+                note(Event(self._me, events.POSTED, *known))
+
+    def _name_of(self, incarnation: int) -> str:
+        peer = self._agent.directory.of_incarnation(incarnation)
+        return f"number {incarnation}" if peer is None else peer.info.name
+
+    # --- the end ---
+
+    def _quiet(self) -> None:
+        """Ends the pass: no worker has work, and no message is under way."""
+        starving = self._detector.starving()
+        if starving:
+            # Quiet, and yet a send function waits: its gradient will never come.
+            worker = next(iter(starving))
+            # For the message alone: which receptions the roots have nothing to do with.
+            reached = {} if self._sweep is None else self._sweep.counts
+            recvs = self._context.recv_functions().values()
+            unreached = [recv for recv in recvs if recv not in reached]
+            told = explain(starving, unreached, self.terms.smart)
+            self._end(PassFailure(worker, UnusedSend(worker, told)))
+            return
+        self._leave()
+        self.over = True
+        for future in self._followers:
+            future.set_result(None)
+
+    def _leave(self) -> None:
+        if self._engine.forget(self) and events.recordings:
+            note(Event(self._me, events.ENDED))
+
+    def _end(self, failure: PassFailure) -> None:
+        """Ends a failed pass: tells all workers and drops its state."""
+        # Once: the end of a pass may be found on several ways.
+        if self._failure is not None or self.over:
+            return
+        # First, because the calls below may bring further steps, which then do nothing.
+        self._failure = failure
+        self._sweep, self._inline = None, None
+        self._staged, self._outbox, self._awaited = {}, {}, {}
+        answer = GradientAnswer((), {}, failure).pack()
+        waiting = [*self._detector.take_others(), self._detector.disengage()]
+        for unanswered in waiting:
+            if unanswered is not None:
+                unanswered.complete(answer)
+        self._leave()
+        self._engine.tell_failed(self._context, self.terms, failure)
+        self.over = True
+        followers, error = self._followers, failure.exception()
+        callbacks = [complete(future, None, error) or () for future in followers]
+        for callback in itertools.chain.from_iterable(callbacks):
+            callback()
+
+
+def _starving(message_id: int, node: SendNode) -> StarvingSend:
+    return StarvingSend(message_id, node.worker, node.name)
+
+
+# --- all passes of a worker ---
 
 
 class Engine:
@@ -49,6 +774,7 @@ class Engine:
         # By context and pass. Entries are added under the context's lock, too.
         self._passes: dict[tuple[int, int], LocalPass] = {}
         self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
+        self._failed = False  # whether one ever has: only then is the table looked at
         container.on_end = self._on_context_end
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.register(GRADIENTS, self._on_gradients)
@@ -121,19 +847,20 @@ class Engine:
             return list(self._passes.values())
 
     def forget(self, local_pass: LocalPass) -> bool:
-        """See `PassOwner`."""
+        """Removes a pass that is over; False if it was removed before."""
         with self._lock:
             return self._passes.pop(local_pass.terms[:2], None) is not None
 
     def tell_failed(
         self, context: Context, terms: PassTerms, failure: PassFailure
     ) -> None:
-        """See `PassOwner`."""
+        """Ends a failed pass on all workers that may take part."""
         with self._lock:
             if terms.pass_id in self._ended:
                 return
             # The text alone: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
+            self._failed = True
             self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
@@ -177,14 +904,16 @@ class Engine:
             made = LocalPass(self, context, terms, request.marks, limit)
             found = self._enter(context, made)
         # Only now: a pass that was entered is ended by the message of its end.
-        failure = self._ended.get(terms.pass_id)
-        if failure is not None:
-            found.fail(failure)
-        unanswered = UnansweredRequest(incarnation_of(caller), Future())
+        if self._failed:
+            failure = self._ended.get(terms.pass_id)
+            if failure is not None:
+                found.fail(failure)
+        incarnation = caller.incarnation
+        assert incarnation is not None  # of a member
+        unanswered = UnansweredRequest(incarnation)
         found.receive(request, unanswered)
-        answer = unanswered.answer
-        # Mostly it is there, and is sent by this thread without a callback.
-        return answer.value() if answer.done() else answer
+        # Mostly it is there, and is sent by this thread without a future.
+        return unanswered.reply or found.answer(unanswered)
 
     def _on_end(
         self, caller: WorkerInfo, body: object, meta: dict[str, object]

@@ -145,7 +145,7 @@ class GradientRequest(NamedTuple):
         """
         rows, arrays = _flat(self.gradients)
         if to_numpy:
-            arrays = [light(array) for array in arrays]
+            arrays = list(map(light, arrays))
         marks = None if self.marks is None else list(self.marks)
         return arrays, {_FIELD: [*self.terms, marks, rows]}
 
@@ -160,7 +160,7 @@ class GradientRequest(NamedTuple):
         if type(found) is not list or len(found) != 6:
             raise ProtocolError("Gradients came without saying for which pass.")
         *terms, marks, rows = found
-        if [type(part) for part in terms] != [int, int, bool, bool]:
+        if tuple(map(type, terms)) != (int, int, bool, bool):
             raise ProtocolError("The terms of a backward pass are two ids and modes.")
         if marks is not None and not _are_ids(marks):
             raise ProtocolError("Marked messages are named by their ids.")
@@ -185,10 +185,7 @@ class GradientAnswer(NamedTuple):
         if self.failure is not None:
             return Reply(tuple(self.failure), {_FIELD: None})
         rows, arrays = _flat(self.gradients)
-        told = [
-            [worker, report.number, [list(one) for one in report.starving]]
-            for worker, report in self.reports.items()
-        ]
+        told = _rows(self.reports) if self.reports else []
         return Reply(arrays, {_FIELD: [rows, told]})
 
     @classmethod
@@ -204,7 +201,7 @@ class GradientAnswer(NamedTuple):
         if type(found) is not list or len(found) != 2:
             raise ProtocolError("An answer to gradients has gradients and reports.")
         rows, told = found
-        return cls(_restored(rows, body), _reports(told))
+        return cls(_restored(rows, body), _reports(told) if told else {})
 
 
 def unpack_end(body: object) -> tuple[int, int, PassFailure]:
@@ -281,6 +278,13 @@ def _restored(rows: object, arrays: object) -> list[MessageGradient]:
     if taken < len(arrays):
         raise ProtocolError("There are more arrays than gradients have positions.")
     return gradients
+
+
+def _rows(reports: Reports) -> list[list[object]]:
+    return [
+        [worker, report.number, [list(one) for one in report.starving]]
+        for worker, report in reports.items()
+    ]
 
 
 def _reports(told: Iterable[Sequence[Any]]) -> Reports:

@@ -24,7 +24,7 @@ from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_key, named_leaves, wide_dtype
-from jdist.autograd.contexts.context import Container, here
+from jdist.autograd.contexts import Container, here
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost

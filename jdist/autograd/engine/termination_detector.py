@@ -13,7 +13,6 @@ Information Processing Letters 11(1), 1980.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
 from jdist.autograd.recording.node import RecvNode
@@ -21,16 +20,36 @@ from jdist.rpc import Future
 from jdist.rpc.extension import Reply
 
 
-class UnansweredRequest(NamedTuple):
-    """A request that has not been answered.
+class UnansweredRequest:
+    """A request that has not been answered; used by the steps of one pass only.
+
+    Args:
+      peer: Incarnation of the worker that waits for the answer.
 
     Attributes:
-      peer: Incarnation of the worker that waits for the answer.
-      answer: To be completed with the answer.
+      peer: As given.
+      reply: The answer, once it is there.
     """
 
-    peer: int
-    answer: Future[Reply]
+    __slots__ = ("_future", "peer", "reply")
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.reply: Reply | None = None
+        # On demand: most requests are answered by the thread that brings them.
+        self._future: Future[Reply] | None = None
+
+    def complete(self, reply: Reply) -> None:
+        """Answers the request."""
+        self.reply = reply
+        if self._future is not None:
+            self._future.set_result(reply)
+
+    def follow(self, future: Future[Reply]) -> None:
+        """Completes `future` with the answer, now or when it is there."""
+        self._future = future
+        if self.reply is not None:
+            future.set_result(self.reply)
 
 
 class TerminationDetector:
@@ -69,7 +88,8 @@ class TerminationDetector:
         engager = self.engager
         if engager is not None and engager.peer == peer:
             return True
-        return any(request.peer == peer for request in self.others)
+        # Without a generator in the common case, where there are no others.
+        return bool(self.others) and peer in [each.peer for each in self.others]
 
     def take_others(self) -> list[UnansweredRequest]:
         """Takes the requests to be answered."""
@@ -110,6 +130,8 @@ class TerminationDetector:
 
     def starving(self) -> Mapping[str, tuple[StarvingSend, ...]]:
         """Lists the send functions that workers wait for, by worker's name."""
+        if not self._reports:
+            return {}
         return {
             worker: report.starving
             for worker, report in self._reports.items()

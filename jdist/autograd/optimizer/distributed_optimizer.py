@@ -16,7 +16,7 @@ import numpy as np
 from jdist._checkpoint import StepFolder
 from jdist._errors import requirement
 from jdist._tree import PyTree, described
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.optim import Optimizer

@@ -18,7 +18,7 @@ import numpy as np
 from jdist._compat import placed_as
 from jdist._errors import requirement
 from jdist._tree import PyTree, described, path_of, unworded, words
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import (
     CompiledOptimizer,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.contexts.context import Container, Context, here
+from jdist.autograd.contexts import Container, Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.picture.drawing import mermaid, svg
 from jdist.autograd.picture.graph_node import (

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._tree import abbreviated
-from jdist.autograd.contexts.context import Context
-from jdist.autograd.engine.sweep import dependencies
+from jdist.autograd.contexts import Context
+from jdist.autograd.engine.engine import dependencies
 from jdist.autograd.recording.node import Node, RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode
 from jdist.rpc import ProtocolError

@@ -8,7 +8,7 @@ that were computed from them; a context only lists the nodes that cross workers.
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -19,9 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist.autograd.recording.errors import GraphFreed
 from jdist.rpc import WorkerInfo
-from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
-from jdist.segment.internal import passed_on
+from jdist.segment.internal import backward_arrays, passed_on
 
 Numbers = jax.Array | np.ndarray
 """An array as compiled functions take it: NumPy's only if it came in a message."""
@@ -120,7 +119,7 @@ class Node:
     """A recorded call of a function, for the backward pass.
 
     Args:
-      name: Shown in messages and pictures; or a function that makes it.
+      name: Shown in messages and pictures.
       inputs: For each input the edge along which its cotangent goes, or None.
       outputs: Number of outputs.
       order: Position in a total order that repeats from run to run.
@@ -135,7 +134,7 @@ class Node:
 
     def __init__(
         self,
-        name: str | Callable[[], str],
+        name: str,
         inputs: tuple[Edge | None, ...],
         outputs: int,
         order: Order = (0, 0),
@@ -144,13 +143,12 @@ class Node:
         self.inputs = inputs
         self.outputs = outputs
         self.order = order
-        self.reach: Reach | None = below(inputs)
+        self.reach: Reach | None = below(inputs) if inputs else NOWHERE
 
     @property
     def name(self) -> str:
         """The name as a text."""
-        name = self._name
-        return name if isinstance(name, str) else name()
+        return self._name
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """Computes the cotangents of the inputs from those of the outputs.
@@ -216,8 +214,7 @@ class SegmentNode(Node):
         if passed is not None:
             return passed
         d_outputs = self._structure.unflatten(cotangents)
-        _, d_inputs = self.segment.backward((), residuals, d_outputs)
-        return d_inputs
+        return backward_arrays(self.segment, residuals, d_outputs)
 
     def release(self) -> None:
         """See `Node`."""
@@ -235,16 +232,18 @@ class SendNode(Node):
       worker: The receiver.
       label: Describes the message as a text, for error messages.
       order: See `Node`.
-      light: Whether small arrays go as NumPy's.
 
     Attributes:
       message_id: Of the message.
       worker: Name of the receiver.
       incarnation: Of the receiver, which no successor of the same name shares.
-      light: As given.
+      light: Whether small arrays go as NumPy's; set by what sends them.
     """
 
-    __slots__ = ("_places", "_slots", "incarnation", "light", "message_id", "worker")
+    __slots__ = (
+        "_label", "_moves", "_places", "_slots", "incarnation", "light", "message_id",
+        "worker",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -252,14 +251,23 @@ class SendNode(Node):
         worker: WorkerInfo,
         label: object,
         order: Order,
-        light: bool = False,
     ) -> None:
-        super().__init__(lambda: f"send {label} to {worker.name}", (), 0, order)
+        super().__init__("send", (), 0, order)
+        # Itself among them, as the message tells them: its values lead to it first.
+        self.reach = frozenset((message_id,))
         self.message_id = message_id
-        self.light = light
-        self.worker, self.incarnation = worker.name, incarnation_of(worker)
+        self.light = False
+        assert worker.incarnation is not None  # it belongs to the group
+        self.worker, self.incarnation = worker.name, worker.incarnation
+        self._label = label
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
+        self._moves = False  # whether any of these is a place
+
+    @property
+    def name(self) -> str:
+        """The name as a text, made where it is shown."""
+        return f"send {self._label} to {self.worker}"
 
     def slot(self, edge: Edge, value: Numbers) -> int:
         """Returns the slot of a value in the message, the same for the same value."""
@@ -273,11 +281,16 @@ class SendNode(Node):
                 self._places.append(None)
             else:
                 self._places.append(value.sharding)
-            self.reach = join(self.reach, edge.node.reach)
+                self._moves = True
+            beyond = edge.node.reach
+            if beyond is not NOWHERE:
+                self.reach = join(self.reach, beyond)
         return known
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`."""
+        if not self._moves:
+            return cotangents
         pairs = zip(cotangents, self._places, strict=True)
         return [
             value if value is None or place is None else _moved(value, place)
@@ -319,11 +332,17 @@ class RecvNode(Node):
         outputs: int,
         reach: Reach | None,
     ) -> None:
-        super().__init__(lambda: f"receive from {worker.name}", (), outputs)
+        super().__init__("receive", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        self.worker, self.incarnation = worker.name, incarnation_of(worker)
+        assert worker.incarnation is not None  # it belongs to the group
+        self.worker, self.incarnation = worker.name, worker.incarnation
         self.reach = reach
+
+    @property
+    def name(self) -> str:
+        """The name as a text, made where it is shown."""
+        return f"receive from {self.worker}"
 
 
 # --- reach: the marking of SMART mode ---

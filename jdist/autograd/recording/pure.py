@@ -8,25 +8,37 @@ three kinds:
 - other arrays, and Python's floating numbers: inputs without a derivative, so that
   another value needs no other compilation;
 - all else (integers, booleans, strings, shapes, ...): part of the compiled function.
+
+A called function with recorded arguments is taken as pure unless it is marked by
+`eager`. While a pure function is traced, what it must not do is refused: calls, the
+values of variables that are no arguments, and changes of Flax NNX modules. Such a
+module is copied for each call. A change by the call (a dropout layer's count,
+batch statistics) is lost with the copy, unless the function returns it. Flax is not
+imported: a caller that has a module has done so.
 """
 
+import contextlib
 import enum
 import functools
+import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple, SupportsInt
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple, SupportsInt, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact
+from jdist._tree import PyTree, is_inexact, path_of
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
-from jdist.autograd.recording.purity import refuse_in_pure, state_kept, tracing
+from jdist.rpc.extension import is_asynchronous
 from jdist.segment import Segment
 from jdist.segment.internal import (
     Changed,
@@ -39,7 +51,13 @@ from jdist.segment.internal import (
     value_of,
 )
 
+F = TypeVar("F", bound=Callable[..., object])
 PureCallable = Callable[..., PyTree]
+
+_MARK = "__jdist_autograd_eager__"
+
+# The public call that is tracing a pure function in this thread of control.
+_tracing: ContextVar[str | None] = ContextVar("jdist.autograd.tracing", default=None)
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
@@ -69,25 +87,12 @@ class Constant:
     __slots__ = ()
 
 
-class RecordedCall(NamedTuple):
-    """A recorded call.
-
-    Attributes:
-      outputs: The arrays that the function returned.
-      structure: Tree structure of what it returned.
-      node: Its node; None if no cotangent can flow back through it.
-      live: For each output, whether it has a history.
-    """
-
-    outputs: list[jax.Array]
-    structure: jax.tree_util.PyTreeDef
-    node: SegmentNode | None
-    live: tuple[bool, ...]
-
-
-def have_history(leaves: Iterable[object]) -> bool:
-    """Whether one of the leaves of arguments is recorded."""
-    return True in [isinstance(leaf, Recordable) for leaf in leaves]
+RecordedCall = tuple[
+    list[jax.Array], jax.tree_util.PyTreeDef, SegmentNode | None, tuple[bool, ...]
+]
+"""A recorded call: the arrays that the function returned, and the structure of what it
+returned; the call's node, or None if no cotangent can flow back through it; for each
+output, whether it has a history."""
 
 
 def call(
@@ -121,10 +126,14 @@ def call(
             kind = _take(leaf, arrays, edges, numbers)
         kinds.append(kind)
     # A call within a traced function would be recorded once, at compilation.
-    name = _name(fn)
-    refuse_in_pure("a call of {} with recorded values", name)
-    function, spec = _function_of(fn), ArgumentSpec(structure, tuple(kinds))
-    segment, given = function.segment(spec), tuple(arrays)
+    if _tracing.get() is not None:
+        refuse_in_pure("a call of {} with recorded values", _name(fn))
+    # By identity: some functions of JAX compute a hash, in Python, from their parts.
+    function = _LIBRARY.get(id(fn))
+    if function is None or function.fn is not fn:
+        function = _function_of(fn)
+    spec, given = ArgumentSpec(structure, tuple(kinds)), tuple(arrays)
+    segment = function.segments.get(spec) or function.segment(spec)
     try:
         outputs, residuals = forward_arrays(segment, given)
     except Changed:
@@ -133,20 +142,20 @@ def call(
         _COMPILED.drop(function)
         segment = function.alone(fn).segment(spec)
         outputs, residuals = forward_arrays(segment, given)
-    made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
+    inputs = tuple(edges)
+    recorded = (True,) * len(edges)  # without a list of its own in the common case
+    if None in edges:
+        recorded = tuple([edge is not None for edge in edges])
+    made, live = _made(residuals.plan, recorded)
     node = None
     if True in live:
-        inputs = tuple(edges)
-        node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
-    return RecordedCall(made.flatten_up_to(outputs), made, node, live)
+        order = next_order()
+        node = SegmentNode(function.name, inputs, order, segment, residuals, made)
+    return made.flatten_up_to(outputs), made, node, live
 
 
 def _function_of(fn: PureCallable) -> "PureFunction":
     """Finds or makes the compiled function, by code and contents."""
-    # By identity: some functions of JAX compute a hash, in Python, from their parts.
-    known = _LIBRARY.get(id(fn))
-    if known is not None and known.fn is fn:
-        return known
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         # A function of a library cannot change, so its contents are not read.
         found = _LIBRARY[id(fn)] = PureFunction(fn, fn)
@@ -167,28 +176,28 @@ class PureFunction:
 
     Attributes:
       fn: As given.
+      name: Its name, for nodes.
+      segments: The function of the arrays alone, as two halves, by `ArgumentSpec`.
     """
 
     def __init__(self, fn: PureCallable, code: Hashable, alone: bool = False) -> None:
         self.fn = fn
+        self.name = _name(fn)
         self._code = code
         self._alone = alone
         self._lock = threading.Lock()
-        self._segments: dict[ArgumentSpec, Segment] = {}
-
-    def segment(self, spec: "ArgumentSpec") -> Segment:
-        """Returns the function of the arrays alone, as two halves."""
         # One function with the spec as a static argument would have JAX compare the
         # spec in each call.
-        found = self._segments.get(spec)
-        if found is not None:
-            return found
+        self.segments: dict[ArgumentSpec, Segment] = {}
+
+    def segment(self, spec: "ArgumentSpec") -> Segment:
+        """Makes and keeps the segment for this spec, if there is none."""
         with self._lock:
             made = _segment(self.fn, self._code, spec, self._alone)
-            found = self._segments.setdefault(spec, made)
+            found = self.segments.setdefault(spec, made)
             # The oldest goes: segments that were handed out stay valid.
-            if len(self._segments) > _SPECS:
-                del self._segments[next(iter(self._segments))]
+            if len(self.segments) > _SPECS:
+                del self.segments[next(iter(self.segments))]
         return found
 
     def alone(self, fn: PureCallable) -> "PureFunction":
@@ -400,3 +409,171 @@ def _made(
 def _name(fn: PureCallable) -> str:
     inner = getattr(fn, "func", fn)
     return getattr(inner, "__name__", None) or type(inner).__name__
+
+
+# --- pure and eager functions ---
+
+
+def eager(fn: F) -> F:
+    """Marks a function that runs as Python when it is called with recorded values.
+
+    Without the mark a function so called by another worker is taken as pure: it
+    receives arrays and is compiled. One that makes calls itself, holds references, or
+    uses variables of its own worker is not: marked, it receives recorded values, and
+    records what it does with them by operators and `autograd.apply`.
+
+    Methods, classes and functions marked by `rpc.async_execution` run as Python anyway.
+
+    Args:
+      fn: A Python function. It may stand on either side of `staticmethod` and
+        `classmethod`.
+
+    Raises:
+      TypeError: `fn` is not a Python function.
+
+    Example:
+      >>> @eager
+      ... def through(x, next_worker):
+      ...     return rpc.rpc_sync(next_worker, double, args=(x,))
+    """
+    inner = fn.__func__ if isinstance(fn, staticmethod | classmethod) else fn
+    try:
+        # On the function itself: a wrapper would have another name, by which it
+        # travels.
+        setattr(inner, _MARK, True)
+    except (AttributeError, TypeError):
+        rule = "must be a Python function"
+        raise TypeError(requirement("eager(fn)", rule, fn)) from None
+    return fn
+
+
+def is_pure(function: Callable[..., object]) -> bool:
+    """Whether a call of `function` with recorded values is compiled."""
+    # The mark is on the function inside.
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, type | types.MethodType):
+        return False
+    return not getattr(function, _MARK, False) and not is_asynchronous(function)
+
+
+@contextlib.contextmanager
+def tracing(call: str) -> Iterator[None]:
+    """Marks the block as the trace of a pure function by `call`."""
+    token = _tracing.set(call)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def refuse_in_pure(what: str, *names: object) -> None:
+    """Refuses a side effect in a pure function: it would happen once, at compilation.
+
+    Args:
+      what: What is refused, with `{}` for each of the names.
+      *names: Formatted into `what`, in the error only.
+
+    Raises:
+      TypeError: A pure function is being traced.
+    """
+    call = _tracing.get()
+    if call is not None:
+        raise TypeError(
+            requirement(
+                call,
+                "must be a pure function of its arguments: it is compiled",
+                what.format(*names),
+                "Pass recorded values and variables as arguments, or mark the function "
+                "with @autograd.eager: then it runs as Python, with recorded values.",
+            )
+        )
+
+
+_REMEDY = (
+    "`autograd.module(module)` keeps its state from call to call. By hand: "
+    "`graph, params, rest = nnx.split(module, nnx.Param, ...)`. Make the "
+    "variable of `params`, give `rest` to the function as an input, and have it return "
+    "the new one as an output: `module = nnx.merge(graph, params, rest)`, and "
+    "`nnx.state(module, nnx.Not(nnx.Param))`."
+)
+
+
+def refuse_state(call: str, tree: PyTree) -> None:
+    """Refuses a tree with Flax state other than parameters.
+
+    Raises:
+      TypeError: A module in it holds more than `nnx.Param`, or something in it is an
+        `nnx.Variable` of another kind.
+    """
+    nnx = _nnx()
+    if nnx is None:
+        return
+    kinds = (_module_class(nnx), nnx.Variable)
+    for keys, leaf in _with_paths(tree, kinds):
+        if isinstance(leaf, nnx.Variable):
+            found = [] if isinstance(leaf, nnx.Param) else [((), leaf)]
+        elif isinstance(leaf, kinds):
+            found = _with_paths(nnx.split(leaf, nnx.Param, ...)[2], (nnx.Variable,))
+        else:
+            continue
+        if found:
+            rule = "must hold no state but nnx.Param: it would never change"
+            shown = {
+                f"{type(one).__name__} at {path_of((*keys, *k))}" for k, one in found
+            }
+            raise TypeError(requirement(call, rule, ", ".join(sorted(shown)), _REMEDY))
+
+
+@contextlib.contextmanager
+def state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
+    """Refuses changes of modules in `arguments` that the function within would lose.
+
+    Yields:
+      A list for the function's result: changes that it contains are not lost.
+
+    Raises:
+      TypeError: The function has changed a module, and does not return the change.
+    """
+    nnx = _nnx()
+    before = [] if nnx is None else _state(_module_class(nnx), arguments)
+    returned: list[Any] = []
+    yield returned
+    if nnx is None or not before:
+        return
+    # By identity: a module writes a new array where it changes its state.
+    kept = {
+        id(leaf) for leaf in [*(one for _, one in before), *jax.tree.leaves(returned)]
+    }
+    after = _state(_module_class(nnx), arguments)
+    lost = sorted(path for path, leaf in after if id(leaf) not in kept)
+    if lost:
+        rule = "must not change a module that it is given: the change would be lost"
+        raise TypeError(requirement(call, rule, ", ".join(lost), _REMEDY))
+
+
+def _nnx() -> ModuleType | None:
+    # Not imported: without Flax in the program there is no module to look for.
+    found = sys.modules.get("flax.nnx")
+    # Another thread may be half-way through importing it.
+    return found if hasattr(found, "Module") and hasattr(found, "split") else None
+
+
+def _module_class(nnx: ModuleType) -> type:
+    """Returns the base class of modules and of random streams."""
+    found: type = getattr(nnx, "Pytree", nnx.Module)
+    return found
+
+
+def _with_paths(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[KeyPath, PyTree]]:
+    return jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def _state(module: type, tree: PyTree) -> list[tuple[str, object]]:
+    """Lists the leaves of all modules in a tree, with their paths."""
+    return [
+        (path_of((*keys, *inner)), value)
+        for keys, leaf in _with_paths(tree, (module,))
+        if isinstance(leaf, module)
+        for inner, value in jax.tree.leaves_with_path(leaf)
+    ]

@@ -14,8 +14,7 @@ from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.recording import pure
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.node import Edge, Numbers
-from jdist.autograd.recording.pure import ONE, Recordable
-from jdist.autograd.recording.purity import refuse_in_pure
+from jdist.autograd.recording.pure import ONE, Recordable, refuse_in_pure
 
 Operand = Any
 """A recorded value, an array or a number, as JAX's operators and methods take them."""
@@ -54,12 +53,16 @@ def record(
     parts of it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    # Nothing to record, and nothing to compile for.
-    if not pure.have_history(leaves):
+    for leaf in leaves:
+        if isinstance(leaf, Recordable):
+            break
+    else:  # nothing to record, and nothing to compile for
         return fn(*args, **kwargs)
     arrays, made, node, live = pure.call(fn, leaves, structure, numbers)
     if node is None:
         return made.unflatten(arrays)
+    if live == (True,):  # one array, as of an operator
+        return made.unflatten((Recorded(arrays[0], Edge(node, 0)),))
     pairs = enumerate(zip(arrays, live, strict=True))
     return made.unflatten(
         [Recorded(x, Edge(node, n)) if is_live else x for n, (x, is_live) in pairs]

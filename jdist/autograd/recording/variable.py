@@ -14,8 +14,13 @@ from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
-from jdist.autograd.recording.pure import DifferentiatedTree
-from jdist.autograd.recording.purity import eager, refuse_in_pure, refuse_state
+from jdist.autograd.recording.pure import (
+    ONE,
+    DifferentiatedTree,
+    eager,
+    refuse_in_pure,
+    refuse_state,
+)
 from jdist.autograd.recording.recorded import Operators, Recorded
 from jdist.rpc import RpcTimeout
 from jdist.rpc.extension import InterruptSafeLock, current, exceeded, releasing_all
@@ -38,12 +43,16 @@ class _FlatTree(NamedTuple):
     def of(cls, tree: PyTree) -> "_FlatTree":
         leaves, structure = jax.tree.flatten(tree)
         kind = DifferentiatedTree(structure, tuple(map(is_inexact, leaves)))
-        return cls(tree, kind, leaves, [])
+        # The one object for a single array, which is then known by its identity.
+        return cls(tree, ONE if kind == ONE else kind, leaves, [])
 
     def light(self) -> Sequence[Numbers]:
         """Returns the leaves for a message, small ones as NumPy arrays, cached."""
         # The memory of a deleted array, which may have been donated, is no longer its.
-        if not self.sent or True in [leaf.is_deleted() for leaf in self.leaves]:
+        for leaf in self.leaves:
+            if leaf.is_deleted():
+                self.sent.clear()
+        if not self.sent:
             self.sent[:] = map(light, self.leaves)
         return self.sent
 
@@ -148,6 +157,10 @@ class Variable(Operators):
         held = self._held  # once: another thread may set another value
         given: Sequence[Numbers] = held.light() if light else held.leaves
         kind, _, edges = self.flat()
+        if kind is ONE:
+            (leaf,), (edge,) = given, edges
+            assert edge is not None
+            return Recorded(leaf, edge)
         values = [
             leaf if to is None else Recorded(leaf, to)
             for leaf, to in zip(given, edges, strict=True)
@@ -195,24 +208,28 @@ class Variable(Operators):
           Exception: Whatever a hook raised.
         """
         gradient = self._placed(cotangents)
-        hooks = self.hooks
-        for hook in hooks:
+        if not self._hooks:
+            return gradient
+        for hook in self.hooks:
             changed = hook(gradient)
             if changed is not None:
                 _check_hooked(gradient, changed)
                 gradient = changed
-        if not hooks:
-            return gradient
         # A hook may have returned other containers with equal leaves.
         return self._placed(self.structure.flatten_up_to(gradient))
 
     def _placed(self, cotangents: Sequence[Cotangent]) -> PyTree:
         # Placed as the variable is: what an optimizer makes of both is then placed so
         # too, and the next step finds all programs compiled.
-        pairs = zip(cotangents, self._held.leaves, strict=True)
-        return self.structure.unflatten(
-            [None if x is None else beside(x, leaf) for x, leaf in pairs]
-        )
+        held = self._held
+        if held.kind is ONE:
+            (cotangent,) = cotangents
+            return None if cotangent is None else beside(cotangent, held.leaves[0])
+        placed = [
+            None if x is None else beside(x, leaf)
+            for x, leaf in zip(cotangents, held.leaves, strict=True)
+        ]
+        return held.kind.structure.unflatten(placed)
 
     def flat(
         self,

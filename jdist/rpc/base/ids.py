@@ -76,14 +76,7 @@ class IdCounter:
         Raises:
           OverflowError: All 2**48 are used up.
         """
-        return GloballyUniqueId(self._worker, self._number())
-
-    def packed(self) -> int:
-        """Makes a new id as a number of 64 bits; raises what `next` raises."""
-        return self._worker << LOCAL_BITS | self._number()
-
-    def _number(self) -> int:
         number = next(self._numbers)
         if number >= _LOCAL_IDS:
             raise OverflowError(f"Worker {self._worker} has no ids left.")
-        return number
+        return GloballyUniqueId(self._worker, number)

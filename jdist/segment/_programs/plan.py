@@ -81,10 +81,6 @@ class ArrayLocations:
             places.append(known[value])
         return cls(tuple(places), tuple(computed))
 
-    def gather(self, *groups: Sequence[Any]) -> tuple[Any, ...]:
-        """The arrays of the values, from the groups' arrays."""
-        return tuple([groups[number][place] for number, place in self.places])
-
 
 @dataclass(frozen=True, eq=False)
 class ForwardPlan:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import autograd, rpc, verify
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from tests.autograd import remote_functions as functions
 from tests.rpc.rref.common import settle
 

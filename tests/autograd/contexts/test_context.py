@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from tests.autograd.recording_world import (
     add,
     current_id,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.autograd.contexts.context import LAST_WORKER, Ids, maker
+from jdist.autograd.contexts import LAST_WORKER, Ids, maker
 
 WORKERS = st.integers(0, LAST_WORKER)
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.contexts.context import Context, here
+from jdist.autograd.contexts import Context, here
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.autograd.recording_world import (
     PATIENCE,

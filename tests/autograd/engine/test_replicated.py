@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.engine.replicated import STATE
 from tests.autograd.engine_world import numbers
 from tests.rpc.hosts import become_worker, results

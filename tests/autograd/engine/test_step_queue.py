@@ -3,12 +3,15 @@
 import functools
 import threading
 
+import jax.numpy as jnp
 import pytest
 
-from jdist import rpc
-from jdist.autograd.engine.local_pass import StepQueue
+from jdist import autograd, rpc
+from jdist.autograd.contexts import here
+from jdist.autograd.engine import engine as engines
+from jdist.autograd.engine.engine import Root, StepQueue
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
+from jdist.rpc.base.current import NEVER, Scope
 from tests.rpc.hosts import PATIENCE
 
 
@@ -78,3 +81,25 @@ def test_steps_run_as_the_worker_of_the_queue():
         names = []
         steps.put(lambda: names.append(rpc.get_worker_info().name))
         assert [*names, rpc.get_worker_info().name] == ["b", "a"]
+
+
+def test_a_step_that_waits_runs_what_is_ready():
+    """The step before it leaves the nodes to it, also if it only asks for the end."""
+    with rpc.local_cluster(["only"]), autograd.context() as context_id:
+        x = autograd.variable(jnp.array([2.0, 3.0], jnp.float32))
+        root = Root((x * x).sum().edge, jnp.float32(1.0))
+        context = here().retrieve(context_id)
+        started = engines.of(here()).begin(context, [root], [], False, NEVER)
+        ends = []
+
+        def begin_and_ask():
+            started._begin()
+            ends.append(started.outcome())
+
+        started._put(begin_and_ask)
+        assert ends[0].done()
+        assert ends[0].value() is None
+        assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 6.0]
+        late = started.outcome()
+        assert late.done()
+        assert late.value() is None

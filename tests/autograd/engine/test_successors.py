@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.contexts.context import here
+from jdist.autograd.contexts import here
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.local_pass import LocalPass
+from jdist.autograd.engine.engine import LocalPass
 from jdist.autograd.engine.messages import PassTerms
 from jdist.autograd.recording.node import SendNode
 from jdist.rpc.base import current

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.autograd.engine.sweep import Sweep, dependencies, total
+from jdist.autograd.engine.engine import Sweep, dependencies, total
 from jdist.autograd.recording.node import Edge, Node
 
 

@@ -5,11 +5,10 @@ from jdist.autograd.engine.termination_detector import (
     TerminationDetector,
     UnansweredRequest,
 )
-from jdist.rpc import Future
 
 
 def held(peer):
-    return UnansweredRequest(peer, Future())
+    return UnansweredRequest(peer)
 
 
 def test_the_first_request_engages_a_worker_and_the_others_do_not():

@@ -1,4 +1,4 @@
-"""Contexts: one worker's records and gradients of distributed computations.
+"""Contexts: distributed computations, with their ids, gradients and end.
 
 A `Context` is one worker's share of a distributed computation, a `Container` holds all
 contexts of a worker, `Ids` gives them their ids, `Releases` ends them on all workers
@@ -7,10 +7,13 @@ that took part, and a `Recording` says which of them a thread of control is in.
 
 import contextvars
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -18,9 +21,8 @@ import numpy as np
 
 from jdist._compat import placed
 from jdist._errors import requirement
-from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees
-from jdist.autograd.recording.errors import ContextNotFound, no_context
+from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
 from jdist.autograd.recording.node import (
     LIGHT,
     Numbering,
@@ -36,10 +38,9 @@ from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
     LOCAL_BITS,
     Agent,
-    IdCounter,
     ReliableDelivery,
     call_when_done,
-    current_agent,
+    current,
     incarnation_of,
 )
 
@@ -89,10 +90,12 @@ class Ids:
             rule = f"must be a worker id in 0..{LAST_WORKER}"
             raise ValueError(requirement("Ids(worker)", rule, worker))
         self.worker = worker
-        self._contexts = IdCounter(worker, first)
-        self._messages = IdCounter(worker, max(first, 1))
+        # Atomic: the counters are written in C, so that no lock is needed.
+        base = worker << LOCAL_BITS
+        self._contexts = itertools.count(base + first)
+        self._messages = itertools.count(base + max(first, 1))
         # A counter of its own, so that passes do not change the ids of messages.
-        self._passes = IdCounter(worker, 1)
+        self._passes = itertools.count(base + 1)
 
     @property
     def highest(self) -> int:
@@ -105,15 +108,20 @@ class Ids:
         Raises:
           OverflowError: All 2**48 are used up.
         """
-        return self._contexts.packed()
+        return self._checked(next(self._contexts))
 
     def message(self) -> int:
         """Makes an id for a request or a reply; raises what `context` raises."""
-        return self._messages.packed()
+        return self._checked(next(self._messages))
 
     def backward_pass(self) -> int:
         """Makes an id for a backward pass; raises what `context` raises."""
-        return self._passes.packed()
+        return self._checked(next(self._passes))
+
+    def _checked(self, number: int) -> int:
+        if number >> LOCAL_BITS != self.worker:
+            raise OverflowError(f"Worker {self.worker} has no ids left.")
+        return number
 
 
 def maker(packed: int) -> int:
@@ -206,7 +214,10 @@ class Context:
         Raises:
           ContextNotFound: It was released.
         """
-        incarnation = incarnation_of(worker)
+        incarnation = worker.incarnation
+        assert incarnation is not None  # it belongs to the group
+        if self.known.get(incarnation) == worker.name and self.ended is None:
+            return False  # known, and only the end of the context forgets it
         with self.lock:
             self.check()
             new = incarnation not in self.known
@@ -220,7 +231,8 @@ class Context:
           ContextNotFound: It was released.
         """
         with self.lock:
-            self.check()
+            if self.ended is not None:
+                self.check()
             for variable, gradient in gradients.items():
                 known = self.gradients.get(variable)
                 if isinstance(known, jax.Array):  # the common case needs no tree map
@@ -270,18 +282,17 @@ class Container:
         self.agent = agent
         self.replicated: set[Variable] = set()
         self._lock = threading.Lock()
-        self._ids: Ids | None = None
         self._contexts: dict[int, Context] = {}
-        self._ended: LRUCache[int, bool] = LRUCache(_MOST_ENDED)
+        self._ended: dict[int, None] = {}  # the oldest first
         self.releases = Releases(self)
 
-    @property
+    # Once it was made it is looked up as any attribute: without a call.
+    @functools.cached_property
     def ids(self) -> Ids:
         """The maker of ids, once the worker is in a group."""
-        if self._ids is None:
-            with self._lock:  # two would give out the same ids
-                self._ids = self._ids or Ids(incarnation_of(self.agent.info))
-        return self._ids
+        made = Ids(incarnation_of(self.agent.info))
+        with self._lock:  # one for all threads: two would give out the same ids
+            return vars(self).setdefault("ids", made)
 
     def worker(self, incarnation: int) -> WorkerInfo:
         """Finds the worker of an incarnation.
@@ -345,7 +356,7 @@ class Container:
         if type(context_id) is not int:
             rule = "must be the id that autograd.context gives"
             raise TypeError(requirement("autograd(context_id)", rule, context_id))
-        found = self.find(context_id)
+        found = self._contexts.get(context_id)
         if found is None:
             raise no_context(context_id)
         return found
@@ -382,7 +393,9 @@ class Container:
             found = self._contexts.pop(context_id, None)
             # Also a context that was never here: its first message may come after its
             # end.
-            self._ended.put(context_id, True)
+            self._ended[context_id] = None
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
         return set() if found is None else found.end(reason)
 
     def release(self, context_id: int) -> Future[None]:
@@ -413,7 +426,10 @@ def here() -> Container:
     Raises:
       RpcError: RPC has not been initialized.
     """
-    return of(current_agent())
+    agent = current.worker()
+    assert isinstance(agent, Agent)
+    found = agent.extension_state.get(STATE)
+    return found if isinstance(found, Container) else of(agent)
 
 
 class Recording:
@@ -512,7 +528,7 @@ class Releases:
 
     def hear(self, caller: WorkerInfo, ids: Iterable[int]) -> None:
         """Ends contexts whose end came with a request."""
-        by = incarnation_of(caller)
+        by = caller.incarnation
         for context_id in ids:
             reason = f"{caller.name!r} released it."
             for worker in self._end_here(context_id, reason, by):
@@ -543,11 +559,14 @@ class Releases:
         """Ends a context here; returns the incarnations to be told, sorted by name."""
         known = self._container.end(context_id, reason)
         tell = known - {told_by, self._agent.info.incarnation}
-        if not tell:
-            return []
-        peers = [self._agent.directory.of_incarnation(one) for one in tell]
-        infos = sorted(peer.info for peer in peers if peer is not None)
-        return [incarnation_of(info) for info in infos]
+        found: list[tuple[WorkerInfo, int]] = []
+        for incarnation in tell:
+            peer = self._agent.directory.of_incarnation(incarnation)
+            if peer is not None:
+                found.append((peer.info, incarnation))
+        if len(found) > 1:
+            found.sort()
+        return [incarnation for _, incarnation in found]
 
     def _ask(self, to: int, kind: str, context_id: int) -> Future[Any]:
         """Delivers a message; the future has its answer, or None without one."""
@@ -640,3 +659,146 @@ def _quietly(make: Callable[[], T]) -> T:
     """Call `make()` outside of any call."""
     # A call's deadline must not stop the end of a context.
     return contextvars.Context().run(make)
+
+
+# --- the public functions ---
+
+
+def context() -> AbstractContextManager[int]:
+    """Records the calls made within the block, also on other workers.
+
+    Shortly after its end all workers that took part drop their records; the end of a
+    context by `release` can be waited for.
+
+    Returns:
+      A context manager, which enters with the id of the context: 64 bits, of which the
+      top 16 are the rank of this worker.
+
+    Raises (on entering):
+      AutogradError: This thread of control is within a context already.
+      RpcError: RPC has not been initialized.
+
+    Source: `torch.distributed.autograd.context`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd, rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     w = autograd.variable(3.0)
+      ...     with autograd.context() as context_id:
+      ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
+      ...     y, autograd.is_valid_context(context_id)
+      (Recorded(float32[] of receive from worker1), False)
+    """
+    return _Within()
+
+
+class _Within(AbstractContextManager[int]):
+    """See `context`; a class, because a generator takes four times as long."""
+
+    __slots__ = ("_made", "_numbering", "_outer")
+
+    _made: Context
+    _outer: Recording | None
+    _numbering: Numbering
+
+    def __enter__(self) -> int:
+        container = here()
+        # By the worker: several workers of one process may be each within a context.
+        outer = recorded_into(container)
+        if outer is not None:
+            raise AutogradError(
+                "Already have an autograd context id for this thread: "
+                f"{outer.id}. Contexts cannot be nested; leave this one first."
+            )
+        self._made = made = container.new()
+        self._outer, self._numbering = _recording.get(), numbers.get()
+        try:
+            _recording.set(Recording(made))
+            numbers.set(numbers_in(0))
+        except BaseException:  # an interrupt: it was not entered
+            self.__exit__()
+            raise
+        return made.id
+
+    def __exit__(self, *details: object) -> None:
+        # What was there before, and not by tokens, which an interrupt could lose.
+        try:
+            _recording.set(self._outer)
+            numbers.set(self._numbering)
+        finally:
+            self._made.container.releases.leave(self._made.id)
+
+
+def current_context() -> Context:
+    """Returns the context of this thread of control.
+
+    Raises:
+      AutogradError: This thread of control is within no context.
+      RpcError: RPC has not been initialized.
+
+    Source: `torch.distributed.autograd._current_context`.
+    """
+    found = recorded_into(here())
+    if found is None:
+        raise AutogradError(
+            "Current thread doesn't have a valid autograd context. Work within "
+            "`with autograd.context() as context_id:`."
+        )
+    return found
+
+
+def retrieve_context(context_id: int) -> Context:
+    """Returns this worker's share of a context.
+
+    Raises:
+      TypeError: `context_id` is no id.
+      ContextNotFound: This worker does not have it, or not any more.
+      RpcError: RPC has not been initialized.
+
+    Source: `torch.distributed.autograd._retrieve_context`.
+    """
+    return here().retrieve(context_id)
+
+
+def is_valid_context(context_id: int) -> bool:
+    """Whether this worker has a share of a context.
+
+    Source: `torch.distributed.autograd._is_valid_context`.
+    """
+    return here().find(context_id) is not None
+
+
+def release(context_id: int) -> Future[None]:
+    """Ends a context now, on all workers that took part.
+
+    Returns:
+      A future, done when all of them have forgotten it or are gone.
+
+    Raises:
+      TypeError, ContextNotFound, RpcError: As `retrieve_context`.
+
+    Source: `torch.distributed.autograd._release_context`.
+    """
+    return here().release(context_id)
+
+
+def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
+    """Returns the gradients of this worker's variables, summed over backward passes.
+
+    A gradient is a tree like its variable's value, with None for leaves that no pass
+    reached. A variable that no pass reached is not in the mapping. Later passes do not
+    change the mapping.
+
+    Args:
+      context_id: Of the context.
+
+    Raises:
+      ContextNotFound: There is no such context on this worker.
+
+    Source: `torch.distributed.autograd.get_gradients`.
+    """
+    context = here().retrieve(context_id)
+    with context.lock:
+        # A copy: a later pass must not change what was handed out.
+        return MappingProxyType(dict(context.gradients))
