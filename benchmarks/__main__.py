@@ -59,6 +59,7 @@ def run(names: Sequence[str], folder: Path, record: bool) -> list[str]:
                 console.print(f"[red]worse than recorded[/red]: {line}")
         if record:
             _record.record({name: found})
+            _record.draw(name)
     return failed
 
 

@@ -5,6 +5,7 @@ between two comments for each benchmark, and one for the goals of all.
 """
 
 import datetime
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from experiments._environment import Environment
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "recorded.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURES = ROOT / "docs" / "_static"
 GOALS = "goals"
 
 EXPERIMENTS = (
@@ -97,6 +99,14 @@ def record(runs: Mapping[str, Run], path: Path = RECORDED, page: Path = PAGE) ->
     kept = dict(sorted({**recorded(path), **runs}.items()))
     path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     page.write_text(written(page.read_text(), kept))
+
+
+def draw(name: str, folder: Path = PICTURES) -> None:
+    """Draws the pictures of a benchmark on the page, if it has any: its `draw`."""
+    if name not in EXPERIMENTS:
+        module = importlib.import_module(f"benchmarks.{name}")
+        if hasattr(module, "draw"):
+            module.draw(folder)
 
 
 def worse(earlier: Run, now: Run) -> list[str]:

@@ -7,8 +7,9 @@ both.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from benchmarks import _autograd_jdist, _autograd_torch
+from benchmarks import _autograd_jdist, _autograd_timeline, _autograd_torch
 from benchmarks import _autograd_models as models
 from benchmarks._goals import Goal, ratio
 from benchmarks._harness import Case, timing
@@ -37,6 +38,11 @@ def measure() -> list[Case]:
         cases |= _race({OURS: ours, TORCH: theirs})
     found = [_beside_torch(job, cases[job]) for job in GOALS]
     return [*found, _modes(cases)]
+
+
+def draw(folder: Path) -> None:
+    """A pass of example (iv) over time, as a picture for the page."""
+    _autograd_timeline.draw(folder / "example_iv.png")
 
 
 def _race(pairs: Mapping[str, Pair]) -> dict[str, dict[str, list[float]]]:

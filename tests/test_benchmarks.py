@@ -3,13 +3,15 @@
 import importlib
 import json
 import pkgutil
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
 
 import benchmarks
 from benchmarks import __main__ as benchmarks_main
-from benchmarks import _goals, _record
+from benchmarks import _autograd_timeline, _goals, _record
 from benchmarks._goals import Figure, Goal
 from benchmarks._harness import Case, table, timing
 from benchmarks._record import Run
@@ -224,3 +226,31 @@ def test_goals_stand_under_the_table_of_a_benchmark():
     found = goal(0.8, 1.5, 1.6)
     case = Case("small", {"jdist": timing([1.0, 2.0, 3.0])}, goals=[found])
     assert table("name", [case]).caption == f"small: {found}"
+
+
+def test_a_lane_is_cut_where_stations_begin_and_end():
+    """The innermost counts, and a wait is over when the message has been sent."""
+    line = _autograd_timeline
+    rows = [
+        (1.0, 2.0, line.CODEC), (2.5, 3.0, line.WIRE), (2.5, 6.0, line.WAITING),
+        (3.5, 3.5, line.XLA),
+    ]  # fmt: skip
+    found = line._bars(rows, [0.5, 5.0], 0.0, 7.0)
+    assert [(bar.begin, bar.end, bar.station) for bar in found] == [
+        (0.0, 1.0, line.PYTHON), (1.0, 2.0, line.CODEC), (2.0, 2.5, line.PYTHON),
+        (2.5, 3.0, line.WIRE), (3.0, 5.0, line.WAITING), (5.0, 6.0, line.WIRE),
+        (6.0, 7.0, line.PYTHON),
+    ]  # fmt: skip
+    assert line._shares([found, found[:2]], line.PYTHON) == "2500000 + 1000000 us"
+
+
+def test_a_recorded_benchmark_draws_its_pictures(monkeypatch, tmp_path):
+    drawn = []
+    for name, kept in (("drawing", {"draw": drawn.append}), ("plain", {})):
+        module = types.SimpleNamespace(**kept)
+        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", module)
+        _record.draw(name, tmp_path)
+    _record.draw(_record.EXPERIMENTS[0], tmp_path)
+    assert drawn == [tmp_path]
+    assert (_record.PICTURES / "example_iv.png").exists()
+    assert "_static/example_iv.png" in _record.PAGE.read_text()
