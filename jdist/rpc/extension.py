@@ -20,12 +20,12 @@ from jdist.rpc.base.current import (
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
-from jdist.rpc.base.invocation import Invocation, MessageContext, named
 from jdist.rpc.base.worker_info import incarnation_of
-from jdist.rpc.calls.agent import Agent, current_agent, extend
+from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.callee import NEEDS, Reply
-from jdist.rpc.calls.function_calls import is_asynchronous
+from jdist.rpc.calls.function_calls import is_asynchronous, named
 from jdist.rpc.calls.outstanding_calls import Outgoing
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import (

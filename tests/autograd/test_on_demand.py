@@ -10,8 +10,8 @@ from jdist import rpc
 from jdist.autograd.contexts import here
 from jdist.autograd.rpc_hooks import META
 from jdist.rpc.base import current
-from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.calls.callee import NEEDS
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.wire.frame import CALL
 from tests.autograd.recording_world import add
 from tests.rpc.hosts import names

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.rpc.codec.arrays import adopt
 from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.in_process import adopt
 
 LIMITS = framing.Limits()
 

@@ -7,13 +7,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Deadline, Meta, Operation, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, run_all
-from jdist.rpc.base.invocation import Interceptor, MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
@@ -24,6 +23,7 @@ from jdist.rpc.calls.callee import (
     Callee,
     Execution,
     Handler,
+    ReferenceCounting,
     ServedConnection,
 )
 from jdist.rpc.calls.outstanding_calls import (
@@ -35,6 +35,7 @@ from jdist.rpc.calls.outstanding_calls import (
 )
 from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec import Codec
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
@@ -43,7 +44,57 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
-__all__ = ["Agent", "current_agent", "equip", "extend"]
+__all__ = [
+    "Agent", "Interceptor", "Invocation", "current_agent", "equip", "extend",
+]  # fmt: skip
+
+
+class Invocation(NamedTuple):
+    """A function about to be called on another worker (or being called here)."""
+
+    kind: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def unpack(cls, kind: str, body: Any) -> "Invocation":
+        """Decodes a call that arrived.
+
+        Raises:
+          ProtocolError: `body` is not a call.
+        """
+        # A peer may send anything.
+        if type(body) is tuple and len(body) == 3:
+            function, args, kwargs = body
+            if callable(function) and type(args) is tuple and type(kwargs) is dict:
+                return cls(kind, function, args, kwargs)
+        raise ProtocolError("A call has a function, arguments and keywords.")
+
+
+class Interceptor(Protocol):
+    """Sees every user-level call on its way out, at the callee, and back."""
+
+    def request(self, to: WorkerInfo, call: Invocation) -> tuple[Invocation, Meta]:
+        """On the caller, before encoding: returns the call to send and its metadata."""
+
+    def execute(
+        self,
+        caller: WorkerInfo,
+        call: Invocation,
+        meta: Meta,
+        run: Callable[[Invocation], Any],
+    ) -> tuple[Any, Meta]:
+        """On the callee: runs the call; returns its result and the reply's metadata.
+
+        The result may be a Future when the function is an async_execution one.
+        """
+
+    def reply(self, to: WorkerInfo, value: Any, meta: Meta) -> Any:
+        """On the caller, after decoding: returns the value for the user."""
+
+    def local(self, value: Any) -> Any:
+        """On the owner of a reference: returns the result of `to_here`."""
 
 
 Gone = Callable[[WorkerInfo, str], None]

@@ -22,22 +22,29 @@ import msgspec
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.current import Cancellable, Deadline, Meta, Operation, Scope
+from jdist.rpc.base.current import (
+    Cancellable,
+    Deadline,
+    Meta,
+    Operation,
+    RunningCall,
+    Scope,
+)
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
-from jdist.rpc.base.invocation import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
 from jdist.rpc.codec import Codec
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
-    "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler", "Reply",
-    "ServedConnection",
+    "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler",
+    "ReferenceCounting", "Reply", "ServedConnection",
 ]  # fmt: skip
 
 
@@ -201,6 +208,37 @@ class Reply(NamedTuple):
 
     value: Any
     meta: Meta
+
+
+class ReferenceCounting(Protocol):
+    """Reference counting as calls and the shutdown of a worker use it."""
+
+    def begin(self, incarnation: int) -> None:
+        """Starts counting as a member of a group."""
+
+    def undelivered(self, message: MessageContext) -> None:
+        """Handles a message with references that is, or may be, lost."""
+
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
+        """Registers an answer with references: undelivered if it is given up."""
+
+    def decline(self, tree: Any, giver: WorkerInfo) -> None:
+        """Takes and drops the references in an answer that could not be read."""
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """Handles the loss or departure of a worker."""
+
+    def release(self, deadline: Deadline, seconds: float) -> None:
+        """Drops all references and waits until their owners know."""
+
+    def leaks(self) -> list[str]:
+        """Describes values that others still hold after `release`."""
+
+    def counts(self) -> dict[str, int]:
+        """Counts of references, for `rpc.debug_info`."""
+
+    def close(self) -> None:
+        """Ends at once."""
 
 
 class ServingWorker(Protocol):

@@ -10,23 +10,30 @@ from jdist._errors import requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
 from jdist.rpc.base.future import Future, collect
-from jdist.rpc.base.invocation import (
-    Interceptor,
-    Invocation,
-    UnboundFunction,
-    named,
-    positional,
-)
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc.calls.agent import Agent, Interceptor, Invocation, current_agent
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [
-    "async_execution", "execute", "install", "is_asynchronous", "outgoing", "rpc_async",
-    "rpc_sync",
+    "UnboundFunction", "async_execution", "execute", "install", "is_asynchronous",
+    "named", "outgoing", "positional", "rpc_async", "rpc_sync",
 ]  # fmt: skip
+
+
+class UnboundFunction:
+    """Base class for a function that is looked up when its call begins."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks the function up and calls it."""
+        return self.bound()(*args, **kwargs)
+
+    def bound(self) -> Callable[..., Any]:
+        """The function itself."""
+        raise NotImplementedError
 
 
 def rpc_sync(
@@ -272,3 +279,67 @@ def check_result(function: Callable[..., Any], result: Any) -> None:
             f"(in torch: @rpc.async_function must return a torch.futures.Future "
             f"object). {name} returned {type(result).__name__}."
         )
+
+
+# --- arguments ---
+
+
+def positional(call: str, args: Any) -> tuple[Any, ...]:
+    """Check positional arguments, a tuple or a list; None stands for none.
+
+    Args:
+      call: The public function, for the message.
+      args: As the user gave them.
+
+    Raises:
+      TypeError: `args` is anything else.
+
+    Example:
+      >>> positional("rpc_sync", [1, "a"])
+      (1, 'a')
+    """
+    if args is None:
+        return ()
+    # Exact types: `args=(x)` without the comma is `x` itself, and an array, a string or
+    # a named tuple would be taken apart.
+    if type(args) is tuple or type(args) is list:
+        return tuple(args)
+    rule = "must be a tuple or a list of the positional arguments"
+    remedy = (
+        "All of them go together, `args=(x, y)`; a single one takes a comma, "
+        "`args=(x,)`."
+    )
+    raise TypeError(requirement(f"{call}(args=...)", rule, _kind(args), remedy))
+
+
+def named(call: str, kwargs: Any) -> dict[str, Any]:
+    """Check keyword arguments, a mapping; None stands for none.
+
+    Args:
+      call: The public function, for the message.
+      kwargs: As the user gave them.
+
+    Raises:
+      TypeError: `kwargs` is no mapping, or a key is no string.
+
+    Example:
+      >>> named("rpc_sync", {"axis": 0})
+      {'axis': 0}
+    """
+    if kwargs is None:
+        return {}
+    rule = "must be a mapping from the names of arguments to their values"
+    remedy = 'For example: `kwargs={"x": x}`.'
+    what = f"{call}(kwargs=...)"
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(requirement(what, rule, _kind(kwargs), remedy))
+    for key in kwargs:
+        if type(key) is not str:
+            raise TypeError(requirement(what, rule, f"the key {key!r}", remedy))
+    return dict(kwargs)
+
+
+def _kind(value: Any) -> str:
+    # Its type alone: the value may be large, or on a device that is busy.
+    kind = type(value)
+    return f"a value of type {kind.__module__}.{kind.__qualname__}"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from jdist.rpc.base.current import Deadline, Meta, Operation, RunningCall, with_deadline
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
-from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.peers import Peer, PooledConnection
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame

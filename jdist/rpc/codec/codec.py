@@ -25,7 +25,15 @@ import enum
 import pickle
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -34,25 +42,268 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._compat import is_traced
 from jdist._errors import requirement
+from jdist.rpc.base.current import Meta, Operation
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.base.future import Future
-from jdist.rpc.base.invocation import MessageContext
-from jdist.rpc.codec import arrays, codes, nnx
-from jdist.rpc.codec.codes import Tree
+from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.codec import codes, nnx
+from jdist.rpc.codec.codes import Tree, dtype_name, dtype_named
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
-from jdist.rpc.codec.tree import (
-    Decoder,
-    Decoding,
-    Encoder,
-    Encoding,
-    parts,
-    parts_at_least,
-)
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "Encoding", "MessageContext"]
 
+
+_NONE = Operation("")
+
+
+class MessageContext:
+    """Context of one call or answer, for the codec's hooks of registered types.
+
+    The hooks fill it in; the caller of the codec reads it. Most messages need none of
+    it, so an empty one is cheap: its lists are shared empty tuples.
+
+    Args:
+      worker: The receiver of a message that is sent, the sender of one that came.
+      meta: The message's metadata. Entries of encode hooks travel with it.
+      operation: Of a message that is sent: the call that it belongs to.
+
+    Attributes:
+      forks: The references that are sent in it.
+      unsettled: Futures that must be complete before the decoded value may be used.
+      crossing: State of a package built upon rpc, from the message's first value on.
+      if_lost: Called when the call that it is of has failed: encoding it, on its way,
+        or on the callee. Of answers, when encoding one failed.
+    """
+
+    __slots__ = (
+        "__weakref__", "crossing", "forks", "if_lost", "meta", "operation", "unsettled",
+        "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        meta: Meta | None = None,
+        operation: Operation = _NONE,
+    ) -> None:
+        self.worker = worker
+        self.operation = operation
+        self.meta: Meta = {} if meta is None else meta
+        self.crossing: Any = None
+        # Shared empty tuples: most messages need none of the three.
+        self.forks: Sequence[GloballyUniqueId] = ()
+        self.unsettled: Sequence[Future[Any]] = ()
+        self.if_lost: Sequence[Callable[[], None]] = ()
+
+
+# --- one value being encoded, or one tree being decoded ---
+
+Encoder = Callable[["Encoding", Any], Tree]
+"""Makes a tree of a value of one kind; asks the `Encoding` for the trees within."""
+
+
+class Encoding:
+    """One value being encoded: its leaves so far, and the encoders.
+
+    Args:
+      functions: Names functions and classes.
+      encoders: By exact type, for what is frequent; None for values that are trees.
+      otherwise: For a value of any other type.
+      depth: How many levels are left.
+      message: For the hooks of registered types.
+      not_keys: Types that arrive as something else than they are.
+    """
+
+    __slots__ = (
+        "_encoders", "_not_keys", "_otherwise", "_places", "depth", "functions",
+        "leaves", "message",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        functions: FunctionTable,
+        encoders: Mapping[type, Encoder | None],
+        otherwise: Encoder,
+        depth: int,
+        message: MessageContext | None,
+        not_keys: Set[type],
+    ) -> None:
+        self.functions = functions
+        self.depth = depth
+        self.message = message
+        self.leaves: list[Any] = []
+        self._encoders = encoders
+        self._otherwise = otherwise
+        self._not_keys = not_keys
+        # By id: arrays cannot be hashed.
+        self._places: dict[int, int] = {}
+
+    def tree(self, value: Any) -> Tree:
+        """Encodes a value as a tree."""
+        encoder = self._encoders.get(type(value), self._otherwise)
+        return value if encoder is None else encoder(self, value)
+
+    def node(self, head: list[Tree], values: Iterable[Any]) -> list[Tree]:
+        """Appends the trees of values, one level deeper, to `head`.
+
+        Raises:
+          ValueError: There is no level left: the value probably contains itself.
+        """
+        if not self.depth:
+            rule = "must not be nested that deeply, nor contain itself"
+            raise ValueError(requirement("rpc(value)", rule, "one level too many"))
+        # Counted, not left to RecursionError: the peer counts the same levels.
+        self.depth -= 1
+        encoder_of, otherwise = self._encoders.get, self._otherwise
+        for value in values:
+            # As in `tree`, without a call for each value.
+            encoder = encoder_of(type(value), otherwise)
+            head.append(value if encoder is None else encoder(self, value))
+        self.depth += 1
+        return head
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuses keys of a dictionary, or elements of a set, that change their type.
+
+        Raises:
+          TypeError: One arrives as something that cannot be found by it.
+        """
+        for key in keys if self._not_keys else ():
+            if type(key) not in self._not_keys:
+                continue
+            kind = type(key).__name__
+            rule = f"must have no {kind} as a key or in a set: it arrives as its arrays"
+            remedy = (
+                f"Send what belongs to it under a name of your own, or an RRef to the "
+                f"{kind} as the key."
+            )
+            raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
+
+    def leaf(self, array: Any) -> list[Tree]:
+        """Makes the node of an array; the same array is one leaf only."""
+        # `leaves` keeps each array alive, so that its id stays its own.
+        new = len(self.leaves)
+        index = self._places.setdefault(id(array), new)
+        if index == new:
+            self.leaves.append(array)
+        return [codes.LEAF, index]
+
+    def undo(self, leaves: int, depth: int) -> None:
+        """Restores an earlier state after a failed attempt."""
+        self.depth = depth
+        for array in self.leaves[leaves:]:
+            del self._places[id(array)]
+        del self.leaves[leaves:]
+
+
+Decoder = Callable[["Decoding", list[Tree]], Any]
+"""Makes the value of a node of one kind."""
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+class Decoding:
+    """One tree being decoded.
+
+    Args:
+      functions: Finds functions and classes by name.
+      decoders: By code.
+      registered: Decode hooks of `Codec.register`, by their codes.
+      leaves: The frame's arrays.
+      depth: How many levels are left.
+      message: For the hooks of registered types.
+    """
+
+    __slots__ = ("_decoders", "_depth", "functions", "leaves", "message", "registered")
+
+    def __init__(
+        self,
+        functions: FunctionTable,
+        decoders: Sequence[Decoder],
+        registered: Mapping[str, Callable[[Any, MessageContext | None], Any]],
+        leaves: Sequence[Any],
+        depth: int,
+        message: MessageContext | None,
+    ) -> None:
+        self.functions = functions
+        self.registered = registered
+        self.leaves = leaves
+        self.message = message
+        self._decoders = decoders
+        self._depth = depth
+
+    def value(self, tree: Tree) -> Any:
+        """Decodes a tree."""
+        if type(tree) is not list:
+            if type(tree) in _SCALARS:
+                return tree
+            raise ProtocolError(f"A tree holds a {type(tree).__name__}.")
+        # All that follows was sent by a peer and is not trusted.
+        code = tree[0] if tree else None
+        if type(code) is not int or not 0 <= code < len(self._decoders):
+            raise ProtocolError("A tree has a node of unknown kind.")
+        if not self._depth:
+            raise ProtocolError("A tree is nested too deeply.")
+        # A tree of a hostile peer could exhaust the stack.
+        self._depth -= 1
+        value = self._decoders[code](self, tree)
+        self._depth += 1
+        return value
+
+    def values(self, node: list[Tree], start: int = 1) -> list[Any]:
+        """Decodes the trees in a node, from `start` on."""
+        # Scalars as in `value`, without a call for each.
+        return [
+            tree if type(tree) in _SCALARS else self.value(tree)
+            for tree in node[start:]
+        ]
+
+    def pairs(self, node: list[Tree], start: int = 1) -> Iterator[tuple[Any, Any]]:
+        """Decodes the trees in a node as pairs."""
+        if (len(node) - start) % 2:
+            raise ProtocolError("A node has a key without a value.")
+        values = self.values(node, start)
+        return zip(values[::2], values[1::2], strict=True)
+
+    def leaf(self, index: Any) -> Any:
+        """Returns the array of this index."""
+        if type(index) is not int or not 0 <= index < len(self.leaves):
+            raise ProtocolError("A tree names an array that the frame does not have.")
+        return self.leaves[index]
+
+    def type_named(self, name: Any) -> type:
+        """Finds the class of this name.
+
+        Raises:
+          ForbiddenFunction: It is not allowed.
+        """
+        # By `resolve`, not `named`: the class is put together from fields, not called.
+        found = self.functions.resolve(name) if type(name) is str else None
+        if not isinstance(found, type):
+            raise ProtocolError("A node must name a class here.")
+        return found
+
+
+def parts(node: list[Tree], *kinds: type) -> list[Any]:
+    """Return the elements after a node's code: exactly one of each of `kinds`."""
+    rest = node[1:]
+    if len(rest) != len(kinds) or not all(map(isinstance, rest, kinds)):
+        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
+    return rest
+
+
+def parts_at_least(node: list[Tree], count: int) -> list[Any]:
+    """Return the elements after a node's code: `count` or more."""
+    if len(node) <= count:
+        raise ProtocolError(f"A node of kind {node[0]!r} is malformed.")
+    return node[1:]
+
+
+# --- the codec of a worker ---
 
 Hook = Callable[[Any, MessageContext | None], Any]
 """`hook(value, message)`: see `Codec.register`."""
@@ -198,7 +449,7 @@ class Codec:
         if is_leaf and isinstance(value, jax.Array):
             # JAX does not export the class of its arrays, so it is learned from the
             # first one; later ones are then found by type.
-            self._encoders[type(value)] = arrays.jax_array
+            self._encoders[type(value)] = _jax_array
         return tree
 
 
@@ -342,6 +593,94 @@ def _decoded_default_dict(decoding: Decoding, node: list[Tree]) -> Any:
     if factory is not None and not callable(factory):
         raise ProtocolError("A defaultdict's factory cannot be called.")
     return _hashing(partial(defaultdict, factory), decoding.pairs(node, 2))
+
+
+# --- arrays, NumPy scalars, dtypes and keys ---
+
+
+def _numpy_array(encoding: Encoding, value: np.ndarray) -> Tree:
+    dtype_name(value.dtype)  # raises here, so that no transport accepts more
+    return encoding.leaf(value)
+
+
+def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Tree:
+    return encoding.leaf(np.asarray(value))
+
+
+def _jax_array(encoding: Encoding, value: jax.Array) -> Tree:
+    """Encode a JAX array that is no tracer and holds no keys."""
+    # Checked here, with a remedy: JAX's own error would come from the transport.
+    if value.is_deleted():
+        rule = "must not have been deleted"
+        remedy = "It was donated to a compiled function: send it before, or a copy."
+        raise ValueError(requirement("rpc(array)", rule, "a deleted array", remedy))
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+        rule = "must be addressable by this process as a whole, to be gathered"
+        remedy = (
+            "Gather it with `jax.experimental.multihost_utils.process_allgather`, or "
+            "send the shards of this process: `array.addressable_data(0)`."
+        )
+        raise ValueError(requirement("rpc(array)", rule, str(value.sharding), remedy))
+    return encoding.leaf(value)
+
+
+def _any_jax_array(encoding: Encoding, value: jax.Array) -> Tree:
+    if is_traced(value):
+        rule = "must have a value"
+        remedy = (
+            "Inside jit, grad or vmap an array has none yet: make the call outside, or "
+            "from a host callback."
+        )
+        raise ValueError(requirement("rpc(array)", rule, str(value), remedy))
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return _jax_array(encoding, value)
+    # A key array has no bytes of its own; its implementation travels by name.
+    data = jax.random.key_data(value)
+    return encoding.node([codes.KEY, str(jax.random.key_impl(value))], (data,))
+
+
+def _scalar(encoding: Encoding, value: np.generic) -> Tree:
+    # An empty text has no size, but NumPy gives it room for one character.
+    data = value.tobytes()[: value.dtype.itemsize]
+    return [codes.SCALAR, dtype_name(value.dtype), data]
+
+
+def _dtype(encoding: Encoding, value: np.dtype) -> Tree:
+    return [codes.DTYPE, dtype_name(value)]
+
+
+def _dtype_class(encoding: Encoding, value: type[np.generic]) -> Tree:
+    return [codes.DTYPE_CLASS, dtype_name(np.dtype(value))]
+
+
+def _is_zero_cotangent(value: Any) -> bool:
+    # JAX's gradient of an integer, in an array class of its own.
+    return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
+
+
+def _leaf(decoding: Decoding, node: list[Tree]) -> Any:
+    if len(node) != 2:
+        raise ProtocolError("An array's node is malformed.")
+    return decoding.leaf(node[1])
+
+
+def _decoded_scalar(decoding: Decoding, node: list[Tree]) -> Any:
+    name, data = parts(node, str, bytes)
+    dtype = dtype_named(name)
+    if len(data) != dtype.itemsize:
+        raise ProtocolError(f"A scalar of {name} does not have {len(data)} bytes.")
+    return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
+
+
+def _key(decoding: Decoding, node: list[Tree]) -> jax.Array:
+    name, tree = parts(node, str, object)
+    data = decoding.value(tree)
+    if not isinstance(data, jax.Array):
+        raise ProtocolError("The data of a PRNG key must be a JAX array.")
+    try:
+        return jax.random.wrap_key_data(data, impl=name)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"No PRNG key: {error}") from error
 
 
 # --- functions, classes and methods: by name, never by their code ---
@@ -581,13 +920,17 @@ _ENCODERS: dict[type, Encoder | None] = {
     types.MappingProxyType: partial(_mapping, codes.DICT),
     OrderedDict: partial(_mapping, codes.ORDERED_DICT),
     defaultdict: _default_dict,
-    **arrays.ENCODERS,
+    np.ndarray: _numpy_array,
     **_CALLABLES,
 }
 """By exact type, for what is frequent."""
 
 _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
-    *arrays.KINDS,
+    (_is_zero_cotangent, _zero_cotangent),
+    (lambda v: isinstance(v, jax.Array), _any_jax_array),
+    (lambda v: isinstance(v, np.generic), _scalar),
+    (lambda v: isinstance(v, np.dtype), _dtype),
+    (lambda v: isinstance(v, type) and issubclass(v, np.generic), _dtype_class),
     (lambda v: isinstance(v, Future | concurrent.futures.Future), _future),
     (lambda v: isinstance(v, enum.Enum), _enum),
     (lambda v: isinstance(v, tuple) and hasattr(v, "_fields"), _namedtuple),
@@ -617,7 +960,11 @@ _DECODERS: dict[int, Decoder] = {
     codes.DICT: lambda d, n: _hashing(dict, d.pairs(n)) if len(n) > 1 else {},
     codes.ORDERED_DICT: lambda d, n: _hashing(OrderedDict, d.pairs(n)),
     codes.DEFAULT_DICT: _decoded_default_dict,
-    **arrays.DECODERS,
+    codes.LEAF: _leaf,
+    codes.SCALAR: _decoded_scalar,
+    codes.DTYPE: lambda d, n: dtype_named(*parts(n, str)),
+    codes.DTYPE_CLASS: lambda d, n: dtype_named(*parts(n, str)).type,
+    codes.KEY: _key,
     codes.REFERENCE: _referenced,
     codes.METHOD: _decoded_method,
     codes.PARTIAL: _decoded_partial,

@@ -1,4 +1,4 @@
-"""The format of a tree: the codes that begin its lists.
+"""The format of a tree: the codes that begin its lists, and the names of dtypes.
 
 A tree is None, bool, int (64 bit), float, str, bytes, or a list that begins with a
 code. "Tree" stands for any tree below, "name" for `module:qualname`:
@@ -29,6 +29,15 @@ code. "Tree" stands for any tree below, "name" for `module:qualname`:
     REGISTERED    code given to `Codec.register`, tree
     PICKLE        bytes tree; only with allow_pickle=True
 """
+
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.rpc.base.errors import ProtocolError
 
 Tree = None | bool | int | float | str | bytes | list["Tree"]
 
@@ -86,3 +95,65 @@ def names_code(tree: object) -> bool:
     if not isinstance(code, int) or (code >= REFERENCE and code != REGISTERED):
         return True
     return any(map(names_code, tree))
+
+
+# --- names of dtypes ---
+
+_PLAIN = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_SMALL = (  # bfloat16, the float8 kinds, int4 and so on.
+    kind
+    for kind in vars(ml_dtypes).values()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+)
+_NATIVE = {name: np.dtype(name) for name in _PLAIN}
+_NATIVE |= {np.dtype(kind).name: np.dtype(kind) for kind in _SMALL}
+_NATIVE["float0"] = np.dtype(jax.dtypes.float0)
+DTYPE_NAMES = {dtype: name for name, dtype in _NATIVE.items()}
+"""Of the frequent dtypes; `dtype_name` knows the others."""
+
+# In NumPy's own notation: the other byte order, dates, texts of fixed length. Not
+# `longdouble`, which is another format on another machine.
+_OTHER = re.compile(
+    r">[iu][248]|>f[248]|>c(8|16)|[<>][mM]8(\[\d{0,9}[A-Za-z]{1,7}\])?"
+    r"|[<>]U\d{1,9}|\|S\d{1,9}"
+)
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """Return the name under which a dtype travels.
+
+    Raises:
+      TypeError: Arrays of this dtype cannot travel: Python objects, records.
+
+    Example:
+      >>> dtype_name(np.dtype("float32")), dtype_name(np.dtype(">i4"))
+      ('float32', '>i4')
+    """
+    name = DTYPE_NAMES.get(dtype)
+    if name is not None:
+        return name
+    if _OTHER.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
+        return dtype.str
+    rule = "must be numbers, booleans, dates or texts of fixed length"
+    remedy = "Send the fields of a record as arrays of their own."
+    raise TypeError(requirement("rpc(array.dtype)", rule, str(dtype), remedy))
+
+
+def dtype_named(name: str) -> np.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+      ProtocolError: No dtype has this name.
+    """
+    dtype = _NATIVE.get(name)
+    if dtype is not None:
+        return dtype
+    if _OTHER.fullmatch(name):
+        try:
+            return np.dtype(name)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"No dtype has the name {name!r}: {error}") from error
+    raise ProtocolError(f"No dtype has the name {name[:40]!r}.")

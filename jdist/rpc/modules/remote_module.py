@@ -9,11 +9,10 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
-from jdist.rpc.base.invocation import named, positional
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.calls.function_calls import is_asynchronous
+from jdist.rpc.calls.function_calls import is_asynchronous, named, positional
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, overload
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
-from jdist.rpc.base.invocation import positional
+from jdist.rpc.calls.function_calls import positional
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
 from jdist.rpc.processes.process_settings import (
     OFF,

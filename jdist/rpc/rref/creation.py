@@ -6,9 +6,8 @@ from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.base.invocation import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.agent import Agent, Invocation
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.function_calls import execute
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted

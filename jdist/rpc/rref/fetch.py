@@ -10,9 +10,8 @@ import numpy as np
 from jdist.rpc.base.current import DEFAULT, Meta, Operation
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, await_done, error_of
-from jdist.rpc.base.invocation import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.agent import Agent, Invocation
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import own_name

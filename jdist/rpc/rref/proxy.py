@@ -19,8 +19,8 @@ from jdist._errors import requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Worker
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
-from jdist.rpc.base.invocation import UnboundFunction
 from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.function_calls import UnboundFunction
 from jdist.rpc.codec import nnx
 from jdist.rpc.codec.functions import FunctionTable
 

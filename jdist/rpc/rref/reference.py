@@ -7,11 +7,11 @@ from jdist._errors import requirement
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError
 from jdist.rpc.base.future import Future, error_of
-from jdist.rpc.base.invocation import Invocation, MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
-from jdist.rpc.calls.agent import Agent, current_agent, extend
+from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.outstanding_calls import Submitted
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
 from jdist.rpc.rref.messages import REFERENCE, Ref, pack_ref, unpack_ref

@@ -12,10 +12,10 @@ from jdist.rpc.base.current import NEVER, Deadline, RunningCall
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec import codes
+from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree
 from jdist.rpc.rref.messages import (
     KINDS,

@@ -34,13 +34,12 @@ from jdist._errors import requirement
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.codec.arrays import aligned, dtype_name, dtype_named, host
-from jdist.rpc.codec.codes import Tree
+from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 
 __all__ = [
     "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
-    "Duplicates", "Frame", "Header", "Limits", "Packed", "allocate", "assemble", "pack",
-    "parse_header", "parse_prefix",
+    "Duplicates", "Frame", "Header", "Limits", "Packed", "aligned", "allocate",
+    "assemble", "host", "pack", "parse_header", "parse_prefix",
 ]  # fmt: skip
 
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
@@ -276,7 +275,9 @@ def pack(
             gap = -filled % _ALIGNMENT
             slab += (bytes(gap), array.tobytes())
             filled += gap + nbytes
-        described.append((flags, dtype_name(array.dtype), array.shape))
+        # As in `dtype_name`, without a call for each array.
+        name = DTYPE_NAMES.get(array.dtype) or dtype_name(array.dtype)
+        described.append((flags, name, array.shape))
     fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, described)
     header = _encoder.encode(fields)
     if len(header) >= 1 << 32:
@@ -287,6 +288,15 @@ def pack(
     size = sum(map(len, body))
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
     return Packed(prefix + header, body, separate)
+
+
+def host(leaf: Any) -> np.ndarray:
+    """Return the elements of a leaf in C order, as a view if possible.
+
+    Waits for a JAX array that is being computed, and gathers one that is sharded.
+    """
+    array = leaf if type(leaf) is np.ndarray else np.asarray(leaf)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -391,6 +401,24 @@ def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
         f"A frame's {what} of {size} is beyond this worker's limit of {limit} "
         f"(Limits.{name})."
     )
+
+
+_ADOPTED = 64
+"""JAX on CPU takes NumPy memory over without a copy exactly where its address is a
+multiple of this."""
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Allocate uninitialised, writable memory whose address is a multiple of 64.
+
+    Example:
+      >>> len(aligned(100))
+      100
+    """
+    # NumPy itself aligns to 16 bytes only.
+    whole = np.empty(nbytes + _ADOPTED, np.uint8)
+    start = -whole.__array_interface__["data"][0] % _ADOPTED
+    return whole.data[start : start + nbytes]
 
 
 def allocate(header: Header) -> list[memoryview]:

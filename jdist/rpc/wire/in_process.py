@@ -11,19 +11,21 @@ another thread and back costs more than the whole call.
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
 import msgspec
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jdist.rpc.base import current
-from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.device_maps import DeviceMaps, Table, device_of, number_of
 from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.codec.arrays import adopt
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
 
-__all__ = ["Hub", "InProcessTransport"]
+__all__ = ["Hub", "InProcessTransport", "adopt"]
 
 
 class DeferredAnswer(Protocol):
@@ -268,3 +270,31 @@ def _moved(
     devices = sender.device_maps.towards(receiver.name, frame.kind in ANSWERS)
     moved = adopt(frame.leaves, receiver.device, devices)
     return msgspec.structs.replace(frame, leaves=moved)
+
+
+def adopt(
+    leaves: Sequence[Any], device: jax.Device | None, devices: Table | None = None
+) -> list[Any]:
+    """Convert leaves for another worker of the same process.
+
+    NumPy arrays are copied, because either side may write to its own. JAX arrays
+    cannot be written: they are shared, or moved if they are not on `device`, nor on
+    what `devices` says instead.
+    """
+    return [_adopted(leaf, device, devices) for leaf in leaves]
+
+
+def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any:
+    if type(leaf) is np.ndarray:
+        return leaf.copy()
+    if devices is not None:
+        number = number_of(leaf, devices)
+        device = device if number is None else device_of(number)
+    if device is None or leaf.devices() == {device}:
+        return leaf
+    if not leaf.is_fully_addressable:  # but each process has the whole of it
+        # `device_put` refuses arrays with shards in other processes.
+        leaf = leaf.addressable_data(0)
+    # A sharding and not the device: with that, the type of an array from a mesh with
+    # explicit axes would still name the mesh (JAX 0.10.2), and `jit` would refuse it.
+    return jax.device_put(leaf, SingleDeviceSharding(device))

@@ -8,9 +8,8 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.current import NEVER, Deadline
+from jdist.rpc.base.current import NEVER, Deadline, Operation
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.base.invocation import Operation
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.calls.outstanding_calls import SyncCall

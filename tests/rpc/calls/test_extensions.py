@@ -6,8 +6,8 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.invocation import MessageContext
 from jdist.rpc.calls import agent as agents
+from jdist.rpc.codec.codec import MessageContext
 from tests.rpc.hosts import names
 
 

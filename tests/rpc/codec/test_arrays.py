@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jdist import _compat
-from jdist.rpc.codec.arrays import adopt, aligned, host
+from jdist.rpc.wire.frame import aligned, host
+from jdist.rpc.wire.in_process import adopt
 
 
 def _address(array):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from jdist import rpc
-from jdist.rpc.base.current import NEVER, Deadline
-from jdist.rpc.base.invocation import Operation
+from jdist.rpc.base.current import NEVER, Deadline, Operation
 from jdist.rpc.calls import outstanding_calls
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.calls.callee import ServedConnection

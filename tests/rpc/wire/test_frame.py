@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.codec.arrays import dtype_name, dtype_named
+from jdist.rpc.codec.codes import dtype_name, dtype_named
 from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc.carriers import LIMITS, assert_same, receive
