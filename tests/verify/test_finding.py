@@ -47,6 +47,14 @@ def test_nan_is_the_worst_number():
         assert math.isnan(worst_of(order).ratio)
 
 
+@pytest.mark.parametrize("number", ["max_abs", "max_rel", "max_ulp"])
+def test_a_number_that_is_nan_in_one_part_is_nan_in_the_whole(number):
+    """In whatever order the parts come; Python's `max` would keep the first."""
+    parts = [row(**{number: x}) for x in (5.0, math.nan, math.inf)]
+    for order in itertools.permutations(parts):
+        assert math.isnan(getattr(worst_of(order), number))
+
+
 def test_what_one_part_cannot_judge_is_not_judged():
     """Also where another part is equal."""
     parts = [row(), row(unjudged="zero would pass too")]

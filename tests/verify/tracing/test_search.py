@@ -491,18 +491,22 @@ def test_passages_of_one_tap_are_told_apart_by_their_values(rng):
 def test_taps_that_were_not_compared_are_noted(reference):
     """Those that the candidate lacks, those that the loss lacks, other shapes."""
     records = [x for x in reference.trained() if x.name != "second"]
-    assert found(reference, records).notes == ["not reached by the candidate: second"]
+    findings = found(reference, records)
+    assert findings.notes == ["not reached by the candidate: second"]
+    # It is not held against the candidate: the taps around it are right.
+    assert findings.difference is None
+    assert findings.right == [x for x in RIGHT if "second" not in x]
     records = [x for x in reference.trained() if x.name == "third"]
     assert found(reference, records).notes == [
         "not reached by the candidate: first, second"
     ]
-    strange = [
-        TapRecord(name, 0, np.ones((2, 9)), None) for name in ("zeta", "eta", "second")
-    ]
+    names = ("zeta", "eta", "third", "second")
+    strange = [TapRecord(name, 0, np.ones((2, 9)), None) for name in names]
     assert found(reference, reference.trained() + strange).notes == [
         "eta is no tap in the loss",
         "zeta is no tap in the loss",
         "second was not compared where its shape is (2, 9)",
+        "third was not compared where its shape is (2, 9)",
     ]
     assert found(reference, []).notes == [
         "the candidate has reached no tap: it is compiled ahead of time, or runs in "
