@@ -39,7 +39,7 @@ def compile_ahead(given: StepInputs) -> None:
     Args:
       given: The inputs of the step, which are not changed.
     """
-    channels = _ShapeChannels(given.channels, given.places)
+    channels = _ShapeChannels(given.channels, given.routes.places)
     ahead = _rehearsed(given._replace(channels=channels), Ahead())
     if ahead.undecided:
         # On a mesh the compiler chooses the sharding of results, which later programs
@@ -76,7 +76,7 @@ def rehearse(
         for place, run in given.runs.items()
     }
     shown = given._replace(runs=runs, loss=given.loss.through(named("loss")))
-    schedule = given.places.schedule
+    schedule = given.routes.places.schedule
     sizes = [len(given.parts[i].weights) for i in range(schedule.micro_batches)]
     stand_ins = representatives(schedule, sizes)
     _Rehearsal(shown, named("sum"), frozenset(stand_ins)).run()

@@ -38,7 +38,7 @@ from jdist.pipeline.run.stage_channels import (
     Transfer,
 )
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.run.step import BatchStep, StepInputs
+from jdist.pipeline.run.step import BatchStep, Routes, StepInputs
 from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import (
     NO_STATS,
@@ -146,6 +146,7 @@ class StagePrograms:
     ) -> None:
         self.wiring = wiring
         self.places: Places = communicator.places
+        self.routes = Routes(wiring, self.places)
         self.loss = loss
         self._sees_all = communicator.sees_all
         self._has_devices = any(device is not None for device in self.places.devices)
@@ -246,9 +247,7 @@ class StagePrograms:
             if self._sees_all:
                 self._read[signature] = read
         own_loss = self.loss if loss is None else loss
-        return StepInputs(
-            self.wiring, self.places, runs, channels, own_loss, read, parts, signature
-        )
+        return StepInputs(self.routes, runs, channels, own_loss, read, parts, signature)
 
     def compile_ahead(self, given: StepInputs) -> None:
         """Compiles the programs of several stages or processes at the same time.
@@ -272,7 +271,7 @@ class StagePrograms:
 
 def _case(given: StepInputs) -> tuple[Any, bool]:
     """The key of the inputs whose programs are the same."""
-    return given.signature, given.places.schedule.forward_only
+    return given.signature, given.routes.places.schedule.forward_only
 
 
 def _is_traced(given: StepInputs) -> bool:
@@ -300,9 +299,10 @@ class ScheduleExecutor(Executor):
     ) -> None:
         self._programs = programs
         self._places = dataclasses.replace(programs.places, schedule=schedule)
+        self._routes = Routes(programs.wiring, self._places)
         self._tied = tied
         self._checked: set[Any] = set()
-        self._forward: dict[int, Places] = {}
+        self._forward: dict[int, Routes] = {}
 
     def gradient(
         self,
@@ -323,7 +323,8 @@ class ScheduleExecutor(Executor):
         # with another step or batch is found before its values are used.
         settings = {} if update is None else update.settings
         channels.identify(given.step, settings, [given.batch], parts, given.key)
-        inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
+        inputs = programs.inputs(channels, runs, parts, loss)
+        inputs = inputs._replace(routes=self._routes)
         programs.compile_ahead(inputs)
         # After everything that one process may refuse, because the collectives that
         # follow need all processes of a mesh.
@@ -359,7 +360,8 @@ class ScheduleExecutor(Executor):
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
-        inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
+        inputs = programs.inputs(channels, runs, parts, loss)
+        inputs = inputs._replace(routes=self._routes)
         found = LoweredPrograms()
         rehearsed = rehearse(inputs, found.named)
         grads: dict[int, PyTree] = {}
@@ -412,9 +414,10 @@ class ScheduleExecutor(Executor):
         # A batch with fewer examples than micro-batches needs a shorter schedule.
         if count not in self._forward:
             forward = self._places.schedule.forward_passes(count)
-            self._forward[count] = dataclasses.replace(self._places, schedule=forward)
+            places = dataclasses.replace(self._places, schedule=forward)
+            self._forward[count] = Routes(programs.wiring, places)
         inputs = programs.inputs(channels, runs, parts)
-        inputs = inputs._replace(places=self._forward[count])
+        inputs = inputs._replace(routes=self._forward[count])
         programs.compile_ahead(inputs)
         channels.begin()
         step = BatchStep(inputs, keep=outputs)

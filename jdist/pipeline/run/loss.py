@@ -109,7 +109,9 @@ class PipelineLoss:
         self._names = names
         self._factor: PyTree = None
         self._invoke: Invoke = operator.call
+        # Both by the entries that the losses do not read.
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
+        self._made: dict[Any, LossPasses] = {}
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
@@ -146,6 +148,7 @@ class PipelineLoss:
         """
         made = copy.copy(self)
         made._invoke = invoke
+        made._made = {}
         return made
 
     def entries_read(
@@ -183,22 +186,37 @@ class PipelineLoss:
         entries = {name: x for name, x in batch.items() if name not in read}
         leaves, structure = jax.tree.flatten(entries)
         shapes = tuple([(x.shape, x.dtype) for x in leaves])
-        unread = self._unread.get(shapes)
-        if unread is None:
-            unread = self._unread[shapes] = tuple(map(specs_of, leaves))
+        kinds = self._unread.get(shapes)
+        if kinds is None:
+            kinds = self._unread[shapes] = tuple(map(specs_of, leaves))
+        # Each step has its own scaled copy, for which they would form a cycle.
+        if self._factor is not None:
+            return self._with_factor(self._passes(kinds, structure))
+        made = self._made.get((structure, shapes))
+        if made is None:
+            made = self._made[structure, shapes] = self._passes(kinds, structure)
+        return made
 
-        def passes() -> LossPasses:
-            made_of = self._names, self.kind, self.has_aux, unread, structure
-            return self._compiled.passes(*made_of)
+    def _passes(
+        self, unread: tuple[ArraySpec, ...], structure: jax.tree_util.PyTreeDef
+    ) -> LossPasses:
+        made_of = self._names, self.kind, self.has_aux, unread, structure
+        source, found = self._compiled, self._compiled.passes(*made_of)
+
+        def current() -> LossPasses:
+            nonlocal source, found
+            # Another one after a change of the function; see `_unchanged`.
+            if source is not self._compiled:
+                source, found = self._compiled, self._compiled.passes(*made_of)
+            return found
 
         def both(*given: PyTree) -> PyTree:
-            return self._unchanged(lambda: self._invoke(passes().both, *given))
+            return self._unchanged(lambda: self._invoke(current().both, *given))
 
         def losses(*given: PyTree) -> PyTree:
-            return self._unchanged(lambda: self._invoke(passes().losses, *given))
+            return self._unchanged(lambda: self._invoke(current().losses, *given))
 
-        made = LossPasses(both, losses)
-        return made if self._factor is None else self._with_factor(made)
+        return LossPasses(both, losses)
 
     def _unchanged(self, run: Callable[[], PyTree]) -> PyTree:
         """Runs a function that may trace the loss function, again if that changed."""

@@ -5,12 +5,12 @@ inputs are there. Asynchronous dispatch keeps all devices busy. With one worker 
 process the same loop waits for messages of the other processes.
 """
 
-import contextlib
 import functools
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol, final
 
 import jax
@@ -41,13 +41,15 @@ from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
 
+_NO_VALUE = np.float32(0)
+"""The value of a micro-batch's share where the reduction is a mean or a sum."""
+
 
 class StepInputs(NamedTuple):
     """The stages, micro-batches and channels of one step.
 
     Attributes:
-      wiring: The source and the consumers of every value.
-      places: The worker of each stage and micro-batch, and its device.
+      routes: The messages of every action.
       runs: The stages of this process, by worker and stage.
       channels: The channels to other stages.
       loss: The loss function; it runs where the last stage runs.
@@ -57,14 +59,151 @@ class StepInputs(NamedTuple):
         else None.
     """
 
-    wiring: StageWiring
-    places: Places
+    routes: "Routes"
     runs: Mapping[tuple[int, int], StageRun]
     channels: ValueChannels
     loss: PipelineLoss
     read: tuple[str, ...]
     parts: MicroBatchSource
     signature: Hashable = None
+
+
+class Message(NamedTuple):
+    """A message that an action sends.
+
+    Attributes:
+      tag: Its tag.
+      worker: Rank of its receiver.
+      source: The stage that sends it; the number of stages for the loss.
+      destination: The stage that takes it, likewise.
+    """
+
+    tag: MessageTag
+    worker: int
+    source: int
+    destination: int
+
+
+class Route(NamedTuple):
+    """The messages and other inputs of an action.
+
+    Attributes:
+      awaited: Tags of the messages without which it cannot start.
+      taken: Tags of the messages that it takes.
+      entries: Names of the entries of the batch that it takes.
+      sent: The messages that it sends, in order.
+      split: Whether its backward pass is split in two.
+    """
+
+    awaited: tuple[MessageTag, ...]
+    taken: tuple[MessageTag, ...]
+    entries: tuple[str, ...]
+    sent: tuple[Message, ...]
+    split: bool
+
+
+@final
+class Routes:
+    """The route of each action, found once for all steps of a schedule.
+
+    Args:
+      wiring: The source and the consumers of every value.
+      places: The worker of each stage and micro-batch, and its device.
+
+    Attributes:
+      wiring: As above.
+      places: As above.
+    """
+
+    def __init__(self, wiring: StageWiring, places: Places) -> None:
+        self.wiring = wiring
+        self.places = places
+        self._known: dict[Action, Route] = {}
+        # All actions of a schedule and its losses; more than an epoch has in flight.
+        self._most = len(places.schedule.columns) + places.schedule.micro_batches
+
+    def of(self, action: Action) -> Route:
+        """The route of an action.
+
+        Args:
+          action: The action. With the number of stages for its stage and "F" for its
+            kind it is the loss of a micro-batch and the gradient of this loss.
+        """
+        found = self._known.get(action)
+        if found is None:
+            found = self._made(action)
+            # The micro-batches of an epoch have no limit: the oldest is dropped.
+            if len(self._known) == self._most:
+                del self._known[next(iter(self._known))]
+            self._known[action] = found
+        return found
+
+    def _made(self, action: Action) -> Route:
+        kind, stage, micro = action
+        schedule, loss = self.places.schedule, self.places.loss
+        if stage == loss:
+            taken = self._inputs(loss, micro)
+            back = self._cotangents(loss, micro)
+            return Route(taken, taken, self._entries(loss), back, False)
+        # The bound is for epochs, whose schedule lists some of their micro-batches.
+        listed = micro < schedule.micro_batches
+        split = listed and bool(schedule.split[stage, micro])
+        # W needs only residuals of its own B, which comes before it in the same list.
+        if kind == "W":
+            return Route((), (), (), (), split)
+        if kind == "B":
+            consumers = self.wiring.consumers[stage].items()
+            taken = tuple(
+                MessageTag("B", micro, name, taker, self.places.worker(taker, micro))
+                for name, takers in consumers
+                for taker in takers
+            )
+            return Route(taken, taken, (), self._cotangents(stage, micro), split)
+        awaited = taken = self._inputs(stage, micro)
+        # The loss follows the last stage at once. Without the outputs of this stage,
+        # which its pass produces.
+        if stage == loss - 1:
+            own = self.wiring.consumers[stage]
+            others = self._inputs(loss, micro)
+            awaited += tuple(tag for tag in others if tag.name not in own)
+        # One message for each consumer, because they may be on several workers.
+        sent = tuple(
+            self._message("F", micro, name, stage, taker)
+            for name, takers in self.wiring.consumers[stage].items()
+            for taker in takers
+        )
+        return Route(awaited, taken, self._entries(stage), sent, split)
+
+    def _inputs(self, stage: int, micro: int) -> tuple[MessageTag, ...]:
+        """Tags of the values that a stage or the loss takes from stages."""
+        return tuple(
+            MessageTag("F", micro, name, stage, self.places.worker(source, micro))
+            for name, source in self.wiring.source[stage].items()
+            if source != BATCH
+        )
+
+    def _entries(self, stage: int) -> tuple[str, ...]:
+        source = self.wiring.source[stage].items()
+        return tuple(name for name, where in source if where == BATCH)
+
+    def _cotangents(self, taker: int, micro: int) -> tuple[Message, ...]:
+        """The messages with the cotangents of what a stage or the loss has taken."""
+        # Entries of the batch have no stage that takes their cotangents.
+        return tuple(
+            self._message("B", micro, name, taker, source)
+            for name, source in self.wiring.source[taker].items()
+            if source != BATCH
+        )
+
+    def _message(
+        self, kind: str, micro: int, name: str, source: int, destination: int
+    ) -> Message:
+        # Tagged with the consumer in both directions: each consumer of a value sends
+        # a cotangent, and their tags must differ.
+        consumer = destination if kind == "F" else source
+        worker = self.places.worker
+        tag = MessageTag(kind, micro, name, consumer, worker(source, micro))
+        return Message(tag, worker(destination, micro), source, destination)
 
 
 class Step(ABC):
@@ -80,19 +219,11 @@ class Step(ABC):
 
     def __init__(self, given: StepInputs, invoke: Invoke = operator.call) -> None:
         self.transfers: list[Transfer] = []
-        self._wiring, self._places, self._runs = given[:3]
-        self._channels, self._loss, self._read, self._parts = given[3:7]
+        self._routes, self._runs, self._channels = given[:3]
+        self._loss, self._read, self._parts = given[3:6]
+        self._places = self._routes.places
         self._invoke = invoke
         self._forward_only = self._places.schedule.forward_only
-        self._from_batch = [
-            [name for name, where in source.items() if where == BATCH]
-            for source in self._wiring.source
-        ]
-        self._sources_of_loss = {
-            name: source
-            for name, source in self._wiring.source[self._places.loss].items()
-            if source != BATCH
-        }
 
     def run(self, action_timer: ActionTimer | None = None) -> None:
         """Runs all actions of this process's workers, each worker's in its order.
@@ -118,12 +249,7 @@ class Step(ABC):
                         break
                     # Before the action runs, so that an error does not repeat it.
                     actions.advance()
-                    with _naming(worker, action):
-                        if action_timer is None:
-                            self._do(worker, action)
-                        else:
-                            do = functools.partial(self._do, worker, action)
-                            action_timer.time(worker, action, do, self._runs)
+                    self._start(worker, action, action_timer)
                     moved_on = True
             if not left:
                 return
@@ -133,6 +259,23 @@ class Step(ABC):
                 waiting = self._waiting(lists)
                 if waiting:  # Empty if a value has arrived since the check above.
                     self._channels.wait(waiting)
+
+    def _start(self, worker: int, action: Action, timer: ActionTimer | None) -> None:
+        """Runs an action; an error gets a note that names it."""
+        try:
+            if timer is None:
+                self._do(worker, action)
+            else:
+                do = functools.partial(self._do, worker, action)
+                timer.time(worker, action, do, self._runs)
+        except Exception as error:
+            passes = {"F": "forward pass", "B": "backward pass", "W": "weight gradient"}
+            what = f"the {passes[action.kind]} of stage {action.stage}"
+            error.add_note(
+                f"It came up in {what} for micro-batch {action.micro_batch}, on worker "
+                f"{worker} of the schedule."
+            )
+            raise
 
     @abstractmethod
     def _actions(self, worker: int) -> "Actions":
@@ -152,11 +295,8 @@ class Step(ABC):
         return waiting
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
-        # W needs only residuals of its own B, which comes before it in the same list.
-        if action.kind == "W":
-            return []
-        needed = self._needed_forward if action.kind == "F" else self._taken_by
-        return [tag for tag in needed(action) if not self._channels.has(tag, worker)]
+        has = self._channels.has
+        return [tag for tag in self._routes.of(action).awaited if not has(tag, worker)]
 
     def _do(self, worker: int, action: Action) -> PyTree:
         """Starts an action; returns its results that its stage does not keep."""
@@ -173,8 +313,7 @@ class Step(ABC):
         return None
 
     def _is_split(self, action: Action) -> bool:
-        schedule = self._places.schedule
-        return bool(schedule.split[action.stage, action.micro_batch])
+        return self._routes.of(action).split
 
     @abstractmethod
     def _passed_back(self, worker: int, stage: int) -> None:
@@ -188,24 +327,20 @@ class Step(ABC):
 
     def _forward(self, worker: int, run: StageRun, action: Action) -> PyTree:
         _, stage, micro = action
-        inputs = {
-            tag.name: self._channels.take(tag, worker) for tag in self._inputs(action)
-        }
-        for name in self._from_batch[stage]:
+        route, take = self._routes.of(action), self._channels.take
+        inputs = {tag.name: take(tag, worker) for tag in route.taken}
+        for name in route.entries:
             inputs[name] = self._entry(worker, micro, name, stage)
         forward = run.outputs if self._forward_only else run.forward
         outputs = forward(micro, inputs)
-        last = self._places.loss
-        for name, value in outputs.items():
-            # One message for each consumer, because they may be on several workers.
-            for taker in self._wiring.consumers[stage][name]:
-                self._send("F", worker, micro, name, stage, taker, value)
-        lost = self._lose(worker, micro) if stage == last - 1 else None
-        return outputs, lost
+        for message in route.sent:
+            self._send(message, outputs[message.tag.name])
+        last = stage == self._places.loss - 1
+        return outputs, self._lose(worker, micro) if last else None
 
     def _lose(self, worker: int, micro: int) -> Partial:
         """Computes the losses of a micro-batch and sends their cotangents."""
-        last, part = self._places.loss, self._parts[micro]
+        part, route = self._parts[micro], self._route_of_loss(micro)
         values, entries = self._taken_by_loss(worker, micro)
         passes = self._loss.passes(part.batch, self._read)
         if self._forward_only:
@@ -216,40 +351,39 @@ class Step(ABC):
         self._add_loss(worker, micro, found, aux)
         # Numbers on the host, so that each stage's device can take them without a
         # transfer between devices.
-        share = MicroBatchShare(np.float32(0), part.total)
+        share = MicroBatchShare(_NO_VALUE, part.total)
         # For max and min each partial keeps its extreme loss: which micro-batch holds
         # the extreme of the batch is known only when all partials are joined.
         if self._loss.kind in ("max", "min"):
             share = MicroBatchShare(found.value, found.weight)
-        for name in self._sources_of_loss:
-            d_value = d_values[name]
-            self._send_back(worker, micro, name, last, (d_value, share))
+        for message in route.sent:
+            self._send(message, (d_values[message.tag.name], share))
         return found
 
     def _taken_by_loss(
         self, worker: int, micro: int
     ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The values that the loss takes, and the batch's entries that it reads."""
-        last = self._places.loss
+        last, route = self._places.loss, self._route_of_loss(micro)
         values = {
-            name: self._entry(worker, micro, name, last)
-            for name in self._from_batch[last]
+            name: self._entry(worker, micro, name, last) for name in route.entries
         }
-        for name, source in self._sources_of_loss.items():
-            sender = self._places.worker(source, micro)
-            tag = MessageTag("F", micro, name, last, sender)
-            values[name] = self._channels.take(tag, worker)
+        for tag in route.taken:
+            values[tag.name] = self._channels.take(tag, worker)
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         return values, entries
+
+    def _route_of_loss(self, micro: int) -> Route:
+        return self._routes.of(Action("F", self._places.loss, micro))
 
     # --- backward ---
 
     def _backward(
         self, worker: int, run: StageRun, action: Action, split: bool
     ) -> None:
-        _, stage, micro = action
+        route, micro = self._routes.of(action), action.micro_batch
         received: dict[str, list[PyTree]] = {}
-        for tag in self._taken_by(action):
+        for tag in route.taken:
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
         # A value with several consumers has a cotangent from each of them. The sum is
@@ -258,35 +392,17 @@ class Step(ABC):
             name: summed(parts, self._invoke) for name, parts in received.items()
         }
         d_inputs = run.backward(micro, cotangents, share, split)
-        for name, cotangent in d_inputs.items():
-            # Entries of the batch have no stage that takes their cotangents.
-            if self._wiring.source[stage][name] != BATCH:
-                self._send_back(worker, micro, name, stage, (cotangent, share))
-
-    def _send_back(
-        self, worker: int, micro: int, name: str, taker: int, value: PyTree
-    ) -> None:
-        source = self._wiring.source[taker][name]
-        self._send("B", worker, micro, name, taker, source, value)
+        for message in route.sent:
+            self._send(message, (d_inputs[message.tag.name], share))
 
     # --- transfers ---
 
-    def _send(
-        self,
-        kind: str,
-        worker: int,
-        micro: int,
-        name: str,
-        source: int,
-        taker: int,
-        value: PyTree,
-    ) -> None:
-        self._note(micro, name, source, taker, value, kind == "B")
-        # Tagged with the consumer in both directions: each consumer of a value sends
-        # a cotangent, and their tags must differ.
-        stage = taker if kind == "F" else source
-        tag = MessageTag(kind, micro, name, stage, worker)
-        self._channels.put(tag, self._places.worker(taker, micro), value)
+    def _send(self, message: Message, value: PyTree) -> None:
+        tag, worker, source, destination = message
+        is_cotangent = tag.kind == "B"
+        array = value[0] if is_cotangent else value
+        self._note(tag.micro_batch, tag.name, source, destination, array, is_cotangent)
+        self._channels.put(tag, worker, value)
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> PyTree:
         """An entry of the batch, on the device of its consumer."""
@@ -305,42 +421,13 @@ class Step(ABC):
         value: PyTree,
         cotangent: bool,
     ) -> None:
-        arrays = jax.tree.leaves(value[0] if cotangent else value)
-        size = sum(array.nbytes for array in arrays)
+        size = 0
+        for x in jax.tree.leaves(value):
+            # `nbytes` of JAX takes 4 us beside other work, by way of NumPy.
+            size += math.prod(x.shape) * x.dtype.itemsize
         self.transfers.append(
             Transfer(self._channels.number, micro, name, source, taker, cotangent, size)
         )
-
-    def _inputs(self, action: Action) -> list[MessageTag]:
-        _, stage, micro = action
-        return [
-            MessageTag("F", micro, name, stage, self._places.worker(source, micro))
-            for name, source in self._wiring.source[stage].items()
-            if source != BATCH
-        ]
-
-    def _needed_forward(self, action: Action) -> list[MessageTag]:
-        """The inputs of a forward pass; at the last stage those of the loss, too."""
-        _, stage, micro = action
-        last = self._places.loss
-        needed = self._inputs(action)
-        if stage == last - 1:
-            # Without the outputs of the last stage itself, which this pass produces.
-            needed += [
-                MessageTag("F", micro, name, last, self._places.worker(source, micro))
-                for name, source in self._sources_of_loss.items()
-                if source != stage
-            ]
-        return needed
-
-    def _taken_by(self, action: Action) -> list[MessageTag]:
-        """Tags of the cotangents of a stage's outputs, one from each consumer."""
-        _, stage, micro = action
-        return [
-            MessageTag("B", micro, name, taker, self._places.worker(taker, micro))
-            for name, takers in self._wiring.consumers[stage].items()
-            for taker in takers
-        ]
 
 
 @final
@@ -500,23 +587,11 @@ class ListedActions:
         self._left.popleft()
 
 
-@contextlib.contextmanager
-def _naming(worker: int, action: Action) -> Iterator[None]:
-    """Adds a note to any error of the block that names the action."""
-    try:
-        yield
-    except Exception as error:
-        passes = {"F": "forward pass", "B": "backward pass", "W": "weight gradient"}
-        what = f"the {passes[action.kind]} of stage {action.stage}"
-        error.add_note(
-            f"It came up in {what} for micro-batch {action.micro_batch}, on worker "
-            f"{worker} of the schedule."
-        )
-        raise
-
-
 def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTree:
     """The sum over all consumers of a value, in their order; None for no cotangent."""
+    # Most values have one consumer.
+    if len(cotangents) == 1:
+        return cotangents[0]
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:
         return None
