@@ -426,3 +426,29 @@ def test_an_error_of_the_compiler_is_raised_as_it_is(monkeypatch):
         with pytest.raises(RuntimeError, match=r"^no room for 17 kernels$"):
             of_equal_stages(None, evaluate=True)
     np.testing.assert_array_equal(of_equal_stages(None, evaluate=True), expected)
+
+
+def test_stages_of_one_function_share_their_programs(programs, rng):
+    """All but the first, whose input is of the batch and has no cotangent."""
+    jax.clear_caches()
+
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def gradient(functions):
+        names = ["x", "a", "b", "c", "y"]
+        ways = zip(functions, itertools.pairwise(names), strict=True)
+        stages = [pipeline.Stage(fn, (one,), (other,)) for fn, (one, other) in ways]
+        schedule = pipeline.one_f_one_b(4, 4)
+        pipe = pipeline.Pipeline(stages, lambda y, batch: y.mean(axis=1), schedule)
+        found = pipe.value_and_grad(params, {"x": x})
+        return found, [name for name in programs() if name.startswith("jit(body_")]
+
+    params = list(rng.normal(size=(4, 3, 3)).astype(np.float32))
+    x = rng.normal(size=(8, 3)).astype(np.float32)
+    shared, compiled = gradient([layer] * 4)
+    assert len(compiled) == 4
+    # Functions of equal code, each of them with programs of its own.
+    own, compiled = gradient([lambda w, x: jnp.tanh(x @ w) for _ in range(4)])
+    assert len(compiled) == 8
+    jax.tree.map(np.testing.assert_array_equal, shared, own)

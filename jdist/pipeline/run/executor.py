@@ -8,7 +8,7 @@ pipeline as one SPMD program (`spmd`) implement the same interface.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -150,12 +150,19 @@ class StagePrograms:
         self.loss = loss
         self._sees_all = communicator.sees_all
         self._has_devices = any(device is not None for device in self.places.devices)
-        stages = list(enumerate(wiring.stages))
+        stages = wiring.stages
+        # Stages of one function on one device get one label, by which they share
+        # compiled programs: eight equal ones take 13 compilations, and 25 without.
+        labels = _first_uses([stage.fn for stage in stages], self.places)
         self._compiled = [
-            stage.compiled(wiring.from_batch(number), number)
-            for number, stage in stages
+            stage.compiled(wiring.from_batch(j), labels[j])
+            for j, stage in enumerate(stages)
         ]
-        self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
+        labels = _first_uses([stage.in_evaluation for stage in stages], self.places)
+        self._evaluated = [
+            stage.evaluated(self._compiled[j], labels[j])
+            for j, stage in enumerate(stages)
+        ]
         # Keyed by shapes and dtypes; between processes the only key is None.
         self._read: dict[Any, tuple[str, ...]] = {}
         # Pairs of a signature and whether there are forward passes only.
@@ -267,6 +274,24 @@ class StagePrograms:
         if not self._sees_all:
             self._read[None] = given.read
         self._compiled_ahead.add(_case(given))
+
+
+def _first_uses(functions: Sequence[object], places: Places) -> list[int]:
+    """For each stage the first one of the same function on the same devices here.
+
+    Args:
+      functions: One for each stage.
+      places: The workers of each stage, and their devices.
+    """
+    first: dict[Hashable, int] = {}
+    found = []
+    for j, (fn, workers) in enumerate(
+        zip(functions, places.schedule.placement, strict=True)
+    ):
+        devices = tuple(places.devices[w] for w in workers if w in places.own)
+        # By identity: a callable of a user may have no hash.
+        found.append(first.setdefault((id(fn), devices), j))
+    return found
 
 
 def _case(given: StepInputs) -> tuple[Any, bool]:
