@@ -1,9 +1,8 @@
-"""Cuts of a model: sets of layers closed under "is fed by".
+"""Cuts of a model: sets of layers that contain all predecessors of their members.
 
-A chain of n layers can be cut after each of them. In a graph a cut is a set of layers
-that contains all predecessors of its members, so that everything in it runs before
-everything outside. The layers of a stage are the difference of two cuts, one within the
-other. PipeDream calls the layers at the edge of such a set its antichain.
+A chain of n layers can be cut after each of them. In a graph everything in a cut runs
+before everything outside. The layers of a stage are the difference of two cuts, one
+within the other. PipeDream calls the layers at the edge of such a set its antichain.
 """
 
 import functools
@@ -159,7 +158,7 @@ def _closed_sets(
         for grown in {cut | closed[bit] for bit in _bits(next_ones)} - found:
             found.add(grown)
             newest.append(grown)
-        # Refused while growing: counting all of them may take for ever.
+        # Refused while growing, because their number may be exponential.
         if len(found) > MOST:
             rule = f"must have at most {MOST} ways to be cut in two"
             remedy = "Join the layers of its widest part into one."

@@ -62,7 +62,7 @@ class PlacedStage(NamedTuple):
 
 
 class DynamicProgram:
-    """The best pipelines of one level, for all spans and numbers of workers.
+    """The fastest pipelines of one level, for all spans and numbers of workers.
 
     Attributes:
       best: Seconds per micro-batch of the slowest stage, `(begin, workers - 1, end)`,
@@ -92,7 +92,7 @@ class DynamicProgram:
         self.parameters = _between(cuts.parameter_bytes)
         # Twice: the activation forward and its cotangent back.
         self.crossing = 2 * cuts.output_bytes / level.bandwidth
-        self.crossing[-1] = 0.0  # the loss is not sent
+        self.crossing[-1] = 0.0  # because the loss is not sent
         counts = range(1, level.workers + 1)
         self._first = machine(self._cases((0, own) for own in counts))
         self._others = {

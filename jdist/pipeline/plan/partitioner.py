@@ -14,7 +14,7 @@ and M workers in each of them:
                                           2 a(k) / (B r'),
                                           2 a(j) / (B r') unless j is the end )
 
-The last two only where transfers count. All workers are used.
+The last two terms count only if `transfers` is set. All workers are used.
 """
 
 import math

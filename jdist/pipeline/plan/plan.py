@@ -103,13 +103,13 @@ class Plan:
     def reduction_seconds(self) -> tuple[float, ...]:
         """Per stage, seconds of a worker per micro-batch for reducing gradients.
 
-        The planner adds what a level's reduction takes to the time of the level inside:
+        The planner adds the time of a level's reduction to that of the level inside:
 
             T_d = (T_(d-1) + 4 (r_d - 1) P_d / (B_d r_d) / M_d) / r_d
 
         with r_d replicas at level d of the P_d bytes that one machine of that level
-        holds. So of r_0 r_1 ... T seconds, which a worker has for a micro-batch until
-        its turn comes again, these are the reductions':
+        holds. A worker has r_0 r_1 ... T seconds for each of its micro-batches, of
+        which the reductions take
 
             sum over d of r_0 ... r_(d-1) * 4 (r_d - 1) P_d / (B_d r_d) / M_d
         """
@@ -244,7 +244,7 @@ class Plan:
         beside = 1e3 * self.data_parallel_time
         axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
         axes.set_xlim(0, 1.05 * max(beside, bottleneck))
-        # The first stage on top.
+        # `barh` draws from the bottom; the first stage belongs on top.
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
         figure.legend(loc="outside lower right", ncols=4)

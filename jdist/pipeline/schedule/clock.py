@@ -83,7 +83,7 @@ def play(
     """
     start = np.empty(len(columns))
     arrived = np.full(len(columns) + 1, np.inf)
-    # The last entry, index NOTHING: actions without an input need not wait.
+    # The last entry, index NOTHING, is for actions without an input.
     arrived[NOTHING] = 0.0
     free = np.zeros(columns.workers)
     # Per worker, the index of its next action.

@@ -99,7 +99,7 @@ def _rows(text: str) -> list[list[str]]:
     except csv.Error as error:
         where = f"{_CALL}(line {reader.line_num})"
         raise ValueError(requirement(where, "must be CSV", str(error))) from error
-    # Editors and spreadsheets leave blank lines at the end of a file.
+    # Because editors and spreadsheets leave blank lines at the end of a file.
     while rows and not rows[-1]:
         rows.pop()
     if [] in rows:
@@ -135,8 +135,8 @@ def _actions(cell: str, row: int, column: int) -> list[tuple[Action, bool]]:
 def _counted_from_0(program: list[Action]) -> list[Action]:
     """The actions, with an error of torch 2.13 corrected.
 
-    It writes the last stage of 1F1B as F1 B0 F2 B1 ..., where the forward passes are
-    those of micro-batches 0, 1, ...; torch's own reader refuses that.
+    Torch writes the last stage of 1F1B as F1 B0 F2 B1 ..., where the forward passes are
+    those of micro-batches 0, 1, ...; its own reader refuses that.
     """
     if not program:
         return program

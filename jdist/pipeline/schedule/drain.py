@@ -46,7 +46,8 @@ def split_drain(schedule: Schedule) -> Schedule:
     worker = columns.worker_of_each()
     forward = np.flatnonzero(columns.kind == F)
     last = np.full(columns.workers, -1)
-    last[worker[forward]] = forward  # NumPy keeps the last of a worker's assignments
+    # NumPy keeps the last assignment to an index: each worker's last forward pass.
+    last[worker[forward]] = forward
     # -1 for a worker without forward passes: all its actions are drain.
     drain = np.arange(len(columns)) > last[worker]
     whole = ~schedule.split[columns.stage, columns.micro_batch]

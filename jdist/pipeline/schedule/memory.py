@@ -1,4 +1,4 @@
-"""Memory of a schedule: the amounts that its workers hold between two actions.
+"""The memory that the workers of a schedule hold between two actions.
 
     F              takes the stage's activations for the micro-batch
     B              gives them back

@@ -21,7 +21,7 @@ class MicroBatchStream(Protocol):
         """Number of micro-batches; None until the end was reached."""
 
     def reaches(self, micro: int) -> bool:
-        """Whether there is a micro-batch of that number; reads up to it."""
+        """Whether the stream has a micro-batch of that number; reads up to it."""
 
 
 class OpenSchedule:
@@ -52,9 +52,10 @@ class OpenSchedule:
     def has_ended(self, worker: int) -> bool:
         """Whether a worker has found no micro-batch for its next forward pass.
 
-        The knowledge of other workers does not count: versions and updates of a worker
-        must not depend on which workers share its process.
+        Other workers may have found it earlier.
         """
+        # Not `self._stream.length`, which another worker of the process may have found:
+        # a worker's versions and updates must not depend on where the others run.
         return worker in self._drains
 
     def may_have(self, worker: int, micro: int) -> bool:
@@ -113,7 +114,7 @@ class OpenActions:
         return self._schedule.action(self._worker, self._done)
 
     def advance(self) -> None:
-        """Moves on to the action after the next one."""
+        """Skips the next action."""
         self._done += 1
 
 

@@ -19,13 +19,12 @@ from jdist.pipeline.schedule.memory import held
 def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
     """Checks that there are enough forward passes for the stages and micro-batches.
 
-    Its memory is that of the actions. Every other check makes a table of stages and
-    micro-batches, whose numbers may be typing errors.
-
     Raises:
       ScheduleError: There are too few ("complete").
     """
-    # F alone: it occurs exactly once in every valid schedule.
+    # First of all checks, in the memory of the actions: the others make tables of
+    # stages x micro-batches, which a typing error in a number would make huge. F alone,
+    # since it occurs exactly once in every valid schedule.
     own = columns.kind == F
     if stages * micro_batches <= np.count_nonzero(own):
         return

@@ -40,7 +40,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The actions of all workers, and what is promised about them.
+    """The actions of all workers, with bounds of their memory and length.
 
     Attributes:
       name: Name of the family.
@@ -53,8 +53,8 @@ class Schedule:
         update after all micro-batches (a synchronous schedule).
       activation_bound: Per worker, the most that it may hold between two actions, in
         activations of one stage for one micro-batch: 1 from F to B, and 2 from B to W,
-        the activations and their cotangents. None: no promise.
-      clock_bound: The most clocks that it takes. None: no promise.
+        the activations and their cotangents. None: no bound.
+      clock_bound: The most clocks that it takes. None: no bound.
       family: The same schedule for another number of micro-batches; None: it is known
         for one number only. See `resized`.
 

@@ -1,7 +1,7 @@
 """Update policies: when the stages of an asynchronous schedule update.
 
-A policy also says which weights a micro-batch uses. It is data that a schedule carries;
-what follows from it and the order of the actions is computed in `versions`.
+A policy also says which weights a micro-batch uses. It is a field of a schedule;
+`versions` computes versions from it and from the order of the actions.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class UpdatePolicy:
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Checks both."""
+        """Checks the rule and the number."""
         check_counts("UpdatePolicy", every=self.every)
         if self.rule not in get_args(UpdateRule):
             shown = ", ".join(map(repr, get_args(UpdateRule)))

@@ -1,4 +1,4 @@
-"""Versions of weights: which one a micro-batch uses, and how many a stage keeps.
+"""Versions of weights: the one that a micro-batch uses, and the number kept.
 
 Version v of a stage's weights is the result of v updates of the initial ones. A
 backward pass uses the version of its forward pass, so that a version is kept as long as
