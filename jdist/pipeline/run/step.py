@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
     signature: Hashable = None
 
 
-class Message(NamedTuple):
+class RoutedMessage(NamedTuple):
     """A message that an action sends.
 
     Attributes:
@@ -98,7 +98,7 @@ class Route(NamedTuple):
     awaited: tuple[MessageTag, ...]
     taken: tuple[MessageTag, ...]
     entries: tuple[str, ...]
-    sent: tuple[Message, ...]
+    sent: tuple[RoutedMessage, ...]
     split: bool
 
 
@@ -186,7 +186,7 @@ class Routes:
         source = self.wiring.source[stage].items()
         return tuple(name for name, where in source if where == BATCH)
 
-    def _cotangents(self, taker: int, micro: int) -> tuple[Message, ...]:
+    def _cotangents(self, taker: int, micro: int) -> tuple[RoutedMessage, ...]:
         """The messages with the cotangents of what a stage or the loss has taken."""
         # Entries of the batch have no stage that takes their cotangents.
         return tuple(
@@ -197,13 +197,13 @@ class Routes:
 
     def _message(
         self, kind: str, micro: int, name: str, source: int, destination: int
-    ) -> Message:
+    ) -> RoutedMessage:
         # Tagged with the consumer in both directions: each consumer of a value sends
         # a cotangent, and their tags must differ.
         consumer = destination if kind == "F" else source
         worker = self.places.worker
         tag = MessageTag(kind, micro, name, consumer, worker(source, micro))
-        return Message(tag, worker(destination, micro), source, destination)
+        return RoutedMessage(tag, worker(destination, micro), source, destination)
 
 
 class Step(ABC):
@@ -397,7 +397,7 @@ class Step(ABC):
 
     # --- transfers ---
 
-    def _send(self, message: Message, value: PyTree) -> None:
+    def _send(self, message: RoutedMessage, value: PyTree) -> None:
         tag, worker, source, destination = message
         is_cotangent = tag.kind == "B"
         array = value[0] if is_cotangent else value
