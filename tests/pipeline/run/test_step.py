@@ -146,7 +146,7 @@ def test_a_value_for_the_loss_that_comes_last(threads, monkeypatch):
     receive, wait, held = PipelineMailbox._receive, WorkerChannels.wait, []
 
     def holding(mailbox, caller, body, meta):
-        kind, _, name, *_ = body[2]
+        kind, _, name, *_ = meta["tag"]
         if (kind, name) == ("F", "mu"):
             held.append((mailbox, caller, body, meta))
         else:
