@@ -1,10 +1,10 @@
 """A parameter server that waits for all trainers' gradients and steps once.
 
 torch: "Implementing Batch RPC Processing Using Asynchronous Executions"
-(rpc_async_execution, distributed/rpc/batch/parameter_server.py of its examples). There
-the model itself travels; here its weights do, a tree of arrays, and what is trained is
-a small net instead of ResNet-50. Gradients are added up in the order of the trainers
-and not of their arrival, so every run gives the same bits.
+(rpc_async_execution, distributed/rpc/batch/parameter_server.py of its examples). torch
+sends the model itself; here only its weights travel, as a tree of arrays, and the model
+is a small net instead of ResNet-50. Gradients are summed in the order of the trainers,
+not of their arrival, so that every run gives the same bits.
 
     python examples/batch_parameter_server.py
 """
@@ -41,7 +41,7 @@ def loss_and_gradient(net: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def batches(trainer: int, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A trainer's inputs and targets."""
+    """Yields a trainer's inputs `(BATCH, 6)` and targets `(BATCH, 2)`."""
     teacher = np.random.default_rng(1).normal(size=(6, 2))  # the same for all trainers
     rng = np.random.default_rng((trainer, 2))
     for _ in range(steps):
@@ -50,7 +50,7 @@ def batches(trainer: int, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]
 
 
 class BatchUpdateParameterServer:
-    """Steps when it has a gradient from each trainer."""
+    """Holds the net and takes one step for the gradients of all trainers."""
 
     def __init__(self, trainers: int) -> None:
         """Makes the net and its optimizer."""
@@ -63,29 +63,30 @@ class BatchUpdateParameterServer:
         self.next_net: rpc.Future[Any] = rpc.Future()
 
     def get_net(self) -> Any:
-        """The weights as they are."""
+        """The current weights."""
         return self.net
 
-    # The mark lets the caller wait for the future; no thread waits here. It may stand
-    # on a method: torch wants a static one.
+    # The decorator completes the call when the future does, so that no thread waits.
+    # Unlike torch's, it also applies to methods that are not static.
     @rpc.async_execution
     def update_and_fetch_net(self, trainer: int, gradient: Any) -> rpc.Future[Any]:
-        """Takes a trainer's gradient; a future of the net after the step with all."""
+        """Adds a gradient; returns a future of the net after the step with all."""
         with self.lock:
             self.gradients[trainer] = gradient
             answer = self.next_net
             if len(self.gradients) < self.trainers:
                 return answer
+            # In the order of the trainers: floating-point sums depend on it.
             given = [self.gradients[i] for i in range(self.trainers)]
             mean = jax.tree.map(lambda *g: sum(g) / len(g), *given)
             self.net, self.state = self.optimizer.step(self.net, mean, self.state)
             self.gradients, self.next_net = {}, rpc.Future()
-        answer.set_result(self.net)  # all trainers get their answers now
+        answer.set_result(self.net)  # completes the calls of all trainers
         return answer
 
 
 def train(server: rpc.RRef[Any], trainer: int, steps: int) -> list[float]:
-    """What a trainer does; returns its losses."""
+    """Trains on one trainer; returns its losses."""
     net, losses = server.rpc_sync().get_net(), []
     for x, y in batches(trainer, steps):
         loss, gradient = loss_and_gradient(net, x, y)
@@ -95,7 +96,7 @@ def train(server: rpc.RRef[Any], trainer: int, steps: int) -> list[float]:
 
 
 def run(trainers: tuple[str, ...], steps: int) -> list[list[float]]:
-    """What the server does; returns each trainer's losses."""
+    """Trains from the server; returns the losses of each trainer."""
     server = rpc.RRef(BatchUpdateParameterServer(len(trainers)))
     training = [
         rpc.rpc_async(name, train, args=(server, i, steps))
@@ -105,7 +106,7 @@ def run(trainers: tuple[str, ...], steps: int) -> list[list[float]]:
 
 
 def work(rank: int) -> list[list[float]] | None:
-    """What each process does: the trainers only wait to be called."""
+    """Entry point of each process; the trainers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     losses = run(WORKERS[1:], STEPS) if rank == 0 else None
     rpc.shutdown()

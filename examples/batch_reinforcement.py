@@ -1,9 +1,10 @@
 """Reinforcement learning whose agent decides for all observers in one batch.
 
 torch: "Implementing Batch RPC Processing Using Asynchronous Executions", part 2
-(rpc_async_execution, distributed/rpc/batch/reinforce.py of its examples). What differs
-is as in examples/reinforcement.py: a ball on a beam, no dropout, random numbers that
-repeat. Here all observers play the same number of steps, and begin again in between.
+(rpc_async_execution, distributed/rpc/batch/reinforce.py of its examples). It differs
+from torch's as examples/reinforcement.py does: a ball on a beam, no dropout,
+reproducible random numbers. All observers play the same number of steps and reset in
+between.
 
     python examples/batch_reinforcement.py
 """
@@ -22,10 +23,10 @@ EPISODES, STEPS, GAMMA = 30, 60, 0.95
 
 
 class Environment:
-    """A ball on a beam that tips; an action pushes it to the left (0) or right (1)."""
+    """A ball on a tipping beam; an action pushes it to the left (0) or right (1)."""
 
     def __init__(self, seed: int) -> None:
-        """Begins with `reset`."""
+        """Seeds the random numbers; `reset` makes the first state."""
         self.rng = np.random.default_rng(seed)
 
     def reset(self) -> np.ndarray:
@@ -34,7 +35,7 @@ class Environment:
         return self.state
 
     def step(self, action: int) -> tuple[np.ndarray, bool]:
-        """The state, and whether the ball has fallen off."""
+        """Applies an action; returns the state and whether the ball has fallen off."""
         position, speed = self.state
         speed = speed + 0.1 * (2 * action - 1) + 0.05 * position
         self.state = np.array([position + 0.1 * speed, speed])
@@ -50,7 +51,7 @@ def initial_policy() -> Any:
 
 @jax.jit
 def log_probabilities(policy: Any, states: jax.Array) -> jax.Array:
-    """Of the two actions, in each state."""
+    """Log-probabilities of the two actions in each of the `states`, `(..., 2)`."""
     return jax.nn.log_softmax(jax.nn.relu(states @ policy["w1"]) @ policy["w2"])
 
 
@@ -59,21 +60,21 @@ def log_probabilities(policy: Any, states: jax.Array) -> jax.Array:
 def policy_gradient(
     policy: Any, states: jax.Array, actions: jax.Array, returns: jax.Array
 ) -> jax.Array:
-    """REINFORCE's loss, differentiated with respect to the policy."""
+    """The gradient of REINFORCE's loss with respect to the policy."""
     found = log_probabilities(policy, states)
     chosen = jnp.take_along_axis(found, actions[..., None], axis=-1)[..., 0]
     return -(chosen * returns).sum() / returns.size
 
 
 class Observer:
-    """Plays in its own environment, and asks the agent what to do."""
+    """Plays in its own environment with the actions that the agent chooses."""
 
     def __init__(self, number: int) -> None:
-        """Makes the environment, on the observer's worker."""
+        """Makes the environment on the observer's worker."""
         self.number, self.environment = number, Environment(number)
 
     def run_episode(self, agent: rpc.RRef[Any]) -> tuple[np.ndarray, int]:
-        """Returns to come at each step, and the length of the first play."""
+        """Discounted returns, `(STEPS,)`, and the length of the first play."""
         state, start, lengths = self.environment.reset(), 0, []
         returns = np.ones(STEPS)  # the reward of a step is 1
         for step in range(STEPS):
@@ -88,7 +89,7 @@ class Observer:
 
 
 class Agent:
-    """Has the policy, and what all observers met in an episode."""
+    """Holds the policy and the history of an episode for all observers."""
 
     def __init__(self, observers: int) -> None:
         """Makes the policy and its optimizer."""
@@ -100,10 +101,11 @@ class Agent:
         self.all_actions: rpc.Future[np.ndarray] = rpc.Future()
         self.history: list[tuple[np.ndarray, np.ndarray]] = []
 
-    # The caller waits for the future; no thread waits here, however many observers ask.
+    # The call completes when the future does: no thread waits, however many observers
+    # ask.
     @rpc.async_execution
     def select_action(self, observer: int, state: np.ndarray) -> rpc.Future[int]:
-        """A future of the observer's action, drawn when all have asked."""
+        """A future of the observer's action, which is drawn when all have asked."""
         with self.lock:
             self.states[observer] = state
             all_actions = self.all_actions
@@ -113,13 +115,14 @@ class Agent:
                 return action
             right = np.exp(log_probabilities(self.policy, self.states)[:, 1])
             actions = (self.rng.random(len(right)) < right).astype(int)
+            # A copy, because the observers overwrite their rows in the next step.
             self.history.append((self.states.copy(), actions))
             self.waiting, self.all_actions = len(actions), rpc.Future()
         all_actions.set_result(actions)
         return action
 
     def finish_episode(self, returns: np.ndarray) -> None:
-        """One step of the optimizer; `returns` are `(steps, observers)`."""
+        """Takes one step of the optimizer; `returns` is `(steps, observers)`."""
         states, actions = map(np.stack, zip(*self.history, strict=True))
         gradient = policy_gradient(self.policy, states, actions, returns)
         self.policy, self.optimizer_state = self.optimizer.step(
@@ -129,7 +132,7 @@ class Agent:
 
 
 def train(observers: tuple[str, ...], episodes: int) -> list[float]:
-    """What the agent's worker does; returns the mean length of the first plays."""
+    """Trains from the agent's worker; returns the mean lengths of the first plays."""
     agent = Agent(len(observers))
     agent_rref = rpc.RRef(agent)  # observers call it by this reference
     rrefs = [rpc.remote(name, Observer, args=(i,)) for i, name in enumerate(observers)]
@@ -142,7 +145,7 @@ def train(observers: tuple[str, ...], episodes: int) -> list[float]:
 
 
 def work(rank: int) -> list[float] | None:
-    """What each process does: observers only wait to be called."""
+    """Entry point of each process; the observers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     lengths = train(WORKERS[1:], EPISODES) if rank == 0 else None
     rpc.shutdown()

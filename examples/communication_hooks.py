@@ -2,8 +2,8 @@
 
 torch: "DDP Communication Hooks", its end-to-end example of checkpointing PowerSGD's
 state. There hook and state are registered with the model and pickled; here the hook
-belongs to the training step, and its state is part of the training state, which a
-checkpoint has anyway.
+belongs to the training step, and its state is part of the training state, which every
+checkpoint contains.
 
     python examples/communication_hooks.py
 """
@@ -28,26 +28,26 @@ HOOKS = {
 
 
 def initial_weights() -> Any:
-    """Two linear layers."""
+    """Random weights of two linear layers."""
     rng = np.random.default_rng(0)
     net = {"w1": rng.normal(size=(24, 24)) / 5, "w2": rng.normal(size=(24, 12)) / 5}
     return jax.tree.map(jnp.asarray, net)
 
 
 def squared_errors(net: Any, batch: Any) -> jax.Array:
-    """One for each example."""
+    """The squared error of each example, `(examples,)`."""
     x, labels = batch
     return ((jax.nn.relu(x @ net["w1"]) @ net["w2"] - labels) ** 2).mean(axis=1)
 
 
 def examples(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Those of one process."""
+    """The inputs and labels of one process."""
     rng = np.random.default_rng((rank, 1))
     return rng.normal(size=(ROWS, 24)), rng.normal(size=(ROWS, 12))
 
 
 def train(mesh: Mesh, own: Any, hook: hooks.Hook | None, folder: str) -> list[float]:
-    """Returns the losses; after half of the steps it goes on from a checkpoint."""
+    """Returns the losses; resumes from a checkpoint after half of the steps."""
     opt = optim.sgd(lr=LR)
     step = data_parallel.train_step(squared_errors, opt, mesh, hook=hook)
     batch, weights = data_parallel.shard_batch(own, mesh, rows=ROWS)
@@ -63,7 +63,7 @@ def train(mesh: Mesh, own: Any, hook: hooks.Hook | None, folder: str) -> list[fl
 
 
 def work(rank: int, folder: str) -> dict[str, list[float]]:
-    """What each process does."""
+    """Entry point of each process; returns the losses of each hook."""
     with data_parallel.process_group() as mesh:
         return {
             name: train(mesh, examples(rank), hook, f"{folder}/{name}")

@@ -1,8 +1,8 @@
 """Adam with its state divided over the replicas, and with the whole of it on each.
 
 torch: "Shard Optimizer States with ZeroRedundancyOptimizer" (the recipe
-zero_redundancy_optimizer). There whole parameters are given to ranks; here each array
-of the state is divided, so that a single large one is, too.
+zero_redundancy_optimizer). There ranks own whole parameters; here each array of the
+state is divided, so that a single large one is divided as well.
 
     python examples/divided_optimizer.py
 """
@@ -20,14 +20,14 @@ WIDTH, LAYERS, ROWS = 64, 4, 20
 
 
 def initial_weights() -> list[jax.Array]:
-    """Linear layers one after another."""
+    """Random weights of `LAYERS` linear layers."""
     rng = np.random.default_rng(0)
     shape = (WIDTH, WIDTH)
     return [jnp.asarray(rng.normal(size=shape)) / WIDTH**0.5 for _ in range(LAYERS)]
 
 
 def squared_errors(net: Any, batch: Any) -> jax.Array:
-    """One for each example, after all layers."""
+    """The squared error of each example, `(examples,)`."""
     x, labels = batch
     for w in net:
         x = x @ w
@@ -35,13 +35,13 @@ def squared_errors(net: Any, batch: Any) -> jax.Array:
 
 
 def examples(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Those of one process."""
+    """The inputs and labels of one process."""
     rng = np.random.default_rng((rank, 1))
     return rng.normal(size=(ROWS, WIDTH)), rng.normal(size=(ROWS, WIDTH))
 
 
 def train(mesh: Mesh, own: Any, use_zero: bool) -> tuple[float, int]:
-    """Sum of the parameters after two steps; bytes of the state on a device of ours."""
+    """Takes two steps; returns the parameters' sum and the state's bytes per device."""
     opt = optim.adam(lr=0.01)
     if use_zero:
         opt = data_parallel.zero(opt, mesh)
@@ -55,7 +55,7 @@ def train(mesh: Mesh, own: Any, use_zero: bool) -> tuple[float, int]:
 
 
 def work(rank: int) -> list[tuple[float, int]]:
-    """What each process does."""
+    """Entry point of each process; trains with `zero` and without."""
     with data_parallel.process_group() as mesh:
         return [train(mesh, examples(rank), use_zero) for use_zero in (True, False)]
 

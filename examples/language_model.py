@@ -1,10 +1,10 @@
 """A small Llama on eight devices: two stages, each over data and model axes.
 
 torch: "Large Scale Transformer model training with Tensor Parallel" (TP_tutorial), on
-two axes. There each layer has a plan of how it is parallelized, and its number of heads
-is divided by hand; here weights have shardings, and the layers are those of one device.
-The model is smaller and in a pipeline, and learns the bytes of Python's own sources. A
-sequence that padding fills up counts by its tokens.
+two axes. There each layer has a parallelization plan, and its number of heads is
+divided by hand; here weights have shardings, and the layers are those of one device.
+The model is smaller, runs in a pipeline and learns the bytes of Python's own sources. A
+padded sequence is weighted by its number of real tokens.
 
     python examples/language_model.py                            # eight devices
     python -m jdist.launch --nproc 2 examples/language_model.py  # two hosts of four
@@ -36,7 +36,7 @@ LENGTH, SEQUENCES, MICRO_BATCHES, LR = 32, 16, 4, 3e-3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model; the head has the embedding's weights if it is tied."""
+    """The sizes of a model; with `tied` the head shares the embedding's weights."""
 
     vocabulary: int = 256
     width: int = 32
@@ -59,10 +59,10 @@ def rotated(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Grouped-query attention and SwiGLU, each behind a norm."""
+    """Grouped-query attention and a SwiGLU layer, each after an RMS norm."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         width, inner = sizes.width, sizes.inner
         self.size, self.theta = width // sizes.heads, sizes.theta
         few = sizes.kv_heads * self.size
@@ -78,7 +78,7 @@ class Block(nnx.Module):
         self.drop = nnx.Dropout(sizes.dropout, rngs=rngs)
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """`h` is `(sequences, length, width)`."""
+        """Maps `h`, `(sequences, length, width)`, to the same shape."""
         x = self.norm1(h)
         heads = (*h.shape[:2], -1, self.size)
         q, k, v = (part(x).reshape(heads) for part in (self.q, self.k, self.v))
@@ -90,10 +90,10 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Scores of the next token."""
+    """The last norm and the scores of the next token."""
 
     def __init__(self, sizes: Sizes, embed: nnx.Embed, rngs: nnx.Rngs) -> None:
-        """Random weights, or the embedding's."""
+        """Makes random weights, or shares those of the embedding."""
         width, words = sizes.width, sizes.vocabulary
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.out: nnx.Embed | nnx.Linear = embed
@@ -101,14 +101,15 @@ class Head(nnx.Module):
             self.out = nnx.Linear(width, words, use_bias=False, rngs=rngs)
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """Scores `(sequences, length, vocabulary)` in float32 or wider."""
+        """Returns scores, `(sequences, length, vocabulary)`, in float32 or wider."""
         x, out = self.norm(h), self.out
         scores = out.attend(x) if isinstance(out, nnx.Embed) else out(x)
+        # The cross-entropy needs more precision than bfloat16 scores have.
         return scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
 
 
 def layers(sizes: Sizes, seed: int = 0) -> list[nnx.Module]:
-    """Embedding, blocks and head."""
+    """The embedding, the blocks and the head."""
     rngs = nnx.Rngs(seed)
     embed = nnx.Embed(sizes.vocabulary, sizes.width, rngs=rngs)
     blocks = [Block(sizes, rngs) for _ in range(sizes.blocks)]
@@ -116,11 +117,12 @@ def layers(sizes: Sizes, seed: int = 0) -> list[nnx.Module]:
 
 
 def losses_of(scores: jax.Array, batch: Any) -> jax.Array:
-    """Mean cross-entropy of each sequence over its own tokens."""
+    """The mean cross-entropy of each sequence over its real tokens."""
     chosen = jnp.take_along_axis(
         jax.nn.log_softmax(scores), batch["targets"][..., None], axis=-1
     )[..., 0]
     mask = batch["mask"].astype(chosen.dtype)
+    # A sequence of padding alone has no tokens; it has loss 0, not NaN.
     return -(chosen * mask).sum(1) / jnp.maximum(mask.sum(1), 1)
 
 
@@ -128,7 +130,7 @@ def losses_of(scores: jax.Array, batch: Any) -> jax.Array:
 
 
 def sequences() -> dict[str, np.ndarray]:
-    """All pieces of the files; the last piece of each is filled up, with mask 0."""
+    """All pieces of the files; the last piece of each is padded, with mask 0."""
     tokens, real = [], []
     for name in FILES:
         text = np.frombuffer(Path(os.__file__).with_name(name).read_bytes(), np.uint8)
@@ -142,7 +144,7 @@ def sequences() -> dict[str, np.ndarray]:
 
 
 def batches(steps: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random sequences; the last of each batch is a file's end, with padding."""
+    """Batches of random sequences, the last of which is the padded end of a file."""
     every, rng = sequences(), np.random.default_rng(seed)
     ends = np.flatnonzero(every["mask"].sum(1) < LENGTH)
     found = []
@@ -161,13 +163,13 @@ SHARDED |= dict.fromkeys(("o", "down", "embedding"), ROWS)
 
 
 def meshes(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> list[Mesh]:
-    """A mesh for each stage; `shape` has the sizes of stages, data and model."""
+    """A mesh for each stage; `shape` is the numbers of stages, data and model."""
     rows = np.array(devices[: math.prod(shape)]).reshape(shape)
     return [Mesh(own, ("data", "model")) for own in rows]
 
 
 def spec(path: Any, _: Any) -> P:
-    """How a weight is divided, by the first name in its path that says it."""
+    """The sharding of a weight, by the first name on its path that has one."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     return next((SHARDED[name] for name in names if name in SHARDED), P())
 
@@ -178,7 +180,7 @@ def pipelined(
     places: Sequence[Any],
     **options: Any,
 ) -> tuple[pipeline.Pipeline, pipeline.FromModules]:
-    """The layers in as many stages as the schedule has, about equally many in each."""
+    """Splits the layers evenly into the stages of the schedule."""
     cuts = np.linspace(0, len(modules), schedule.stages + 1).astype(int)
     groups = [modules[a:b] for a, b in pairwise(cuts.tolist())]
     names = ["tokens", *(f"h{k}" for k in range(1, schedule.stages)), "scores"]
@@ -208,7 +210,7 @@ def train(
 
 if __name__ == "__main__":
     schedule, rank = pipeline.one_f_one_b(2, MICRO_BATCHES), os.environ.get("RANK")
-    # Before JAX is used; else a CPU is one device.
+    # Must come before JAX initializes its backend; the default is one CPU device.
     jax.config.update("jax_num_cpu_devices", 8 if rank is None else 4)
     if rank is None:
         losses, _ = train(meshes(jax.devices(), (2, 2, 2)), schedule, 30)

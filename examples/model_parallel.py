@@ -2,8 +2,8 @@
 
 torch: "Single-Machine Model Parallel Best Practices" (model_parallel_tutorial). There
 layers and activations are moved by `.to(device)`; here a pipeline has a place for each
-stage, and moves them. One micro-batch is torch's plain model parallelism; with more of
-them the devices work at the same time.
+stage and moves them. A single micro-batch is torch's plain model parallelism; with more
+of them the devices work at the same time.
 
     python examples/model_parallel.py
 """
@@ -20,7 +20,7 @@ ROWS, LR = 60, 0.5
 
 
 def initial_weights() -> list[Any]:
-    """Two linear layers, one for each device."""
+    """Random weights of two linear layers, one for each device."""
     rng = np.random.default_rng(0)
     return [
         {"w": jnp.asarray(rng.normal(size=(n, m)) / n**0.5), "b": jnp.zeros(m)}
@@ -39,7 +39,7 @@ def net2(p: Any, h: jax.Array) -> jax.Array:
 
 
 def squared_errors(y: jax.Array, batch: Any) -> jax.Array:
-    """One for each example: the pipeline takes the mean over the batch."""
+    """The squared error of each example; the pipeline takes the mean over the batch."""
     return ((y - batch["labels"]) ** 2).mean(axis=1)
 
 
@@ -52,7 +52,7 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
 
 
 def train(devices: list[jax.Device], splits: int, steps: int = 8) -> list[float]:
-    """Returns the losses of plain SGD; `splits` is the number of micro-batches."""
+    """Trains by plain SGD with `splits` micro-batches; returns the losses."""
     stages = [
         pipeline.Stage(net1, ("x",), ("h",)),
         pipeline.Stage(net2, ("h",), ("y",)),
@@ -69,7 +69,7 @@ def train(devices: list[jax.Device], splits: int, steps: int = 8) -> list[float]
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)  # before JAX is used; else it is one
+    jax.config.update("jax_num_cpu_devices", 2)  # before JAX starts its backend
     for splits in (1, 4):
         losses = train(jax.devices()[:2], splits)
         print(splits, "micro-batches, losses", *(f"{loss:.6f}" for loss in losses))

@@ -1,11 +1,11 @@
 """A parameter server: one worker holds the net, others train it through calls.
 
 torch: "Implementing a Parameter Server Using Distributed RPC Framework"
-(rpc_param_server_tutorial, distributed/rpc/parameter_server of its examples). There
-each trainer starts by itself and asks for the one server; here the server's process
-makes it and hands its trainers a reference. The data are random and dropout is left
-out. As in torch, trainers step whenever they are ready, so with several of them the
-losses depend on who comes first.
+(rpc_param_server_tutorial, distributed/rpc/parameter_server.py of its examples). There
+each trainer starts on its own and asks for the one server; here the server's process
+makes it and passes a reference to the trainers. The data are random and dropout is left
+out. As in torch, trainers step as soon as they are ready, so with several of them the
+losses depend on their order.
 
     python examples/parameter_server.py
 """
@@ -32,18 +32,18 @@ def initial_net() -> Any:
 
 
 def scores(net: Any, x: jax.Array) -> jax.Array:
-    """Of the three classes, for each example of `x`, `(examples, 8)`."""
+    """Scores of the three classes, `(examples, 3)`, for `x`, `(examples, 8)`."""
     return jax.nn.relu(x @ net["w1"] + net["b1"]) @ net["w2"] + net["b2"]
 
 
 def cross_entropy(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over the examples."""
+    """The mean cross-entropy over the examples."""
     chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), labels[:, None], axis=1)
     return -chosen.mean()
 
 
 def batches(seed: int, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A trainer's examples and labels."""
+    """Yields a trainer's examples, `(BATCH, 8)`, and labels, `(BATCH,)`."""
     teacher = np.random.default_rng(1).normal(size=(8, 3))  # the same for all trainers
     rng = np.random.default_rng((seed, 2))
     for _ in range(steps):
@@ -52,26 +52,27 @@ def batches(seed: int, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 class ParameterServer:
-    """Lives on the worker that makes it; others call its methods by a reference."""
+    """Holds the net on its worker; others call its methods through a reference."""
 
     def __init__(self) -> None:
         """Makes the net."""
-        # torch's Parameter: arrays that want a gradient, a whole tree of them at once.
+        # The counterpart of torch's Parameter, here for a whole tree of arrays.
         self.net = autograd.variable(initial_net())
 
     def forward(self, x: np.ndarray) -> Any:
-        """Scores; the trainer's autograd context comes along with its call."""
+        """Returns the scores; the call carries the trainer's autograd context."""
         return autograd.apply(scores, self.net, x)
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """What a DistributedOptimizer is given."""
+        """References to the parameters, for a DistributedOptimizer."""
         return [rpc.RRef(self.net)]
 
 
 def train(server: rpc.RRef[ParameterServer], seed: int, steps: int) -> list[float]:
-    """What a trainer does; returns its losses."""
+    """Trains on one trainer; returns its losses."""
     parameters = server.rpc_sync().parameter_rrefs()
-    # A function that makes the optimizer: it is made where the parameters are.
+    # `optim.sgd` is passed as a function: the optimizer is made on the parameters'
+    # worker.
     opt = autograd.DistributedOptimizer(optim.sgd, parameters, lr=LR)
     losses = []
     for x, labels in batches(seed, steps):
@@ -85,14 +86,14 @@ def train(server: rpc.RRef[ParameterServer], seed: int, steps: int) -> list[floa
 
 
 def accuracy(server: rpc.RRef[ParameterServer]) -> float:
-    """Of the net as it is, on examples that no trainer had."""
+    """The accuracy of the current net on examples that no trainer had."""
     x, labels = next(batches(seed=99, steps=1))
-    # Outside of a context nothing is recorded across workers: a plain array comes back.
+    # Outside of a context nothing is recorded, and a plain array comes back.
     return float((server.rpc_sync().forward(x).argmax(axis=1) == labels).mean())
 
 
 def run(trainers: tuple[str, ...], steps: int) -> tuple[list[list[float]], float]:
-    """What the server does; returns each trainer's losses and the accuracy."""
+    """Trains from the server; returns the losses of each trainer and the accuracy."""
     server = rpc.RRef(ParameterServer())
     training = [
         rpc.rpc_async(name, train, args=(server, seed, steps))
@@ -102,7 +103,7 @@ def run(trainers: tuple[str, ...], steps: int) -> tuple[list[list[float]], float
 
 
 def work(rank: int) -> tuple[list[list[float]], float] | None:
-    """What each process does: the trainers only wait to be called."""
+    """Entry point of each process; the trainers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     found = run(WORKERS[1:], STEPS) if rank == 0 else None
     rpc.shutdown()  # waits for all calls

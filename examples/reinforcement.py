@@ -3,8 +3,9 @@
 torch: "Getting Started with Distributed RPC Framework", part 1 (rpc_tutorial,
 distributed/rpc/rl of its examples). The environment is a ball on a beam instead of
 gym's CartPole, and dropout is left out. Each observer has its own random numbers, so
-that a run repeats although observers ask at the same time; and returns are added up
-within an observer's own episode, where torch's run on from one observer to the next.
+that a run is reproducible although observers ask concurrently. Returns are summed
+within an observer's own episode, whereas torch's continue from one observer to the
+next.
 
     python examples/reinforcement.py
 """
@@ -22,10 +23,10 @@ EPISODES, STEPS, GAMMA = 40, 60, 0.99
 
 
 class Environment:
-    """A ball on a beam that tips; an action pushes it to the left (0) or right (1)."""
+    """A ball on a tipping beam; an action pushes it to the left (0) or right (1)."""
 
     def __init__(self, seed: int) -> None:
-        """Begins with `reset`."""
+        """Seeds the random numbers; `reset` makes the first state."""
         self.rng = np.random.default_rng(seed)
 
     def reset(self) -> np.ndarray:
@@ -34,7 +35,7 @@ class Environment:
         return self.state
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool]:
-        """State, reward, and whether the ball has fallen off."""
+        """Applies an action; returns state, reward and whether the ball fell off."""
         position, speed = self.state
         speed = speed + 0.1 * (2 * action - 1) + 0.05 * position
         self.state = np.array([position + 0.1 * speed, speed])
@@ -50,19 +51,19 @@ def initial_policy() -> Any:
 
 @jax.jit
 def log_probabilities(policy: Any, states: jax.Array) -> jax.Array:
-    """Of the two actions, in each state."""
+    """Log-probabilities of the two actions in each of the `states`, `(..., 2)`."""
     return jax.nn.log_softmax(jax.nn.relu(states @ policy["w1"]) @ policy["w2"])
 
 
 class Observer:
-    """Plays in its own environment; asks the agent what to do and tells what came."""
+    """Plays in its own environment; gets actions from the agent and reports rewards."""
 
     def __init__(self, number: int) -> None:
-        """Makes the environment, on the observer's worker."""
+        """Makes the environment on the observer's worker."""
         self.number, self.environment = number, Environment(number)
 
     def run_episode(self, agent: rpc.RRef[Any], steps: int) -> None:
-        """One episode of so many steps at most."""
+        """Plays one episode of at most `steps` steps."""
         state = self.environment.reset()
         for step in range(steps):
             action = agent.rpc_sync().select_action(self.number, step, state)
@@ -73,21 +74,21 @@ class Observer:
 
 
 class Agent:
-    """Has the policy, and what all observers met in an episode."""
+    """Holds the policy and the history of an episode for all observers."""
 
     def __init__(self, observers: int) -> None:
         """Makes the policy and its optimizer."""
         self.policy, self.optimizer = initial_policy(), optim.adam(lr=3e-2)
         self.optimizer_state = self.optimizer.init(self.policy)
         self.rngs = [np.random.default_rng((i, 1)) for i in range(observers)]
-        # Of fixed shapes, so that the update compiles once: what comes after the end of
-        # an episode stays zero. Each observer writes to its own row.
+        # Fixed shapes, so that the update compiles once; entries after the end of an
+        # episode stay zero. Each observer writes to its own row only.
         self.states = np.zeros((observers, STEPS, 2))
         self.actions = np.zeros((observers, STEPS), int)
         self.rewards = np.zeros((observers, STEPS))
 
     def select_action(self, observer: int, step: int, state: np.ndarray) -> int:
-        """Draws an action; called by observers, while others are served as well."""
+        """Draws an action; runs concurrently for several observers."""
         right = np.exp(log_probabilities(self.policy, state)[1])
         action = int(self.rngs[observer].random() < right)
         self.states[observer, step] = state
@@ -95,11 +96,11 @@ class Agent:
         return action
 
     def report_reward(self, observer: int, step: int, reward: float) -> None:
-        """Called by observers."""
+        """Stores the reward of a step; called by the observers."""
         self.rewards[observer, step] = reward
 
     def finish_episode(self) -> float:
-        """One step of the optimizer; returns the smallest reward of all observers."""
+        """Takes one optimizer step; returns the smallest reward of all observers."""
         played = self.rewards > 0
         returns = np.zeros_like(self.rewards)
         following = np.zeros(len(returns))
@@ -107,6 +108,7 @@ class Agent:
             following = self.rewards[:, step] + GAMMA * following
             returns[:, step] = following
         mean, deviation = returns[played].mean(), returns[played].std()
+        # The mask keeps steps after the end of an episode out of the gradient.
         advantages = played * (returns - mean) / (deviation + 1e-7)
         gradient = policy_gradient(self.policy, self.states, self.actions, advantages)
         self.policy, self.optimizer_state = self.optimizer.step(
@@ -122,14 +124,14 @@ class Agent:
 def policy_gradient(
     policy: Any, states: jax.Array, actions: jax.Array, advantages: jax.Array
 ) -> jax.Array:
-    """REINFORCE's loss, differentiated with respect to the policy."""
+    """The gradient of REINFORCE's loss with respect to the policy."""
     found = log_probabilities(policy, states)
     chosen = jnp.take_along_axis(found, actions[..., None], axis=-1)[..., 0]
     return -(chosen * advantages).sum()
 
 
 def train(observers: tuple[str, ...], episodes: int) -> list[float]:
-    """What the agent's worker does; returns the smallest reward of each episode."""
+    """Trains from the agent's worker; returns the smallest reward of each episode."""
     agent = Agent(len(observers))
     agent_rref = rpc.RRef(agent)  # observers call it by this reference
     rrefs = [rpc.remote(name, Observer, args=(i,)) for i, name in enumerate(observers)]
@@ -141,7 +143,7 @@ def train(observers: tuple[str, ...], episodes: int) -> list[float]:
 
 
 def work(rank: int) -> list[float] | None:
-    """What each process does: observers only wait to be called."""
+    """Entry point of each process; the observers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     rewards = train(WORKERS[1:], EPISODES) if rank == 0 else None
     rpc.shutdown()

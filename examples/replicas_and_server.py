@@ -3,9 +3,9 @@
 torch: "Combining Distributed DataParallel with Distributed RPC Framework"
 (rpc_ddp_tutorial, distributed/rpc/ddp_rpc of its examples). There the dense layer is
 wrapped by DDP, and a master starts the trainers; here it is a replicated variable, and
-the server starts them. Bags of words are filled up to one length, because JAX compiles
-for one shape. The trainers have different numbers of examples: with their weights each
-step is that of all examples on one device.
+the server starts them. Bags of words are padded to one length, because a compiled
+function has one shape. The trainers have different numbers of examples; weighted by
+these, each step equals that of all examples on one device.
 
     python examples/replicas_and_server.py
 """
@@ -27,38 +27,44 @@ STEPS, LR = 100, 0.2
 
 
 class EmbeddingBag(nnx.Module):
-    """As `torch.nn.EmbeddingBag` with mode="sum"."""
+    """Computes `torch.nn.EmbeddingBag` with mode="sum"."""
 
     def __init__(self) -> None:
-        """Random rows."""
+        """Initializes random rows."""
         rows = np.random.default_rng(0).normal(size=(WORDS, DIM))
         self.table = nnx.Param(jnp.asarray(rows))
 
     def __call__(self, words: Any, lengths: Any) -> jax.Array:
-        """The sum of each bag's rows."""
+        """The sum of each bag's rows, `(examples, DIM)`."""
         return bag_sums(self.table[...], words, lengths)
 
 
 def bag_sums(table: Any, words: Any, lengths: Any) -> jax.Array:
-    """`words` is `(examples, LONGEST)`, of which the first `lengths` count."""
+    """Sums rows of `table`; the first `lengths` words of each bag count.
+
+    Args:
+      table: The embedding, `(WORDS, DIM)`.
+      words: The bags, `(examples, LONGEST)`.
+      lengths: The number of words in each bag, `(examples,)`.
+    """
     counts = jnp.arange(LONGEST) < lengths[:, None]
     return (table[words] * counts[..., None]).sum(axis=1)
 
 
 def cross_entropy(dense: Any, bags: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of the dense layer's scores; the mean over the examples."""
+    """The mean cross-entropy of the dense layer's scores."""
     scores = jax.nn.log_softmax(bags @ dense["w"] + dense["b"])
     return -jnp.take_along_axis(scores, labels[:, None], axis=1).mean()
 
 
 def initial_dense() -> Any:
-    """The dense layer; the first trainer's is sent to all."""
+    """Weights of the dense layer; those of the first trainer are broadcast."""
     w = np.random.default_rng(1).normal(size=(DIM, CLASSES))
     return {"w": jnp.asarray(w) / DIM**0.5, "b": jnp.zeros(CLASSES)}
 
 
 def batches(trainer: int, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Bags of a trainer, their lengths and labels."""
+    """Yields bags of a trainer, their lengths and labels."""
     teacher = np.random.default_rng(2).normal(size=(WORDS, CLASSES))  # the same for all
     rng, size = np.random.default_rng((trainer, 3)), SIZES[trainer]
     for _ in range(steps):
@@ -68,13 +74,15 @@ def batches(trainer: int, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def train(embedding: rpc.RemoteModule, trainer: int, steps: int) -> list[float]:
-    """What a trainer does; returns its losses."""
+    """Trains on one trainer; returns its losses."""
     size = SIZES[trainer]
-    # DDP: `backward` leaves the mean over all trainers, each by its examples.
+    # The counterpart of DDP: `backward` averages over all trainers, weighted by
+    # examples.
     dense = autograd.replicated(initial_dense(), TRAINERS, weight=size)
     dense_opt = autograd.DistributedOptimizer(optim.sgd, [rpc.RRef(dense)], lr=LR)
-    # The table is not replicated: every trainer steps it with its own gradient, so that
-    # the steps add up. Hence its share of the rate, where torch has the whole one.
+    # The table is not replicated: every trainer steps it with its own gradient, and the
+    # steps add up. Each therefore takes its share of the rate, where torch takes all of
+    # it.
     rows, rate = embedding.parameters().values(), LR * size / sum(SIZES)
     table_opt = autograd.DistributedOptimizer(optim.sgd, rows, lr=rate)
     losses = []
@@ -93,7 +101,7 @@ def train(embedding: rpc.RemoteModule, trainer: int, steps: int) -> list[float]:
 
 
 def run(steps: int) -> list[list[float]]:
-    """What the server does; returns each trainer's losses."""
+    """Trains from the server; returns the losses of each trainer."""
     embedding = rpc.remote_module(WORKERS[0], EmbeddingBag, trainable=True)
     training = [
         rpc.rpc_async(name, train, args=(embedding, number, steps))
@@ -103,7 +111,7 @@ def run(steps: int) -> list[list[float]]:
 
 
 def work(rank: int) -> list[list[float]] | None:
-    """What each process does: the trainers only wait to be called."""
+    """Entry point of each process; the trainers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     losses = run(STEPS) if rank == 0 else None
     rpc.shutdown()

@@ -1,11 +1,11 @@
 """Replicas of one program that go on in place when processes die.
 
-torch has no tutorial of it; torchft does it, and goes on with the gradient of the
-examples that are left. Here each step's batch is divided over the processes that are
-there, so that its gradient is always that of the whole batch. JAX's `live_devices`
-tells who is there, and its block ends in an error on all if one dies within: then the
-step is taken again from the state before it. The process of rank 0 has the coordinator
-and must stay. `jax_enable_recoverability` is experimental.
+torch has no tutorial of it; torchft does it and continues with the gradient of the
+remaining examples. Here each step's batch is divided over the live processes, so that
+its gradient is always that of the whole batch. JAX's `live_devices` returns the live
+devices, and its block raises an error on all processes if one dies within it; the step
+is then repeated from the state before it. The process of rank 0 runs the coordinator
+and must survive. `jax_enable_recoverability` is experimental.
 
     python examples/restart_in_place.py
 
@@ -30,25 +30,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import data_parallel, optim
 
 STEPS, BATCH = 12, 16
-DEATHS = {2: 3, 1: 7}  # By rank: in which step.
+DEATHS = {2: 3, 1: 7}  # The step in which each rank dies.
 
 
 def rows_of(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The whole batch of a step."""
+    """The whole batch of a step, `(BATCH, 3)` and `(BATCH,)`."""
     x = np.random.default_rng(step).normal(size=(BATCH, 3)).astype(np.float32)
     return x, np.tanh(x.sum(axis=1))
 
 
 def losses_of(w: jax.Array, batch: Any) -> jax.Array:
-    """One for each example."""
+    """The squared error of each example, `(examples,)`."""
     x, y = batch
     return (jnp.tanh(x @ w) - y) ** 2
 
 
 def placed(step: int, mesh: Mesh) -> tuple[Any, jax.Array]:
-    """A step's batch over the mesh, of which this process gives its part; weights.
+    """Places a step's batch on the mesh; returns the batch and its weights.
 
-    All parts have as many rows. Those that fill one up count 0.
+    Each process contributes its own rows. All have equally many rows, of which padding
+    has weight 0.
     """
     size = -(-BATCH // mesh.size)
     start = size * list(mesh.devices).index(jax.local_devices()[0])
@@ -61,7 +62,7 @@ def placed(step: int, mesh: Mesh) -> tuple[Any, jax.Array]:
 
 
 def train(dies_at: int | None) -> dict[int, float]:
-    """The losses by step; all steps but the first have the state of the one before."""
+    """Returns the losses by step; dies in the step `dies_at`."""
     optimizer = optim.adam(lr=0.05)
     w = jnp.asarray([0.3, -0.2, 0.1])
     kept = data_parallel.TrainState(jnp.int32(0), w, optimizer.init(w))
@@ -70,6 +71,8 @@ def train(dies_at: int | None) -> dict[int, float]:
     while (number := len(found)) < STEPS:
         try:
             with live_devices(jax.devices()) as devices:
+                # A change of the live devices needs a new mesh, and so a newly compiled
+                # step.
                 if devices != present:
                     present, mesh = devices, Mesh(np.array(devices), ("data",))
                     step = data_parallel.train_step(losses_of, optimizer, mesh)
@@ -77,22 +80,26 @@ def train(dies_at: int | None) -> dict[int, float]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 same = NamedSharding(mesh, PartitionSpec())
                 state, metrics = step(jax.device_put(kept, same), *placed(number, mesh))
-                # A copy that no device's loss can take, and that the step keeps.
+                # A copy on the host: it survives the loss of devices, and `step` cannot
+                # donate it.
                 state, loss = jax.device_get((state, metrics.loss))
         except ProcessFailureError:
+            # `kept` is still the state before the step.
             continue
         kept, found[number] = state, float(loss)
     return found
 
 
 def work(rank: int, count: int, address: str) -> None:
-    """What each process does."""
+    """Entry point of each process."""
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         address,
         count,
         rank,
-        coordinator_bind_address=address,  # This machine only: nothing else is safe.
+        # The loopback interface only: JAX's coordinator does not authenticate its
+        # clients.
+        coordinator_bind_address=address,
         heartbeat_timeout_seconds=4,
     )
     losses = train(DEATHS.get(rank))
@@ -100,7 +107,7 @@ def work(rank: int, count: int, address: str) -> None:
 
 
 def main() -> None:
-    """Starts the processes."""
+    """Starts the processes on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -3,9 +3,9 @@
 torch: "Distributed Pipeline Parallelism Using RPC" (dist_pipeline_parallel_tutorial,
 distributed/rpc/pipeline of its examples). There it is ResNet-50 with batch
 normalisation; here each shard has one residual block and no normalisation, so that the
-losses are the same however the batch is split. The optimizers are one
-DistributedOptimizer. (For training in earnest take `jdist.pipeline`, which has
-schedules; examples/transformer_pipeline.py shows it.)
+losses do not depend on how the batch is split. The optimizers are one
+DistributedOptimizer. (Real training should use `jdist.pipeline`, which has schedules;
+see examples/transformer_pipeline.py.)
 
     python examples/rpc_pipeline.py
 """
@@ -23,7 +23,7 @@ BATCH, IMAGE, CHANNELS, CLASSES, LR = 12, 8, 4, 5, 0.5
 
 
 def convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """3 x 3, padded, of images `(examples, height, width, channels)`."""
+    """A padded 3 x 3 convolution of `(examples, height, width, channels)`."""
     layout = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
         x, kernel, (1, 1), "SAME", dimension_numbers=layout
@@ -31,17 +31,17 @@ def convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def block(kernels: Any, x: jax.Array) -> jax.Array:
-    """A residual block."""
+    """A residual block of two convolutions."""
     return x + convolution(jax.nn.relu(convolution(x, kernels["a"])), kernels["b"])
 
 
 def first_half(p: Any, images: jax.Array) -> jax.Array:
-    """Images to features."""
+    """Maps images to features."""
     return block(p["block"], jax.nn.relu(convolution(images, p["stem"])))
 
 
 def second_half(p: Any, x: jax.Array) -> jax.Array:
-    """Features to scores."""
+    """Maps features to scores, `(examples, CLASSES)`."""
     return block(p["block"], x).mean(axis=(1, 2)) @ p["fc"]
 
 
@@ -62,44 +62,44 @@ class Shard:
     """Half of the net, on the worker that makes it."""
 
     def __init__(self, half: int) -> None:
-        """Makes its weights there."""
+        """Makes its weights on the worker."""
         self.function = (first_half, second_half)[half]
         self.weights = autograd.variable(initial_weights(half))
 
     def forward(self, x: rpc.RRef[Any]) -> Any:
-        """The output for a micro-batch, which is fetched from where it is."""
+        """The output for a micro-batch, which `to_here` fetches from its owner."""
         return autograd.apply(self.function, self.weights, x.to_here())
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """What a DistributedOptimizer is given."""
+        """References to the parameters, for a DistributedOptimizer."""
         return [rpc.RRef(self.weights)]
 
 
 class DistributedNet:
-    """Both halves, from the master's side."""
+    """Both halves, seen from the master."""
 
     def __init__(self, splits: int, workers: tuple[str, str]) -> None:
-        """Has each half made on its worker."""
+        """Creates each half on its worker."""
         self.splits = splits
         self.shards = [rpc.remote(w, Shard, args=(i,)) for i, w in enumerate(workers)]
 
     def forward(self, images: np.ndarray) -> list[Any]:
-        """Scores of each micro-batch."""
+        """Returns the scores of each micro-batch."""
         futures = []
         for part in np.split(images, self.splits):
-            # Nothing waits here: worker2 fetches y from worker1 when it is there, and
-            # worker1 goes on with the next micro-batch.
+            # No call blocks here: worker2 fetches y from worker1 once it is computed,
+            # and worker1 continues with the next micro-batch.
             y = self.shards[0].remote().forward(rpc.RRef(part))
             futures.append(self.shards[1].rpc_async().forward(y))
         return rpc.wait_all(futures)
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """Of both halves."""
+        """References to the parameters of both halves."""
         return [p for s in self.shards for p in s.rpc_sync().parameter_rrefs()]
 
 
 def squared_error(scores: list[jax.Array], labels: jax.Array) -> jax.Array:
-    """Mean over the batch; a list of micro-batches is a tree, as good as an array."""
+    """The mean over the batch, given as a list of micro-batches."""
     return ((jnp.concatenate(scores) - labels) ** 2).mean()
 
 
@@ -112,7 +112,7 @@ def batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def train(splits: int, workers: tuple[str, str], steps: int = 3) -> list[float]:
-    """What the master does; returns the losses."""
+    """Trains from the master; returns the losses."""
     net = DistributedNet(splits, workers)
     opt = autograd.DistributedOptimizer(optim.sgd, net.parameter_rrefs(), lr=LR)
     losses = []
@@ -126,7 +126,7 @@ def train(splits: int, workers: tuple[str, str], steps: int = 3) -> list[float]:
 
 
 def work(rank: int) -> dict[int, list[float]]:
-    """What each process does: the two workers only answer."""
+    """Entry point of each process; the two workers only answer calls."""
     rpc.init_rpc(WORKERS[rank])
     found = {n: train(n, WORKERS[1:]) for n in (1, 2, 4)} if rank == 0 else {}
     rpc.shutdown()

@@ -1,9 +1,9 @@
 """A transformer in two stages on two processes, with GPipe's schedule.
 
 torch: "Introduction to Distributed Pipeline Parallelism" (pipelining_tutorial). There
-each rank deletes the layers that it does not have and calls the schedule in its own
-way; here the stages are lists of layers, and all processes make the same calls with the
-same batch. The net is smaller, its blocks have self-attention only and no dropout; the
+each rank deletes the layers that it does not own and calls the schedule in its own way;
+here the stages are lists of layers, and all processes make the same calls with the same
+batch. The net is smaller, and its blocks have self-attention only and no dropout. The
 optimizer, which torch's tutorial leaves out, belongs to the pipeline.
 
     python examples/transformer_pipeline.py
@@ -23,23 +23,23 @@ SEQUENCES, LENGTH, MICRO_BATCHES, LR = 8, 6, 4, 0.2
 
 
 class Block(nnx.Module):
-    """Attention and a net with one hidden layer, normalised after each."""
+    """Attention and a net with one hidden layer, each followed by a layer norm."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         self.attention = nnx.MultiHeadAttention(HEADS, DIM, decode=False, rngs=rngs)
         self.norm1, self.norm2 = (nnx.LayerNorm(DIM, rngs=rngs) for _ in range(2))
         self.up = nnx.Linear(DIM, 4 * DIM, rngs=rngs)
         self.down = nnx.Linear(4 * DIM, DIM, rngs=rngs)
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """`h` is `(sequences, length, DIM)`."""
+        """Maps `h`, `(sequences, length, DIM)`, to the same shape."""
         h = self.norm1(h + self.attention(h))
         return self.norm2(h + self.down(nnx.relu(self.up(h))))
 
 
 def halves() -> list[list[nnx.Module]]:
-    """The layers of both stages; a stage may be one module, too."""
+    """The layers of both stages; a stage may also be a single module."""
     rngs = nnx.Rngs(0)
     embedding = nnx.Embed(VOCABULARY, DIM, rngs=rngs)
     blocks = [Block(rngs) for _ in range(LAYERS)]
@@ -49,21 +49,21 @@ def halves() -> list[list[nnx.Module]]:
 
 
 def cross_entropies(scores: jax.Array, batch: Any) -> jax.Array:
-    """One for each sequence: the pipeline takes the mean over the batch."""
+    """The loss of each sequence; the pipeline takes the mean over the batch."""
     targets = batch["targets"][..., None]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), targets, axis=-1)
     return -chosen[..., 0].mean(axis=1)
 
 
 def batch() -> dict[str, np.ndarray]:
-    """Random tokens, and the ones that follow them."""
+    """Random tokens and the tokens that follow them, `(SEQUENCES, LENGTH)`."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def train(places: Any, steps: int = 10) -> list[float]:
-    """Returns the losses; `places` has a worker or a device for each stage."""
+    """Returns the losses; `places` is a worker or a device for each stage."""
     made = pipeline.stages_from_nnx(halves(), names=("tokens", "h", "scores"))
     schedule = pipeline.gpipe(len(made.stages), MICRO_BATCHES)
     opt = optim.sgd(lr=LR)
@@ -79,7 +79,7 @@ def train(places: Any, steps: int = 10) -> list[float]:
 
 
 def work(rank: int) -> list[float]:
-    """What each process does."""
+    """Entry point of each process; returns the losses."""
     rpc.init_rpc(f"worker{rank}")
     losses = train(["worker0", "worker1"])
     rpc.shutdown()
@@ -87,6 +87,6 @@ def work(rank: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(pipeline.gpipe(2, MICRO_BATCHES))  # who does what, and when
+    print(pipeline.gpipe(2, MICRO_BATCHES))  # the table of actions
     for rank, losses in enumerate(rpc.spawn(work, nprocs=2)):
         print("rank", rank, "losses", *(f"{loss:.4f}" for loss in losses))

@@ -2,8 +2,8 @@
 
 torch: "Distributed Training with Uneven Inputs Using the Join Context Manager"
 (generic_join), with DistributedDataParallel and ZeroRedundancyOptimizer. torch's
-default divides the gradient by the number of replicas that there were at the start;
-ours is the mean over the examples that there are, and `divide_by="initial"` is torch's.
+default divides the gradient by the initial number of replicas; ours is the mean over
+the remaining examples, and `divide_by="initial"` is torch's.
 
     python examples/uneven_inputs.py
 """
@@ -20,12 +20,12 @@ INPUTS = 5
 
 
 def inputs(rank: int) -> list[np.ndarray]:
-    """One more on rank 1 than on rank 0."""
+    """Inputs of shape `(1, 3)`, one more on rank 1 than on rank 0."""
     return list(np.random.default_rng(rank).normal(size=(INPUTS + rank, 1, 3)))
 
 
 def train(mesh: Mesh, streams: list[Any], divide_by: str) -> list[float]:
-    """Returns the losses, on all replicas the same."""
+    """Returns the losses, which are the same on all replicas."""
     joined = data_parallel.Join(streams, mesh, rows=1, divide_by=divide_by)
     opt = data_parallel.zero(optim.adam(lr=0.01), mesh)
     step = data_parallel.train_step(
@@ -40,7 +40,7 @@ def train(mesh: Mesh, streams: list[Any], divide_by: str) -> list[float]:
 
 
 def work(rank: int) -> list[float]:
-    """What each process does."""
+    """Entry point of each process; returns the losses."""
     with data_parallel.process_group() as mesh:
         return train(mesh, [inputs(rank)], "weight")
 
