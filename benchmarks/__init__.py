@@ -1,6 +1,6 @@
 """Speed, measured: one file per question, each with a `measure()` that answers it.
 
-`make bench` runs all of them, `python -m benchmarks NAME ...` some. Contenders for one
-job are timed in turn, round by round, so that a drift of the machine hits all alike;
-what is shown is the median and the middle half of the rounds.
+`make bench` runs all of them, `python -m benchmarks NAME ...` some. The contenders for
+a job are timed in turn, round by round, so that a drift of the machine affects all
+alike. Tables show the median and the middle half of the rounds.
 """

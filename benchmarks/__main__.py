@@ -20,7 +20,7 @@ from experiments._result import Settings
 
 
 def main() -> None:
-    """Runs the named benchmarks, or all; the status is 1 if one fails."""
+    """Runs the named benchmarks, or all; exits with status 1 if one fails."""
     modules = pkgutil.iter_modules(benchmarks.__path__)
     names = [module.name for module in modules if not module.name.startswith("_")]
     names += _record.EXPERIMENTS
@@ -37,7 +37,8 @@ def main() -> None:
     unknown = set(options.names) - set(names)
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
-    # A second CPU device costs nothing until it is used: both share the threads.
+    # Two devices for the benchmarks that compare them. The second costs nothing until
+    # it is used: both share the same threads.
     jax.config.update("jax_num_cpu_devices", 2)
     if failed := run(options.names or names, options.out, options.record):
         sys.exit(f"failed, and no figures were kept of: {', '.join(failed)}")
@@ -49,7 +50,7 @@ def run(names: Sequence[str], folder: Path, record: bool) -> list[str]:
     for name in names:
         try:
             found = _run(name, folder, console)
-        # The others take an hour, and their figures count.
+        # One failure must not cost the others' figures, which take an hour.
         except Exception:  # noqa: BLE001
             console.print_exception()
             failed.append(name)
@@ -64,12 +65,13 @@ def run(names: Sequence[str], folder: Path, record: bool) -> list[str]:
 
 
 def _run(name: str, folder: Path, console: Console) -> _record.Run:
-    """One benchmark, or one experiment whose tables are figures of speed."""
+    """Runs one benchmark, or one experiment whose tables are figures of speed."""
     start = time.perf_counter()
     if name not in _record.EXPERIMENTS:
         cases = _measured(name, folder, console)
         return _record.run(cases, seconds=time.perf_counter() - start)
-    # An experiment's page shows all records in its folder, and reads no other kind.
+    # A folder of its own, because an experiment's page shows every record of its folder
+    # and cannot read those of benchmarks.
     folder = folder / "experiments"
     if not _runner.run(name, Settings(), folder, console):
         raise RuntimeError(f"{name} does not hold, so its figures are of no use")
@@ -92,4 +94,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         Console(stderr=True).print("[red]interrupted[/red]")
-        os._exit(130)  # XLA's destructors don't survive a program that still runs.
+        # A normal exit would run XLA's destructors, which crash while a program still
+        # runs.
+        os._exit(130)

@@ -15,7 +15,7 @@ from jdist import autograd, optim, rpc
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """Two workers: both have the end-to-end script, worker0 the rest."""
+    """Jobs of two workers: both run the end-to-end script, worker0 all others."""
     rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
     t1, t2, t4 = (autograd.variable(models.small(i)) for i in (1, 2, 4))
     x = jnp.asarray(models.small(1))
@@ -36,7 +36,7 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
-    """Three workers, a layer on each; worker0 drives."""
+    """The job of three workers with a layer each; worker0 drives them."""
     rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
     if rank:
         yield {models.CHAIN: idle}
@@ -44,12 +44,13 @@ def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
         layers = [rpc.remote(f"worker{i}", Layer, args=(i,)) for i in range(3)]
         x = jnp.asarray(models.numbers(9, models.ROWS, models.WIDTH))
         yield {models.CHAIN: partial(timed, partial(_chain, layers, x), _nothing)}
+        # Released before `shutdown`, which reports references that are left.
         del layers
     rpc.shutdown()
 
 
 def echo(value: Any) -> Any:
-    """Gives it back."""
+    """Returns its argument."""
     return value
 
 
@@ -73,7 +74,7 @@ def _product_sum(t3: Any, t4: Any) -> Any:
 
 
 def random_variable(seed: int) -> autograd.Variable:
-    """What each process has the other one make."""
+    """Makes a variable on the worker that is called."""
     return autograd.variable(models.small(seed))
 
 
@@ -93,13 +94,13 @@ class Layer:
     """A linear layer on its worker."""
 
     def __init__(self, seed: int) -> None:
-        """Its weight is a variable there."""
+        """Makes its weight a variable on the worker."""
         self._weight = autograd.variable(
             models.numbers(seed, models.WIDTH, models.WIDTH)
         )
 
     def forward(self, x: Any) -> Any:
-        """The product, recorded."""
+        """The recorded product of `x` and the weight."""
         return x @ self._weight
 
 
@@ -111,4 +112,4 @@ def _chain(layers: Sequence[rpc.RRef[Any]], x: Any) -> None:
 
 
 def _nothing(result: Any) -> None:
-    """`backward` returns when the gradients are computed."""
+    """No wait: `backward` returns when the gradients are computed."""

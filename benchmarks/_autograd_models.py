@@ -13,11 +13,11 @@ RATE = 0.05
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
-    """Random, float32, of about unit size after a matrix product of them."""
+    """Random float32 numbers, scaled so that a product with them keeps its size."""
     values = np.random.default_rng(seed).normal(size=shape)
     return (values / np.sqrt(shape[0])).astype(np.float32)
 
 
 def small(seed: int) -> np.ndarray:
-    """A 3 x 3 array."""
+    """A random 3 x 3 array."""
     return numbers(seed, 3, 3)

@@ -21,7 +21,7 @@ autograd = importlib.import_module("torch.distributed.autograd")
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """As in jdist; FAST is the only mode."""
+    """The jobs of two workers, as in jdist; FAST is torch's only mode."""
     _join(rank, 2)
     t1, t2, t4 = (_variable(models.small(i)) for i in (1, 2, 4))
     example = partial(_example, t1, t2, t4)
@@ -41,7 +41,7 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
-    """As in jdist."""
+    """The job of three workers, as in jdist."""
     _join(rank, 3)
     if rank:
         yield {models.CHAIN: idle}
@@ -54,10 +54,12 @@ def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def _join(rank: int, workers: int) -> None:
-    # That its own functional optimizers are old, it says against any filter.
+    # torch's warning that its own functional optimizers are deprecated bypasses all
+    # filters.
     warnings.showwarning = lambda *told, **more: None
     torch.set_num_threads(1)
-    # MASTER_PORT is the run's own; a file lets torch meet without a second one.
+    # MASTER_PORT is taken by jdist; through a file torch's workers meet without a
+    # second port.
     key = os.environ["JDIST_CLUSTER_KEY"][:16]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{os.path.join(gettempdir(), f'autograd-{key}')}"
@@ -72,7 +74,7 @@ def _variable(array: Any) -> Any:
 
 
 def echo(value: Any) -> Any:
-    """Gives it back."""
+    """Returns its argument."""
     return value
 
 
@@ -85,7 +87,7 @@ def _example(t1: Any, t2: Any, t4: Any) -> Any:
 
 
 def random_variable(seed: int) -> Any:
-    """What each process has the other one make."""
+    """Makes a variable on the worker that is called."""
     return _variable(models.small(seed))
 
 
@@ -105,11 +107,11 @@ class Layer:
     """A linear layer on its worker."""
 
     def __init__(self, seed: int) -> None:
-        """Its weight is a variable there."""
+        """Makes its weight a variable on the worker."""
         self._weight = _variable(models.numbers(seed, models.WIDTH, models.WIDTH))
 
     def forward(self, x: Any) -> Any:
-        """The product, recorded."""
+        """The recorded product of `x` and the weight."""
         return x @ self._weight
 
 
@@ -121,4 +123,4 @@ def _chain(layers: Sequence[Any], x: Any) -> None:
 
 
 def _nothing(result: Any) -> None:
-    """torch on CPU is done when it returns."""
+    """No wait: torch on CPU has computed when it returns."""

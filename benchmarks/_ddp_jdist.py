@@ -19,7 +19,7 @@ from jdist.reduction import Partial
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """For each model: the training step, computation alone, communication alone."""
+    """For each model the training step, and its computation and communication alone."""
     with data_parallel.process_group() as mesh:
         together = _barrier(mesh)
         yield {
@@ -30,6 +30,7 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def _timed(together: Callable[[], Any], call: Callable[[], Any], calls: int) -> Spent:
+    # Rounds start together; otherwise one process would measure the other's delay.
     together()
     return timed(call, jax.block_until_ready, calls)
 
@@ -50,7 +51,7 @@ def _barrier(mesh: Mesh) -> Callable[[], Any]:
 
 
 def losses(params: Any, batch: Any) -> jax.Array:
-    """Of a stack of layers, one per example."""
+    """The squared error of each example after all layers, `(examples,)`."""
     x, y = batch
     *hidden, (last, bias) = params
     for matrix, offset in hidden:
@@ -59,7 +60,7 @@ def losses(params: Any, batch: Any) -> jax.Array:
 
 
 def plain_step(optimizer: optim.Optimizer) -> Callable[..., Any]:
-    """A step of one device in plain JAX, its state donated."""
+    """A training step of one device in plain JAX, with its state donated."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -113,12 +114,12 @@ def _computation(
 
 
 def _communication(model: Model, mesh: Mesh) -> Callable[[], Any]:
-    """What the step exchanges and nothing else: a gradient, summed and divided."""
+    """The exchange of a step alone: one gradient, summed and divided."""
     communication = Communication("benchmark", "data")
     one = jnp.float32(1)
 
     def on_replica(gradient: Any) -> Any:
-        # As in the backward pass the last layer is ready first.
+        # As in the backward pass, the last layer is ready first.
         layers = range(len(gradient), 0, -1)
         ready = [(layer, layer) for layer in layers]
         part, when = (Partial(one, tree, one) for tree in (gradient, ready))

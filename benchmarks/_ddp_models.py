@@ -11,11 +11,11 @@ class Model(NamedTuple):
     """A stack of linear layers with ReLU between them.
 
     Attributes:
-      name: As in the tables.
-      widths: Of the input and of each layer's output.
+      name: The name in tables.
+      widths: The number of inputs, then the number of outputs of each layer.
       batch: Examples on each of the two replicas.
-      calls: Steps per round, so that a round takes tens of milliseconds at least.
-      goal: How long a step may be in relation to torch's as it is shipped.
+      calls: Steps per round, such that a round takes tens of milliseconds at least.
+      goal: The largest allowed ratio of a step's time to that of torch as shipped.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Model(NamedTuple):
         ]
 
     def examples(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """One replica's inputs and targets."""
+        """One replica's inputs, `(batch, inputs)`, and targets, `(batch, outputs)`."""
         rng = np.random.default_rng(1 + rank)
         x, y = (
             rng.normal(size=(self.batch, width)).astype(np.float32)

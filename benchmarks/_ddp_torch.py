@@ -18,9 +18,10 @@ from jdist import data_parallel
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """For each model: DDP's step, computation alone, communication alone."""
+    """For each model DDP's step, and its computation and communication alone."""
     torch.set_num_threads(1)
-    # MASTER_PORT is the run's own; a file lets torch meet without a second one.
+    # MASTER_PORT is taken by jdist; through a file torch's workers meet without a
+    # second port.
     meeting = os.path.join(gettempdir(), f"ddp-{os.environ['JDIST_CLUSTER_KEY'][:16]}")
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
@@ -48,7 +49,7 @@ def _parts(model: Model, rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def module(model: Model) -> nn.Module:
-    """The same layers with the same weights."""
+    """The model's layers as a torch module, with the same weights."""
     layers: list[nn.Module] = []
     for matrix, bias in model.weights():
         layer = nn.Linear(*matrix.shape)
@@ -78,7 +79,8 @@ def _step(
 
 
 def _communication(model: Model) -> Callable[[], Any]:
-    """DDP's buckets, filled already, summed one after another."""
+    """The all-reduce of DDP's filled buckets, started one after another."""
+    # As in DDP: parameters in reverse order, a first bucket of 1 MiB, the others of 25.
     parameters = list(module(model).parameters())[::-1]
     limits = [2**20, 25 * 2**20]
     buckets = data_parallel.assign_buckets(

@@ -21,16 +21,17 @@ from benchmarks._pair import Job, Spent, timed
 from jdist import data_parallel, optim, rpc
 from jdist.data_parallel.elasticity.replica_work import ReplicaWork
 
-SKIPPED = 2  # The first steps of a run: replicas come, and one takes the state.
+# In the first steps of a run replicas join, and one fetches the state.
+SKIPPED = 2
 
 
 class Read(NamedTuple):
-    """A share that is read.
+    """One read of a replica's share of a batch.
 
     Attributes:
-      row: The first one.
-      elapsed: Seconds on the machine's clock.
-      processor: Seconds of this process's threads.
+      row: The first row of the share.
+      elapsed: Seconds on the machine's monotonic clock.
+      processor: Seconds of processor time of this process.
     """
 
     row: int
@@ -39,16 +40,17 @@ class Read(NamedTuple):
 
 
 class Watched:
-    """An array that notes when a share of a batch is read, which begins a step."""
+    """An array that records each read of a share, which begins a step."""
 
     def __init__(self, array: np.ndarray) -> None:
-        """Looks like the array."""
+        """Takes shape and dtype of the array."""
         self.shape, self.dtype = array.shape, array.dtype
         self._array = array
         self.read: list[Read] = []
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """The rows; a slice is not of a batch."""
+        """Returns rows of the array and records the read."""
+        # Shares of a batch are read by an array of indices, anything else by a slice.
         if not isinstance(rows, slice):
             read = Read(int(rows[0]), time.monotonic(), time.process_time())
             self.read.append(read)
@@ -56,12 +58,12 @@ class Watched:
         return self._array[rows]
 
     def before(self, read: Read) -> None:
-        """What happens before that."""
+        """Hook that is called before the rows are returned."""
 
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """For each model the steps of both."""
+    """For each model the steps of `train_step` and of an elastic run."""
     with data_parallel.process_group() as mesh:
         rpc.init_rpc(f"worker{rank}")
         jobs: dict[str, Job] = {}
@@ -75,12 +77,12 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def timed_step(call: Callable[[], Any], calls: int) -> Spent:
-    """The steps of `train_step` in a loop."""
+    """The time of a step of `train_step` in a loop."""
     return timed(call, jax.block_until_ready, calls)
 
 
 def plain(model: Model, mesh: Mesh, rank: int) -> Callable[[], Any]:
-    """A step over two processes; each places its own rows, as a loop over data does."""
+    """A step over two processes, each of which places its own rows."""
     step = data_parallel.train_step(losses, optim.sgd(lr=RATE), mesh)
     state = step.init(model.weights())
     examples = model.examples(rank)
@@ -95,16 +97,18 @@ def plain(model: Model, mesh: Mesh, rank: int) -> Callable[[], Any]:
 
 
 def elastic(model: Model, slots: int | None) -> Job:
-    """A run of so many steps, whose first ones do not count."""
+    """The job of an elastic run whose first steps do not count."""
     run = elastic_run(model, slots=slots, least=2)
     x, y = examples(model)
     numbers = itertools.count()
 
     def job(calls: int) -> Spent:
         data = (Watched(x), y)
+        # The name of a run must be unique in the group.
         named = dataclasses.replace(run, name=f"{model.name} {slots} {next(numbers)}")
         named.run(model.weights(), data, epochs=SKIPPED + calls + 1)
-        share = (slots or 2) // 2  # A replica reads so many times in a step.
+        # Each of two replicas reads half of the slots, one by one, in every step.
+        share = (slots or 2) // 2
         first, *_, last = data[0].read[::share][-calls - 1 :]
         return Spent(
             (last.elapsed - first.elapsed) / calls,
@@ -115,7 +119,7 @@ def elastic(model: Model, slots: int | None) -> Job:
 
 
 def elastic_run(model: Model, **options: Any) -> data_parallel.Elastic:
-    """A run whose steps have the examples of both replicas, in their order."""
+    """An elastic run whose steps have the examples of both replicas, in order."""
     return data_parallel.elastic(
         losses,
         optim.sgd(lr=RATE),
@@ -126,41 +130,41 @@ def elastic_run(model: Model, **options: Any) -> data_parallel.Elastic:
 
 
 def examples(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Those of both replicas."""
+    """The inputs and targets of both replicas, concatenated."""
     both = zip(model.examples(0), model.examples(1), strict=True)
     x, y = (np.concatenate(parts) for parts in both)
     return x, y
 
 
 class Mortal(Watched):
-    """Data that kills the process where its share of a step is read.
+    """Data that kills the process when its share of a step is read.
 
     Args:
       array: The data.
-      steps: How many shares are read before.
-      note: Where the time is noted.
+      steps: The number of shares that are read before.
+      note: The file to which the time of the death is written.
     """
 
     def __init__(self, array: np.ndarray, steps: int, note: Path) -> None:
-        """Lives so long."""
+        """Sets the number of reads before the death."""
         super().__init__(array)
         self._steps, self._note = steps, note
 
     def before(self, read: Read) -> None:
-        """It may be the end."""
+        """Kills the process after the last of its reads."""
         if len(self.read) > self._steps:
             self._note.write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Place(NamedTuple):
-    """Where a replica joins.
+    """The coordinates of a replica that joins.
 
     Attributes:
-      number: Of the replica.
-      rank: Of its worker.
-      port: Of the group.
-      key: Of the group.
+      number: The number of the replica.
+      rank: The rank of its worker.
+      port: The port of the group's coordinator.
+      key: The cluster key of the group.
     """
 
     number: int
@@ -180,7 +184,7 @@ def replica(
     """A replica in a process of its own.
 
     Returns:
-      The shares that it read, and the seconds in which it took the state of another.
+      The shares that it read, and the seconds that it took to fetch another's state.
     """
     fetch, took = ReplicaWork.fetch, [0.0]
 
@@ -191,6 +195,7 @@ def replica(
         finally:
             took[0] = time.monotonic() - began
 
+    # Patched, because a run does not report how long the transfer of a state took.
     ReplicaWork.fetch = timed_fetch  # type: ignore[method-assign]
     rpc.init_rpc(
         f"worker{place.number}",

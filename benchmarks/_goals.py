@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A median and the quartiles around it, of seconds or of a ratio of such."""
+    """A median and its quartiles, of seconds or of a ratio of seconds."""
 
     median: float
     low: float
@@ -15,14 +15,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure of a job, and what it should be.
+    """A figure of a job and the limit that it should meet.
 
     Attributes:
-      what: What the figure is: "of torch's time".
-      figure: As it was measured.
-      limit: What it should not exceed.
-      at_least: It should not be less instead.
-      unit: Of both, where they are no ratio.
+      what: What the figure measures, as in "of torch's time".
+      figure: The measured figure.
+      limit: The value that it should not exceed.
+      at_least: Whether the limit is a minimum instead.
+      unit: The unit of both; empty for a ratio.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """The limit, in words."""
+        """The limit in words."""
         side = "at least" if self.at_least else "at most"
         return f"{side} {self.limit:g}{self.unit}"
 
@@ -53,22 +53,22 @@ class Goal:
         return f"{self.found} {self.what} ({self.wanted}{verdict})"
 
     def worse_than(self, earlier: "Goal") -> bool:
-        """Whether it is, by more than the spread of both."""
+        """Whether the figure is worse by more than the spread of both."""
         if self.at_least:
             return self.figure.high < earlier.figure.low
         return self.figure.low > earlier.figure.high
 
 
 def ratio(one: Figure, other: Figure) -> Figure:
-    """What the one is of the other, at the medians and at the ends of both spreads."""
+    """`one / other`, at the medians and at the opposite ends of both spreads."""
     return Figure(one.median / other.median, one.low / other.high, one.high / other.low)
 
 
 def scaled(figure: Figure, factor: float) -> Figure:
-    """The figure in another unit."""
+    """The figure multiplied by `factor`, to convert its unit."""
     return Figure(*(factor * value for value in dataclasses.astuple(figure)[:3]))
 
 
 def shown(figure: Figure) -> str:
-    """The median, and the quartiles in brackets."""
+    """The median, and the quartiles in brackets, as text."""
     return f"{figure.median:.3g} [{figure.low:.3g}, {figure.high:.3g}]"

@@ -24,15 +24,15 @@ class Timing(Figure):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One job, done by several contenders; the first is what the others are held to.
+    """One job and its contenders; the others are compared to the first.
 
     Attributes:
       name: The job, with its sizes.
-      timings: Contender to seconds per call.
-      limit: Seconds that physics allows (bytes over bandwidth, FLOPs over peak), or
-        None where no such limit is meant.
-      note: What the reader must know: the limit's derivation, threads.
-      goals: What figures of it should be.
+      timings: Seconds per call by contender.
+      limit: The physical limit in seconds (bytes over bandwidth, FLOPs over peak), or
+        None.
+      note: Remarks for the reader, such as the derivation of the limit and the threads.
+      goals: Goals for figures of the case.
     """
 
     name: str
@@ -52,11 +52,14 @@ def race(
     """Times each contender once a round, in turn.
 
     Args:
-      contenders: Functions without arguments; a JAX result is waited for.
-      rounds: Rounds counted.
-      calls: Calls per round, for jobs shorter than the clock is fine; the time of one
-        is reported.
-      warmup: Rounds not counted, for compilation and caches.
+      contenders: Functions without arguments; JAX results are waited for.
+      rounds: The number of counted rounds.
+      calls: Calls per round, for jobs that are short beside the clock's resolution; the
+        time of a single call is reported.
+      warmup: Uncounted rounds, for compilation and caches.
+
+    Returns:
+      The seconds per call of each contender.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(warmup + rounds):
@@ -112,7 +115,7 @@ def write(folder: Path, name: str, cases: list[Case]) -> Path:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, in a unit that suits them."""
+    """Seconds as text, in a suitable unit."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

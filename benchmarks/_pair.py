@@ -1,8 +1,8 @@
 """Pinned processes, mostly two, that do jobs on command: contenders can take turns.
 
-Several pairs share the same cores, and all but the one whose turn it is are stopped. To
-wait in a socket would not do: a thread of torch's rpc (TensorPipe's reactor for shared
-memory) looks for messages without a pause, on a core of its own as long as it lives.
+Several pairs share the same cores, and all but the one whose turn it is are stopped by
+a signal. Blocking in a socket would not suffice: a thread of torch's rpc (TensorPipe's
+reactor for shared memory) polls for messages on a core of its own as long as it lives.
 """
 
 import os
@@ -21,12 +21,12 @@ Job = Callable[[int], "Spent"]
 
 
 class Spent(NamedTuple):
-    """Seconds for each time that a job was done.
+    """Seconds for each call of a job.
 
     Attributes:
-      elapsed: By the clock.
-      processor: Of this process's threads, user and system: what other programs on the
-        machine change little.
+      elapsed: Seconds of wall-clock time.
+      processor: Seconds of user and system time of this process, which other programs
+        on the machine affect little.
     """
 
     elapsed: float
@@ -39,7 +39,7 @@ def idle(calls: int) -> Spent:
 
 
 def timed(call: Callable[[], Any], finish: Callable[[Any], Any], calls: int) -> Spent:
-    """Calls so many times, waits for the last result, and looks at the clocks."""
+    """Times `calls` calls and the wait for the last result."""
     start, processor = time.perf_counter(), time.process_time()
     for _ in range(calls):
         result = call()
@@ -57,10 +57,10 @@ class Pair:
     """Processes that do the same jobs together, each on a core of its own.
 
     Args:
-      prepare: Function of a module, `prepare(rank)`: a context of jobs by name.
-      settings: What is set up in the processes before.
-      processes: How many.
-      pin: How many cores each has for itself; 0 for all of them together.
+      prepare: A module-level function; `prepare(rank)` is a context of jobs by name.
+      settings: Settings of the processes; None for the defaults of the system.
+      processes: The number of processes.
+      pin: The number of cores that each process owns; 0 for no pinning.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Pair:
         self._signal(signal.SIGSTOP)
 
     def run(self, job: str, calls: int) -> Spent:
-        """What the slower process spent on each call."""
+        """The time per call of the slower process."""
         self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send((job, calls))
@@ -103,6 +103,7 @@ class Pair:
 
     def __exit__(self, *details: object) -> None:
         with self._resources:
+            # A stopped process would not see the message that ends it.
             self._signal(signal.SIGCONT)
             for connection in self._connections:
                 connection.send(None)

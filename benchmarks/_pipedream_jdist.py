@@ -63,7 +63,7 @@ def _alone(call: Callable[[int], Any], calls: int) -> Spent:
 
 
 def _steady(epoch: Callable[[int], Any], calls: int) -> Spent:
-    """What a micro-batch adds to an epoch."""
+    """The time that one micro-batch adds to an epoch."""
     short, long = LENGTHS
     found = []
     for length in LENGTHS:
@@ -97,6 +97,7 @@ def _training(pipe: pipeline.Pipeline, rows: int) -> Callable[[], Any]:
     batch, states = examples(rows), [pipe.init(stage_params())]
 
     def step() -> Any:
+        # Popped, because a step donates its state.
         state, _ = pipe.train_step(states.pop(), batch)
         states.append(state)
         return state.params
@@ -105,10 +106,10 @@ def _training(pipe: pipeline.Pipeline, rows: int) -> Callable[[], Any]:
 
 
 class Alone:
-    """The passes and updates of one stage, of which nobody is told.
+    """The passes and updates of one stage, without any communication.
 
     Args:
-      number: Of the stage.
+      number: The index of the stage.
       rows: Examples in a micro-batch.
     """
 
@@ -125,7 +126,7 @@ class Alone:
         self._cotangent = jnp.ones_like(self._input)
 
     def __call__(self, length: int) -> Any:
-        """So many micro-batches."""
+        """Runs `length` micro-batches."""
         rule = VersionRule(
             pipeline.with_weight_stashing(SGD, 1),
             version=lambda micro: micro,
@@ -151,5 +152,6 @@ class Alone:
         stashed.begin_backward(i)
         d_inputs = run.backward(i, {name: d_output}, share, False)
         stashed.end_backward(i)
-        jax.block_until_ready(d_inputs)  # As the runtime does, which sends them.
+        # The runtime waits as well, because it sends the gradient.
+        jax.block_until_ready(d_inputs)
         stashed.update({}, 0)

@@ -45,7 +45,7 @@ def prepare_one(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
-    """1F1B of a large batch, three ways; and the whole of it on one core."""
+    """1F1B of a large batch, in three variants, and the whole batch on one core."""
     rpc.init_rpc(f"worker{rank}")
     whole = {models.WHOLE: _whole(models.LARGE)}
     kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED
@@ -63,9 +63,9 @@ def piped(
 
     Args:
       count: Examples in a batch.
-      kinds: Of `FAMILIES`.
-      places: Of the pipelines.
-      together: Returns when all processes have called it.
+      kinds: Keys of `FAMILIES`.
+      places: The places of the pipelines.
+      together: A barrier of all processes.
     """
     params, batch = stage_params(), examples(count)
     return {
@@ -80,14 +80,14 @@ def piped(
 def _pipe(
     kind: str, m: int, places: Any, params: Any, batch: Any
 ) -> tuple[pipeline.Pipeline, Callable[[], Any]]:
-    """A pipeline, and its step."""
+    """A pipeline and its step."""
     made = stages(join_weight_gradients=kind == models.JOINED)
     pipe = pipeline.Pipeline(made, losses, FAMILIES[kind](2, m), places)
     return pipe, functools.partial(pipe.value_and_grad, pipe.place(params), batch)
 
 
 def _unsplit(params: Any, batch: Any) -> dict[str, Callable[[], Any]]:
-    """The same compiled stages with the same micro-batches, one after another."""
+    """The same compiled stages and micro-batches, one after another in one process."""
     calls: dict[str, Callable[[], Any]] = {models.WHOLE: _whole(models.SMALL)}
     for m in models.MICRO_BATCHES:
         calls[models.unsplit(m)] = _pipe(models.GPIPE, m, None, params, batch)[1]
@@ -95,7 +95,7 @@ def _unsplit(params: Any, batch: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _alone(rank: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Job]:
-    """What one process does while the other waits."""
+    """Jobs of the first process while the other waits."""
     wait = jax.block_until_ready
     return {
         name: functools.partial(timed, call, wait) if rank == 0 else idle
@@ -118,7 +118,7 @@ def _predicted(pipe: pipeline.Pipeline, step: Callable[[], Any], calls: int) -> 
 
 
 def _empty(rank: int) -> dict[str, Job]:
-    """Stages that pass on what they are given, in one process and in two."""
+    """Stages that return their input, in one process and in two."""
     names, m = ("x", "h", "y"), models.MICRO_BATCHES[-1]
     passing = [
         pipeline.Stage(nothing, names[j : j + 1], names[j + 1 : j + 2]) for j in (0, 1)
@@ -139,42 +139,43 @@ def _empty(rank: int) -> dict[str, Job]:
 
 
 def nothing(w: jax.Array, x: jax.Array) -> jax.Array:
-    """As little as a stage can do that has a gradient."""
+    """The least computation of a stage that has a gradient."""
     return x + w
 
 
 def _per_action(step: Callable[[], Any], actions: int, calls: int) -> Spent:
+    # Single steps are too short for the clock.
     steps = 20
     spent = timed(step, jax.block_until_ready, calls * steps)
     return Spent(*(seconds / actions for seconds in spent))
 
 
 def layers(params: Any, x: jax.Array) -> jax.Array:
-    """A part of the stack."""
+    """Computes a part of the stack."""
     for matrix, offset in params:
         x = jax.nn.relu(x @ matrix + offset)
     return x
 
 
 def losses(y: jax.Array, batch: Any) -> jax.Array:
-    """One for each example."""
+    """The squared error of each example, `(examples,)`."""
     return jnp.mean((y - batch["target"]) ** 2, axis=1)
 
 
 def stages(**options: Any) -> list[pipeline.Stage]:
-    """Two halves of the stack."""
+    """The two halves of the stack as stages."""
     ways = ("x", "h"), ("h", "y")
     return [pipeline.Stage(layers, (a,), (b,), **options) for a, b in ways]
 
 
 def stage_params() -> list[Any]:
-    """Of both stages."""
+    """The parameters of both stages."""
     found = jax.device_put(models.weights())
     return [found[: models.LAYERS // 2], found[models.LAYERS // 2 :]]
 
 
 def examples(count: int) -> dict[str, jax.Array]:
-    """The batch."""
+    """A batch of `count` examples."""
     x, y = models.examples(count)
     return {"x": jnp.asarray(x), "target": jnp.asarray(y)}
 

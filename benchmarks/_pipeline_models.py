@@ -19,17 +19,17 @@ OWN = (ONE_F_ONE_B, SPLIT_DRAIN, ZERO_BUBBLE, JOINED)
 
 
 def unsplit(micro_batches: int) -> str:
-    """The job of one process that does all micro-batches by itself."""
+    """The name of one process's job that runs all micro-batches by itself."""
     return f"unsplit, m = {micro_batches}"
 
 
 def piped(kind: str, micro_batches: int) -> str:
-    """The job of both processes, under a schedule."""
+    """The name of the job of both processes under a schedule."""
     return f"{kind}, m = {micro_batches}"
 
 
 def predicted(micro_batches: int) -> str:
-    """The job that simulates 1F1B with the costs of a run of its own."""
+    """The name of the job that simulates 1F1B with the costs of its own run."""
     return f"simulated, m = {micro_batches}"
 
 
@@ -50,7 +50,7 @@ def weights() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets."""
+    """Inputs and targets, `(count, WIDTH)`."""
     rng = np.random.default_rng(1)
     x, y = (rng.normal(size=(count, WIDTH)).astype(np.float32) for _ in range(2))
     return x, y

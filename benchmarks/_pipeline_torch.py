@@ -19,7 +19,8 @@ from benchmarks._pair import Job, Spent, idle, timed
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """1F1B with every number of micro-batches, and the whole batch on one core."""
     torch.set_num_threads(1)
-    # MASTER_PORT is the run's own; a file lets torch meet without a second one.
+    # MASTER_PORT is taken by jdist; through a file torch's workers meet without a
+    # second port.
     key = os.environ["JDIST_CLUSTER_KEY"][:16]
     meeting = os.path.join(gettempdir(), f"pipeline-{key}")
     distributed.init_process_group(
@@ -41,7 +42,7 @@ def _together(call: Callable[[], Any], calls: int) -> Spent:
 
 
 def _nothing(result: Any) -> None:
-    """torch computes at once."""
+    """No wait: torch on CPU has computed when it returns."""
 
 
 def _layers(begin: int, end: int) -> nn.Sequential:

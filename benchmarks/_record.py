@@ -41,11 +41,12 @@ class Run:
     """One run of a benchmark or of an experiment.
 
     Attributes:
-      date: Of the run, in ISO's form.
+      date: The date of the run, in ISO format.
       where: The machine.
-      cases: What was measured; of runs before 24 November 2026 the goals alone.
-      tables: An experiment's: title to rows, of which the first is the header.
-      seconds: How long the run took; 0 where that was not kept.
+      cases: The measured cases; runs before 24 November 2026 have the goals alone.
+      tables: The tables of an experiment: title to rows, of which the first is the
+        header.
+      seconds: The duration of the run; 0 if it was not recorded.
     """
 
     date: str
@@ -56,16 +57,17 @@ class Run:
 
     @property
     def goals(self) -> dict[tuple[str, str], Goal]:
-        """By the job and what the figure is."""
+        """The goals of all cases, by job and by what the figure measures."""
         return {
             (case.name, goal.what): goal for case in self.cases for goal in case.goals
         }
 
     @property
     def times(self) -> dict[tuple[str, str], Figure]:
-        """Seconds of the cases that have no goal, by the job and its first contender.
+        """Seconds of the cases without goals, by the job and its first contender.
 
-        In a case with goals the other contenders tell what the machine did.
+        In cases with goals the goals are compared instead; their other contenders vary
+        with the machine.
         """
         return {
             (case.name, name): figure
@@ -80,7 +82,7 @@ def run(
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
     seconds: float = 0.0,
 ) -> Run:
-    """A run that ended here and now."""
+    """A run that ended now on this machine."""
     here = Environment()
     where = (
         f"{here.cores} cores, {here.processor}; Python {here.python}, JAX {here.jax}"
@@ -95,7 +97,7 @@ def recorded(path: Path = RECORDED) -> dict[str, Run]:
 
 
 def record(runs: Mapping[str, Run], path: Path = RECORDED, page: Path = PAGE) -> None:
-    """Keeps the runs, in place of earlier ones of the same benchmarks."""
+    """Stores the runs, replacing those of the same benchmarks; writes the page."""
     kept = dict(sorted({**recorded(path), **runs}.items()))
     path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     page.write_text(written(page.read_text(), kept))
@@ -112,7 +114,7 @@ def draw(name: str, folder: Path = PICTURES) -> None:
 def worse(earlier: Run, now: Run) -> list[str]:
     """A sentence for each figure that got worse by more than the spread of both.
 
-    Times of cases without goals are compared on the same machine only.
+    Times of cases without goals are compared only if the machine is the same.
     """
     was, found = earlier.goals, now.goals
     lines = [
@@ -120,6 +122,7 @@ def worse(earlier: Run, now: Run) -> list[str]:
         for key, one in found.items()
         if key in was and one.worse_than(was[key])
     ]
+    # Goals are mostly ratios, which another machine leaves alone; seconds are not.
     if earlier.where != now.where:
         return lines
     before = earlier.times
@@ -132,7 +135,7 @@ def worse(earlier: Run, now: Run) -> list[str]:
 
 
 def written(text: str, runs: Mapping[str, Run]) -> str:
-    """The page's text, with every block as the runs have it."""
+    """The page's text with every block written from the runs."""
     machines = list(dict.fromkeys(one.where for one in runs.values()))
 
     def block(found: re.Match[str]) -> str:
@@ -148,12 +151,12 @@ def written(text: str, runs: Mapping[str, Run]) -> str:
 
 
 def blocks(text: str) -> list[str]:
-    """The names of a page's blocks, in their order."""
+    """The names of a page's blocks in order."""
     return [found[2] for found in _BLOCK.finditer(text)]
 
 
 def _goals(runs: Mapping[str, Run], machines: Sequence[str]) -> str:
-    """All goals, and the machines that the page's numbers mean."""
+    """The table of all goals, and a numbered list of the machines."""
     rows = [
         [
             f"`{name}`", job, f"{goal.wanted} {what}", goal.found,
@@ -168,7 +171,7 @@ def _goals(runs: Mapping[str, Run], machines: Sequence[str]) -> str:
 
 
 def _section(one: Run | None, machines: Sequence[str]) -> str:
-    """The run of one benchmark, with date and machine."""
+    """The section of one benchmark, with date and machine."""
     if one is None:
         return "No run is recorded."
     when = _when(one, machines)

@@ -13,19 +13,20 @@ from benchmarks._pair import Job, Spent, timed
 
 
 def negative(x: Any) -> Any:
-    """What the owner does to make a value."""
+    """The computation of a value on its owner."""
     return -x
 
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """`remote` and `to_here` of a 3x3 array, by rank 0."""
+    """The job of `remote` and `to_here` of a 3x3 array, run by rank 0."""
     import torch
     from torch.distributed import rpc
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # MASTER_PORT is the run's own; a file lets torch meet without a second one.
+    # MASTER_PORT is taken by jdist; through a file torch's workers meet without a
+    # second port.
     meeting = os.path.join(gettempdir(), f"rref-{os.environ['JDIST_CLUSTER_KEY'][:16]}")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)

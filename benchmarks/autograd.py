@@ -1,9 +1,9 @@
 """How long are distributed backward passes, beside torch's?
 
-Two processes, each pinned to a core, for the small jobs; three processes that share the
-cores for the chain of layers. torch's and jdist's processes live at once and take
-turns. Everything is compiled before. Memory is kept as `jdist.launch` keeps it, for
-both.
+The small jobs run in two processes, each pinned to a core; the chain of layers runs in
+three processes that share the cores. The processes of torch and jdist are alive
+together and take turns. Everything is compiled beforehand. Both use the memory settings
+of `jdist.launch`.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ SMART_GOAL = 1.3
 
 
 def measure() -> list[Case]:
-    """Each job of both, and SMART beside FAST."""
+    """Each job of both contenders, and SMART beside FAST."""
     with (
         Pair(_autograd_jdist.prepare, SETTINGS) as ours,
         Pair(_autograd_torch.prepare, SETTINGS) as theirs,
@@ -46,7 +46,7 @@ def draw(folder: Path) -> None:
 
 
 def _race(pairs: Mapping[str, Pair]) -> dict[str, dict[str, list[float]]]:
-    """Seconds by job and contender; every job of every contender once a round."""
+    """Seconds by job and contender; every contender does every job once a round."""
     seconds: dict[str, dict[str, list[float]]] = {}
     for turn in range(WARMUP + ROUNDS):
         for name, pair in pairs.items():

@@ -1,8 +1,8 @@
 """What does data parallelism cost beside the plain gradient of the whole batch?
 
 Several CPU devices of one process share its threads, so no speed-up can show here: the
-question is what sharding, weighting and reducing add. torch does the whole batch on the
-same threads. A judgement (`verify.judge`, without the finite difference) is timed too.
+question is what sharding, weighting and reducing add. torch computes the whole batch on
+the same threads. `verify.judge`, without the finite difference, is timed as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from jdist import data_parallel, optim, verify
 
 
 def measure() -> list[Case]:
-    """A model too small to compute anything, and one that does."""
+    """A model too small to measure computation, and one that is large enough."""
     return [
         _training(4, 2, 8, calls=200),
         _training(512, 4, 256, calls=2),
         _alone(512, 4, 256, calls=2, goal=1.01),
-        # Nothing to compute: what the call itself takes, in Python and in JAX.
+        # Nothing to compute: this measures the call itself, in Python and in JAX.
         _alone(4, 2, 8, calls=200, goal=1.5),
         _judgement(),
     ]
@@ -60,7 +60,7 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
 
 
 def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> Case:
-    """A whole training step on one device; the plain one twice, to show the noise."""
+    """A training step on one device; the plain one twice, which shows the noise."""
     params, batch = _problem(width, layers, examples)
     opt = optim.sgd(lr=1e-3, momentum=0.9)
 
@@ -73,6 +73,7 @@ def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> C
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     contenders: dict[str, Callable[[], Any]] = {}
     for name in ("plain jitted step", "the same again"):
+        # A copy for each contender, because the steps donate their state.
         own = jax.tree.map(jnp.copy, params)
         contenders[name] = _repeated(plain, (own, opt.init(own)), batch)
     places: dict[str, Mesh | int] = {"a mesh of one": mesh, "1 replica": 1}
@@ -96,7 +97,7 @@ def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> C
 
 
 def _repeated(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Any]:
-    """A training run, one step per call; its state is donated."""
+    """Repeats a training step that donates its state."""
     kept = [state]
 
     def call() -> Any:
@@ -108,7 +109,7 @@ def _repeated(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], 
 
 @cache
 def _peak() -> float:
-    """FLOP per second of a large matrix product in float32."""
+    """FLOP per second of a large float32 matrix product."""
     size = 2048
     x = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)

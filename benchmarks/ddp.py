@@ -22,7 +22,7 @@ OURS, SHIPPED, SAME = "jdist", "torch as shipped", "torch, same settings"
 
 
 def measure() -> list[Case]:
-    """For each model steps and their parts, by the clock and in processor time."""
+    """For each model steps and their parts, in wall-clock and in processor time."""
     with (
         Pair(_ddp_jdist.prepare, SETTINGS) as ours,
         Pair(_ddp_torch.prepare, None) as shipped,
@@ -43,7 +43,7 @@ def _cases(model: Model, pairs: Mapping[str, Pair]) -> list[Case]:
 
 
 def _race(model: Model, pairs: Mapping[str, Pair]) -> dict[str, list[Spent]]:
-    """Every job of every pair once a round."""
+    """Runs every job of every pair once a round."""
     start = f"{model.name}: "
     jobs = [
         (f"{job.removeprefix(start)}, {name}", pair, job)
@@ -63,7 +63,7 @@ def _race(model: Model, pairs: Mapping[str, Pair]) -> dict[str, list[Spent]]:
 
 
 def _order(job: tuple[str, Pair, str]) -> int:
-    """Steps first, then the parts."""
+    """The sort key that puts steps first and then the parts."""
     return ("step", "tuned step", "computation", "communication").index(
         job[0].partition(",")[0]
     )

@@ -1,9 +1,9 @@
 """What does it cost that replicas may come and go, and how long does a death hold up?
 
-Steps: two pinned processes take those of an elastic run and of `train_step` in turn.
-Deaths: one of two replicas is killed in the middle of a step, another takes its
-place and its state from the one that is left; beside it both are started again and go
-on from a checkpoint, as a run without elasticity does.
+Steps: two pinned processes take steps of an elastic run and of `train_step` in turn.
+Deaths: one of two replicas is killed in the middle of a step, and another takes its
+place and fetches the state from the survivor. For comparison both are also started
+again and resume from a checkpoint, as a run without elasticity does.
 """
 
 import secrets
@@ -67,11 +67,11 @@ def _case(model: Model, timings: dict[str, Timing]) -> Case:
 
 
 class Death(NamedTuple):
-    """What one death took, in seconds.
+    """Seconds that one death took.
 
     Attributes:
-      step: Until the step in which it happened was finished by the other one.
-      state: In which the newcomer took the state.
+      step: Until the survivor finished the step in which it happened.
+      state: Until the newcomer had fetched the state.
       again: From the start of two new processes to a finished step.
     """
 
@@ -94,7 +94,7 @@ def _deaths(model: Model) -> Case:
 
 
 def _death(model: Model) -> Death:
-    # Long enough that the newcomer's process is there before the end.
+    # Enough epochs that the newcomer's process starts before the end.
     epochs = 40 * model.calls + 40
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -131,16 +131,16 @@ def _started(
 
 
 def _moment(note: Path) -> float:
-    """The time that is noted there, once it is."""
+    """Polls until the time of death is noted; returns it."""
     while not (note.exists() and note.read_text()):
         time.sleep(0.01)
     return float(note.read_text())
 
 
 def _finished(read: list[Read], died: float) -> float:
-    """When rank 0 began the step after the one in which another died."""
+    """The time at which rank 0 began the step after the death."""
     after = iter(each for each in read if each.elapsed > died)
-    # It computes the other's rows, which are not the first, and then its own again.
+    # Rank 0 computes the other's rows, which are not the first, and then its own again.
     next(each for each in after if each.row)
     return next(each.elapsed for each in after if not each.row)
 

@@ -1,13 +1,13 @@
 """What do many workers on one machine take: to meet, to call each other, and to end?
 
-So many processes as `JDIST_BENCHMARK_WORKERS` says, 16 without it, each a worker, not
-pinned. Each calls every other one, first by synchronous calls, one after the other, and
-then by asynchronous ones, all at once. How long that takes is mostly how long the cores
-take for so many processes, so it is given for each call.
+`JDIST_BENCHMARK_WORKERS` processes (16 by default), each a worker and not pinned. Each
+calls every other one, first by synchronous calls, one after another, and then by
+asynchronous ones, all at once. The duration is mostly that of so many processes on the
+cores, so it is given per call.
 
-All have imported JAX before the first one joins: that takes a second of a core for each
-process, and none of it is jdist's. Times of what all do together begin when the last
-one comes to it and end when the last one is through.
+All have imported JAX before the first one joins: the import takes a second of a core
+for each process and is no cost of jdist. Times of collective steps start when the last
+worker enters and end when the last one leaves.
 """
 
 import os
@@ -42,12 +42,12 @@ _LIMITS = {
 
 
 class Usage(NamedTuple):
-    """Of one process.
+    """Resources of one process.
 
     Attributes:
-      threads: Python's, which are jdist's and the main one.
-      others: Those of libraries: XLA's pool, gloo's.
-      descriptors: Open files.
+      threads: Python threads: jdist's and the main one.
+      others: Threads of libraries, such as XLA's pool and gloo's.
+      descriptors: Open file descriptors.
       private: MiB of memory that no other process shares.
     """
 
@@ -58,7 +58,7 @@ class Usage(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's: begin and end of what all do together, calls, and usage."""
+    """A worker's begin and end of collective steps, seconds of calls, and resources."""
 
     spans: dict[str, list[tuple[float, float]]]
     calls: dict[str, list[float]]
@@ -66,7 +66,7 @@ class Report(NamedTuple):
 
 
 def measure() -> list[Case]:
-    """Times of the group, times of calls, and what each worker has."""
+    """Times of the group and of calls, with the resources of each worker."""
     begun = time.monotonic()
     with TemporaryDirectory() as folder:
         found = rpc.spawn(_work, args=(folder,), nprocs=WORKERS, timeout=170)
@@ -111,12 +111,12 @@ def measure() -> list[Case]:
 
 
 def echo(value: Any) -> Any:
-    """Gives it back."""
+    """Returns its argument."""
     return value
 
 
 def usage() -> Usage:
-    """That of this process."""
+    """The resources of this process."""
     tasks = len(os.listdir("/proc/self/task"))
     threads = threading.active_count()
     private = 0
@@ -142,7 +142,7 @@ def _work(rank: int, folder: str) -> Report:
         timed("barrier", rpc.barrier)
     report.usage[JOINED] = usage()
     value = np.arange(9.0).reshape(3, 3)
-    # Each begins with another one: else all would call the same worker at a time.
+    # Each starts with another worker; otherwise all would call the same one at a time.
     others = [f"worker{(rank + k) % WORKERS}" for k in range(1, WORKERS)]
     for _ in range(ROUNDS):
         rpc.barrier()
@@ -169,14 +169,14 @@ def _call(report: Report, name: str, others: Sequence[str], value: Any) -> None:
 
 
 def _await_all(folder: Path, rank: int) -> None:
-    """Waits for the others' files: before it has joined, a worker has no barrier."""
+    """Waits for the files of all others; `rpc.barrier` needs a group."""
     (folder / f"{rank}").touch()
     while len(os.listdir(folder)) < WORKERS:
         time.sleep(0.02)
 
 
 def _together(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """Of each round the seconds from the last one's begin to the last one's end."""
+    """For each round the seconds from the last begin to the last end."""
     return [
         max(end for _, end in one) - max(begin for begin, _ in one)
         for one in zip(*spans, strict=True)
@@ -184,7 +184,7 @@ def _together(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
 
 
 def _timing(seconds: list[float]) -> Timing:
-    """As `timing`; of a single one itself."""
+    """Computes `timing`, also for a single value."""
     if len(seconds) == 1:
         (only,) = seconds
         return Timing(only, only, only, 1)
@@ -192,12 +192,12 @@ def _timing(seconds: list[float]) -> Timing:
 
 
 def _extremes(counts: Sequence[int]) -> Figure:
-    """The most, as what is held to a limit; and the least."""
+    """The maximum as the median, which is held to a limit, and the minimum."""
     return Figure(max(counts), min(counts), max(counts))
 
 
 def _shown(usages: Sequence[Usage]) -> str:
-    """The most of each, of all workers."""
+    """The maximum of each resource over all workers, as text."""
     most = Usage(*map(max, zip(*usages, strict=True)))
     return (
         f"at most {most.threads} threads, {most.others} of libraries, "

@@ -1,9 +1,9 @@
 """One optimizer step of 25 M float32 parameters, beside optax and torch.
 
 In 16 tensors and in 1000; SGD with momentum, Adam and AdamW, donated and in place. All
-contenders have the same number of threads. torch is left out where it is not installed,
-and raced by itself: its OpenMP threads spin for a while after each step, and whoever
-comes next on the same cores is 20 to 30 % slower.
+contenders have the same number of threads. torch is left out if it is not installed,
+and timed separately: its OpenMP threads spin for a while after each step, which makes
+the next contender on the same cores 20 to 30 % slower.
 
 The limit is the traffic of a perfectly fused kernel (each array read once and written
 once where it changes) at the measured bandwidth of a copy.
@@ -56,7 +56,7 @@ CONTENDERS: dict[str, tuple[optim.Optimizer, Any, tuple[str, dict[str, Any]], in
 
 
 def measure() -> list[Case]:
-    """All algorithms, both numbers of tensors, then a step inside a training step."""
+    """All algorithms, both numbers of tensors, then steps within a training step."""
     bandwidth = copy_bandwidth()
     cases = [
         one(name, tensors, bandwidth) for tensors in TENSORS for name in CONTENDERS
@@ -65,7 +65,7 @@ def measure() -> list[Case]:
 
 
 def one(name: str, tensors: int, bandwidth: float) -> Case:
-    """One algorithm in so many tensors."""
+    """One algorithm with the parameters in `tensors` arrays."""
     ours, theirs, torch_args, passes = CONTENDERS[name]
     step = Donated(ours.init, ours.step, tensors)
     contenders: dict[str, Callable[[], Any]] = {
@@ -78,6 +78,7 @@ def one(name: str, tensors: int, bandwidth: float) -> Case:
             f"torch {kind}": torch_step(*torch_args, kind, tensors)
             for kind in ("foreach", "fused")
         }
+        # Separately: torch's spinning threads would slow down the next contender.
         timings |= race(kinds, rounds=20)
     limit = passes * BYTES / bandwidth
     share = limit / timings["jdist"].median
@@ -102,7 +103,7 @@ class Donated:
     def __init__(
         self, init: Callable[[Any], Any], step: Callable[..., Any], tensors: int
     ) -> None:
-        """Makes the arrays and compiles."""
+        """Makes the arrays and compiles the step."""
         self.params = arrays(tensors, 1.0)
         self.grads = arrays(tensors, 1e-3)
         self.state = init(self.params)
@@ -115,13 +116,13 @@ class Donated:
         self.extra_bytes = memory.temp_size_in_bytes if memory else float("nan")
 
     def __call__(self) -> Any:
-        """One step."""
+        """Takes one step."""
         self.params, self.state = self.step(self.params, self.grads, self.state)
         return self.params, self.state
 
 
 def arrays(tensors: int, scale: float) -> dict[str, jax.Array]:
-    """Random arrays, `PARAMETERS` numbers in all."""
+    """Random arrays with `PARAMETERS` numbers in total."""
     keys = jax.random.split(jax.random.key(0), tensors)
     shape = (PARAMETERS // tensors,)
     drawn = (scale * jax.random.normal(key, shape) for key in keys)
@@ -129,7 +130,7 @@ def arrays(tensors: int, scale: float) -> dict[str, jax.Array]:
 
 
 def optax_step(tx: Any) -> Callable[..., Any]:
-    """optax's update and its application, as one function."""
+    """optax's update and its application as one function."""
 
     def step(params: Any, grads: Any, state: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -141,7 +142,7 @@ def optax_step(tx: Any) -> Callable[..., Any]:
 def torch_step(
     name: str, options: dict[str, Any], kind: str, tensors: int
 ) -> Callable[[], Any]:
-    """torch's optimizer over equal tensors, on the GPU where JAX is on one."""
+    """A step of torch's optimizer over equal tensors, on the GPU if JAX uses one."""
     import torch
 
     torch.set_num_threads(_cores())
@@ -162,7 +163,8 @@ def torch_step(
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of the fastest plain pass over the arrays."""
+    """Bytes read and written per second by the fastest plain pass over the arrays."""
+    # A factor other than 1, so that XLA cannot drop the pass.
     step = jax.jit(
         lambda tree: jax.tree.map(lambda x: x * 1.0001, tree), donate_argnums=0
     )
@@ -181,7 +183,7 @@ WIDTH, LAYERS, BATCH = 1024, 8, 256
 
 
 def inside_training() -> Case:
-    """A multilayer perceptron of 8 M parameters; what the optimizer adds to a step."""
+    """The optimizer's share of a step of a multilayer perceptron, 8 M parameters."""
     keys = jax.random.split(jax.random.key(1), LAYERS)
     weights = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys]
     inputs = jax.random.normal(jax.random.key(2), (BATCH, WIDTH))

@@ -1,9 +1,10 @@
 """Has PipeDream's steady state a bubble, beside its stages alone and 1F1B that flushes?
 
-Two stages of six layers 1024 x 1024 in two processes, each pinned to one core. Alone
-means: each process runs the passes and updates of its stage and tells nobody; the
-slower one counts. An epoch's fill and drain are not in PipeDream's figures, which are
-what a micro-batch adds to an epoch; a flush is part of every step of 1F1B.
+Two stages of six layers 1024 x 1024 in two processes, each pinned to one core. "Alone"
+means that each process runs the passes and updates of its stage without communication;
+the slower one counts. An epoch's fill and drain are not part of PipeDream's figures,
+which are the time that a micro-batch adds to an epoch; a flush is part of every step of
+1F1B.
 """
 
 from benchmarks import _pipedream_jdist as jobs

@@ -35,7 +35,7 @@ OVERHEAD = 80.0
 
 
 def measure() -> list[Case]:
-    """For each number of micro-batches the contenders, then what an action costs."""
+    """The contenders for each number of micro-batches; the host cost of an action."""
     with (
         Pair(_pipeline_jdist.prepare, SETTINGS) as ours,
         Pair(_pipeline_torch.prepare, None) as shipped,
@@ -51,7 +51,7 @@ def measure() -> list[Case]:
 
 
 def race(pairs: Mapping[str, Pair]) -> dict[tuple[str, str], Timing]:
-    """Every job of every pair once a round, by contender and job."""
+    """Runs every job of every pair once a round; timings by contender and job."""
     jobs = [(name, job, pair) for name, pair in pairs.items() for job in pair.jobs]
     seconds: dict[tuple[str, str], list[float]] = {job[:2]: [] for job in jobs}
     for turn in range(WARMUP + ROUNDS):
@@ -92,7 +92,7 @@ def _case(m: int, found: Mapping[tuple[str, str], Timing]) -> Case:
 def _goals(
     m: int, kind: str, step: Timing, found: Mapping[tuple[str, str], Timing]
 ) -> list[Goal]:
-    """A step beside torch's, and its part of the ideal speed-up."""
+    """Goals of a step beside torch's, and for its share of the ideal speed-up."""
     same_step = models.piped(models.ONE_F_ONE_B, m)
 
     def share(job: str) -> Figure:

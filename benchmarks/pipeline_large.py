@@ -1,7 +1,7 @@
 """How long is a pipeline's step where micro-batches are large, beside one core's?
 
-As `pipeline`, with a batch of 2048: products of 128 rows and more are as fast as they
-get, so that the whole batch on one core is what to compare with.
+Like `pipeline`, with a batch of 2048: products of 128 rows or more reach full speed, so
+that the whole batch on one core is the fair comparison.
 """
 
 from benchmarks import _pipeline_jdist

@@ -1,8 +1,8 @@
 """How soon do the other stages know that one of them was killed?
 
-Three processes, a stage each, step after step. One of them kills itself, some time
-after it has begun to work; the others' step fails with `WorkerLost` and its name. The
-time is from its last sign of life to the later one of the two errors.
+Three processes, a stage each, take step after step. One of them kills itself while it
+works; the step of the others fails with a `WorkerLost` that has its name. The time is
+measured from just before the kill to the later one of the two errors.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ SECONDS = 0.3
 
 
 def measure() -> list[Case]:
-    """A group of its own for every round."""
+    """Measures rounds with a new group each."""
     late = [_round() for _ in range(ROUNDS)]
     found = timing(late)
     goal = Goal("until both others know", found, 1.0, unit=" s")
@@ -55,7 +55,7 @@ def _round() -> float:
 
 
 def _stage(rank: int, port: int, key: str, report: Connection) -> None:
-    """Steps until a stage is lost; reports when that was known."""
+    """Takes steps until a stage is lost; reports the time of the error."""
     rpc.init_rpc(
         NAMES[rank],
         rank=rank,
@@ -72,7 +72,7 @@ def _stage(rank: int, port: int, key: str, report: Connection) -> None:
     except rpc.WorkerLost as error:
         if error.worker != NAMES[KILLED]:
             raise
-        report.send(time.monotonic())  # One clock for all processes of a machine.
+        report.send(time.monotonic())  # `monotonic` is one clock for the whole machine
     rpc.shutdown(graceful=False)
 
 

@@ -1,9 +1,9 @@
 """What does a step of a small Llama take whose stages are divided over meshes?
 
-Beside it stand the same meshes in two processes, the same stages on single devices, the
-blocks as equal stages of one program, and the whole model in one `jax.jit`, divided
+It is compared with the same meshes in two processes, the same stages on single devices,
+the blocks as equal stages of one program, and the whole model in one `jax.jit`, divided
 over as many devices by data and model, and on one. CPU devices of one process share its
-cores: eight of them compute no faster than one, and what is compared is what the
+cores: eight of them compute no faster than one, and the comparison shows what the
 division costs.
 """
 
@@ -31,7 +31,7 @@ WORKERS = MESHES + ", 2 processes"
 
 
 def measure() -> list[Case]:
-    """The steps in turn, in one process with eight devices and in two with four."""
+    """Times the steps in turn, in one process of eight devices and two of four."""
     with (
         Pair(prepare, None, processes=1, pin=0) as alone,
         Pair(prepare_worker, None, pin=0) as workers,
@@ -51,7 +51,7 @@ def measure() -> list[Case]:
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """Each form of the step."""
+    """Jobs with each form of the step."""
     jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()
     (batch,) = llama.batches(1)
@@ -68,10 +68,10 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_worker(rank: int) -> Iterator[dict[str, Job]]:
-    """One of two workers, with a mesh of its own process's devices."""
+    """The job of one of two workers, with a mesh of its own process's devices."""
     jax.config.update("jax_num_cpu_devices", 4)
     names = ["worker0", "worker1"]
-    # The processes stand still while others have their turn.
+    # The processes are stopped during the turns of others and send no heartbeats.
     options = rpc.RpcOptions(heartbeat_timeout=3600)
     rpc.init_rpc(names[rank], options=options)
     (batch,) = llama.batches(1)
@@ -84,7 +84,7 @@ def prepare_worker(rank: int) -> Iterator[dict[str, Job]]:
 def pipelined(
     places: Sequence[Any], batch: Any, mesh: Mesh | None = None
 ) -> Callable[[], Any]:
-    """The layers in two stages."""
+    """The step of a pipeline with the layers in two stages."""
     schedule = trained.SCHEDULES["1F1B"]
     options = {"optimizer": trained.OPTIMIZER, "mesh": mesh}
     pipe, made = llama.pipelined(llama.layers(SIZES), schedule, places, **options)
@@ -137,7 +137,7 @@ def in_one(devices: Sequence[jax.Device], batch: Any) -> Callable[[], Any]:
 
 
 def whole(mesh: Mesh, batch: Any) -> Callable[[], Any]:
-    """All layers as one function, divided by the compiler."""
+    """The step of all layers as one function, partitioned by the compiler."""
     model = trained.model_of(SIZES, 0)
     run = trained.plain_step(model)
 

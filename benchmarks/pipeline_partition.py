@@ -17,12 +17,12 @@ GOAL = 60.0
 
 
 def measure() -> list[Case]:
-    """Random chains; each machine twice."""
+    """Plans random chains twice for each machine."""
     return [case(name, *machine) for name, machine in MACHINES.items()]
 
 
 def case(name: str, layers: int, workers: tuple[int, ...], note: str) -> Case:
-    """One machine."""
+    """Times the planner for one machine."""
     profile = chain(layers)
     bandwidths = (1e11, 1e10)[: len(workers)]
     timings = race(
@@ -35,7 +35,7 @@ def case(name: str, layers: int, workers: tuple[int, ...], note: str) -> Case:
 
 
 def chain(count: int) -> pipeline.Profile:
-    """Layers of random costs."""
+    """A profile of `count` layers with random costs."""
     rng = np.random.default_rng(0)
     forward, backward = rng.uniform(1e-3, 5e-3, (2, count))
     outputs, parameters = rng.uniform(1e4, 1e7, count), rng.uniform(1e3, 1e7, count)

@@ -22,7 +22,7 @@ def measure() -> list[Case]:
 def case(
     name: str, make: Callable[[int, int], Any], n: int, m: int, *, rounds: int
 ) -> Case:
-    """A family: making it, simulating it, and both with messages."""
+    """Times making and simulating a schedule, together and apart."""
     schedule = make(n, m)
     timings = race(
         {

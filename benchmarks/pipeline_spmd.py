@@ -1,8 +1,8 @@
 """What does a pipeline cost as one SPMD program, beside a process per stage?
 
-The processes, stages and batch of `pipeline`. The process executor sends values by rpc
-while it computes; the SPMD program exchanges them at the clocks of its table, by gloo.
-Both pairs live at once and take turns.
+The processes, stages and batch are those of `pipeline`. The process executor sends
+values by rpc while it computes; the SPMD program exchanges them at the clock ticks of
+its table, by gloo. Both pairs are alive together and take turns.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,13 +49,13 @@ def measure() -> list[Case]:
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """One device of a mesh in each process."""
+    """The jobs of a process with one device of the mesh."""
     with data_parallel.process_group(axis="stage") as mesh:
         yield _pipeline_jdist.piped(models.SMALL, KINDS, mesh, _barrier(mesh))
 
 
 def _barrier(mesh: Mesh) -> Callable[[], Any]:
-    """Nobody starts before all are there."""
+    """A barrier of all processes: a gradient that needs all of them."""
     batch, weights = data_parallel.shard_batch(
         np.ones((1, 1), np.float32), mesh, rows=1, axis="stage"
     )

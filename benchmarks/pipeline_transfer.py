@@ -1,8 +1,8 @@
 """How does a value get from the mesh of one process to that of another one?
 
-A message is gathered by its sender and divided by its receiver, and answered. The other
-way is a program over the devices of both meshes, which sends each part to the device
-that needs it, by gloo; both processes have to come into it at the same time.
+A message is gathered by its sender, divided by its receiver, and answered. The
+alternative is a program over the devices of both meshes, which sends each part to the
+device that needs it, by gloo; both processes have to enter it at the same time.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ EACH = 2  # devices of each process
 
 
 def measure() -> list[Case]:
-    """A case for each size; contenders in turn."""
+    """A case for each size, with the contenders in turn."""
     with Pair(prepare, None, pin=0) as pair:
         spent: dict[str, list[float]] = {job: [] for job in pair.jobs}
         for turn in range(WARMUP + ROUNDS):
@@ -41,9 +41,9 @@ def measure() -> list[Case]:
 
 @contextmanager
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
-    """One of two processes with a mesh of its own each."""
+    """The jobs of one of two processes, each with a mesh of its own."""
     jax.config.update("jax_num_cpu_devices", EACH)
-    # The processes stand still while others have their turn.
+    # The processes are stopped during the turns of others and send no heartbeats.
     options = rpc.RpcOptions(heartbeat_timeout=3600)
     with data_parallel.process_group(heartbeat=3600):
         rpc.init_rpc(f"worker{rank}", options=options, allow=["benchmarks"])
@@ -59,24 +59,24 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def sending(value: np.ndarray) -> Callable[[], None]:
-    """From a mesh of this process to the other's."""
+    """Sends from a mesh of this process to the other's, in a message."""
     held = jax.device_put(value, by_rows())
     return lambda: rpc.rpc_sync("worker1", take, (held,))
 
 
 def take(value: jax.Array) -> None:
-    """Divides it again."""
+    """Divides the value over this process's devices again."""
     jax.block_until_ready(jax.device_put(value, by_rows()))
 
 
 def by_rows() -> NamedSharding:
-    """On the devices of this process."""
+    """The sharding by rows over the devices of this process."""
     mesh = Mesh(np.array(jax.local_devices()), ("data",))
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def permuting(value: np.ndarray) -> Callable[[], jax.Array]:
-    """The same by a program that both processes run."""
+    """Sends by a program that both processes run."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, EACH), ("stage", "data"))
     place = NamedSharding(mesh, PartitionSpec(("stage", "data")))
     both = np.concatenate([value, np.zeros_like(value)])
@@ -91,7 +91,7 @@ def permuting(value: np.ndarray) -> Callable[[], jax.Array]:
     )
 
     def step() -> jax.Array:
-        # One at a time, as the message, whose answer is waited for.
+        # Waits each time, as the contender does for its answer.
         return jax.block_until_ready(move(held))
 
     return step

@@ -27,13 +27,13 @@ def measure() -> list[Case]:
 
 @jax.jit
 def wave(x: jax.Array) -> jax.Array:
-    """Cheap beside its transport."""
+    """A function that is cheap beside its transport."""
     return jnp.sin(x) * 2.0
 
 
 @jax.jit
 def wave_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """What its backward pass computes."""
+    """The backward pass of `wave`."""
     return jax.vjp(wave, x)[1](cotangent)[0]
 
 
@@ -92,7 +92,7 @@ def _backward(x: jax.Array) -> dict[str, Callable[[], Any]]:
 
 
 def _added(found: Mapping[str, Timing]) -> Figure:
-    """Milliseconds, at the medians and at the ends of both spreads."""
+    """The added milliseconds, at the medians and at the ends of both spreads."""
     compiled, by_hand = found["the same in jit"], found["a pair of rpc_sync"]
     low, high = compiled.low - by_hand.high, compiled.high - by_hand.low
     return scaled(Figure(compiled.median - by_hand.median, low, high), 1e3)

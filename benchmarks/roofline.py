@@ -1,10 +1,9 @@
 """Does the roofline of `jdist.targets` predict the steps of this CPU?
 
-Peak and bandwidth are measured, by a product of 1536 x 1536 and by a sum of two arrays
+Peak and bandwidth are measured by a product of 1536 x 1536 and by a sum of two arrays
 of 128 MiB, in the same rounds as the five programs. The estimate is then made from the
-programs as they were compiled, as it is for hardware that is not here; it is shown as
-the physical limit, with its share of the measured step: 100 % would be an exact
-estimate.
+compiled programs, as for hardware that is not available. It is shown as the physical
+limit, with its share of the measured step: 100 % would be an exact estimate.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ class Timed(NamedTuple):
 
 
 def measure() -> list[Case]:
-    """Peak and bandwidth, and five programs, timed in turn."""
+    """Times two yardsticks, for peak and bandwidth, and five programs in turn."""
     programs = {
         "training step, 3 layers of 1024": dense(),
         "Adam, 16 M parameters": adam(),
@@ -71,7 +70,7 @@ def measure() -> list[Case]:
 
 
 def compiled(timed: Timed) -> Callable[[], Any]:
-    """The program, compiled, as a contender."""
+    """The compiled program as a contender."""
     ready = jax.jit(timed.fn).lower(*timed.arguments).compile()
     return lambda: ready(*timed.arguments)
 
@@ -97,7 +96,7 @@ def dense() -> Timed:
 
 
 def adam() -> Timed:
-    """Nothing but memory traffic."""
+    """An Adam step, which is memory traffic alone."""
     optimizer = optim.adam(lr=1e-3)
     params = jnp.ones(2**24)
     state = optimizer.init(params)
@@ -105,7 +104,7 @@ def adam() -> Timed:
 
 
 def convolutions() -> Timed:
-    """Two convolutions of 3 x 3."""
+    """The gradient of two 3 x 3 convolutions."""
     key = jax.random.key(1)
     kernels = [
         jax.random.normal(key, (3, 3, 16, 32)) / 12,
@@ -125,7 +124,7 @@ def convolutions() -> Timed:
 
 
 def attention() -> Timed:
-    """Eight heads over 512 positions."""
+    """The gradient of attention with eight heads over 512 positions."""
     key = jax.random.key(2)
     queries, keys, values = jax.random.normal(key, (3, 8, 512, 64))
 
@@ -137,7 +136,7 @@ def attention() -> Timed:
 
 
 def recurrence() -> Timed:
-    """A loop, whose turns must be counted."""
+    """The gradient of a loop, whose trip count the estimate must know."""
     key = jax.random.key(3)
     w = jax.random.normal(key, (512, 512)) / 23
     inputs = jax.random.normal(key, (64, 64, 512))

@@ -1,6 +1,6 @@
 """A channel beside a bare socket: what frames, proofs and memory descriptors cost.
 
-An array goes to another process and back, each process on a core of its own.
+An array travels to another process and back, each process on a core of its own.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def measure() -> list[Case]:
 
 @contextlib.contextmanager
 def _on_core(which: int) -> Iterator[None]:
-    """Runs on one core, where there are two and the platform lets one choose."""
+    """Runs on one core, if the platform allows pinning."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -71,7 +71,7 @@ def _case(size: int, bare: socket.socket, addresses: Any, key: bytes) -> Case:
             tls = TlsConfig() if route == TLS else None
             here = stack.enter_context(SocketTransport("here", key, tls=tls))
             if route == COPIED:
-                here._pool = None  # The peer then sends none either.
+                here._pool = None  # the peer then sends no descriptors either
             channel = here.connect(name, address, time.monotonic() + 60.0)
             contenders[route] = _echo(channel, array)
         timings = race(contenders, rounds=40, calls=100 if small else 1, warmup=5)
@@ -93,7 +93,7 @@ def _echo(channel: Channel, array: np.ndarray) -> Callable[[], None]:
 
 
 def _bare_echo(sock: socket.socket, array: np.ndarray) -> Callable[[], None]:
-    """The same bytes into memory that is there already."""
+    """Sends the same bytes into preallocated memory."""
     there, back = array.data.cast("B"), memoryview(bytearray(array.nbytes))
 
     def call() -> None:
@@ -139,7 +139,7 @@ def _serve(channel: Channel) -> None:
         while True:
             frame = channel.receive()
             channel.send(Frame(REPLY, frame.id, {}, frame.tree, frame.leaves))
-            del frame  # Its memory may be used again at once.
+            del frame  # its memory may be reused at once
     except ChannelClosed:
         channel.close()
 

@@ -1,8 +1,8 @@
 """100 000 calls between two processes: speed first and last, and what grows.
 
-Half of them synchronous, half asynchronous in waves of a thousand, with NumPy arrays,
-JAX arrays and an exception now and then. Memory, threads and descriptors are read after
-the first tenth and after the last, on both workers.
+Half of them are synchronous, half asynchronous in waves of a thousand, with NumPy
+arrays, JAX arrays and occasional exceptions. Memory, threads and descriptors of both
+workers are read after the first tenth and after the last.
 """
 
 import os
@@ -22,17 +22,17 @@ WAVE = 1000
 
 
 def measure() -> list[Case]:
-    """One case for each way of calling, and its growth in the note."""
+    """One case for each kind of call, with the growth of resources in the note."""
     return rpc.spawn(_drive, nprocs=2, pin=1)[0]
 
 
 def echo(value: Any) -> Any:
-    """Gives it back."""
+    """Returns its argument."""
     return value
 
 
 def fail(value: Any) -> Any:
-    """Raises what a caller must get."""
+    """Raises the error that the caller must receive."""
     raise ValueError(f"asked to fail: {value}")
 
 

@@ -1,9 +1,9 @@
 """References: beside torch's, many at once, and through many workers; what grows.
 
 `remote` and `to_here` of a 3x3 array: pairs of processes of jdist and of torch take
-turns. Then 10 000 references are created and dropped, and 1000 are handed on through
-eight workers, each of which fetches the value; memory, threads and descriptors of all
-workers are read after the first tenth and after the last, when nobody holds anything.
+turns. Then 10 000 references are created and dropped, and 1000 are passed on through
+eight workers, each of which fetches the value. Memory, threads and descriptors of all
+workers are read after the first tenth and after the last, when no reference is left.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ _PATIENCE = 60.0
 
 
 def measure() -> list[Case]:
-    """The three cases of the title."""
+    """The three cases that the module's docstring describes."""
     created = rpc.spawn(_create, nprocs=2, pin=1)[0]
     forwarded = rpc.spawn(_forward, nprocs=WORKERS)[0]
     return [_beside_torch(), created, forwarded]
@@ -82,7 +82,7 @@ def _prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def negative(x: Any) -> Any:
-    """What the owner does to make a value."""
+    """The computation of a value on its owner."""
     return -x
 
 
@@ -130,7 +130,7 @@ def _hand_on(rref: rpc.RRef[Any], path: list[str]) -> rpc.Future[Any]:
 
 @rpc.async_execution
 def relay(rref: rpc.RRef[Any], path: list[str]) -> rpc.Future[Any]:
-    """Fetches the value and hands the reference on; the sum over the whole path."""
+    """Fetches the value and passes the reference on; returns the sum over the path."""
     total = rref.to_here().sum()
     if path:
         return _hand_on(rref, path).then(lambda further: total + further.value())
@@ -147,7 +147,7 @@ def _waves(name: str, count: int, wave: Callable[[int], None]) -> Case:
         wave(count // TENTHS)
         for worker in everybody:
             rpc.rpc_sync(worker, settle)
-        if tenth:  # The one before is not counted.
+        if tenth:  # the first tenth is a warm-up
             seconds.append((time.perf_counter() - start) / (count // TENTHS))
         if tenth in (1, TENTHS):
             seen.append([rpc.rpc_sync(worker, usage) for worker in everybody])
@@ -162,10 +162,10 @@ def _waves(name: str, count: int, wave: Callable[[int], None]) -> Case:
 
 
 def settle() -> None:
-    """Waits until this worker has no reference to another one's value, nor they here.
+    """Waits until this worker owns no remote references and holds none.
 
     Raises:
-      AssertionError: It has.
+      AssertionError: References are left after the timeout.
     """
     until, pause = time.monotonic() + _PATIENCE, threading.Event()
     while any(_counts().values()):

@@ -1,6 +1,6 @@
 """Segments: two compiled halves beside bare jitted halves and the whole gradient.
 
-`python -m benchmarks.segment` prints what forward passes in flight cost in memory.
+`python -m benchmarks.segment` prints the memory that forward passes in flight hold.
 """
 
 import gc
@@ -23,7 +23,7 @@ IN_FLIGHT = 8
 
 
 def measure() -> list[Case]:
-    """An empty segment's cost per call; two blocks beside `jax.value_and_grad`."""
+    """The cost per call of an empty segment; two blocks beside `jax.value_and_grad`."""
     return [
         empty(),
         block("transformer block", *transformer()),
@@ -35,7 +35,7 @@ def measure() -> list[Case]:
 
 
 def empty() -> Case:
-    """A 3 x 3 product of elements: all that is timed is the cost of calling."""
+    """An elementwise 3 x 3 product, so small that only the cost of calls is timed."""
 
     def fn(p: Any, x: Any) -> Any:
         return p * x
@@ -82,7 +82,7 @@ def bare_halves(fn: Function) -> tuple[Function, Function]:
 
 
 def block(name: str, fn: Function, params: Any, inputs: tuple[Any, ...]) -> Case:
-    """The loss <outputs, target> and its gradients, in one program and in halves."""
+    """The loss <outputs, target> and its gradients, as one program and in halves."""
     target = jax.tree.map(jnp.cos, fn(params, *inputs)[0])
     pair = jax.jit(lambda y: jnp.vdot(y, target).real)
 
@@ -184,7 +184,7 @@ class Bottleneck(nnx.Module):
         self.norms = nnx.List(nnx.BatchNorm(b, rngs=rngs) for _, b, _ in sizes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Images `(batch, height, width, channels)`; returns the same shape."""
+        """Maps images, `(batch, height, width, channels)`, to the same shape."""
         y = x
         for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(y))
@@ -215,6 +215,7 @@ def in_flight(
 ) -> int:
     """Bytes that forward passes in flight hold beyond arguments and outputs."""
     jax.block_until_ready(forward(params, *micro_batches[0]))
+    # Arrays in uncollected cycles would count as live.
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
     held = [forward(params, *inputs) for inputs in micro_batches]
@@ -230,7 +231,7 @@ def nbytes(tree: Any) -> int:
 
 
 def memory() -> Table:
-    """MiB of 8 forward passes in flight, 16 MiB of parameters, by way of keeping."""
+    """MiB of 8 forward passes in flight with 16 MiB of parameters, by method."""
     side, rows = 2048, 256
     w = {"w": jax.random.normal(jax.random.key(0), (side, side))}
     pair = {"w": w["w"][: side // 2], "v": w["w"][: side // 2].T}

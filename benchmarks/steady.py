@@ -1,9 +1,9 @@
 """Do calls stay fast while other programs use the cores?
 
-Two processes as `spawn` starts them, not pinned, beside as many as four others that
-compute without a pause. jdist's and torch's (as shipped) live at once and take turns.
-Each neighbour takes its share of a core whatever a scheduler does: of two cores, four
-neighbours leave a third of each.
+Two processes as `spawn` starts them, not pinned, beside up to four others that compute
+without a pause. The processes of jdist and of torch (as shipped) are alive together and
+take turns. Each neighbour takes its share of a core whatever a scheduler does: of two
+cores, four neighbours leave a third of each.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ from jdist.rpc import ProcessSettings
 NEIGHBOURS = 0, 2, 4
 ROUNDS, WARMUP = 9, 1
 OURS, TORCH = "jdist", "torch as shipped"
-# torch's take up to a hundred times longer beside neighbours.
+# Fewer calls for torch's, which take up to a hundred times longer beside neighbours.
 CALLS = {
     OURS: {models.ECHO: 200, models.FAST: 40, models.END_TO_END: 10},
     TORCH: {models.ECHO: 20, models.FAST: 10, models.END_TO_END: 4},
@@ -32,7 +32,7 @@ that the ratio of both is no worse than when quiet."""
 
 
 def measure() -> list[Case]:
-    """Each job, quiet and beside neighbours, of both."""
+    """Each job of both contenders, quiet and beside neighbours."""
     with (
         Pair(_autograd_jdist.prepare, ProcessSettings(), pin=0) as ours,
         Pair(_autograd_torch.prepare, None, pin=0) as theirs,
@@ -54,7 +54,7 @@ def measure() -> list[Case]:
 
 @contextmanager
 def _neighbours(count: int) -> Iterator[None]:
-    """So many processes that compute for the length of the block."""
+    """Keeps `count` processes computing for the duration of the block."""
     spin = [sys.executable, "-c", "while True: pass"]
     spinning = [subprocess.Popen(spin) for _ in range(count)]
     try:
@@ -84,7 +84,7 @@ def _case(job: str, seconds: Mapping[tuple[str, int], list[float]]) -> Case:
 
 
 def _of_allowed(found: Mapping[tuple[str, int], Timing], count: int) -> Figure:
-    """What the time is of the longest that is allowed, by whichever rule is kinder."""
+    """The ratio of the time to the longest allowed one, by the more lenient rule."""
     slower = scaled(ratio(found[OURS, count], found[OURS, 0]), 1 / SLOWER)
     beside = ratio(found[OURS, count], found[TORCH, count])
     quiet = found[OURS, 0].median / found[TORCH, 0].median
