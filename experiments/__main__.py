@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 if a claim does not hold."""
+    """Runs the command; returns the exit status, 1 if a claim does not hold."""
     console = Console()
     known = _runner.names()
     parser = _parser()
@@ -55,22 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _keep_programs(folder: Path) -> None:
-    """Has JAX find compiled programs again in the next run; the user's folder wins."""
+    """Stores compiled programs in `folder`, unless the user has set one."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        # What was compiled for absent devices it keeps and cannot read. That is
-        # compiled again, which a warning for each program need not say.
+        # Programs for absent devices are stored but cannot be read back; they are
+        # compiled again, and a warning for each is of no use.
         message = "Error reading persistent compilation cache entry"
         warnings.filterwarnings("ignore", message)
-        # By default JAX keeps what took a second to compile: hardly any program here.
+        # JAX's default stores only what took a second to compile: hardly any program
+        # here.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _without_device() -> str:
-    """Why JAX has no device of the platform that was asked for; empty if it has."""
+    """The reason why JAX has no device of the requested platform; empty if it has."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # For GPUs JAX says nothing more.
+    # For a missing GPU JAX raises an error without a message.
+    except (RuntimeError, AssertionError) as error:
         wanted = jax.config.jax_platforms  # type: ignore[attr-defined]
         why = f" ({error})" if str(error) else ""
         return (
@@ -107,7 +109,7 @@ def _listing(known: Sequence[str]) -> Table:
 if __name__ == "__main__":
     status = main()
     if status == INTERRUPTED:
-        # Threads of XLA's may be inside a program, which its destructors don't survive.
+        # Threads of XLA may be inside a program and would crash in its destructors.
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

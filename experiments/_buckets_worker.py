@@ -28,6 +28,7 @@ def main() -> None:
         model = experiment.MODELS[name]
         steps = {cap: experiment.step_of(model, mesh, cap) for cap in job["caps"]}
         alone = Mesh(np.array(jax.local_devices()), ("data",))
+        # Half of the examples: the share of one process in the steps above.
         half = experiment.Model(model.widths, model.examples // 2)
         steps["compute"] = experiment.step_of(half, alone, None)
         found["models"][name] = race(steps, job["rounds"])
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def warm_up(mesh: Any) -> None:
-    """A large sum first: small ones over a fresh connection can take 50 ms."""
+    """Sums a large array first: small sums over a fresh connection can take 50 ms."""
     import jax
     import jax.numpy as jnp
 
@@ -50,7 +51,7 @@ def warm_up(mesh: Any) -> None:
 
 
 def race(steps: Any, rounds: int) -> dict[str, float]:
-    """Median seconds of each, one round of all after another."""
+    """The median seconds of each step; every round runs all of them in turn."""
     seconds: dict[str, list[float]] = {cap: [] for cap in steps}
     for turn in range(rounds + 3):
         for cap, step in steps.items():

@@ -13,13 +13,13 @@ SHAPE = re.compile(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-    """One collective: its kind and the bytes of its result."""
+    """A collective: its kind and the bytes of its result."""
 
     kind: str
     result: int
 
     def sent(self, replicas: int) -> float:
-        """Bytes that each replica sends."""
+        """Bytes that each of `replicas` replicas sends."""
         if self.kind == "all-reduce":
             return 2 * (replicas - 1) / replicas * self.result
         if self.kind == "all-gather":
@@ -28,7 +28,7 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> Sequence[Collective]:
-    """Those in the text of a compiled program, in its order."""
+    """The collectives in the text of a compiled program, in order."""
     found = []
     for line in text.splitlines():
         match = KIND.search(line)

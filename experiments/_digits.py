@@ -14,19 +14,19 @@ class Net(nnx.Module):
     """Two convolutions and a readout, for images of 8 x 8."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         self.edges = nnx.Conv(1, 8, (3, 3), rngs=rngs)
         self.parts = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
         self.readout = nnx.Linear(4 * 4 * 16, 10, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Scores `(examples, 10)` of images `(examples, 8, 8, 1)`."""
+        """Maps images, `(examples, 8, 8, 1)`, to scores, `(examples, 10)`."""
         hidden = nnx.relu(self.parts(nnx.relu(self.edges(images))))
         return self.readout(hidden.reshape(len(images), -1))
 
 
 class Task(NamedTuple):
-    """The data, the model as pure functions, and the batches in their order."""
+    """The data, the model as pure functions, and the batches in order."""
 
     params: Any
     losses: Callable[[Any, Any], jax.Array]
@@ -45,14 +45,14 @@ class Data(NamedTuple):
 
 
 def data(seed: int, steps: int, batch: int) -> Data:
-    """scikit-learn's digits, four fifths of them to train with.
+    """scikit-learn's digits, four fifths of them for training.
 
     Args:
-      seed: Of the split and the order.
-      steps: Number of batches.
-      batch: Examples in each.
+      seed: Seed of the split and of the order.
+      steps: The number of batches.
+      batch: Examples in a batch.
     """
-    # `sklearn.datasets.load_digits` reads the same file. To import it takes a second.
+    # `sklearn.datasets.load_digits` reads the same file, but its import takes a second.
     file = metadata.distribution("scikit-learn").locate_file(
         "sklearn/datasets/data/digits.csv.gz"
     )
@@ -74,9 +74,9 @@ def digits(seed: int, steps: int, batch: int) -> Task:
     """The digits, and a convolutional net for them.
 
     Args:
-      seed: Of the data's split and order, and of the initial weights.
-      steps: Number of batches.
-      batch: Examples in each.
+      seed: Seed of the data's split and order, and of the initial weights.
+      steps: The number of batches.
+      batch: Examples in a batch.
     """
     batches, (test_images, test_labels) = data(seed, steps, batch)
     structure = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))

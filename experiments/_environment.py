@@ -11,7 +11,7 @@ import jax
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a reader needs to judge or to repeat a measurement."""
+    """The machine, device and versions that a measurement depends on."""
 
     machine: str = field(default_factory=platform.platform)
     processor: str = field(default_factory=lambda: _processor())
@@ -24,7 +24,7 @@ class Environment:
 
 
 def _cores() -> int:
-    """Cores that this process may use, which pinning makes fewer."""
+    """The cores that this process may use; pinning reduces them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

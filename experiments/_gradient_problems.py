@@ -22,17 +22,17 @@ Losses = Callable[[Any, Any], jax.Array]
 
 @dataclass(frozen=True)
 class GradientProblem:
-    """A loss at a point, and what can be done wrong and otherwise inside it.
+    """A loss at a point, with usual mistakes inside it and equivalent programs.
 
     Attributes:
-      name: What it is.
-      losses: One loss per example.
-      params: Leaves by name; the last layer's is called `readout`.
-      batch: Arrays by name: `x`, and where there are any `label`, `key`.
-      weights: `(examples,)`; None for 1 each.
+      name: The name in reports.
+      losses: Computes one loss per example.
+      params: Leaves by name; that of the last layer is called `readout`.
+      batch: Arrays by name: `x`, and optionally `label` and `key`.
+      weights: Weights of the examples, `(examples,)`; None for 1 each.
       reduction: As in `verify.gradients`.
-      coupled: Examples influence each other, so that only the mean can be judged.
-      coarse: Computes in bfloat16 inside, whatever the parameters are.
+      coupled: Whether examples influence each other; then only the mean is judged.
+      coarse: Whether the loss computes in bfloat16, whatever the parameters' dtype.
       wrong: Losses with a usual mistake of this kind of model, by name.
       alike: The same function computed in another way, by name.
     """
@@ -50,7 +50,7 @@ class GradientProblem:
 
     @property
     def examples(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return len(self.batch["x"])
 
     @property
@@ -60,22 +60,22 @@ class GradientProblem:
 
 
 class Draw:
-    """Random arrays of one dtype; values are the same in every dtype, but rounded."""
+    """Random arrays of one dtype; values differ between dtypes by rounding only."""
 
     def __init__(self, name: str, seed: int, dtype: Any) -> None:
         self.rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
         self.dtype = dtype
 
     def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
-        """Normal numbers."""
+        """Normally distributed numbers."""
         return jnp.asarray(self.rng.normal(size=shape) * scale, self.dtype)
 
     def matrix(self, rows: int, columns: int) -> jax.Array:
-        """A weight matrix that keeps the size of what it multiplies."""
+        """A random weight matrix that preserves the size of its operand."""
         return self.normal(rows, columns, scale=rows**-0.5)
 
     def labels(self, classes: int, *shape: int) -> jax.Array:
-        """Classes or tokens."""
+        """Random classes or tokens, int32."""
         return jnp.asarray(self.rng.integers(classes, size=shape), jnp.int32)
 
     def keys(self, count: int) -> jax.Array:
@@ -83,14 +83,14 @@ class Draw:
         return jax.random.split(jax.random.key(int(self.rng.integers(2**31))), count)
 
     def weights(self, count: int) -> np.ndarray:
-        """Unequal ones, of few bits so that bfloat16 holds them; the third is 0."""
+        """Unequal weights of few bits, exact in bfloat16; the third is 0."""
         found = self.rng.integers(1, 16, count) / 4
         found[2] = 0
         return found
 
 
 def problem(name: str, dtype: Any, seed: int) -> GradientProblem:
-    """One of `PROBLEMS` in a floating dtype."""
+    """The problem of that name in `PROBLEMS`, in a floating dtype."""
     return PROBLEMS[name](Draw(name, seed, dtype))
 
 
@@ -100,12 +100,12 @@ def own_score(scores: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """One per example."""
+    """The cross-entropy of each example, `(examples,)`."""
     return -own_score(jax.nn.log_softmax(logits), label)
 
 
 def detached(name: str, losses: Losses) -> Losses:
-    """The loss with one parameter behind `stop_gradient`."""
+    """The loss with one parameter under `stop_gradient`."""
     stopped = jax.lax.stop_gradient
 
     def wrong(p: Any, b: Any) -> jax.Array:
@@ -118,7 +118,7 @@ def detached(name: str, losses: Losses) -> Losses:
 
 
 def linear_regression(draw: Draw) -> GradientProblem:
-    """A thousand examples: the sum over the batch is what rounds."""
+    """A thousand examples, such that the sum over the batch dominates the rounding."""
 
     def losses(p: Any, b: Any) -> jax.Array:
         return (b["x"] @ p["readout"] + p["bias"] - b["label"]) ** 2
@@ -147,7 +147,7 @@ def linear_regression(draw: Draw) -> GradientProblem:
 
 
 def straight_through(x: jax.Array) -> jax.Array:
-    """ReLU whose derivative forgets its mask."""
+    """A ReLU whose derivative ignores its mask."""
     return x + jax.lax.stop_gradient(jax.nn.relu(x) - x)
 
 
@@ -158,7 +158,7 @@ def _mlp(p: Any, b: Any, activate: Any = jax.nn.relu, order: int = 1) -> jax.Arr
 
 
 def mlp(draw: Draw) -> GradientProblem:
-    """Two ReLU layers, cross-entropy, unequal weights, one of them 0."""
+    """Two ReLU layers, cross-entropy, unequal weights of which one is 0."""
 
     def losses(p: Any, b: Any, **options: Any) -> jax.Array:
         return cross_entropy(_mlp(p, b, **options), b["label"])
@@ -185,7 +185,7 @@ def mlp(draw: Draw) -> GradientProblem:
 
 
 def casts(draw: Draw) -> GradientProblem:
-    """Logits and losses are cast to float32, whatever the parameters are."""
+    """Logits and losses are cast to float32, whatever the parameters' dtype."""
 
     def losses(p: Any, b: Any, temperature: float = 1.0) -> jax.Array:
         h = jnp.tanh(b["x"] @ p["input"] + p["bias"][None, :])
@@ -203,7 +203,7 @@ def casts(draw: Draw) -> GradientProblem:
 
 
 def mixed_precision(draw: Draw) -> GradientProblem:
-    """Parameters are cast to bfloat16, the model computes in it."""
+    """Parameters are cast to bfloat16, and the model computes in it."""
 
     def losses(p: Any, b: Any, activate: Any = jnp.tanh) -> jax.Array:
         low = jax.tree.map(lambda v: v.astype(jnp.bfloat16), p)
@@ -276,7 +276,7 @@ def lstm(draw: Draw) -> GradientProblem:
 
 
 def attention(draw: Draw) -> GradientProblem:
-    """One causal head with a residual; four square matrices of one shape."""
+    """One causal head with a residual connection; four square matrices of one shape."""
     length, size = 5, 6
 
     def losses(
@@ -317,7 +317,7 @@ def attention(draw: Draw) -> GradientProblem:
 
 
 def embedding(draw: Draw) -> GradientProblem:
-    """A table that is looked up and, transposed, read out: tied parameters."""
+    """A table that is looked up and, transposed, read out: a tied parameter."""
     words = 13
 
     def losses(
@@ -346,7 +346,7 @@ def embedding(draw: Draw) -> GradientProblem:
 
 
 def convolution(draw: Draw) -> GradientProblem:
-    """Convolution, ReLU, max-pooling, a dense layer."""
+    """Convolution, ReLU, max-pooling and a dense layer."""
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -387,7 +387,7 @@ def convolution(draw: Draw) -> GradientProblem:
 
 
 def batch_norm(draw: Draw) -> GradientProblem:
-    """Statistics of the batch: examples influence each other."""
+    """Batch normalisation, in which examples influence each other."""
 
     def normalised(h: jax.Array, shards: int = 1, detach: bool = False) -> jax.Array:
         parts = h.reshape(shards, -1, h.shape[-1])
@@ -456,7 +456,7 @@ def sampled_noise(draw: Draw) -> GradientProblem:
 
 
 def dropout(draw: Draw) -> GradientProblem:
-    """Dropout by `bernoulli` with a Python number."""
+    """Dropout by `bernoulli` with a Python number as its rate."""
 
     def losses(p: Any, b: Any, rate: float = 0.3, scale: float = 0.7) -> jax.Array:
         def one(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -490,6 +490,7 @@ def sampled_action(draw: Draw) -> GradientProblem:
     def losses(p: Any, b: Any, greedy: bool = False, shift: int = 0) -> jax.Array:
         def one(x: jax.Array, reward: jax.Array, key: jax.Array) -> jax.Array:
             logits = jnp.tanh(x @ p["input"]) @ p["readout"]
+            # The sample must not contribute to the gradient; its score does.
             fixed = jax.lax.stop_gradient(logits)
             drawn = jax.random.categorical(key, fixed)
             action = jnp.argmax(fixed) if greedy else drawn

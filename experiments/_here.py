@@ -1,9 +1,9 @@
 """What was proved on CPUs, on the devices of this machine: equality, bits, speed.
 
 Gradients are compared with the one-device gradient within the judge's bound. Bits are
-compared where devices are deterministic: on a GPU with
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true` only. Speed is a claim on accelerators
-only: devices of one CPU share its cores.
+compared on deterministic devices: on a GPU only with
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Speed is judged on accelerators only,
+because devices of one CPU share its cores.
 """
 
 import os
@@ -28,7 +28,7 @@ GIGA = 1e9
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Every claim that so many devices can show."""
+    """Every claim that the available devices can show."""
     devices = jax.devices()[: settings.devices]
     width, rows = (64, 32) if settings.quick else (2048, 4096)
     task = progress.add_task("running", total=4)
@@ -65,23 +65,23 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def layer(params: Any, x: jax.Array) -> jax.Array:
-    """Half of the model: a parameter used twice."""
+    """Half of the model; it uses a parameter twice."""
     h = jnp.tanh(x @ params["w"])
     return h + jnp.tanh(h @ params["w"]) * params["b"][None]
 
 
 def squares(y: jax.Array, batch: Any) -> jax.Array:
-    """One loss for each example."""
+    """The squared error of each example, `(examples,)`."""
     return jnp.square(y - batch["target"]).sum(-1)
 
 
 def losses(params: Any, batch: Any) -> jax.Array:
-    """The model in one piece."""
+    """The whole model on one device, `(examples,)`."""
     return squares(layer(params[1], layer(params[0], batch["x"])), batch)
 
 
 def drawn(width: int, rows: int, seed: int) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Parameters of two layers and a batch, random, in float32."""
+    """Random float32 parameters of two layers, and a batch."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def drawn(width: int, rows: int, seed: int) -> tuple[list[Any], dict[str, np.nda
 
 
 def candidates(devices: list[jax.Device]) -> dict[str, Callable[..., Any]]:
-    """Ways to the gradient of the mean loss, by name."""
+    """Functions that compute the gradient of the mean loss, by name."""
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     replicas = data_parallel.value_and_grad(losses, mesh)
     halves = segment(lambda params, batch: losses(params, batch).mean())
@@ -116,7 +116,7 @@ def candidates(devices: list[jax.Device]) -> dict[str, Callable[..., Any]]:
 
 
 def piped(places: list[jax.Device]) -> pipeline.Pipeline:
-    """The two layers as stages under 1F1B."""
+    """A 1F1B pipeline with the two layers as stages."""
     stages = [
         pipeline.Stage(layer, ("x",), ("h",)),
         pipeline.Stage(layer, ("h",), ("y",)),
@@ -125,7 +125,7 @@ def piped(places: list[jax.Device]) -> pipeline.Pipeline:
 
 
 def equality(problem: Any, devices: list[jax.Device]) -> Iterator[Claim]:
-    """Each within the bound of the gradient of the whole batch."""
+    """Claims that each gradient equals that of the whole batch, within the bound."""
     params, batch = problem
     ways = candidates(devices)
     report = verify.gradients(losses, params, batch, ways)
@@ -136,7 +136,7 @@ def equality(problem: Any, devices: list[jax.Device]) -> Iterator[Claim]:
 
 
 def bits(problem: Any, devices: list[jax.Device]) -> Iterator[Claim]:
-    """What repeats to the last bit."""
+    """Claims that results repeat to the last bit."""
     params, batch = problem
     why = ""
     if devices[0].platform in ("gpu", "cuda") and DETERMINISTIC not in os.environ.get(
@@ -166,7 +166,7 @@ def bits(problem: Any, devices: list[jax.Device]) -> Iterator[Claim]:
 
 
 def seconds(step: Callable[[], Any], repeats: int) -> float:
-    """The median, after two runs that compile and settle."""
+    """The median seconds of a step, after two runs that compile and settle."""
     for _ in range(2):
         jax.block_until_ready(step())
     taken = []
@@ -178,13 +178,13 @@ def seconds(step: Callable[[], Any], repeats: int) -> float:
 
 
 def optimizers(settings: Settings) -> dict[str, float]:
-    """By optimizer, the share of the bandwidth of a copy that its step reaches."""
+    """For each optimizer, the share of a copy's bandwidth that its step reaches."""
     count, repeats = (2**16, 5) if settings.quick else (2**26, 20)
     array = jnp.ones(count, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     copied = 2 * array.nbytes / seconds(lambda: copy(array), repeats)
     found = {}
-    # Passes over memory: parameters, gradients and states, read or written.
+    # The number of passes over memory: parameters, gradients and states, in and out.
     for name, passes in (("sgd", 3), ("adam", 7)):
         opt = getattr(optim, name)(lr=1e-3)
         step = jax.jit(opt.step, donate_argnums=(0, 2))
@@ -200,7 +200,7 @@ def optimizers(settings: Settings) -> dict[str, float]:
 
 
 def bandwidth(shares: dict[str, float], devices: list[jax.Device]) -> Iterator[Claim]:
-    """An optimizer reads and writes, and computes nothing that takes time."""
+    """Claims on optimizers: memory traffic should dominate their steps."""
     for name, share in shares.items():
         text = f"{name} steps at half of the bandwidth of a copy or more"
         yield Claim(text, share >= 0.5, f"{share:.0%}").unless(_no_speed(devices))
@@ -209,7 +209,7 @@ def bandwidth(shares: dict[str, float], devices: list[jax.Device]) -> Iterator[C
 def speeds(
     problem: Any, devices: list[jax.Device], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """By way and number of devices, seconds of a gradient of the same batch."""
+    """Seconds of a gradient of the same batch, by method and number of devices."""
     params, batch = problem
     found: dict[str, dict[str, float]] = {"data parallel": {}, "pipeline": {}}
     for count in sorted({1, len(devices)}):
@@ -235,7 +235,7 @@ def speeds(
 def faster(
     paces: dict[str, dict[str, float]], devices: list[jax.Device]
 ) -> Iterator[Claim]:
-    """More devices take less time."""
+    """Claims that more devices take less time."""
     for name, found in paces.items():
         one, *more = found.values()
         last = more[-1] if more else one
@@ -251,7 +251,7 @@ def _no_speed(devices: list[jax.Device]) -> str:
 
 
 def plot(paces: dict[str, dict[str, float]]) -> Figure:
-    """A bar for each way and number of devices."""
+    """A chart with a bar for each method and number of devices."""
     figure, axes = plt.subplots(figsize=(6, 3))
     bars = {
         f"{name}, {count}": taken * 1e3

@@ -1,8 +1,8 @@
 """Two processes on one machine, each pinned to its own core: where figures mean more.
 
 Several CPU devices of one process share its threads, so that neither a speed-up nor the
-cost of a collective can be seen there. Here each process is one device, and collectives
-go through gloo.
+cost of a collective can be measured there. Here each process is one device, and
+collectives use gloo.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ DEADLINE = 900
 
 
 def run_pair(module: str, job: Mapping[str, Any]) -> Any:
-    """Runs `python -m module` twice with a job; what rank 0 prints last, as JSON.
+    """Runs `python -m module` twice with a job; returns what rank 0 prints, from JSON.
 
     Raises:
-      RuntimeError: One of them failed.
+      RuntimeError: A process failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -46,7 +46,7 @@ def run_pair(module: str, job: Mapping[str, Any]) -> Any:
 
 
 def can_pin(processes: int = 2) -> str:
-    """Why so many pinned processes are not possible here; empty if they are."""
+    """The reason why `processes` cannot be pinned here; empty if they can."""
     if not hasattr(os, "sched_getaffinity"):
         return "this system cannot pin a process to a core"
     cores = len(os.sched_getaffinity(0))
@@ -58,15 +58,16 @@ def can_pin(processes: int = 2) -> str:
 
 
 def join(arguments: Sequence[str]) -> tuple[int, Any]:
-    """Called first in each process: pins it, joins the other; its rank and the job.
+    """Pins this process and joins the other; returns the rank and the job.
 
-    Batch scheduling spares gloo a scheduler tick for each call, and freed memory that
-    is kept spares large buffers their page faults. Both are set before JAX starts.
+    Must be called first in each process: the settings must be made before JAX starts.
     """
     rank, port, job = int(arguments[0]), arguments[1], json.loads(arguments[2])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank]})
+    # Batch scheduling spares gloo a scheduler tick in each call.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # Keeping freed memory spares large buffers their page faults.
     _keep_freed_memory()
     import jax
 
@@ -75,7 +76,7 @@ def join(arguments: Sequence[str]) -> tuple[int, Any]:
 
 
 def _keep_freed_memory() -> None:
-    """Through glibc's mallopt; other C libraries are left as they are."""
+    """Sets glibc's mallopt; other C libraries are left alone."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return

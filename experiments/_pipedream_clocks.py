@@ -1,8 +1,8 @@
 """Seconds of an epoch, by method: simulated, or measured in a pinned process per stage.
 
-Stages of one process share its cores, so that their clock shows nothing. With a core
-for each stage every stage gets a process of its own there, and epochs are timed; else
-passes are timed one by one, and the simulator makes an epoch of them.
+Stages of one process share its cores, so that their timing shows nothing. If there is a
+core for each stage, every stage gets its own process on it, and epochs are timed;
+otherwise passes are timed one by one, and the simulator composes an epoch of them.
 """
 
 import time
@@ -30,7 +30,7 @@ PATIENCE = 300.0
 
 
 def why_not(stages: int) -> str:
-    """Why epochs cannot be measured here; empty if they can."""
+    """The reason why epochs cannot be measured here; empty if they can."""
     if jax.default_backend() != "cpu":
         return "processes are pinned to cores only where stages compute on CPU"
     return can_pin(stages)
@@ -45,7 +45,7 @@ TIMED = tuple(name for name in METHODS if name != CONTROL)
 def measured(
     network: Network, seed: int, names: Sequence[str] = TIMED, rounds: int = 5
 ) -> dict[str, list[float]]:
-    """Seconds of each timed epoch: the slowest stage's; the methods take turns."""
+    """Seconds of the slowest stage in each timed epoch; the methods take turns."""
     given = network, seed, names, rounds
     found = rpc.spawn(_work, given, nprocs=network.stages, pin=1, timeout=LIMIT)
     return {name: np.max([own[name] for own in found], 0).tolist() for name in names}
@@ -54,7 +54,7 @@ def measured(
 def _work(
     rank: int, network: Network, seed: int, names: Sequence[str], rounds: int
 ) -> dict[str, list[float]]:
-    """The process of one stage."""
+    """The process of one stage; returns seconds of each epoch by method."""
     rpc.init_rpc(f"stage{rank}", allow=("experiments",))
     rpc.set_rpc_timeout(PATIENCE)
     where = [f"stage{j}" for j in range(network.stages)]
@@ -72,7 +72,7 @@ def _work(
             start = time.perf_counter()
             states[name] = METHODS[name].epoch(pipe, states[name], batches)
             jax.block_until_ready(states[name].params)
-            if turn:  # The first one compiles.
+            if turn:  # the first one compiles
                 seconds[name].append(time.perf_counter() - start)
     rpc.shutdown()
     return seconds
@@ -96,7 +96,7 @@ def simulated(network: Network) -> dict[str, float]:
 
 
 def _costs(made: Any, params: Any, rows: int) -> pipeline.Costs:
-    """What each stage's passes take for so many images."""
+    """The measured times of each stage's passes for `rows` images."""
     modules = [
         pipeline.Module(f"stage{j}", stage.fn, own)
         for j, (stage, own) in enumerate(zip(made.stages, params, strict=True))

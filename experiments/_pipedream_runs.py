@@ -1,7 +1,7 @@
 """Convolutional networks in stages, and the methods that train them, on digits.
 
-Every method makes one update for each batch, and meets the same batches in the same
-order. GPipe, 1F1B and 2BW cut a batch into parts.
+Every method makes one update per batch and trains with the same batches in the same
+order. GPipe, 1F1B and 2BW divide a batch into micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,16 +24,17 @@ CLASSES, SIDE = 10, 8
 
 
 class Network(NamedTuple):
-    """A convolutional network, and how long it is trained.
+    """A convolutional network and its training.
 
     Attributes:
-      key: In names of files.
-      name: In sentences.
-      channels: Of the convolutions of each stage. One with twice the channels of the
-        convolution before it halves height and width. The last stage ends in a readout.
-      rate: Of learning.
-      epochs: Of training.
-      seeds: How many.
+      key: The name in file names.
+      name: The name in sentences.
+      channels: Channels of the convolutions of each stage. A convolution with twice the
+        channels of the one before halves height and width. The last stage ends in a
+        readout.
+      rate: The learning rate.
+      epochs: The number of training epochs.
+      seeds: The number of seeds.
     """
 
     key: str
@@ -45,11 +46,11 @@ class Network(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self.channels)
 
     def made(self) -> Any:
-        """The stages, and the shapes of their parameters."""
+        """The stages and the shapes of their parameters."""
 
         def modules(rngs: nnx.Rngs) -> list[nnx.Module]:
             inputs, side = 1, SIDE
@@ -66,7 +67,7 @@ class Network(NamedTuple):
         return pipeline.stages_from_nnx(list(shapes))
 
     def parameters(self, made: Any, seed: int) -> list[Any]:
-        """Random ones of each stage."""
+        """Random parameters of each stage."""
         rng = np.random.default_rng((seed, 3))
 
         def drawn(leaf: Any) -> jax.Array:
@@ -79,10 +80,10 @@ class Network(NamedTuple):
 
 
 class Part(nnx.Module):
-    """Convolutions of 3 x 3, each with a relu; and a readout, if there is one."""
+    """Convolutions of 3 x 3, each with a ReLU, and an optional readout."""
 
     def __init__(self, inputs: int, channels: Iterable[int], rngs: nnx.Rngs) -> None:
-        """Of so many channels."""
+        """Makes a convolution for each number of output channels."""
         self.outputs, self.shrinks = inputs, 1
         self.convs: nnx.List[nnx.Conv] = nnx.List()
         self.readout: nnx.Linear | None = nnx.data(None)
@@ -93,20 +94,20 @@ class Part(nnx.Module):
             self.outputs, self.shrinks = outputs, self.shrinks * stride
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(examples, height, width, channels)`."""
+        """Maps `x`, `(examples, height, width, channels)`, to features or scores."""
         for conv in self.convs:
             x = nnx.relu(conv(x))
         return x if self.readout is None else self.readout(x.reshape(len(x), -1))
 
 
 def loss_of(scores: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """One for each example."""
+    """The cross-entropy of each example, `(examples,)`."""
     labels = batch["labels"]
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
 
 
 def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
-    """All stages, one after the other."""
+    """Applies all stages in order."""
     for stage, own in zip(stages, params, strict=True):
         x = stage.fn(own, x)
     return x
@@ -117,35 +118,35 @@ def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flushing:
-    """An update of all stages together, when all parts of a batch are through."""
+    """Updates all stages together, after all micro-batches of a batch."""
 
     schedule: Callable[[int], pipeline.Schedule]
     """For so many stages."""
 
     def parts(self, stages: int) -> int:
-        """Micro-batches of a batch."""
+        """The number of micro-batches in a batch."""
         return self.schedule(stages).micro_batches
 
     def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
-        """A pipeline; `where` its workers are, as `Pipeline` takes it."""
+        """A pipeline; `where` are its places, as in `Pipeline`."""
         schedule = self.schedule(len(stages))
         own = optim.sgd(lr=rate)
         return pipeline.Pipeline(stages, loss_of, schedule, where, optimizer=own)
 
     def epoch(self, pipe: Any, state: Any, batches: Sequence[Any]) -> Any:
-        """The state after training with the batches."""
+        """Trains with the batches; returns the new state."""
         for batch in batches:
             state, _ = pipe.train_step(state, batch)
         return state
 
     def simulated(self, stages: int, costs: pipeline.Costs) -> float:
-        """Seconds of an epoch, with these costs of a micro-batch."""
+        """Seconds of an epoch for given costs of a micro-batch."""
         return STEPS * pipeline.simulate(self.schedule(stages), costs).makespan
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Each stage updates itself, and the pipeline drains after an epoch only."""
+    """Updates each stage on its own; the pipeline drains only after an epoch."""
 
     policy: Literal["stashing", "vertical_sync", "2bw"]
     cut: int = 1
@@ -154,11 +155,11 @@ class Asynchronous:
     """Whether a backward pass uses the weights of its forward pass."""
 
     def parts(self, stages: int) -> int:
-        """Micro-batches of a batch; one for each stage at least, if it is cut."""
+        """Micro-batches in a batch; if it is cut, at least one for each stage."""
         return self.cut
 
     def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
-        """A pipeline; `where` its workers are, as `PipeDream` takes it."""
+        """A pipeline; `where` are its places, as in `PipeDream`."""
         if not self.stashed:
             return Unstashed(stages, loss_of, optim.sgd(lr=rate))
         return pipeline.PipeDream(
@@ -171,12 +172,12 @@ class Asynchronous:
         )
 
     def epoch(self, pipe: Any, state: Any, batches: Sequence[Any]) -> Any:
-        """The state after training with the batches."""
+        """Trains with the batches; returns the new state."""
         return pipe.train_epoch(state, cut(batches, self.cut))[0]
 
     def simulated(self, stages: int, costs: pipeline.Costs) -> float:
-        """Seconds of an epoch, with these costs of a micro-batch."""
-        # All policies have the order of this one.
+        """Seconds of an epoch for given costs of a micro-batch."""
+        # The policies differ in weight versions, not in the order of actions.
         schedule = pipeline.pipedream(stages, STEPS * self.cut)
         return pipeline.simulate(schedule, costs).makespan
 
@@ -194,14 +195,14 @@ METHODS: dict[str, Flushing | Asynchronous] = {
 
 
 def batches_of(seed: int, epochs: int) -> tuple[list[list[dict[str, Any]]], Any]:
-    """The batches of each epoch, and the examples that nobody trains with."""
+    """The batches of each epoch, and the test images and labels."""
     found = data(seed, epochs * STEPS, BATCH)
     named = [{"x": x, "labels": labels} for x, labels in found.batches]
     return [named[e * STEPS : (e + 1) * STEPS] for e in range(epochs)], found.test
 
 
 def cut(batches: Sequence[dict[str, Any]], parts: int) -> list[dict[str, Any]]:
-    """The parts of all batches, in order."""
+    """The micro-batches of all batches, in order."""
     return [
         {key: np.split(value, parts)[part] for key, value in batch.items()}
         for batch in batches
@@ -216,8 +217,8 @@ class Curve(NamedTuple):
     """One training run.
 
     Attributes:
-      accuracy: On the test images, before the first epoch and after each.
-      passes: Of the last epoch, by asynchronous methods.
+      accuracy: Accuracy on the test images, before the first epoch and after each.
+      passes: The passes of the last epoch, for asynchronous methods.
     """
 
     accuracy: list[float]
@@ -225,16 +226,16 @@ class Curve(NamedTuple):
 
 
 class Trainer:
-    """Trains a network by any method, all stages on one device."""
+    """Trains a network by any method, with all stages on one device."""
 
     def __init__(self, network: Network) -> None:
-        """Compiles nothing yet."""
+        """Traces the network; compiles nothing yet."""
         self.network, self.made = network, network.made()
         stages = self.made.stages
         self._scores = jax.jit(lambda params, x: through(stages, params, x))
 
     def curve(self, name: str, seed: int) -> Curve:
-        """One method with one seed."""
+        """Trains by one method with one seed; returns the curve."""
         method = METHODS[name]
         epochs, test = batches_of(seed, self.network.epochs)
         pipe = method.pipe(self.made.stages, self.network.rate, None)
@@ -246,5 +247,5 @@ class Trainer:
         return Curve(found, getattr(pipe, "passes", ()))
 
     def _accuracy(self, params: Any, images: Any, labels: Any) -> float:
-        """Share of the images that are recognised."""
+        """The share of correctly classified images."""
         return float((np.argmax(self._scores(params, images), 1) == labels).mean())

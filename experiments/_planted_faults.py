@@ -1,8 +1,8 @@
 """Ways in which a gradient comes out wrong, each planted into a right one.
 
-A fault is a pure function of a `Trainer`, the right gradient with what it was computed
-from, and returns the wrong gradient, or None where there is nothing to do wrong. Its
-first line says what happened in the words of a reader who has to find it.
+A fault is a pure function of a `Trainer`, which holds the right gradient and what it
+was computed from. It returns the wrong gradient, or None if it does not apply. Its name
+describes the mistake from the point of view of a reader who has to find it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ PADDED_TO = 8
 
 
 class Trainer:
-    """The gradient of a problem, and of the problem changed in one place.
+    """The gradient of a problem, and of variants of the problem.
 
     Attributes:
-      problem: What it trains on.
-      rng: For faults that strike at random.
+      problem: The problem.
+      rng: Random numbers of the faults.
     """
 
     def __init__(self, problem: GradientProblem, seed: int) -> None:
@@ -38,10 +38,11 @@ class Trainer:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Each example's weight in the sum of losses."""
+        """The weight of each example in the sum of losses, `(examples,)`."""
         problem = self.problem
         given = problem.weights
         weights = np.ones(problem.examples) if given is None else given
+        # The gradient of an extreme is that of a single example.
         if problem.reduction in ("max", "min"):
             losses = np.asarray(problem.losses(problem.params, problem.batch), float)
             sign = 1 if problem.reduction == "max" else -1
@@ -56,7 +57,7 @@ class Trainer:
 
     @cached_property
     def dtypes(self) -> dict[str, Any]:
-        """Of each leaf."""
+        """The dtype of each leaf."""
         return {name: leaf.dtype for name, leaf in self.problem.params.items()}
 
     def gradient(
@@ -67,14 +68,14 @@ class Trainer:
         batch: Any = None,
         losses: Losses | None = None,
     ) -> Leaves:
-        """The weighted mean's gradient, by one program for all weights.
+        """The gradient of the weighted mean, by one program for all weights.
 
         Args:
-          weights: In place of the problem's.
-          total: What is divided by; None for the sum of the weights.
-          params: In place of the problem's.
-          batch: Entries in place of the problem's.
-          losses: In place of the problem's.
+          weights: Replace the problem's.
+          total: The divisor; None for the sum of the weights.
+          params: Leaves that replace the problem's.
+          batch: Entries that replace the problem's.
+          losses: Replace the problem's.
         """
         weights = self.weights if weights is None else weights
         total = weights.sum() if total is None else total
@@ -97,14 +98,14 @@ class Trainer:
         return self._programs[losses]
 
     def stored(self, leaves: Leaves) -> Leaves:
-        """Numbers as the gradient's dtypes hold them."""
+        """The values rounded to the dtypes of the gradient."""
         return {
             name: leaf.astype(self.dtypes[name]).astype(np.float64)
             for name, leaf in leaves.items()
         }
 
     def size(self, wrong: Leaves) -> float:
-        """The largest relative distance of a leaf from the right one, in its 2-norm."""
+        """The largest relative distance of a leaf from the right one, in the 2-norm."""
         sizes = []
         for name, leaf in self.right.items():
             off, own = np.linalg.norm(wrong[name] - leaf), np.linalg.norm(leaf)
@@ -112,11 +113,11 @@ class Trainer:
         return float(max(sizes))
 
     def any_leaf(self) -> str:
-        """The name of a leaf whose gradient is not all 0."""
+        """The name of a random leaf whose gradient is not all 0."""
         return str(self.rng.choice([k for k, v in self.right.items() if v.any()]))
 
     def shards(self) -> list[np.ndarray]:
-        """The examples' numbers in unequal micro-batches."""
+        """The indices of the examples in unequal micro-batches."""
         count = self.problem.examples
         cuts = np.cumsum(np.arange(1, MICRO_BATCHES)) * count // 10
         return np.split(np.arange(count), cuts)
@@ -137,7 +138,7 @@ def _fault(family: str, name: str) -> Callable[[Fault], Fault]:
 
 
 def plant(trainer: Trainer) -> Iterator[tuple[str, str, Leaves]]:
-    """Family, name and wrong gradient of every fault that the problem can have."""
+    """Yields family, name and wrong gradient of every fault that applies."""
     for name, (family, fault) in FAULTS.items():
         wrong = fault(trainer)
         if wrong is not None:
@@ -325,7 +326,7 @@ def _(t: Trainer) -> Leaves:
         unit = max(np.abs(v).max(), 1e-300) / 127
         return np.round(v / unit) * unit
 
-    # A single number would survive: it is its own unit.
+    # A single number is its own unit, so that rounding would not change it.
     kept = {k: v for k, v in t.right.items() if v.size == 1}
     return {k: rounded(v) for k, v in t.right.items()} | kept
 
@@ -470,6 +471,7 @@ def _(t: Trainer) -> Leaves | None:
 
 def _at_rank(t: Trainer, rank: int) -> np.ndarray:
     losses = np.asarray(t.problem.losses(t.problem.params, t.problem.batch), float)
+    # The largest loss is the right one for "max"; the second largest is wrong.
     if t.problem.reduction == "max" and rank == -1:
         rank = -2
     return (np.arange(losses.size) == np.argsort(losses)[rank]).astype(float)

@@ -14,14 +14,14 @@ from jdist import pipeline
 
 
 class Sizes(NamedTuple):
-    """What is profiled.
+    """The networks to profile and the repetitions.
 
     Attributes:
-      vgg: The network.
-      resnet: The network.
-      pixels: Of the ResNet's images on each side.
-      examples: In the micro-batch.
-      repeats: Timed runs of each layer's halves.
+      vgg: The VGG network.
+      resnet: The residual network.
+      pixels: Height and width of the ResNet's images.
+      examples: Examples in a micro-batch.
+      repeats: Timed runs of each pass of a layer.
     """
 
     vgg: _vgg.Network
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_for(settings: Settings) -> Sizes:
-    """The originals, but for the quick form on a CPU."""
+    """The original sizes; small ones for the quick form on a CPU."""
     slow = jax.devices()[0].platform == "cpu"
     if settings.quick and slow:
         small = _vgg.Network(width=8, image=32, classes=10)
@@ -42,14 +42,14 @@ def sizes_for(settings: Settings) -> Sizes:
 
 
 class Stem(nnx.Module):
-    """A ResNet's first convolution, with what makes the image smaller."""
+    """A ResNet's first convolution and the max-pooling after it."""
 
     def __init__(self, first: nnx.Module) -> None:
-        """Takes it from the network."""
+        """Takes the convolution from the network."""
         self.first = first
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """A quarter of the image."""
+        """Maps images to features of a quarter of the height and width."""
         h = nnx.relu(self.first(x))
         return nnx.max_pool(h, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
@@ -58,27 +58,29 @@ class Head(nnx.Module):
     """The mean over the image, and the classifier."""
 
     def __init__(self, classifier: nnx.Module) -> None:
-        """Takes it from the network."""
+        """Takes the classifier from the network."""
         self.classifier = classifier
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """Scores."""
+        """Maps features to scores, `(examples, classes)`."""
         return self.classifier(h.mean((1, 2)))
 
 
 def vgg_layers(sizes: Sizes) -> dict[str, nnx.Module]:
-    """Its convolutions and matrices, without numbers in them."""
+    """The convolutions and matrices of the VGG, as shapes."""
     return nnx.eval_shape(lambda: sizes.vgg.layers(nnx.Rngs(0)))
 
 
 def resnet_layers(sizes: Sizes) -> dict[str, nnx.Module]:
-    """Its blocks, without numbers; a cut within one would let more through."""
+    """The blocks of the ResNet, as shapes."""
     halves: Any = nnx.eval_shape(lambda: sizes.resnet.halves(nnx.Rngs(0)))
     front, back = halves
     groups = [*front.groups.layers, *back.groups.layers]
     found: dict[str, nnx.Module] = {"stem": Stem(front.stem)}
     for number, group in enumerate(groups, 1):
         for place, block in enumerate(group.layers, 1):
+            # Blocks are not divided: a cut inside one would have to send its shortcut
+            # too.
             found[f"block{number}_{place}"] = block
     return found | {"head": Head(back.classifier)}
 
@@ -86,7 +88,7 @@ def resnet_layers(sizes: Sizes) -> dict[str, nnx.Module]:
 def profiled(
     layers: Mapping[str, nnx.Module], pixels: int, sizes: Sizes
 ) -> pipeline.Profile:
-    """Times each layer on random images, with random numbers in it."""
+    """Times each layer on random images with random parameters."""
     rng = np.random.default_rng(0)
 
     def drawn(tree: Any) -> Any:

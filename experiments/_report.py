@@ -1,7 +1,7 @@
 """One self-contained HTML page over all results in a folder.
 
-It is made from the JSON and PNG files alone, so that experiments run at different times
-stand on one page, and needs no network: pictures are inlined.
+It is made from the JSON and PNG files alone, so that experiments that ran at different
+times share a page. Pictures are inlined, so that it needs no network.
 """
 
 import base64
@@ -66,7 +66,7 @@ def _entry(record: dict[str, Any]) -> str:
 
 
 def _form(record: dict[str, Any]) -> str:
-    """A shorter form proves less, so that it is named wherever an outcome is."""
+    """The suffix of a shorter form, which proves less than the full one."""
     return ", quick form" if record["settings"]["quick"] else ""
 
 

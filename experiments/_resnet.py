@@ -25,12 +25,12 @@ GROWTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Which of the family.
+    """The sizes of a residual network.
 
     Attributes:
-      blocks: In each of the four groups.
+      blocks: The number of blocks in each of the four groups.
       width: Channels of the stem; the original has 64.
-      classes: What it tells apart.
+      classes: The number of classes.
     """
 
     blocks: tuple[int, int, int, int]
@@ -43,7 +43,7 @@ class Network:
         return f"ResNet-{layers}{width}"
 
     def halves(self, rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Module]:
-        """The front and the back; one after the other they are the network."""
+        """The front and the back, whose composition is the network."""
         widths = [self.width * 2**group for group in range(4)]
         groups = [
             group_of(widths[max(0, n - 1)], width, self.blocks[n], n, rngs)
@@ -60,11 +60,9 @@ class Network:
         return pipeline.stages_from_nnx(list(halves))
 
     def stages(self, seed: int) -> FromModules:
-        """The two stages, with random parameters and statistics of no examples.
-
-        They are drawn by NumPy: to compile the modules' own initialisers takes longer
-        than anything else here, and these are the same bits in every process.
-        """
+        """The two stages, with random parameters and initial statistics."""
+        # Drawn by NumPy: compiling the modules' own initializers takes longer than
+        # anything else here. These are also the same bits in every process.
         made, rng = self.shapes(), np.random.default_rng(seed)
         for trees in (made.params, made.states):
             trees[:] = [
@@ -78,10 +76,10 @@ RESNET50 = Network((3, 4, 6, 3))
 
 
 def _initial(path: Any, like: Any, rng: np.random.Generator) -> jax.Array:
-    """He's normal numbers by the outputs of a kernel; scales of 1; all else 0."""
+    """He's normal numbers by a kernel's outputs; scales, variances 1; all else 0."""
     if len(like.shape) > 1:
         *window, inputs, outputs = like.shape
-        # The classifier's outputs shall be of the size of its inputs.
+        # Keeps the size of the classifier's inputs.
         variance = 2 / (np.prod(window) * outputs) if window else 1 / inputs
         drawn = rng.normal(size=like.shape) * np.sqrt(variance)
     else:
@@ -94,10 +92,10 @@ class Normalised(nnx.Module):
     """A convolution without bias, and batch normalisation.
 
     Args:
-      inputs: Channels.
-      outputs: Channels.
-      size: Of the kernel, odd.
-      stride: 2 halves the image.
+      inputs: Input channels.
+      outputs: Output channels.
+      size: Height and width of the kernel, odd.
+      stride: 2 halves height and width.
     """
 
     def __init__(
@@ -112,23 +110,24 @@ class Normalised(nnx.Module):
             use_bias=False,
             rngs=rngs,
         )
-        # The difference of two means of squares would cancel in float32.
+        # The fast variance, a difference of two means of squares, would cancel in
+        # float32.
         self.norm = nnx.BatchNorm(
             outputs, momentum=0.9, use_fast_variance=False, rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Over the examples it is given, all together."""
+        """Normalises over all given examples together."""
         return self.norm(self.conv(x))
 
 
 class Bottleneck(nnx.Module):
-    """Three convolutions, of which the middle one is narrow, beside a way past them.
+    """Three convolutions with a narrow middle one, and a shortcut.
 
     Args:
-      inputs: Channels.
-      width: Channels in the middle; it puts out four times as many.
-      stride: 2 halves the image.
+      inputs: Input channels.
+      width: Channels of the middle convolution; the output has four times as many.
+      stride: 2 halves height and width.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs) -> None:
@@ -140,7 +139,7 @@ class Bottleneck(nnx.Module):
         self.past = Normalised(inputs, outputs, 1, stride, rngs) if changes else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(examples, height, width, inputs)`."""
+        """Maps `(examples, height, width, inputs)` to `4 * width` channels."""
         h = nnx.relu(self.middle(nnx.relu(self.reduce(x))))
         return nnx.relu(self.expand(h) + (x if self.past is None else self.past(x)))
 
@@ -157,7 +156,7 @@ def group_of(
 
 
 class Front(nnx.Module):
-    """The stem and the first groups: from images to what crosses the cut."""
+    """The stem and the first groups: from images to the activations at the cut."""
 
     def __init__(
         self, width: int, groups: list[nnx.Sequential], rngs: nnx.Rngs
@@ -166,14 +165,14 @@ class Front(nnx.Module):
         self.groups = nnx.Sequential(*groups)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Puts out an eighth of the image."""
+        """Maps images to features of an eighth of the height and width."""
         h = nnx.relu(self.stem(x))
         h = nnx.max_pool(h, (3, 3), (2, 2), ((1, 1), (1, 1)))
         return self.groups(h)
 
 
 class Back(nnx.Module):
-    """The last groups, the mean over what is left of the image, the classifier."""
+    """The last groups, the mean over the image, and the classifier."""
 
     def __init__(
         self, width: int, classes: int, groups: list[nnx.Sequential], rngs: nnx.Rngs
@@ -182,5 +181,5 @@ class Back(nnx.Module):
         self.classifier = nnx.Linear(GROWTH * width, classes, rngs=rngs)
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """`(examples, classes)`."""
+        """Maps features to scores, `(examples, classes)`."""
         return self.classifier(self.groups(h).mean((1, 2)))

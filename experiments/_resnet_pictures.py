@@ -20,11 +20,11 @@ PIPED = "tab:blue"
 
 
 def pictures(seconds: Seconds, setup: str, batch: int) -> list[Picture]:
-    """The figures by the source's names.
+    """The figures, under the source's names.
 
     Args:
-      seconds: Of each run, by arrangement.
-      setup: The network, and on a second line what it ran on.
+      seconds: Seconds of each run, by arrangement.
+      setup: The network, and on a second line the hardware.
       batch: Examples in a batch.
     """
     sizes = sorted(int(name.split()[1]) for name in seconds if name.startswith("split"))
@@ -51,7 +51,7 @@ def pictures(seconds: Seconds, setup: str, batch: int) -> list[Picture]:
 
 
 def bars(seconds: Seconds, names: Sequence[str], setup: str) -> Figure:
-    """What was measured on the left, the source's on the right."""
+    """Bars of the measured times on the left and the source's on the right."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
     means = {name: statistics.mean(seconds[name]) for name in names}
     spread = [statistics.stdev(seconds[name]) for name in names]
@@ -79,7 +79,7 @@ def _bars(
 
 
 def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> Figure:
-    """Time over that of one device, by the size of the parts."""
+    """The time relative to one device over the size of the parts."""
     one = statistics.mean(seconds[ONE])
     runs = [seconds[f"split {size}"] for size in sizes]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -98,7 +98,7 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
         label = f"the source: {GPUS}"
         axes.plot(theirs, heights, "D", color="tab:red", label=label)
     bubble = [(1 + size / batch) / 2 for size in sizes]
-    # Of one size a mark is seen, not a line.
+    # A line through a single point is invisible; a marker is not.
     style = "--" if len(sizes) > 1 else "_"
     label = "bubble alone, equal halves"
     axes.plot(sizes, bubble, style, color="tab:green", markersize=20, label=label)

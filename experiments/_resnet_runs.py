@@ -1,7 +1,7 @@
 """Training a cut network in every arrangement: what comes out, and how long it takes.
 
-On CPU each stage has a process of its own, pinned to a core; elsewhere all devices are
-in this process. One device runs the whole network as one compiled step. The others are
+On CPU each stage has its own process, pinned to a core; elsewhere all devices are in
+this process. One device runs the whole network as one compiled step. The others are
 `Pipeline`s: without a split, one stage waits while the other works (model parallelism);
 with it, the stages work on different parts of the batch.
 """
@@ -32,17 +32,18 @@ SGD = optim.sgd(lr=0.001)
 
 
 class Plan(NamedTuple):
-    """What is run.
+    """The parameters of an experiment.
 
     Attributes:
       network: The network.
-      image: Its images' height and width.
+      image: Height and width of the images.
       batch: Examples in a batch.
       splits: Sizes of the parts of a batch.
-      checked: Those whose results are compared; the first one's gradient is judged.
-      batches: Of a run.
-      runs: Timed ones.
-      seed: Of everything random.
+      checked: The split sizes whose results are compared; the gradient of the first is
+        judged.
+      batches: Batches in a run.
+      runs: Timed runs.
+      seed: Seed of all random numbers.
     """
 
     network: Network
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
     seed: int = 0
 
     def data(self) -> list[Batch]:
-        """Random images and classes, one-hot."""
+        """Random images and one-hot classes."""
         rng = np.random.default_rng((self.seed, 1))
         shape = (self.batch, self.image, self.image, 3)
         classes = np.eye(self.network.classes, dtype=np.float32)
@@ -68,24 +69,24 @@ class Plan(NamedTuple):
         ]
 
     def dealt(self) -> Batch:
-        """The first batch in another order, so that no part has the examples it had."""
+        """The first batch, permuted so that every part has different examples."""
         order = np.arange(self.batch).reshape(-1, self.checked[0]).T.ravel()
         return {name: x[order] for name, x in self.data()[0].items()}
 
     def label(self, split: int) -> str:
-        """What the pipeline with parts of a size is called."""
+        """The name of the pipeline with parts of size `split`."""
         return PARALLEL if split == self.batch else f"split {split}"
 
 
 class Found(NamedTuple):
-    """What came out, by arrangement; a stage's arrays are None where it is not.
+    """Results by arrangement; arrays of a stage in another process are None.
 
     Attributes:
-      losses: Of the first batch, as parts of the judged size, and dealt out otherwise.
-      gradients: The same, of each stage.
+      losses: Losses of the first batch, in parts of the judged size and permuted.
+      gradients: Gradients of the same, for each stage.
       trained: Parameters and statistics of each stage after a run.
-      expected: The same, of both stages on one device, part by part.
-      seconds: Of each timed run.
+      expected: The same of both stages on one device, part by part.
+      seconds: Seconds of each timed run.
     """
 
     losses: dict[str, float]
@@ -96,19 +97,20 @@ class Found(NamedTuple):
 
 
 def squared_error(y: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """The mean over the classes, for each example."""
+    """The mean squared error over the classes, for each example."""
     return ((y - batch["target"]) ** 2).mean(-1)
 
 
 def losses_of(stages: Sequence[pipeline.Stage], states: Sequence[Any]) -> Any:
-    """`(params, parts)` to the loss of each part, on one device.
+    """Returns a function of `(params, parts)`: the loss of each part on one device.
 
-    A part is normalised by its own statistics, so that a batch of parts is to the judge
-    what a batch of examples is elsewhere.
+    A part is normalised by its own statistics, so that the judge treats a batch of
+    parts as it treats a batch of examples elsewhere.
     """
 
     def loss_of(params: Any, part: Any) -> jax.Array:
-        kind = part["x"].dtype  # The judge's may be wider.
+        # The judge calls this in a wider dtype, too.
+        kind = part["x"].dtype
         before = jax.tree.map(lambda x: x.astype(kind), states)
         h, _ = stages[0].fn(params[0], before[0], part["x"])
         y, _ = stages[1].fn(params[1], before[1], h)
@@ -128,7 +130,7 @@ def over_processes(plan: Plan, pinned: bool) -> rpc.Processes:
 
 
 def joined(processes: rpc.Processes) -> Found:
-    """What both processes found; of their times the longer counts."""
+    """Merges the results of both processes; the longer time of the two counts."""
     first, second = processes.join()
 
     def of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def joined(processes: rpc.Processes) -> Found:
 
 
 def _work(rank: int, plan: Plan) -> Found:
-    """The process of one stage; the first one is the one device, too."""
+    """The process of one stage; the first one also runs the one-device network."""
     rpc.init_rpc(NAMES[rank], allow=("experiments",))
     rpc.set_rpc_timeout(PATIENCE)
     wait = functools.partial(rpc.barrier, timeout=PATIENCE)
@@ -162,13 +164,13 @@ def found_by(
     wait: Callable[[], None] = lambda: None,
     rank: int | None = None,
 ) -> Found:
-    """What this process finds with its share of the stages.
+    """The results of this process with its share of the stages.
 
     Args:
-      plan: What is run.
+      plan: The parameters.
       where: Two devices of this process; or `NAMES`, of which it is one.
-      wait: Returns when all processes have called it.
-      rank: Of this process; None if it is the only one.
+      wait: A barrier of all processes.
+      rank: The rank of this process; None if it is the only one.
     """
     made, batches = plan.network.stages(plan.seed), plan.data()
     found = Found({}, {}, {}, {}, {})
@@ -177,7 +179,7 @@ def found_by(
         if not turn:
             _differentiate(pipe, made, {JUDGED: batches[0], DEALT: plan.dealt()}, found)
         found.trained[name] = _trained(pipe, made, batches)
-        if rank in (None, turn % 2):  # Any process will do.
+        if rank in (None, turn % 2):  # divides the reference runs among the processes
             pipe = _pipe(plan, made, split, None)
             found.expected[name] = _trained(pipe, made, batches)
     steps = _steps(plan, made, where, alone=rank in (None, 0))
@@ -189,7 +191,7 @@ def found_by(
 
 
 def _pipe(plan: Plan, made: FromModules, split: int, where: Any) -> pipeline.Pipeline:
-    """Forward passes of all parts, then backward passes of all of them."""
+    """A GPipe pipeline: all forward passes, then all backward passes."""
     schedule = pipeline.gpipe(2, plan.batch // split)
     return pipeline.Pipeline(made.stages, squared_error, schedule, where, optimizer=SGD)
 
@@ -200,7 +202,7 @@ def _differentiate(
     batches: Mapping[str, Batch],
     found: Found,
 ) -> None:
-    """Adds the loss and the gradients of each batch to what was found."""
+    """Adds the loss and the gradients of each batch to `found`."""
     params, states = pipe.place(made.params), pipe.place(made.states)
     for name, batch in batches.items():
         loss, grads, _ = pipe.value_and_grad(params, batch, states=states)
@@ -210,7 +212,7 @@ def _differentiate(
 def _trained(
     pipe: pipeline.Pipeline, made: FromModules, batches: Sequence[Batch]
 ) -> list[Any]:
-    """Parameters and statistics after a run, of each stage that is here."""
+    """Parameters and statistics after a run, of each local stage."""
     state = pipe.init(made.params, made.states)
     for batch in batches:
         state, _ = pipe.train_step(state, batch)
@@ -218,7 +220,7 @@ def _trained(
 
 
 def _host(stages: Any) -> list[Any]:
-    """The arrays of each stage, as NumPy's; None for a stage without any."""
+    """The arrays of each stage as NumPy arrays; None for a stage without any."""
     leaves = [jax.tree.leaves(tree) for tree in stages]
     return [[np.asarray(leaf) for leaf in own] or None for own in leaves]
 
@@ -226,13 +228,13 @@ def _host(stages: Any) -> list[Any]:
 def _steps(
     plan: Plan, made: FromModules, where: Any, *, alone: bool
 ) -> dict[str, Step]:
-    """Every arrangement, ready to be called again and again.
+    """Every arrangement as a step that can be repeated.
 
     Args:
-      plan: What is run.
+      plan: The parameters.
       made: The stages.
-      where: They are.
-      alone: Whether this process is the one device; else it only waits for that.
+      where: Their places.
+      alone: Whether this process runs the one-device network; otherwise it waits.
     """
     one = _on_one_device(made) if alone else lambda batch: None
     return {ONE: one} | {
@@ -242,7 +244,7 @@ def _steps(
 
 
 def _on_one_device(made: FromModules) -> Step:
-    """The whole network as one compiled function, which donates what it replaces."""
+    """The whole network as one compiled step that donates its state."""
 
     def loss_of(params: Any, states: Any, batch: Batch) -> tuple[jax.Array, Any]:
         h, front = made.stages[0].fn(params[0], states[0], batch["x"])
@@ -256,6 +258,7 @@ def _on_one_device(made: FromModules) -> Step:
         params, kept = SGD.step(params, grads, kept)
         return params, states, kept
 
+    # A copy, because the step donates its state.
     start = jax.tree.map(jax.numpy.copy, (made.params, made.states))
     held = [(*start, SGD.init(start[0]))]
 
@@ -285,7 +288,7 @@ def _timed(
     """Seconds of each run; the arrangements take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
-        jax.block_until_ready(step(batches[0]))  # Compiles.
+        jax.block_until_ready(step(batches[0]))  # compiles
     for _ in range(plan.runs):
         for name, step in steps.items():
             wait()

@@ -1,9 +1,9 @@
 """What an experiment returns: claims, each with what was measured, and the evidence.
 
-An experiment asks a question and judges claims. Whatever is said of the outcome, on the
-terminal, in the JSON and on the page, is made here from claims and their verdicts:
-there is no other place for a sentence about a result. What is not a claim (captions,
-notes, titles) says what is shown and how it was found, and not what came out.
+An experiment asks a question and judges claims. Every statement on the outcome, on the
+terminal, in the JSON and on the page, is made here from claims and their verdicts: no
+other place writes a sentence about a result. Everything else (captions, notes, titles)
+says what is shown and how it was found, and not what came out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ Verdict = Literal["holds", "does not hold", "not judged"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line chooses.
+    """The options of the command line.
 
     Attributes:
-      quick: A shorter form. What it cannot judge it says.
-      devices: How many devices to use at most.
-      seed: Of everything random.
-      here: On the devices of this machine, where an experiment is about others too.
+      quick: Whether to run a shorter form, which names the claims it cannot judge.
+      devices: The largest number of devices to use.
+      seed: Seed of all random numbers.
+      here: Whether to run on this machine's devices, for an experiment on others.
     """
 
     quick: bool = False
@@ -35,17 +35,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One sentence, and whether the measurement bears it out.
+    """One sentence, and whether the measurement supports it.
 
     Attributes:
-      text: The sentence, as it reads where it holds.
-      holds: Whether it does; None: it was not judged.
-      measured: What decides.
-      why_not: Why it was not judged; empty where it was.
+      text: The sentence, worded as if it holds.
+      holds: Whether it holds; None if it was not judged.
+      measured: The measurement that decides.
+      why_not: The reason why it was not judged; empty if it was.
       leads: Whether the line at the end of a run repeats it.
 
     Raises:
-      ValueError: It is not judged and does not say why, or the other way round.
+      ValueError: It is not judged and has no reason, or the other way round.
     """
 
     text: str
@@ -55,13 +55,13 @@ class Claim:
     leads: bool = False
 
     def __post_init__(self) -> None:
-        """A claim is judged, or says why it is not."""
+        """Checks that the claim is judged or has a reason why it is not."""
         if (self.holds is None) != bool(self.why_not):
             raise ValueError(f"not judged and no reason, or both: {self.text!r}")
 
     @property
     def verdict(self) -> Verdict:
-        """In words."""
+        """The verdict in words."""
         if self.holds is None:
             return "not judged"
         return "holds" if self.holds else "does not hold"
@@ -73,7 +73,7 @@ class Claim:
         return f"{self.text} ({shown})" if shown else self.text
 
     def unless(self, why_not: str) -> "Claim":
-        """The claim as it is, or not judged if there is a reason.
+        """This claim, or an unjudged one if there is a reason.
 
         Args:
           why_not: The reason; empty for none.
@@ -95,12 +95,12 @@ class Result:
     """The outcome of an experiment.
 
     Attributes:
-      claims: What is asserted.
+      claims: The claims.
       pictures: Plots.
       tables: Title to rows; the first row is the header.
-      data: Every number behind it, as JSON can hold it.
+      data: All underlying numbers, as JSON values.
       notes: How things were measured, and what was left out.
-      files: By name, what writes a file of evidence to a path.
+      files: For each evidence file a function that writes it to a path.
     """
 
     claims: Sequence[Claim]
@@ -111,17 +111,17 @@ class Result:
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
     def having(self, verdict: Verdict) -> list[Claim]:
-        """The claims of one verdict."""
+        """The claims with that verdict."""
         return [claim for claim in self.claims if claim.verdict == verdict]
 
     @property
     def holds(self) -> bool:
-        """Whether every claim that was judged holds; without any, nothing is proved."""
+        """Whether at least one claim was judged, and all of those hold."""
         return bool(self.having("holds")) and not self.having("does not hold")
 
     @property
     def outcome(self) -> str:
-        """The line at the end of a run, made of the claims alone."""
+        """The line at the end of a run, composed of the claims alone."""
         held, failed = self.having("holds"), self.having("does not hold")
         left = self.having("not judged")
         judged = len(held) + len(failed)

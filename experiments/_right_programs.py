@@ -1,6 +1,6 @@
 """The ways in which right programs compute one gradient, each with its own roundings.
 
-Every way returns the loss and its gradient. Parts are added in float32 at least, as
+Every way returns the loss and its gradient. Parts are summed in at least float32, as
 jdist and XLA do, and rounded once at the end.
 """
 
@@ -25,9 +25,9 @@ ORDERS = 3
 def right_programs(
     trainer: Trainer, few: bool = False
 ) -> Iterator[tuple[str, Gradient]]:
-    """Name and result of every way that the problem allows; or of those soon compiled.
+    """Yields name and result of every way that applies, or of those that compile soon.
 
-    The first is the mean's gradient by one compiled program.
+    The first is the gradient of the mean by one compiled program.
     """
     problem = trainer.problem
     mean = _reduced(problem, problem.losses)
@@ -54,11 +54,12 @@ def right_programs(
 
 
 def forward_mode(problem: GradientProblem) -> Iterator[tuple[str, Gradient]]:
-    """A derivative for each entry; it comes in the loss's dtype."""
+    """Derivatives by `jacfwd`, which come in the loss's dtype."""
     mean = _reduced(problem, problem.losses)
     forward = jax.jit(lambda p, b: (mean(p, b), jax.jacfwd(mean)(p, b)))
     loss, gradient = forward(problem.params, problem.batch)
     dtype = problem.params["readout"].dtype
+    # A loss of a narrower dtype would round the gradient.
     if jnp.finfo(loss.dtype).bits >= jnp.finfo(dtype).bits:
         yield "forward mode", (loss, {k: v.astype(dtype) for k, v in gradient.items()})
 
@@ -71,7 +72,7 @@ def orders(trainer: Trainer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def in_parts(trainer: Trainer, sizes: Sequence[int]) -> Iterator[tuple[str, Gradient]]:
-    """The batch cut into micro-batches of equal sizes and into unequal shards."""
+    """The batch divided into equal micro-batches and into unequal shards."""
     count = trainer.problem.examples
     for size in sizes:
         parts = [
@@ -85,7 +86,7 @@ def in_parts(trainer: Trainer, sizes: Sequence[int]) -> Iterator[tuple[str, Grad
 
 
 def in_float64(problem: GradientProblem) -> Gradient:
-    """Everything in double precision, the result in the problem's dtype."""
+    """The gradient in double precision, rounded to the problem's dtype."""
     dtypes = {name: leaf.dtype for name, leaf in problem.params.items()}
     with jax.enable_x64(True):
         wide = [
@@ -124,13 +125,13 @@ def _loss_dtype(problem: GradientProblem) -> Any:
 
 
 def _padded(rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, filled up by repeats of the first, and which of them count."""
+    """Pads rows by repeats of the first; returns them and a mask of real ones."""
     filled = np.concatenate([rows, np.repeat(rows[:1], size - len(rows))])
     return filled, (np.arange(size) < len(rows)).astype(float)
 
 
 def _combined(trainer: Trainer, parts: list[tuple[np.ndarray, Any]]) -> Gradient:
-    """The sum over parts, one program call each, then one division."""
+    """The sum over parts, with one program call each, then one division."""
     problem = trainer.problem
     program = trainer.program(problem.losses)
     found = []
@@ -143,7 +144,7 @@ def _combined(trainer: Trainer, parts: list[tuple[np.ndarray, Any]]) -> Gradient
 
 
 def _shards(trainer: Trainer) -> list[tuple[np.ndarray, Any]]:
-    """Unequal ones, filled up to the size of the largest."""
+    """Unequal shards, padded to the size of the largest."""
     shards = trainer.shards()
     longest = max(map(len, shards))
     return [_padded(rows, longest) for rows in shards]
@@ -161,7 +162,7 @@ def _mapped(trainer: Trainer) -> Gradient:
 
 
 def _pairwise(trainer: Trainer) -> Gradient:
-    """Each example's gradient by one vmap, added in a binary tree."""
+    """Each example's gradient by `vmap`, summed in a binary tree."""
     problem = trainer.problem
 
     def one(params: Any, example: Any, weight: jax.Array) -> Any:
@@ -181,7 +182,7 @@ def _pairwise(trainer: Trainer) -> Gradient:
 
 
 def _wide(leaf: jax.Array) -> np.ndarray:
-    """Float32 at least."""
+    """The array in float32 or wider."""
     return np.asarray(leaf, np.promote_types(np.asarray(leaf).dtype, np.float32))
 
 

@@ -28,7 +28,7 @@ MARKS = {
 
 
 def names() -> list[str]:
-    """All experiments, by name."""
+    """The names of all experiments."""
     modules = pkgutil.iter_modules(experiments.__path__)
     return sorted(m.name for m in modules if not m.name.startswith("_"))
 
@@ -39,12 +39,12 @@ def load(name: str) -> ModuleType:
 
 
 def summary(module: ModuleType) -> str:
-    """Its question: the first paragraph of its docstring, on one line."""
+    """The question of an experiment: its docstring's first paragraph, on one line."""
     return " ".join((module.__doc__ or "").partition("\n\n")[0].split())
 
 
 def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
-    """Runs one experiment, shows its claims, writes its files; whether they hold."""
+    """Runs an experiment, prints its claims and writes its files; whether they hold."""
     module = load(name)
     console.print(f"[bold]{name}[/bold]: {summary(module)}")
     start = time.perf_counter()
@@ -61,7 +61,7 @@ def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
 
 
 def told(claim: Claim) -> str:
-    """What stands beside a claim: the measurement, and whether it was judged at all."""
+    """The text beside a claim: the measurement, or why it was not judged."""
     if claim.verdict != "not judged":
         return claim.measured
     measured = f"; measured: {claim.measured}" if claim.measured else ""
@@ -106,7 +106,7 @@ def _write(
         "environment": asdict(Environment()),
         "data": result.data,
     }
-    # A half-written file would break the report of all others.
+    # Written and renamed: a half-written file would break the report of all others.
     unfinished = folder / f"{name}.json.unfinished"
     unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
     unfinished.replace(folder / f"{name}.json")

@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
 
 def traced(run: Callable[[], Any]) -> list[Interval]:
-    """The operations of all programs that `run` ran to its end."""
+    """The operations of all programs that `run` executed, sorted by start."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -45,7 +45,7 @@ def traced(run: Callable[[], Any]) -> list[Interval]:
 
 
 def union(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
-    """The time that is covered, as intervals that do not touch."""
+    """The covered time, as disjoint intervals `(start, end)`."""
     merged: list[tuple[float, float]] = []
     for start, end, *_ in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -56,7 +56,7 @@ def union(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Seconds in which something of both ran."""
+    """Seconds in which operations of both ran."""
     return sum(
         max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
         for a in union(first)

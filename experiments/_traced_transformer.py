@@ -1,7 +1,8 @@
 """A transformer with taps, its trainers, and switches for defects.
 
-All defects are numbers that enter compiled programs, so that one program serves the
-right trainer and all wrong ones. At `NEUTRAL` every switch is exactly without effect.
+All defects are numbers passed to compiled programs, so that one program serves the
+right trainer and all wrong ones. With `neutral` switches no defect has any effect,
+exactly.
 """
 
 from collections.abc import Callable
@@ -24,15 +25,15 @@ Tree = Any
 
 
 class Switches(NamedTuple):
-    """What goes wrong in each layer; arrays `(layers,)`.
+    """Defects of each layer; arrays of shape `(layers,)`.
 
     Attributes:
-      attention: What the attention's output is multiplied by.
-      mlp: What the output of the multi-layer perceptron is multiplied by.
-      attention_back: What the cotangent of the attention's output is multiplied by.
-      mlp_back: What the cotangent of the perceptron's output is multiplied by.
+      attention: Factor of the attention's output.
+      mlp: Factor of the output of the multi-layer perceptron.
+      attention_back: Factor of the cotangent of the attention's output.
+      mlp_back: Factor of the cotangent of the perceptron's output.
       unmasked: Whether padding is attended to.
-      other_key: What is added to the number that a dropout key is made from.
+      other_key: Added to the number from which a dropout key is made.
       rounded: Whether the perceptron's output is rounded to bfloat16.
     """
 
@@ -46,7 +47,7 @@ class Switches(NamedTuple):
 
 
 def neutral(layers: int) -> Switches:
-    """No defect."""
+    """Switches without a defect."""
     one, off = np.ones(layers, np.float32), np.zeros(layers, bool)
     return Switches(one, one, one, one, off, np.zeros(layers, np.int32), off)
 
@@ -55,7 +56,7 @@ def neutral(layers: int) -> Switches:
 
 
 def parameters(rng: np.random.Generator, dtype: Any, layers: int) -> Tree:
-    """Random ones; those of the layers are stacked."""
+    """Random parameters; those of the layers are stacked."""
 
     def normal(*shape: int) -> jax.Array:
         scale = shape[-2] ** -0.5
@@ -97,7 +98,7 @@ def examples(rng: np.random.Generator) -> tuple[Tree, np.ndarray]:
 
 @jax.custom_vjp
 def scaled_back(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """The identity; its cotangent is multiplied by a factor."""
+    """The identity, with its cotangent multiplied by a factor."""
     return x
 
 
@@ -113,7 +114,7 @@ def embedded(params: Tree, batch: Tree) -> jax.Array:
 
 
 def logits_of(params: Tree, hidden: jax.Array) -> jax.Array:
-    """Of each token, `(examples, TOKENS, WORDS)`."""
+    """The logits of each token, `(examples, TOKENS, WORDS)`."""
     return tap(normalized(hidden) @ params["head"], "logits")
 
 
@@ -126,7 +127,7 @@ def entropies(logits: jax.Array, batch: Tree) -> jax.Array:
 
 
 def normalized(x: jax.Array) -> jax.Array:
-    """By the root of the mean square."""
+    """Normalises by the root mean square."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-3)
 
 
@@ -137,14 +138,14 @@ def layers(
     switches: Switches | None,
     numbers: np.ndarray | jax.Array,
 ) -> jax.Array:
-    """Several layers.
+    """Applies several layers.
 
     Args:
-      params: Stacked, of these layers.
-      hidden: `(examples, TOKENS, WIDTH)`.
-      batch: Of which mask and keys are read.
-      switches: Of these layers; None for a program without them.
-      numbers: Of the layers in the whole model.
+      params: Stacked parameters of these layers.
+      hidden: The hidden states, `(examples, TOKENS, WIDTH)`.
+      batch: The batch, of which mask and keys are read.
+      switches: Switches of these layers; None for a program without them.
+      numbers: The indices of the layers in the whole model.
     """
 
     def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
@@ -192,7 +193,7 @@ def _attention(p: Tree, x: jax.Array, batch: Tree, s: Any, number: Any) -> jax.A
 
 
 def losses(params: Tree, batch: Tree, switches: Switches | None = None) -> jax.Array:
-    """One per example; without switches, the loss that the judge differentiates."""
+    """The loss of each example; the judge differentiates it without switches."""
     hidden = embedded(params, batch)
     numbers = np.arange(_depth(params))
     hidden = layers(params["layers"], hidden, batch, switches, numbers)
@@ -213,7 +214,7 @@ each in a right trainer."""
 
 @jax.jit
 def _part(params: Tree, rows: Tree, own: jax.Array, switches: Switches) -> Any:
-    """Loss and gradient of a part: the sum of losses, each times its share."""
+    """Loss and gradient of a part: the sum of its losses, each times its share."""
     return jax.value_and_grad(lambda p: jnp.sum(own * losses(p, rows, switches)))(
         params
     )
@@ -227,7 +228,7 @@ def accumulated(
     shares: np.ndarray,
     narrow: bool = False,
 ) -> tuple[Any, Tree]:
-    """Micro-batches one after the other, added up in float32 or in bfloat16."""
+    """Micro-batches one after another, summed in float32 or in bfloat16."""
     size = len(weights) // MICRO_BATCHES
     kind = jnp.bfloat16 if narrow else np.float32
     total: Any = None
@@ -303,7 +304,7 @@ def data_parallel(
     switches: Switches,
     shares: np.ndarray,
 ) -> tuple[Any, Tree]:
-    """Replicas side by side, and the sum over them."""
+    """Replicas on one device by `jax.vmap`, and the sum over them."""
     split = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
     own = jnp.asarray(weights / weights.sum()).reshape(REPLICAS, -1)
     loss, gradient = _replicas(params, split, own, switches, jnp.asarray(shares))
@@ -315,7 +316,7 @@ def _in_dtypes(params: Tree, gradient: Tree) -> Tree:
 
 
 def piped() -> Trainer:
-    """Three stages by jdist's pipeline, under 1F1B."""
+    """Three stages in jdist's pipeline under 1F1B."""
 
     def first(p: Tree, tokens: Any, mask: Any, key: Any) -> jax.Array:
         hidden = embedded(p, {"tokens": tokens})
@@ -361,7 +362,7 @@ def _stage_layers(p: Tree, hidden: Any, mask: Any, key: Any) -> jax.Array:
 
 
 def _cut(params: Tree, switches: Switches) -> list[Tree]:
-    """Each stage's parameters; the switches are parameters without an optimizer."""
+    """The parameters of each stage, which include the switches."""
     numbers = jnp.arange(_depth(params))
     each = len(numbers) // STAGES
     stages: list[Tree] = []

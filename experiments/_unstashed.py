@@ -1,8 +1,8 @@
 """Asynchronous updates without weight stashing, as a control, on one device.
 
 The actions are those of PipeDream's schedule. A backward pass uses the newest weights
-of its stage with activations that older weights have made, which is the gradient of
-nothing. A pipeline never does that, and a segment refuses it; here it is forced.
+of its stage with activations that older weights produced, which is not the gradient of
+any function. A pipeline never does so, and a segment raises; here it is forced.
 """
 
 from collections import deque
@@ -16,25 +16,25 @@ from jdist import optim, pipeline, segment
 
 
 class State(NamedTuple):
-    """Parameters and optimizer's state of each stage."""
+    """Parameters and optimizer states of each stage."""
 
     params: list[Any]
     opt_states: list[Any]
 
 
 class Losses(NamedTuple):
-    """The loss of each micro-batch, with the weights that it met."""
+    """The loss of each micro-batch at the weights that it met, `(micro-batches,)`."""
 
     losses: np.ndarray
 
 
 class Unstashed:
-    """Stages in a row that update after each of their backward passes.
+    """A chain of stages that update after each of their backward passes.
 
     Args:
-      stages: Each with one input and one output; the first one's is in the batch.
+      stages: Stages of one input and one output; the batch has the first input.
       loss_fn: As for `pipeline.Pipeline`.
-      optimizer: Of every stage.
+      optimizer: The optimizer of every stage.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Unstashed:
     def train_epoch(
         self, state: State, batches: Sequence[dict[str, Any]]
     ) -> tuple[State, Losses]:
-        """The state after one pass over the batches, and their losses."""
+        """Trains one pass over the batches; returns the new state and the losses."""
         last = len(self._segments) - 1
         schedule = pipeline.pipedream(last + 1, len(batches))
         left = [deque(schedule.actions(j)) for j in range(last + 1)]
@@ -67,6 +67,7 @@ class Unstashed:
         cotangents: dict[tuple[int, int], Any] = {}
         kept: dict[tuple[int, int], Any] = {}
         losses: dict[int, Any] = {}
+        # Each stage runs its actions in order until one lacks its value or cotangent.
         while any(left):
             for j, actions in enumerate(left):
                 while actions:
@@ -82,7 +83,8 @@ class Unstashed:
                             found = self._loss(values.pop((j + 1, i)), batches[i])
                             losses[i], cotangents[j, i] = found
                         continue
-                    # Rebuilt, the residuals do not know which weights made them.
+                    # A rebuilt tree loses the identity of its weights, which `backward`
+                    # would check.
                     residuals = jax.tree.map(lambda x: x, kept.pop((j, i)))
                     d_params, (d_value,) = self._segments[j].backward(
                         params[j], residuals, cotangents.pop((j, i))

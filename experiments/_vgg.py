@@ -1,9 +1,9 @@
 """VGG: convolutions of 3 x 3 in five groups, and three large matrices.
 
 Each group ends with a maximum over 2 x 2 and doubles the channels, up to eight times
-the first one's. Most parameters are in the first matrix and most time goes into the
-first groups, which is why a pipeline suits it. Images are
-`(examples, height, width, 3)`.
+those of the first. Most parameters are in the first matrix and most time goes into the
+first groups, which is why a pipeline suits it. Images are `(examples, height, width,
+3)`.
 
 References:
   Simonyan and Zisserman, Very Deep Convolutional Networks, ICLR 2015, table 1, D.
@@ -23,12 +23,12 @@ CONVOLUTIONS = (2, 2, 3, 3, 3)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Which of the family.
+    """The sizes of a VGG-16.
 
     Attributes:
       width: Channels of the first group; the original has 64.
-      image: Pixels on each side.
-      classes: What it tells apart.
+      image: Height and width of the images.
+      classes: The number of classes.
     """
 
     width: int = 64
@@ -40,7 +40,7 @@ class Network:
         return "VGG-16" + ("" if self == Network() else smaller)
 
     def layers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """The layers in order, by name; one after the other they are the network."""
+        """The layers in order, by name; their composition is the network."""
         found: dict[str, nnx.Module] = {}
         inputs = 3
         for group, count in enumerate(CONVOLUTIONS, 1):
@@ -58,12 +58,12 @@ class Network:
 
 
 class Convolution(nnx.Module):
-    """3 x 3 and a relu; the last of a group also halves the image.
+    """A 3 x 3 convolution and a ReLU; the last of a group also halves the image.
 
     Args:
-      inputs: Channels.
-      outputs: Channels.
-      halves: Whether it takes the maximum over 2 x 2.
+      inputs: Input channels.
+      outputs: Output channels.
+      halves: Whether to take the maximum over 2 x 2.
     """
 
     def __init__(self, inputs: int, outputs: int, halves: bool, rngs: nnx.Rngs) -> None:
@@ -71,18 +71,18 @@ class Convolution(nnx.Module):
         self.halves = halves
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(examples, height, width, inputs)`."""
+        """Maps `(examples, height, width, inputs)` to `outputs` channels."""
         h = nnx.relu(self.conv(x))
         return nnx.max_pool(h, (2, 2), (2, 2)) if self.halves else h
 
 
 class Dense(nnx.Module):
-    """A matrix over everything that there is of an example.
+    """A dense layer over all features of an example.
 
     Args:
-      inputs: Numbers.
-      outputs: Numbers.
-      activation: None after the last one, which puts out scores.
+      inputs: Input features.
+      outputs: Output features.
+      activation: The activation; None for the last layer, which returns scores.
     """
 
     def __init__(
@@ -96,6 +96,6 @@ class Dense(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(examples, ...)`."""
+        """Maps `(examples, ...)` to `(examples, outputs)`."""
         h = self.linear(x.reshape(len(x), -1))
         return h if self.activation is None else self.activation(h)

@@ -1,11 +1,11 @@
 """How would a ResNet-50 and a transformer train on three slices that are not here; and
 does what was proved on CPUs hold on the devices that are?
 
-Without `--here` the layers are compiled for each slice from shapes, cut into stages by
-their estimated times, and every stage's programs are compiled again as a whole: their
-memory, and the step that a simulation makes of their times under 1F1B. Nothing runs,
-and every second is an estimate by roofline. With `--here` small problems run on the
-devices of this machine.
+Without `--here` the layers are compiled for each slice from shapes and partitioned into
+stages by their estimated times. The programs of every stage are then compiled as a
+whole, which gives their memory and, by a simulation of 1F1B, the time of a step.
+Nothing runs, and all seconds are roofline estimates. With `--here` small problems run
+on the devices of this machine.
 """
 
 import math
@@ -46,10 +46,10 @@ class Problem(NamedTuple):
     """A model as layers, and one micro-batch.
 
     Attributes:
-      name: For tables.
+      name: The name in tables.
       modules: The layers, with shapes for parameters and states.
-      batch: Shapes.
-      micro_batches: Of a step.
+      batch: The shapes of a micro-batch.
+      micro_batches: The number of micro-batches in a step.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Planned(NamedTuple):
 
     Attributes:
       problem: The model.
-      slice: Name of the hardware.
-      plan: One stage on each chip.
-      seconds: By stage, estimated seconds of forward and backward as compiled whole.
-      memory: By stage, bytes that its chip needs.
-      capacity: Bytes of a chip.
-      timeline: Of a simulated step.
+      slice: The name of the hardware.
+      plan: The plan, with one stage on each chip.
+      seconds: Estimated seconds of each stage's compiled forward and backward passes.
+      memory: Bytes that each stage needs on its chip.
+      capacity: Bytes of memory of a chip.
+      timeline: The timeline of a simulated step.
     """
 
     problem: Problem
@@ -81,13 +81,13 @@ class Planned(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """Over one chip that does the work of all, if it had the memory."""
+        """The speed-up over one chip that does all the work, if it had the memory."""
         alone = self.problem.micro_batches * sum(f + b for f, b in self.seconds)
         return alone / self.timeline.makespan
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Plans for what is absent, or runs on what is here."""
+    """Plans for absent slices, or runs on the devices of this machine."""
     if settings.here:
         return _here.run(settings, progress)
     slices, missing = available(settings)
@@ -124,7 +124,7 @@ def available(settings: Settings) -> tuple[list[targets.Hardware], list[str]]:
     for name in SLICES[:1] if settings.quick else SLICES:
         each = targets.target(name)
         try:
-            _ = each.devices  # Asks for the compiler.
+            _ = each.devices  # raises if the compiler is missing
             found.append(each)
         except Unavailable as error:
             missing.append(f"{name}: {error}")
@@ -137,7 +137,7 @@ def available(settings: Settings) -> tuple[list[targets.Hardware], list[str]]:
 
 
 def resnet(settings: Settings) -> Problem:
-    """Of Flax modules, with shapes in the place of numbers."""
+    """A ResNet of Flax modules, with shapes in place of parameters."""
     sizes = sizes_for(settings)
     layers = resnet_layers(sizes)
     image = (sizes.examples, sizes.pixels, sizes.pixels, 3)
@@ -177,7 +177,7 @@ def transformer(settings: Settings) -> Problem:
 
 
 def normalised(x: jax.Array) -> jax.Array:
-    """By the root of the mean square, in float32."""
+    """Normalises by the root mean square, computed in float32."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype)
@@ -187,9 +187,9 @@ def normalised(x: jax.Array) -> jax.Array:
 
 
 def planned(problem: Problem, hardware: targets.Hardware) -> Planned:
-    """Layers to stages by compiled costs; then the stages, compiled whole."""
+    """Partitions layers into stages by compiled costs; compiles whole stages."""
     chip, n, m = hardware.chip, hardware.chips, problem.micro_batches
-    # A message between two chips takes one of the links.
+    # A message between two chips uses only one of the links.
     bandwidth = chip.link_bandwidth / chip.links
     profile = pipeline.profile(problem.modules, problem.batch, target=hardware)
     plan = pipeline.partition(profile, n, bandwidth, replicate=False)
@@ -216,7 +216,7 @@ def planned(problem: Problem, hardware: targets.Hardware) -> Planned:
         forward, backward, update = (compiled(x, hardware, known) for x in parts)
         seconds.append((forward.seconds or math.inf, backward.seconds or math.inf))
         memory.append(needed(forward, backward, update, min(m, len(made.stages) - j)))
-    # The stages as they were compiled whole, not the sums of their layers.
+    # Compiled as a whole, a stage differs from the sum of its layers.
     costs = replace(
         plan.costs(bandwidth=bandwidth),
         forward=[f for f, _ in seconds],
@@ -234,8 +234,8 @@ def compiled(
     hardware: targets.Hardware,
     known: dict[str, targets.CompiledProgram],
 ) -> targets.CompiledProgram:
-    """The report; equal stages, as of a transformer, are compiled once."""
-    # Results are named by the layers' names, which the compiler does not look at.
+    """Compiles a program; equal ones, as of a transformer's stages, only once."""
+    # Results are named after layers, which does not affect the compiled program.
     text = re.sub(r'jax\.result_info = "[^"]*"', "", lowered.as_text())
     if text not in known:
         known[text] = targets.compile(lowered, target=hardware)
@@ -248,10 +248,10 @@ def needed(
     update: targets.CompiledProgram,
     in_flight: int,
 ) -> int:
-    """Bytes of a stage: weights, their gradients and state; activations; scratch.
+    """Bytes that a stage needs: weights, gradients and state; activations; scratch.
 
-    What the forward pass returns is counted for every micro-batch in flight, also its
-    output, which is with the next stage by then.
+    The results of the forward pass count for every micro-batch in flight, including the
+    output, which has been sent to the next stage.
     """
     kept = [each.bytes_per_device for each in (forward, backward, update)]
     assert all(kept)
@@ -265,7 +265,7 @@ def needed(
 
 
 def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
-    """About every plan."""
+    """Claims about every plan."""
     full = max(max(each.memory) / each.capacity for each in found)
     text = "every stage's programs fit the memory of its chip, as compiled"
     yield Claim(text, full <= 1, f"{full:.1%} of it at most", leads=True)
@@ -289,7 +289,7 @@ def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
 
 
 def rows(found: Sequence[Planned]) -> list[list[str]]:
-    """A line for each plan."""
+    """A table with a row for each plan."""
     table = [
         ["model", "slice", "layers", "step (estimate)", "bubble", "speed-up", "memory"]
     ]
@@ -310,7 +310,7 @@ def rows(found: Sequence[Planned]) -> list[list[str]]:
 
 
 def recorded(each: Planned) -> dict[str, Any]:
-    """Every number of a plan."""
+    """All numbers of a plan, as JSON values."""
     return {
         "model": each.problem.name,
         "slice": each.slice,
@@ -323,7 +323,7 @@ def recorded(each: Planned) -> dict[str, Any]:
 
 
 def plot(found: Sequence[Planned]) -> Figure:
-    """A bar for each plan, a panel for each model: their steps differ a hundredfold."""
+    """A bar for each plan; a panel for each model, as their steps differ widely."""
     by_model: dict[str, list[Planned]] = {}
     for each in found:
         by_model.setdefault(each.problem.name, []).append(each)
@@ -347,7 +347,7 @@ def plot(found: Sequence[Planned]) -> Figure:
         axes.margins(x=0.1)
         axes.set_yticks(places, [each.slice for each in plans])
         axes.set_title(model, fontsize="medium", loc="left")
-    # Lengths that stand behind each other can be compared on a linear axis only.
+    # Stacked lengths can be compared on a linear axis only.
     axes.set_xlabel("estimated ms of a step")
     figure.legend(
         *axes.get_legend_handles_labels(),

@@ -2,15 +2,15 @@
 training run? A convolutional net on real digits.
 
 The net is trained with momentum on one device, and on 2, 4 and 8 replicas whose shards
-all differ in size and change hands at every step. At every step, in the quick form (of
-2 and 8 replicas) at every ninth, the replicas' gradient is judged against
+all differ in size and rotate at every step. At every step (at every ninth in the quick
+form, which has 2 and 8 replicas) the replicas' gradient is judged against
 `jax.value_and_grad` of the whole batch on one device; after every step all copies of
-the parameters are compared bit by bit. Beside it stands the classic mistake, the mean
-of the replicas' means, which must be caught.
+the parameters are compared bit by bit. The classic mistake, the mean of the replicas'
+means, is judged as well and must be caught.
 
-Rounding makes two runs drift apart, in the same way in which one device drifts from
-itself when it adds up the examples in another order. That drift is measured too and is
-the yardstick for "the same loss curve".
+Rounding makes two runs drift apart, as one device drifts from itself when it sums the
+examples in another order. That drift is measured too and defines "the same loss
+curve".
 """
 
 from collections.abc import Callable, Sequence
@@ -36,21 +36,21 @@ MISTAKEN = 8
 """Replicas beside which the mean of means is judged."""
 ORDERS = 3
 ACCURACY = 0.95
-# Drift grows from random rounding: two runs of one kind differ by a few times.
+# Drift grows from random rounding: two runs of one kind differ by a small factor.
 SAME_DRIFT = 10
 
 OPTIMIZER = optim.sgd(lr=0.12, momentum=0.9, nesterov=True)
 
 
 class Plan(NamedTuple):
-    """Of every run.
+    """The schedule of a training run and its judgements.
 
     Attributes:
-      steps: Of training.
+      steps: Training steps.
       judge_every: Steps from one judgement to the next.
       judge_mistake_every: Steps from one judgement of the mean of means to the next; a
         multiple of `judge_every`.
-      counts: Of replicas.
+      counts: Numbers of replicas.
     """
 
     steps: int
@@ -59,16 +59,15 @@ class Plan(NamedTuple):
     counts: tuple[int, ...] = REPLICAS
 
 
-# Most of the time goes into the judge and into compiling, for each number of replicas
-# anew. Not by an even number, so that the order of the
-# shards, which moves on at every step, differs from one judged step to the next. What
-# fails is measured again with many more draws.
+# Most of the time goes into the judge, and into compiling for each number of replicas.
+# An odd period, so that the shards, which rotate at every step, differ between judged
+# steps. Failed judgements are repeated with many more draws.
 QUICK = Plan(75, 9, 36, (2, 8))
 
 
 @dataclass
 class Run:
-    """What one training run left behind; rows are steps."""
+    """The results of a training run; lists have an item per step."""
 
     name: str
     losses: list[float]
@@ -79,12 +78,12 @@ class Run:
     caught: tuple[float, ...] = ()
 
     def drift(self, other: "Run") -> np.ndarray:
-        """How far its loss is from another run's, step by step."""
+        """The distance of the losses from another run's, step by step."""
         return np.abs(np.subtract(self.losses, other.losses))
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Trains, judges, compares."""
+    """Trains, judges and compares."""
     plan = QUICK if settings.quick else Plan(400)
     task = digits(settings.seed, plan.steps, BATCH)
     rng = np.random.default_rng(settings.seed)
@@ -136,7 +135,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def replicas(
     available: int, counts: Sequence[int] = REPLICAS
 ) -> list[tuple[int, Mesh | int, str]]:
-    """Replica counts, each on its own devices where there are enough, else on one."""
+    """Replicas on their own devices, or on one device if there are too few."""
     devices = np.array(jax.devices()[:available])
     return [
         (count, Mesh(devices[:count], ("data",)), f"{count} devices")
@@ -147,7 +146,7 @@ def replicas(
 
 
 def shard_sizes(count: int, step: int) -> tuple[int, ...]:
-    """All sizes differ, in proportion 1 : 2 : .. : count, and move on at every step."""
+    """Unequal shard sizes in proportion 1 : 2 : .. : count, rotated at every step."""
     total = count * (count + 1) // 2
     sizes = [BATCH * (rank + 1) // total for rank in range(count)]
     sizes[-1] += BATCH - sum(sizes)
@@ -158,7 +157,7 @@ def shard_sizes(count: int, step: int) -> tuple[int, ...]:
 
 
 def plain_step(task: Task) -> Callable[..., Any]:
-    """One step of training in plain JAX, on one device."""
+    """A training step in plain JAX, on one device."""
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -175,7 +174,7 @@ def train_alone(
     progress: Progress,
     rng: np.random.Generator | None = None,
 ) -> Run:
-    """Training on one device; with `rng`, examples are added up in random order."""
+    """Trains on one device; with `rng`, examples are summed in random order."""
     params = jax.device_put(task.params, jax.devices()[0])
     state = OPTIMIZER.init(params)
     losses = []
@@ -196,16 +195,16 @@ def train_replicas(
     plan: Plan,
     mistaken_too: bool,
 ) -> Run:
-    """The same training over replicas, judged.
+    """Trains the same over replicas, with judgements.
 
     Args:
       task: Data, model and batches.
       mesh: The devices; or a number of replicas on one device.
-      name: Of the run.
+      name: The name of the run.
       progress: Shows a bar.
       judged: The judge.
-      plan: How often it is asked.
-      mistaken_too: Whether it judges the mean of means as well.
+      plan: The schedule of judgements.
+      mistaken_too: Whether to judge the mean of means as well.
     """
     count = mesh if isinstance(mesh, int) else mesh.size
     gradient = data_parallel.value_and_grad(task.losses, mesh)
@@ -214,7 +213,8 @@ def train_replicas(
     params = jax.device_put(task.params)
     state = OPTIMIZER.init(params)
     if not isinstance(mesh, int):
-        # From the start, as a step from one device would be compiled apart.
+        # Replicated from the start: a step from one device would compile another
+        # program.
         params, state = data_parallel.replicate((params, state), mesh)
     run = Run(name, [], 0.0, [])
     caught = []
@@ -222,6 +222,7 @@ def train_replicas(
         sizes = shard_sizes(count, t)
         found = gradient(params, *data_parallel.shard_batch(batch, mesh, sizes))
         if t % plan.judge_every == 0:
+            # The judge computes on one device.
             here = jax.device_put(jax.device_get(params), jax.devices()[0])
             candidates = {name: returning(found)}
             watched = mistaken_too and t % plan.judge_mistake_every == 0
@@ -242,12 +243,12 @@ def train_replicas(
 
 
 def returning(found: Any) -> Callable[..., Any]:
-    """A candidate for the judge whose gradient is computed already."""
+    """A candidate for the judge that returns a computed gradient."""
     return lambda params, batch: found
 
 
 def mean_of_means(task: Task) -> Callable[..., tuple[jax.Array, Any]]:
-    """The mistake: each replica's mean counts the same, however few its examples."""
+    """The mistaken gradient, in which each replica's mean has the same weight."""
 
     @jax.jit
     def gradient(params: Any, batch: Any, shares: jax.Array) -> Any:
@@ -272,14 +273,14 @@ def claims(
     plan: Plan,
     shared: str = "",
 ) -> list[Claim]:
-    """What the runs must show; copies that share a device cannot show that they agree.
+    """Claims of all runs; copies on a shared device cannot show that they agree.
 
     Args:
-      alone: One device.
-      orders: One device, examples added in other orders.
-      runs: Over replicas.
-      plan: Of each.
-      shared: Why copies cannot be compared; empty where they can.
+      alone: The run on one device.
+      orders: Runs on one device with examples summed in other orders.
+      runs: The runs over replicas.
+      plan: The schedule of each run.
+      shared: The reason why copies cannot be compared; empty if they can.
     """
     steps = plan.steps
     worst = max(max(r.ratios) for r in runs)
@@ -346,7 +347,7 @@ def plot_losses(alone: Run, orders: Sequence[Run], runs: Sequence[Run]) -> Figur
 
 
 def plot_ratios(runs: Sequence[Run], steps: int) -> Figure:
-    """error/bound of every judged step."""
+    """The error/bound of every judged step."""
     figure, axes = plt.subplots(figsize=(9, 4.5))
 
     def plot(ratios: Sequence[float], **style: str) -> None:
@@ -365,7 +366,7 @@ def plot_ratios(runs: Sequence[Run], steps: int) -> Figure:
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """Zeros are left out of a logarithmic plot."""
+    """Zeros as NaN, which a logarithmic plot leaves out."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -391,7 +392,7 @@ def _rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def sharing(available: int, counts: Sequence[int] = REPLICAS) -> str:
-    """Why equality of copies is not shown; empty where each replica has a device."""
+    """The reason why copies cannot be compared; empty if each replica has a device."""
     present = min(available, jax.device_count())
     shared = [count for count in counts if count > present]
     if not shared:

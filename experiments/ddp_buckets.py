@@ -3,12 +3,12 @@ become ready; and does a bucket's sum run while earlier layers are at their back
 pass?
 
 The cap is swept on the network of the source, 512-1024-10 at batch 64, and on larger
-ones. For each cap the collectives are counted in the *compiled* program, where XLA has
-merged what it can, and the gradient is judged against one device's. Step times come
-from two processes, each pinned to a core, that talk through gloo; on one core a process
-computing and communicating share the time, so that buckets save calls and copies there,
-and overlap pays on other hardware. That it happens is shown in a profile of the
-reducer that the host drives.
+ones. For each cap the collectives are counted in the *compiled* program, after XLA has
+merged them where possible, and the gradient is judged against one device's. Step times
+come from two processes, each pinned to a core, that communicate through gloo. On one
+core computation and communication share the time, so that buckets only save calls and
+copies there; overlap pays on other hardware. That it happens is shown in a profile of
+the reducer that the host drives.
 """
 
 import json
@@ -47,13 +47,13 @@ SOURCE = next(iter(MODELS))
 TRACED = Model((768,) * 9, 96)
 # KiB of each of eight leaves, summed one by one and in one bucket.
 SIZES = (4, 64, 256, 512, 1024, 2048, 4096)
-# As JSON, so that they can be keys; null is the default.
+# JSON strings, so that they can be keys; null is the default.
 CAPS = ("null", "0", "0.01", "0.1", "1", "[1, 25]", "25", "1000")
 QUICK = ("null", "0", "1", "25")
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Counts, judges, traces; and in the full form times."""
+    """Counts, judges and traces; in the full form also times."""
     caps = QUICK if settings.quick else CAPS
     names = [SOURCE] if settings.quick else list(MODELS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -91,7 +91,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def problem(model: Model) -> tuple[list[Any], Any]:
-    """Parameters and a batch, the same everywhere."""
+    """Parameters and a batch, equal in all processes."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -106,12 +106,12 @@ def problem(model: Model) -> tuple[list[Any], Any]:
 
 
 def layer(params: Any, hidden: jax.Array) -> jax.Array:
-    """One dense layer."""
+    """Applies a dense layer."""
     return jax.nn.relu(hidden @ params["w"] + params["b"])
 
 
 def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
-    """The squared distance of the outputs from the target."""
+    """The mean squared error of each example, `(examples,)`."""
     hidden, target = batch
     for own in params:
         hidden = layer(own, hidden)
@@ -119,7 +119,7 @@ def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
 
 
 def step_of(model: Model, mesh: Mesh, cap: str | None) -> Callable[[], None]:
-    """A step of SGD with its state, ready to be called again and again."""
+    """A step of SGD that keeps its state, for repeated calls."""
     params, batch = problem(model)
     options: dict[str, Any] = {"bucket_cap_mb": json.loads(cap)} if cap else {}
     step = data_parallel.train_step(losses_of, optim.sgd(lr=1e-3), mesh, **options)
@@ -135,7 +135,7 @@ def step_of(model: Model, mesh: Mesh, cap: str | None) -> Callable[[], None]:
 
 
 def sum_of(kibibytes: int, mesh: Mesh, cap: str) -> Callable[[], None]:
-    """A gradient of eight leaves that costs next to nothing to compute."""
+    """A gradient of eight leaves that takes almost no computation."""
     rng = np.random.default_rng(0)
     params = [rng.normal(size=256 * kibibytes).astype(np.float32) for _ in range(8)]
 
@@ -155,7 +155,7 @@ def sum_of(kibibytes: int, mesh: Mesh, cap: str) -> Callable[[], None]:
 
 
 def own_rows(batch: Any, mesh: Mesh) -> Any:
-    """This process's part of a batch; all of it where the mesh is this process's."""
+    """This process's rows of a batch; all of them if the mesh is local."""
     here = jax.process_index()
     ranks = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
     share = len(batch[0]) // mesh.size
@@ -168,9 +168,9 @@ def own_rows(batch: Any, mesh: Mesh) -> Any:
 def count(
     model: Model, mesh: Mesh, caps: Sequence[str], progress: Progress
 ) -> dict[str, list[int]]:
-    """For each cap the planned buckets, and the collectives of the compiled program."""
+    """For each cap the number of planned buckets and of compiled collectives."""
     params, batch = problem(model)
-    # Without weights, whose total is a collective besides the buckets'.
+    # Without weights, whose sum would be one more collective.
     shards = data_parallel.shard_batch(batch, mesh)[:1]
     found = {}
     for cap in progress.track(caps, description=f"{len(model.widths) - 1} layers"):
@@ -184,7 +184,7 @@ def count(
 def planned(params: Sequence[Any], limit: Any) -> list[list[int]]:
     """The buckets by torch's rule: the last layer first, its bias before its weights.
 
-    Where no cap is given, leaves of 1 MiB and more are buckets of their own.
+    Without a cap, leaves of at least 1 MiB are buckets of their own.
     """
     leaves = [own[name] for own in reversed(params) for name in ("b", "w")]
     if limit is not None:
@@ -210,7 +210,7 @@ def judged(model: Model, mesh: Mesh, caps: Sequence[str]) -> float:
 
 
 def profile(model: Model, mesh: Mesh) -> list[Interval]:
-    """One pass of the reducer, after two that compile and warm up."""
+    """Traces one pass of the reducer, after two that compile and warm up."""
     params, batch = problem(model)
     layers = [first, *[layer] * (len(params) - 1)]
     fn = data_parallel.reducer(layers, head, mesh, bucket_cap_mb=4)
@@ -221,7 +221,7 @@ def profile(model: Model, mesh: Mesh) -> list[Interval]:
 
 
 def first(params: Any, batch: Any) -> jax.Array:
-    """The first layer is given the batch."""
+    """The first layer, which takes the batch."""
     return layer(params, batch[0])
 
 
@@ -231,12 +231,12 @@ def head(outputs: jax.Array, batch: Any) -> jax.Array:
 
 
 def is_reduction(interval: Interval) -> bool:
-    """Whether it belongs to a bucket's sum."""
+    """Whether an interval belongs to a bucket's sum."""
     return "reduce_bucket" in interval.program
 
 
 def is_backward(interval: Interval) -> bool:
-    """Whether it belongs to a layer's backward half."""
+    """Whether an interval belongs to a layer's backward half."""
     return interval.program.endswith("backward")
 
 
@@ -249,7 +249,7 @@ def claims(
     shared: float,
     total: float,
 ) -> list[Claim]:
-    """What the measurements must show."""
+    """The claims of the experiment."""
     pairs = [pair for by_cap in counts.values() for pair in by_cap.values()]
     source = counts[SOURCE]
     return [
@@ -284,7 +284,7 @@ def claims(
 def rows(
     counts: Mapping[str, Mapping[str, list[int]]], times: Mapping[str, Any]
 ) -> list[list[str]]:
-    """A row for each model and cap."""
+    """A table with a row for each model and cap."""
     found = [["model", "cap, MiB", "collectives", "step, ms"]]
     for name, by_cap in counts.items():
         for cap, (_, number) in by_cap.items():
@@ -300,7 +300,7 @@ def rows(
 
 
 def size_rows(sizes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """A row for each size of leaf."""
+    """A table with a row for each size of leaf."""
     found = [["8 leaves of, KiB", "8 collectives, ms", "1 bucket, ms"]]
     for size, seconds in sizes.items():
         found.append([size, *(f"{1e3 * seconds[cap]:.2f}" for cap in ("0", "1000"))])
@@ -313,7 +313,7 @@ def pictures(
     reductions: Sequence[Interval],
     halves: Sequence[Interval],
 ) -> list[Picture]:
-    """The timeline, and where there are times, the sweep."""
+    """The timeline and, if steps were timed, the sweep."""
     found = [
         Picture(
             "overlap",
@@ -335,7 +335,7 @@ def pictures(
 
 
 def plot_overlap(reductions: Sequence[Interval], halves: Sequence[Interval]) -> Figure:
-    """A row for each device and kind."""
+    """A timeline with a row for each device and kind."""
     figure, axes = plt.subplots(figsize=(10, 2.6))
     labels: list[str] = []
     lanes = ((halves, "backward", "tab:blue"), (reductions, "sums", "tab:red"))
@@ -355,7 +355,7 @@ def plot_overlap(reductions: Sequence[Interval], halves: Sequence[Interval]) -> 
 def plot_caps(
     times: Mapping[str, Any], counts: Mapping[str, Mapping[str, list[int]]]
 ) -> Figure:
-    """A panel for each model."""
+    """Step times over caps, in a panel for each model."""
     figure, panels = plt.subplots(1, len(times), figsize=(4 * len(times), 3.4))
     for axes, (name, seconds) in zip(np.atleast_1d(panels), times.items(), strict=True):
         caps = list(counts[name])

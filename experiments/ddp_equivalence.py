@@ -1,12 +1,12 @@
 """Does equation 13, dL/dW = sum_i (B_i / B) dL_i/dW, hold: over 1 to 8 replicas, shards
 of any sizes, all reductions and methods, in one process and in two?
 
-Every way to split the batch is judged: its gradient against that of the whole batch on
-one device, within the derived bound. The formula itself is a contender, with each
-replica's gradient taken by plain `jax.grad` and added up by hand; so is the classic
-mistake, the mean of the replicas' means, which must be caught wherever shards differ.
-Then each number of replicas trains 50 steps on shards that change at every step, and
-all copies of the parameters must hold the same bits.
+For every way to split the batch, the gradient is judged against that of the whole batch
+on one device, within the derived bound. The formula itself is judged too, with each
+replica's gradient computed by plain `jax.grad` and summed by hand, and so is the
+classic mistake, the mean of the replicas' means, which must be caught wherever shards
+differ. Then each number of replicas trains 50 steps on shards that change at every
+step, and all copies of the parameters must hold the same bits.
 """
 
 import hashlib
@@ -40,25 +40,25 @@ Way = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where replicas are: the devices of a mesh, or one device by `vmap`."""
+    """The placement of replicas: on the devices of a mesh, or on one by `vmap`."""
 
     where: Mesh | int
     name: str
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return self.where if isinstance(self.where, int) else self.where.size
 
 
 @dataclass
 class Findings:
-    """What the replicas of one place computed.
+    """The results of the replicas of one place.
 
     Attributes:
-      place: Its name.
+      place: The name of the place.
       gradients: Loss and gradient by way.
-      copies: Digests of all copies of the parameters after it, by method.
+      copies: Digests of all copies of the final training state, by method.
     """
 
     place: str
@@ -67,7 +67,7 @@ class Findings:
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Computes everywhere, judges, compares."""
+    """Computes everywhere, judges and compares."""
     counts = (1, 3) if settings.quick else range(1, 9)
     devices_each = (1,) if settings.quick else (1, 2)
     devices = np.array(jax.devices()[: settings.devices])
@@ -108,7 +108,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def problem(seed: int) -> tuple[Any, Any, np.ndarray]:
-    """Parameters, a batch, and how much each example counts: 1 to 9 tokens, say."""
+    """Parameters, a batch, and weights of the examples, such as 1 to 9 tokens."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -120,14 +120,14 @@ def problem(seed: int) -> tuple[Any, Any, np.ndarray]:
 
 
 def losses(params: Any, batch: Any) -> jax.Array:
-    """Of a small net, one per example."""
+    """The squared error of a small net for each example, `(examples,)`."""
     x, y = batch
     hidden = jnp.tanh(x @ params["in"] + params["bias"])
     return jnp.sum((hidden @ params["out"] - y) ** 2, axis=1)
 
 
 def sizes_of(replicas: int, settings: Settings) -> list[tuple[int, ...]]:
-    """Even, in proportion 1 : 2 : .., with empty shards; and random ones."""
+    """Even sizes, sizes in proportion 1 : 2 : .., empty shards, and random sizes."""
     even = [EXAMPLES // replicas] * replicas
     even[0] += EXAMPLES - sum(even)
     steps = np.arange(1, replicas + 1) * EXAMPLES // (replicas * (replicas + 1) // 2)
@@ -144,8 +144,8 @@ def sizes_of(replicas: int, settings: Settings) -> list[tuple[int, ...]]:
 
 
 def in_group(rank: int, each: int, settings: Settings) -> Findings:
-    """What one of two processes finds, `each` devices being its own."""
-    # gloo greets its peers on standard output, without a setting to stop it.
+    """The findings of one of two processes, with `each` devices of its own."""
+    # gloo prints its connections to standard output, and no setting stops it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", each)
@@ -167,7 +167,7 @@ def findings(place: Place, settings: Settings) -> Findings:
 
 
 def gradients(place: Place, settings: Settings) -> Iterator[tuple[Way, Any]]:
-    """By every way; all sizes share one compiled program."""
+    """Yields the gradient by every way; all sizes share one compiled program."""
     params, batch, weights = problem(settings.seed)
     for reduction in REDUCTIONS:
         for method in METHODS:
@@ -182,14 +182,14 @@ def gradients(place: Place, settings: Settings) -> Iterator[tuple[Way, Any]]:
 def sharded(
     place: Place, sizes: Sequence[int], batch: Any, weights: np.ndarray
 ) -> tuple[Any, jax.Array]:
-    """The whole batch over the replicas; a process gives the examples of its own."""
+    """The whole batch over the replicas; a process contributes its own examples."""
     each = place.replicas // jax.process_count()
     first = each * jax.process_index()
     rows = np.arange(sum(sizes[:first]), sum(sizes[: first + each]))
     own = list(sizes[first : first + each])
     weights = weights[rows]
     if not rows.size:
-        # A process without examples lends one that does not count.
+        # A process without examples contributes one of weight 0.
         rows, own, weights = np.arange(1), [1, *own[1:]], np.zeros(1, np.float32)
     return data_parallel.shard_batch(
         jax.tree.map(lambda x: x[rows], batch),
@@ -201,12 +201,12 @@ def sharded(
 
 
 def train(place: Place, method: str, settings: Settings) -> list[str]:
-    """Digests of all copies here after a run on ever other shards."""
+    """Digests of all local copies after a run with different shards at every step."""
     params, batch, weights = problem(settings.seed)
     opt = optim.sgd(lr=0.01, momentum=0.9)
     step = data_parallel.train_step(losses, opt, place.where, method=method)
     state = step.init(params)
-    rng = np.random.default_rng(settings.seed)  # The same in every process.
+    rng = np.random.default_rng(settings.seed)  # the same in every process
     for _ in range(STEPS):
         cuts = np.sort(rng.integers(0, EXAMPLES + 1, place.replicas - 1))
         sizes = np.diff(cuts, prepend=0, append=EXAMPLES).tolist()
@@ -224,7 +224,7 @@ def train(place: Place, method: str, settings: Settings) -> list[str]:
 def judged(
     reduction: str, found: Sequence[Findings], settings: Settings
 ) -> dict[str, float]:
-    """error/bound of all gradients with this reduction; of the mean, by hand too."""
+    """error/bound of all gradients with this reduction; for the mean also by hand."""
     params, batch, weights = problem(settings.seed)
     results = {
         f"{each.place}: {reduction}, {method}, {sizes}": result
@@ -263,7 +263,7 @@ def by_hand(ways: Sequence[tuple[int, ...]], settings: Settings) -> dict[str, An
 def own_gradients(
     params: Any, batch: Any, weights: np.ndarray, sizes: Sequence[int]
 ) -> list[tuple[float, Any]]:
-    """For each replica with examples B_i, and its own mean loss and gradient."""
+    """For each replica with examples its weight, and its own mean loss and gradient."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
     shares = [np.where(owner == i, weights, 0) for i in range(len(sizes)) if sizes[i]]
     return [(share.sum(), _own(params, batch, share)) for share in shares]
@@ -297,7 +297,7 @@ def claims(
     hand: dict[str, float],
     mistake: dict[str, float],
 ) -> list[Claim]:
-    """What the runs must show."""
+    """The claims of the experiment."""
     copies = [x for each in found for x in each.copies.values()]
     return [
         Claim(
@@ -341,14 +341,14 @@ def plot(
     hand: dict[str, float],
     mistake: dict[str, float],
 ) -> Figure:
-    """A column of dots for each place, the formula and the mistake."""
+    """Columns of dots for each place, the formula and the mistake."""
     figure, axes = plt.subplots(figsize=(10, 5))
     places = [each.place for each in found]
     columns = [*places, "by hand", "mean of\nmeans"]
     for reduction, color in zip(
         REDUCTIONS, ("tab:blue", "tab:green", "tab:orange", "tab:purple"), strict=True
     ):
-        # Side by side: a maximum and a minimum often have the same error.
+        # Side by side, because maximum and minimum often have the same error.
         beside = 0.1 * (REDUCTIONS.index(reduction) - 1.5)
         dots = [
             (places.index(place) + beside, ratio)
@@ -375,7 +375,7 @@ def plot(
 def _scatter(
     axes: Any, dots: Sequence[tuple[float, float]], color: str, label: str
 ) -> None:
-    """Bit-equal gradients, of error 0, are drawn at the lower edge."""
+    """Draws dots; bit-equal gradients, of error 0, at the lower edge."""
     shift = np.random.default_rng(0).uniform(-0.04, 0.04, len(dots))
     x, y = np.array(dots).T
     axes.scatter(x + shift, np.maximum(y, 1e-3), s=8, color=color, label=label)

@@ -3,9 +3,9 @@ by PyTorch's two divisors?
 
 Four replicas train a convolutional net on real digits. Their streams have different
 lengths, and each ends with a smaller batch. At every step the gradient is judged
-against `jax.value_and_grad` of all examples that are left, on one device; beside it
-stand the gradients by PyTorch's `join`, divided by the number of replicas that are
-still there, and by the number at the start.
+against `jax.value_and_grad` of all remaining examples on one device. The gradients of
+PyTorch's `join` are judged as well, divided by the number of remaining replicas and by
+the initial number.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ OPTIMIZER = optim.sgd(lr=0.12, momentum=0.9, nesterov=True)
 
 @dataclass
 class Run:
-    """What was measured; rows are steps, None where a rule was not judged."""
+    """Measurements of a run; rows are steps, None where a rule was not judged."""
 
     ratios: dict[str, list[Any]] = field(default_factory=lambda: {r: [] for r in RULES})
     lengths: dict[str, list[float]] = field(
@@ -53,7 +53,7 @@ class Run:
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Trains by weight; measures all three rules on the way."""
+    """Trains by weight; measures all three rules at each step."""
     steps = 60 if settings.quick else 240
     shares = [steps, steps * 3 // 4, steps // 2, steps // 4]
     task = digits(settings.seed, sum(shares), BATCH)
@@ -62,7 +62,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     mesh: Mesh | int = REPLICAS
     if here >= REPLICAS:
         mesh = Mesh(np.array(jax.devices()[:REPLICAS]), ("data",))
-    # What fails is measured again with many more draws, a second for each step.
+    # A failed judgement is repeated with many more draws, a second for each step.
     judge_others_every = 10 if settings.quick else 1
     measured = train(task, streams, mesh, progress, judge_others_every)
     examples = sum(len(y) for stream in streams for _, y in stream)
@@ -83,7 +83,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def divided(task: Task, shares: Sequence[int]) -> list[list[Any]]:
-    """Each replica's batches; the last of each stream is cut, to a size of its own."""
+    """Batches of each replica; the last of each stream is cut to a different size."""
     batches, streams = iter(task.batches), []
     for rank, count in enumerate(shares):
         stream = [next(batches) for _ in range(count)]
@@ -99,7 +99,7 @@ def train(
     progress: Progress,
     judge_others_every: int,
 ) -> Run:
-    """All three rules' gradients at every step; steps by the first.
+    """Computes gradients by all three rules at every step; steps by the first.
 
     PyTorch's two rules are judged at every `judge_others_every`-th step, and where
     batches differ in size.
@@ -131,7 +131,7 @@ def train(
         measured.losses.append(float(found["weight"][0]))
         measured.identical += replicas_identical(found["weight"])
         own = jax.device_put(jax.device_get(params), jax.devices()[0])
-        # One shape for all steps, so that the judge is compiled once.
+        # One shape for all steps, so that the judge compiles once.
         rows, weights = filled(whole, REPLICAS * BATCH)
         all_rules = not even or t % judge_others_every == 0
         given = candidates(found if all_rules else {"weight": found["weight"]})
@@ -148,7 +148,7 @@ def train(
 
 
 def candidates(found: Any) -> dict[str, Any]:
-    """For the judge; every gradient beside the loss of the right one."""
+    """Candidates for the judge: every gradient with the loss of the right one."""
     loss = found["weight"][0]
     return {
         rule: (lambda params, batch, g=gradient: (loss, g))
@@ -157,7 +157,7 @@ def candidates(found: Any) -> dict[str, Any]:
 
 
 def filled(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
-    """The batch with its first example repeated, and weights that leave those out."""
+    """Pads a batch by its first example; returns it and weights, 0 for padding."""
     count = len(batch[1])
     index = np.where(np.arange(rows) < count, np.arange(rows), 0)
     weights = (np.arange(rows) < count).astype(np.float32)
@@ -165,7 +165,7 @@ def filled(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
 
 
 def early_end(streams: list[list[Any]]) -> str:
-    """What the strict mode says."""
+    """The error of the strict mode, as text."""
     try:
         for _ in data_parallel.Join(streams, REPLICAS, rows=BATCH, early_end="error"):
             pass
@@ -175,7 +175,7 @@ def early_end(streams: list[list[Any]]) -> str:
 
 
 def length(tree: Any) -> float:
-    """The global norm."""
+    """The global norm of a tree."""
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
 
 
@@ -183,7 +183,7 @@ def length(tree: Any) -> float:
 
 
 def claims(measured: Run, steps: int, examples: int, *, devices: bool) -> list[Claim]:
-    """What the run must show."""
+    """The claims of the experiment."""
     ratios = measured.ratios
     uneven = [t for t in range(steps) if not measured.even[t]]
     alone = [t for t in range(steps) if measured.active[t] == 1]
@@ -239,7 +239,7 @@ def plot(measured: Run) -> Figure:
         at = np.flatnonzero(~np.isnan(ratios))
         shown = np.maximum(ratios[at], 1e-3)
         above.semilogy(at, shown, ".-", linewidth=1, markersize=3, label=text)
-        # Equal curves lie on each other: the later ones are narrower.
+        # Equal curves overlap, so that later ones are narrower.
         below.plot(measured.lengths[rule], linewidth=3 - number, label=text)
     above.axhline(1, color="black", linestyle="--", linewidth=1, label="derived bound")
     leaving = np.flatnonzero(np.diff(measured.active)) + 0.5

@@ -1,9 +1,9 @@
 """Does the end-to-end script of PyTorch's design note on distributed autograd, in
 jdist, compute what one device does?
 
-Two processes; each has the other one create two random 3 x 3 variables, adds them here,
-runs the backward pass, and has a DistributedOptimizer (SGD, lr 0.05) step them where
-they are. Both do so at once. Every value is compared with one device's and, where
+Each of two processes creates two random 3 x 3 variables on the other, adds them
+locally, runs the backward pass, and steps them on their owner by a DistributedOptimizer
+(SGD, lr 0.05). Both run concurrently. Every value is compared with one device's and, if
 torch is installed, with the same script in torch.
 
     python -m experiments dist_autograd_simple
@@ -35,13 +35,13 @@ from jdist import autograd, optim, rpc
 
 RATE = 0.05
 STEPS, QUICK_STEPS = 50, 5
-# Both compute one rounding per operation, in their own order: per step one unit in the
-# last place of numbers below 4, here over all steps.
+# Both round once per operation, in their own order: in each step one unit in the last
+# place of numbers below 4. This is the bound over all steps.
 TORCH_ERROR = 2.0**-20
 
 
 class Trained(NamedTuple):
-    """What one process saw of the two variables that it trains on the other one."""
+    """The record of one process on the two variables that it trains on the other."""
 
     losses: list[float]
     gradients: list[Any]
@@ -51,7 +51,7 @@ class Trained(NamedTuple):
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """The script in two processes, on one device, and in torch."""
+    """Runs the script in two processes, on one device, and in torch."""
     steps = QUICK_STEPS if settings.quick else STEPS
     found = rpc.spawn(ours, (steps, settings.seed), nprocs=2, timeout=300)
     alone = [one_device(rank, steps, settings.seed) for rank in (0, 1)]
@@ -76,12 +76,12 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def random_variable(seed: Sequence[int]) -> autograd.Variable:
-    """What each process has the other one create."""
+    """Makes a random variable on the worker that is called."""
     return autograd.variable(jnp.asarray(random_numbers(seed)))
 
 
 def train(rank: int, steps: int, seed: int) -> Trained:
-    """What each process does, once rpc is initialized."""
+    """The program of each process, after rpc is initialized."""
     other = f"worker{1 - rank}"
     target = random_numbers((seed, rank, 2))
     rrefs = [
@@ -103,18 +103,18 @@ def train(rank: int, steps: int, seed: int) -> Trained:
 
 
 def gradients_of(rrefs: Sequence[rpc.RRef[Any]], context_id: int) -> list[Any]:
-    """Called on the owner: what the backward pass left there."""
+    """The gradients of the backward pass; called on the owner."""
     gradients = autograd.get_gradients(context_id)
     return [np.asarray(gradients[rref.local_value()]) for rref in rrefs]
 
 
 def values_of(rrefs: Sequence[rpc.RRef[Any]]) -> list[Any]:
-    """Called on the owner."""
+    """The values of the variables; called on the owner."""
     return [np.asarray(rref.local_value().value) for rref in rrefs]
 
 
 def ours(rank: int, steps: int, seed: int) -> Trained:
-    """A process of the two."""
+    """Entry point of each of the two processes."""
     rpc.init_rpc(f"worker{rank}", allow=("experiments",))
     try:
         return train(rank, steps, seed)
@@ -123,7 +123,7 @@ def ours(rank: int, steps: int, seed: int) -> Trained:
 
 
 def random_numbers(seed: Sequence[int]) -> np.ndarray:
-    """In [0, 1), float32."""
+    """Random float32 numbers in [0, 1), `(3, 3)`."""
     return np.random.default_rng(tuple(seed)).random((3, 3), np.float32)
 
 
@@ -131,7 +131,7 @@ def random_numbers(seed: Sequence[int]) -> np.ndarray:
 
 
 def one_device(rank: int, steps: int, seed: int) -> Trained:
-    """The same on one device, without rpc or distributed autograd."""
+    """The same training on one device, without rpc or distributed autograd."""
     values: Any = [jnp.asarray(random_numbers((seed, rank, i))) for i in (0, 1)]
     target = random_numbers((seed, rank, 2))
     opt = optim.sgd(lr=RATE)
@@ -161,14 +161,15 @@ def _in_torch(steps: int, seed: int) -> list[Trained]:
 
 
 def torchs_script(rank: int, steps: int, seed: int, store: str) -> Trained:
-    """The note's script, in torch."""
+    """The note's script in torch."""
     import torch
     from torch.distributed import rpc as theirs
     from torch.distributed.optim import DistributedOptimizer
 
     their_autograd = importlib.import_module("torch.distributed.autograd")
 
-    # That its own functional optimizers are old, it says against any filter.
+    # torch's warning that its own functional optimizers are deprecated bypasses all
+    # filters.
     warnings.showwarning = lambda *told, **more: None
     torch.set_num_threads(1)
     options = theirs.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
@@ -214,7 +215,7 @@ def _torch_gradients(rrefs: Any, context_id: int) -> list[Any]:
 
 
 def judged(found: Sequence[Trained], alone: Sequence[Trained]) -> Iterator[Claim]:
-    """Against one device, for both processes."""
+    """Compares both processes with one device."""
     for what in ("gradients", "values"):
         pairs = [
             (mine, expected)
@@ -233,7 +234,7 @@ def judged(found: Sequence[Trained], alone: Sequence[Trained]) -> Iterator[Claim
 
 
 def beside_torch(found: Sequence[Trained], torchs: Sequence[Trained] | None) -> Claim:
-    """The largest difference of any gradient or variable."""
+    """Compares with torch: the largest difference of any gradient or variable."""
     text = "torch's script leads to the same gradients and variables, to rounding"
     if torchs is None:
         return Claim(text, None, "", "torch is not installed (`make parity` does)")
@@ -252,7 +253,7 @@ def beside_torch(found: Sequence[Trained], torchs: Sequence[Trained] | None) -> 
 def rows(
     found: Sequence[Trained], alone: Sequence[Trained], torchs: Any
 ) -> list[list[str]]:
-    """One number of each process."""
+    """A table with one number of each process."""
     table = [["", "loss", "first variable [0, 0]", "its gradient"]]
     contenders = {"jdist": found, "one device": alone, "torch": torchs or []}
     for name, processes in contenders.items():
@@ -288,7 +289,7 @@ def _listed(one: Trained) -> dict[str, Any]:
 
 
 def main() -> None:
-    """This process's part, with its place in the environment."""
+    """Runs this process's part; its rank and addresses come from the environment."""
     rank = int(os.environ["RANK"])
     found = ours(rank, QUICK_STEPS, 0)
     expected = one_device(rank, QUICK_STEPS, 0)

@@ -2,9 +2,10 @@
 others join?
 
 A convolutional net is trained on real digits by replicas that are workers of one
-process. A history is drawn by a seed: which replicas leave without a word, and when,
-and when others join. Beside it stands the run of one replica alone. In a fixed order of
-sums the two must agree in every bit; without one they differ by rounding.
+process. A seeded random history determines which replicas leave without notice, and
+when, and when others join. It is compared with the run of a single replica. With a
+fixed order of sums the two must agree in every bit; without it they differ by
+rounding.
 """
 
 import threading
@@ -30,13 +31,13 @@ _PAUSE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """When replicas come and go.
+    """The times at which replicas join and die.
 
     Attributes:
-      replicas: At the start; number 0 leads and stays.
-      deaths: By the number of a replica: in which of the steps that it takes part in
-        it dies, in the middle of its share.
-      joins: In which steps another joins; numbers go on.
+      replicas: Replicas at the start; number 0 leads and stays.
+      deaths: For each dying replica, by number: the count of its steps in the last of
+        which it dies, in the middle of its share.
+      joins: The steps in which another replica joins; numbers continue.
     """
 
     replicas: int
@@ -46,12 +47,12 @@ class History:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a history.
+    """The results of a history.
 
     Attributes:
-      losses: Of all steps.
-      params: After the last one.
-      shares: By the number of a replica: the steps that it computed shares of.
+      losses: The losses of all steps.
+      params: The parameters after the last step.
+      shares: For each replica, by number: the steps that it computed shares of.
       died: The replicas that died.
     """
 
@@ -62,7 +63,7 @@ class Run:
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """One replica alone, and the same history with and without a fixed order."""
+    """Runs one replica alone, and a history with and without a fixed order."""
     steps = 60 if settings.quick else 240
     task = digits(settings.seed, steps, BATCH)
     history = drawn(settings.seed, steps, 2 if settings.quick else 6)
@@ -95,7 +96,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def drawn(seed: int, steps: int, events: int) -> History:
-    """A history of as many deaths as joins; all happen in the first two thirds."""
+    """A history with as many deaths as joins; joins are in the first two thirds."""
     rng = np.random.default_rng((seed, 7))
     replicas = 3
     joins = sorted(rng.choice(np.arange(2, steps * 2 // 3), events, replace=False))
@@ -106,19 +107,20 @@ def drawn(seed: int, steps: int, events: int) -> History:
 
 
 class Died(Exception):
-    """A replica has left without a word."""
+    """Raised in a replica that has left without notice."""
 
 
 class Watched:
     """An array that calls `before(step)` when a share of a batch is read."""
 
     def __init__(self, array: np.ndarray, before: Callable[[int], None]) -> None:
-        """Looks like the array."""
+        """Takes shape and dtype of the array."""
         self.shape, self.dtype = array.shape, array.dtype
         self._array, self._before = array, before
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """The rows; a slice is not of a batch."""
+        """Returns rows of the array; calls `before` first."""
+        # Shares of a batch are read by an array of indices, anything else by a slice.
         if not isinstance(rows, slice):
             self._before(int(rows[0]) // BATCH)
         return self._array[rows]
@@ -128,10 +130,10 @@ class Replicas:
     """The replicas of one run, each on a thread.
 
     Args:
-      task: What is trained.
-      history: When they come and go.
+      task: The training task.
+      history: When replicas join and die.
       elastic: The elastic run.
-      cluster: Their group.
+      cluster: The group of the replicas.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Replicas:
         elastic: data_parallel.Elastic,
         cluster: rpc.ElasticCluster,
     ) -> None:
-        """Replica 0 is there; the others join."""
+        """Starts all replicas but number 0, which runs in `train`."""
         self._task, self._history = task, history
         self._elastic, self._cluster = elastic, cluster
         self._data = [np.concatenate(part) for part in zip(*task.batches, strict=True)]
@@ -153,7 +155,7 @@ class Replicas:
             self._join()
 
     def train(self) -> Run:
-        """Waits for the end of all."""
+        """Runs replica 0 and waits for the others; returns the results."""
         self._replica(0)
         for thread in self._threads:
             thread.join()
@@ -167,13 +169,11 @@ class Replicas:
         thread.start()
 
     def _before_first(self, step: int) -> None:
-        """Before a share of replica 0: others join, and are given time for it.
-
-        The steps are so short that the run would be over before a newcomer has begun.
-        """
+        """Called before each share of replica 0; lets others join."""
         if self._joins and step >= self._joins[0]:
             del self._joins[0]
             self._join()
+        # The steps are so short that the run would end before a newcomer has begun.
         if not all(self.found.shares.get(each) for each in range(self._count)):
             threading.Event().wait(_PAUSE)
 
@@ -202,7 +202,7 @@ class Replicas:
 
 
 def train(task: Task, history: History, slots: int | None) -> Run:
-    """The batches of the task in their order, under a history."""
+    """Trains with the batches of the task in order, under a history."""
     elastic = data_parallel.elastic(
         task.losses,
         optim.sgd(lr=0.12, momentum=0.9, nesterov=True),
@@ -217,7 +217,7 @@ def train(task: Task, history: History, slots: int | None) -> Run:
 def claims(
     runs: dict[str, Run], history: History, steps: int, accuracy: float
 ) -> list[Claim]:
-    """What the runs must show."""
+    """The claims of the experiment."""
     alone, fixed = runs["alone"], runs["fixed"]
     same = [a == b for a, b in zip(alone.losses, fixed.losses, strict=False)]
     params = zip(
@@ -256,7 +256,7 @@ def claims(
 
 
 def difference(runs: dict[str, Run]) -> float:
-    """Between the losses of one replica alone and those without a fixed order."""
+    """The largest difference between the losses of one replica and of a free order."""
     pairs: Sequence[Any] = [runs["alone"].losses, runs["free"].losses]
     return float(np.max(np.abs(np.subtract(*pairs))))
 

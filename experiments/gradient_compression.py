@@ -3,11 +3,11 @@ bytes that each replica sends, counted in the compiled step?
 
 A small convolutional net is trained with momentum on replicas whose shards all differ
 in size, by every hook of `data_parallel.hooks` and by local SGD. Bytes are read from
-the compiled program's collectives, so that what a backend widens is counted as it is
+the compiled program's collectives, so that a type that a backend widens counts as it is
 sent: XLA's CPU backend sends bfloat16 as float32.
 
-What a lossy hook leaves out is kept by error feedback and sent later. Without it,
-PowerSGD loses the directions that it does not send, for good.
+Error feedback keeps what a lossy hook leaves out and sends it later. Without it,
+PowerSGD permanently loses the directions that it does not send.
 """
 
 import re
@@ -44,10 +44,10 @@ class Run:
     """One training run.
 
     Attributes:
-      name: The hook's.
-      losses: After each step.
-      accuracy: On images not trained with.
-      sent: Bytes per step and replica, once compression has begun.
+      name: The name of the hook.
+      losses: The losses after each step.
+      accuracy: Accuracy on test images.
+      sent: Bytes per step and replica, after compression has begun.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Run:
 
 
 def methods(start: int) -> dict[str, hooks.Hook | None]:
-    """Every hook; PowerSGD after so many steps."""
+    """Every hook by name; PowerSGD begins after `start` steps."""
     feedback = hooks.error_feedback
     small: dict[str, Any] = {"start": start, "min_compression_rate": 1.0}
     return {
@@ -81,7 +81,7 @@ NOT_RUN = "the quick form does not run this method"
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Trains by each method, counts bytes, compares."""
+    """Trains by each method, counts bytes and compares."""
     steps = 60 if settings.quick else 300
     task = digits(settings.seed, steps, BATCH)
     mesh = replicas(settings.devices)
@@ -113,7 +113,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def replicas(available: int) -> Mesh | int:
-    """Four devices, or one that plays them all."""
+    """Four devices; or the number of replicas, which then share one device."""
     count = len(SIZES)
     devices = np.array(jax.devices()[:available])
     return Mesh(devices[:count], ("data",)) if len(devices) >= count else count
@@ -126,7 +126,7 @@ def train(
     hook: hooks.Hook | None,
     progress: Progress,
 ) -> Run:
-    """A run with one hook, and the bytes of its step."""
+    """Trains with one hook; counts the bytes of its step."""
     options: dict[str, Any] = {"hook": hook} if hook else {}
     step = data_parallel.train_step(task.losses, OPTIMIZER, mesh, **options)
     state = step.init(task.params)
@@ -148,7 +148,7 @@ def train_locally(
     exact: float,
     progress: Progress,
 ) -> Run:
-    """A run of local SGD: after its start as many bytes as exactly, once a period."""
+    """Trains by local SGD, which sends the exact bytes once per period."""
     local = data_parallel.local_sgd(
         task.losses, OPTIMIZER, mesh, period=period, start=START
     )
@@ -163,15 +163,15 @@ def train_locally(
 
 
 def shard_sizes(step: int) -> tuple[int, ...]:
-    """All different, and handed on at every step."""
+    """The shard sizes, rotated at every step."""
     return tuple(np.roll(SIZES, step).tolist())
 
 
 def bytes_sent(text: str) -> float:
     """Bytes that each replica sends in a compiled step.
 
-    A hook that starts later has its start and its later form as the two branches of a
-    conditional; the smaller counts.
+    A hook with a later start compiles to a conditional between exact and compressed
+    communication; the smaller branch counts.
     """
     computations = re.split(r"\n(?=\S)", text)
     sizes = {
@@ -200,7 +200,7 @@ def branch_names(text: str) -> list[list[str]]:
 
 
 def claims(runs: Sequence[Run], *, quick: bool) -> list[Claim]:
-    """What the runs must show."""
+    """The claims of the experiment."""
     by_name = {run.name: run for run in runs}
     exact = by_name[EXACT]
     slack = 5 * SLACK if quick else SLACK
@@ -245,7 +245,7 @@ def _share_claim(text: str, run: Run | None, exact: Run, limit: float) -> Claim:
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for each run."""
+    """A table with a row for each run."""
     exact = runs[0].sent or 1.0
     return [
         ["method", "KB per step", "of exact", "accuracy", "final loss"],
@@ -263,7 +263,7 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def vars_of(run: Run) -> Mapping[str, Any]:
-    """The run as JSON can hold it."""
+    """The run as JSON values."""
     return {
         "name": run.name,
         "losses": run.losses,
@@ -273,7 +273,7 @@ def vars_of(run: Run) -> Mapping[str, Any]:
 
 
 def notes(mesh: Mesh | int) -> list[str]:
-    """What a reader must know."""
+    """Notes on what was measured and how."""
     found = [
         "On CPU XLA sends bfloat16 as float32: bf16 rounds there but saves nothing.",
         "8-bit integers cannot be summed on the way and are gathered: with more than "
@@ -306,7 +306,7 @@ def plot_losses(runs: Sequence[Run]) -> Figure:
     for number, run in enumerate(runs):
         smooth = np.convolve(run.losses, np.ones(10) / 10, mode="valid")
         color = "black" if run.name == EXACT else f"C{number - 1}"
-        # Equal curves lie on each other: the later ones are narrower.
+        # Equal curves overlap, so that later ones are narrower.
         width = 4 * 0.7**number
         axes.semilogy(smooth, label=run.name, color=color, linewidth=width)
     axes.set(xlabel="step", ylabel="loss, mean of 10 steps")

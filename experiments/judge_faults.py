@@ -1,12 +1,12 @@
 """How many planted faults does the judge find, of a hundred kinds on fourteen losses in
 three precisions, and does it condemn a right program?
 
-Each loss is differentiated in every way that right programs do it (micro-batches, other
-orders, shards, forward mode, float64), and wrongly in every way of a list: scales,
-leaves, entries, examples, keys, labels, parameters, mistakes inside the model. A fault
-has a measured size, the largest relative distance of a leaf from the right one in the
-2-norm, and the rates are given by size. Losses with sampled noise, dropout, sampled
-actions, casts, recurrence and batch statistics are among them.
+Each loss is differentiated in all ways of right programs (micro-batches, other orders,
+shards, forward mode, float64), and wrongly in all ways of a list: scales, leaves,
+entries, examples, keys, labels, parameters, mistakes inside the model. The size of a
+fault is the largest relative distance of a leaf from the right one in the 2-norm, and
+the rates are given by size. The losses include sampled noise, dropout, sampled actions,
+casts, recurrence and batch statistics.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +35,10 @@ QUICK = {
     "float64": ("linear regression",),
     "bfloat16": ("linear regression",),
 }
-# What a precision must find: the share of the faults above a size.
+# What must be found in a precision: the share of the faults above a size.
 WANTED = {"float32": (0.995, 1e-3), "float64": (0.995, 1e-3), "bfloat16": (0.95, 0.05)}
 CLASSES = (0.0, 1e-5, 1e-3, 1e-2, 0.05, 0.3, 1.0, np.inf)
-# On a loss with random numbers these must never pass: the noise is no excuse.
+# On a loss with random numbers these must never pass, whatever the noise.
 UNMISTAKABLE = ("zero", "negated", "doubled", "other keys", "keys reversed")
 NORMAL = {"faults": 1800, "kinds": 100, "losses": 14, "right": 500}
 SHORT = {"faults": 200, "kinds": 60, "losses": 2, "right": 20}
@@ -46,15 +46,15 @@ SHORT = {"faults": 200, "kinds": 60, "losses": 2, "right": 20}
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One gradient and what the judge said of it.
+    """A gradient and its verdict.
 
     Attributes:
-      loss: Name of the problem.
-      dtype: Of its parameters.
-      precision: What it computes in: bfloat16 inside where the loss casts to it.
-      family: Of the fault; empty for a right program.
-      name: Of the fault, or of the right program.
-      size: The fault's; 0 for a right program.
+      loss: The name of the problem.
+      dtype: The dtype of its parameters.
+      precision: The dtype that it computes in: bfloat16 if the loss casts to it.
+      family: The family of the fault; empty for a right program.
+      name: The name of the fault, or of the right program.
+      size: The relative size of the fault; 0 for a right program.
       verdict: "found", "not judged" or "passed".
       ratio: The largest error/bound.
       random: Whether the loss draws random numbers.
@@ -72,7 +72,7 @@ class Judged:
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Plants, judges, counts."""
+    """Plants faults, judges gradients and counts verdicts."""
     cells = [
         (dtype, name)
         for dtype in DTYPES
@@ -115,7 +115,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def judged(
     given: GradientProblem, dtype: str, quick: bool = False
 ) -> tuple[list[Judged], str]:
-    """All right programs and faults of one problem, and the word on the reference."""
+    """Verdicts on all right programs and faults of a problem, and on its reference."""
     trainer = Trainer(given, seed=0)
     results: dict[str, Any] = {}
     sizes: dict[str, tuple[str, str, float]] = {}
@@ -125,7 +125,7 @@ def judged(
     loss = results["right: compiled"][0]
     for family, name, leaves in plant(trainer):
         size = trainer.size(leaves)
-        # A fault that this problem does not show, such as padding that divides.
+        # A size of 0: the problem cannot show the fault, such as padding that divides.
         if size:
             stored = {k: v.astype(trainer.dtypes[k]) for k, v in leaves.items()}
             results[f"fault: {name}"] = loss, stored
@@ -167,7 +167,7 @@ def _verdict(report: verify.Report) -> str:
 
 
 def _plain(row: Judged) -> dict[str, Any]:
-    """As JSON holds it, which knows no infinity."""
+    """The row as JSON values; JSON has no infinity."""
     return {
         k: str(v) if isinstance(v, float) and not np.isfinite(v) else v
         for k, v in asdict(row).items()
@@ -183,7 +183,7 @@ def claims(
     oracles: dict[str, str],
     least: dict[str, int],
 ) -> list[Claim]:
-    """What the judge must show."""
+    """The claims of the experiment."""
     counted = {
         "faults": len(faults),
         "kinds": len({row.name for row in faults}),
@@ -236,7 +236,7 @@ def _rate(precision: str, faults: Sequence[Judged]) -> Claim:
 
 
 def missed(faults: Sequence[Judged]) -> list[str]:
-    """The faults above a precision's size that were not found, by name."""
+    """The faults above a precision's size that were not found."""
     return [
         f"{row.verdict}: {row.name} of size {row.size:.2g} in {row.loss}, {row.dtype} "
         f"(error/bound {row.ratio:.2g})"
@@ -252,7 +252,7 @@ def _classes() -> Iterator[tuple[str, float, float]]:
 
 
 def by_size(faults: Sequence[Judged]) -> list[list[str]]:
-    """Found of all, for each size and precision."""
+    """A table of found faults, by size and precision."""
     rows = [["relative size", *DTYPES]]
     for text, low, high in _classes():
         within = [row for row in faults if low < row.size <= high]
@@ -261,7 +261,7 @@ def by_size(faults: Sequence[Judged]) -> list[list[str]]:
 
 
 def by_family(faults: Sequence[Judged]) -> list[list[str]]:
-    """Found of all that are above the precision's size, for each family."""
+    """A table of found faults above their precision's size, by family."""
     rows = [["what is wrong", *DTYPES]]
     able = [row for row in faults if row.size > WANTED[row.precision][1]]
     for family in dict.fromkeys(row.family for row in faults):
@@ -279,7 +279,7 @@ def _found(rows: Sequence[Judged], key: str, value: str) -> str:
 def write_markdown(
     faults: Sequence[Judged], right: Sequence[Judged], path: Path
 ) -> None:
-    """The table of docs/verify.md."""
+    """Writes the table of docs/verify.md."""
     header, *body = by_size(faults)
     lines = [header, ["---", *["---:"] * len(DTYPES)], *body]
     programs = [row for row in right if row.verdict == "found"]

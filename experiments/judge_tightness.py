@@ -1,8 +1,8 @@
 """What is the smallest factor on a gradient that the judge still sees, in each dtype?
 
 A right gradient is multiplied by 1 + e, rounded to its dtype and judged. The smallest e
-that fails is found by bisection, for several models and batch sizes: a bound that is
-tight comes near the dtype's own rounding, a loose one sees large factors only.
+that fails is found by bisection, for several models and batch sizes: a tight bound
+comes near the dtype's own rounding, and a loose one detects large factors only.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 SIZES = (8, 64)
 QUICK_DTYPES, QUICK_SIZES = ("float32", "bfloat16"), (8,)
 
-# The largest e that a precision may overlook.
+# The largest e that may be overlooked in a precision.
 WANTED = {"float64": 1e-13, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
-# Factors between these are tried. The judge measures anew in each round, and that costs
-# more than to judge many factors at once: each round divides the bracket into 61.
+# The range of factors. Each round of the judge measures anew, which costs more than
+# judging many factors at once: a round divides the bracket into 61.
 SMALLEST, LARGEST = 2.0**-54, 4.0
 POINTS, ROUNDS = 60, 2
 
@@ -74,7 +74,7 @@ def smallest(model: str, dtype: Any, size: int, seed: int) -> tuple[float, bool]
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), gradient)
 
     def fails(each: np.ndarray) -> list[bool]:
-        """For each e, whether the judge sees it."""
+        """Whether the judge sees each e."""
         scaled = {
             str(i): jax.tree.map(lambda x, e=e: (x * (1 + e)).astype(dtype), wide)
             for i, e in enumerate(each)
@@ -90,7 +90,8 @@ def smallest(model: str, dtype: Any, size: int, seed: int) -> tuple[float, bool]
     right = True
     for _ in range(ROUNDS):
         bracket = np.geomspace(lowest, highest, POINTS + 2)
-        # The largest makes the judge take its second look in each round.
+        # The largest factor always fails, so that the judge does its second, closer
+        # measurement in every round.
         wrong, *seen, _ = fails(np.array([0.0, *bracket[1:], LARGEST]))
         right = right and not wrong
         if not seen[-1]:
@@ -109,7 +110,7 @@ def _normal(rng: np.random.Generator, dtype: Any, *shape: int) -> jax.Array:
 
 
 def linear_regression(rng: np.random.Generator, dtype: Any, size: int) -> Any:
-    """Squared errors of a linear map."""
+    """The squared errors of a linear map."""
 
     def losses(p: Any, b: Any) -> jax.Array:
         return (b["x"] @ p["w"] + p["bias"] - b["y"]) ** 2
@@ -120,7 +121,7 @@ def linear_regression(rng: np.random.Generator, dtype: Any, size: int) -> Any:
 
 
 def perceptron(rng: np.random.Generator, dtype: Any, size: int) -> Any:
-    """Cross-entropy of two hidden layers."""
+    """The cross-entropy of two hidden layers."""
 
     def losses(p: Any, b: Any) -> jax.Array:
         hidden = jnp.tanh(b["x"] @ p["first"] + p["bias"][None])
@@ -138,7 +139,7 @@ def perceptron(rng: np.random.Generator, dtype: Any, size: int) -> Any:
 
 
 def attention(rng: np.random.Generator, dtype: Any, size: int) -> Any:
-    """One block of attention over five tokens, with a residual and a mean."""
+    """An attention block over five tokens, with a residual connection and a mean."""
 
     def losses(p: Any, b: Any) -> jax.Array:
         x = b["x"]
@@ -167,7 +168,7 @@ Cells = dict[tuple[str, str, int], float]
 
 
 def claims(seen: Cells, right: dict[tuple[str, str, int], bool]) -> list[Claim]:
-    """A limit for each precision, and that the right gradient passes."""
+    """Claims of a limit for each precision, and that the right gradient passes."""
     found = []
     for dtype in DTYPES:
         own = [e for (_, d, _), e in seen.items() if d == dtype] or [np.inf]
@@ -188,7 +189,7 @@ def claims(seen: Cells, right: dict[tuple[str, str, int], bool]) -> list[Claim]:
 
 
 def table(seen: Cells) -> list[list[str]]:
-    """A row for each dtype and model, a column for each batch size."""
+    """A table with a row for each dtype and model, a column for each batch size."""
     sizes = sorted({size for _, _, size in seen})
     rows = [["dtype", "rounding unit", "model", *(f"{n} examples" for n in sizes)]]
     for dtype in dict.fromkeys(d for _, d, _ in sorted(seen, key=_rank)):
@@ -204,7 +205,7 @@ def _rank(cell: tuple[str, str, int]) -> int:
 
 
 def write_markdown(seen: Cells, path: Path) -> None:
-    """The table of docs/verify.md."""
+    """Writes the table of docs/verify.md."""
     header, *body = table(seen)
     rule = ["---", "---:", "---", *["---:"] * (len(header) - 3)]
     path.write_text("".join(f"| {' | '.join(x)} |\n" for x in (header, rule, *body)))
@@ -220,7 +221,7 @@ def plot(seen: Cells) -> Figure:
             )
             if line:
                 label = f"{dtype}, {model}"
-                # One size of batch is a dot, not a line.
+                # A line through a single batch size is invisible; a dot is not.
                 form = f"C{color}o" + (style if len(line) > 1 else "")
                 axes.plot(*zip(*line, strict=True), form, label=label, ms=3)
     axes.set(xscale="log", yscale="log", xlabel="examples", ylabel="smallest e seen")

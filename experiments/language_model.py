@@ -4,13 +4,13 @@ saved?
 
 The model and the code that divides it are `examples/language_model.py`: rotary
 positions, grouped-query attention, SwiGLU, one table for embedding and head. It learns
-the bytes of Python's own sources, in sequences that padding fills up and that count by
-their tokens. Gradients are judged against `jax.value_and_grad` of the whole batch on
-one device at several steps of the run, and so is a mistake: the gradient of the table
-from one of its two ends alone.
+the bytes of Python's own sources, in padded sequences that are weighted by their
+tokens. Gradients are judged against `jax.value_and_grad` of the whole batch on one
+device at several steps of the run, and so is a mistake: the gradient of the table from
+only one of its two uses.
 
-Rounding makes two runs drift apart, in the same way in which one device drifts from
-itself when it adds up the sequences in another order, which is measured too.
+Rounding makes two runs drift apart, as one device drifts from itself when it sums the
+sequences in another order, which is measured too.
 """
 
 import math
@@ -38,7 +38,7 @@ SCHEDULES = {
     "ZB-H1": pipeline.zero_bubble(2, llama.MICRO_BATCHES),
 }
 OPTIMIZER = optim.adam(lr=llama.LR)
-# Drift grows from random rounding: two runs of one kind differ by a few times.
+# Drift grows from random rounding: two runs of one kind differ by a small factor.
 SAME_DRIFT = 10
 
 
@@ -47,10 +47,10 @@ class Run:
     """A training run.
 
     Attributes:
-      name: For tables and pictures.
-      losses: Of each step.
-      first: Number of the first step.
-      reports: Of the judge, by step.
+      name: The name in tables and pictures.
+      losses: The loss of each step.
+      first: The number of the first step.
+      reports: The judge's reports, by step.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Run:
     reports: Mapping[int, verify.Report] = field(default_factory=dict)
 
     def followed_by(self, other: "Run") -> "Run":
-        """Both halves of one run."""
+        """Joins two halves of a run."""
         reports = {**self.reports, **other.reports}
         return Run(self.name, self.losses + other.losses, self.first, reports)
 
     def drift(self, other: "Run") -> np.ndarray:
-        """How far its losses are from those of a run of all steps, relative to them."""
+        """The relative distance of the losses from those of a run of all steps."""
         theirs = np.asarray(other.losses)[self.first :][: len(self.losses)]
         return np.abs(np.asarray(self.losses) - theirs) / theirs
 
@@ -130,7 +130,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def reordered(
     batch: Mapping[str, np.ndarray], order: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The same sequences, added up in another order."""
+    """The same sequences in another order, in which they are summed."""
     return {name: x[order] for name, x in batch.items()}
 
 
@@ -139,13 +139,13 @@ def reordered(
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The stages, and the same as one function of parameters by path, with one table.
+    """The stages, and the same model as one function of parameters by path.
 
     Attributes:
       made: The stages.
-      losses: Of the function, one for each sequence.
-      copy: Path of the head's copy of the table, which the function has not.
-      judge: Of the function's gradient.
+      losses: Computes one loss for each sequence, from parameters with a single table.
+      copy: The path of the head's copy of the table, which the function does not take.
+      judge: Judges gradients of the function.
     """
 
     made: pipeline.FromModules
@@ -160,7 +160,7 @@ class Model:
         tied: bool = True,
         **options: Any,
     ) -> pipeline.Pipeline:
-        """A pipeline; the mistake is that it does not know of the shared table."""
+        """A pipeline; with `tied=False` its mistake is that the table is not shared."""
         stages = self.made.stages
         if not tied:
             stages = [replace(stage, tied={}) for stage in stages]
@@ -169,7 +169,7 @@ class Model:
         )
 
     def start(self, pipe: pipeline.Pipeline) -> pipeline.PipelineState:
-        """The initial state."""
+        """The initial state of a pipeline."""
         return pipe.init(self.placed(pipe), self.made.states, jax.random.key(0))
 
     def placed(self, pipe: pipeline.Pipeline) -> list[Any]:
@@ -178,7 +178,7 @@ class Model:
         return pipe.place(given, jax.tree_util.tree_map_with_path(llama.spec, given))
 
     def own(self, stages: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Parameters or gradients of the stages, without the copy."""
+        """Parameters or gradients of the stages by path, without the copy."""
         found = {name: np.asarray(leaf) for name, leaf in by_path(stages).items()}
         del found[self.copy]
         return found
@@ -190,7 +190,7 @@ class Model:
         batch: Mapping[str, np.ndarray],
         name: str,
     ) -> verify.Report:
-        """The verdict about a pipeline's gradient at these parameters."""
+        """The verdict on a pipeline's gradient at these parameters."""
         weights = batch["mask"].sum(1)
 
         def gradient(_: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -202,7 +202,7 @@ class Model:
 
 
 def model_of(sizes: llama.Sizes, seed: int) -> Model:
-    """With random weights."""
+    """The model with random weights."""
     device = jax.devices()[0]
     _, made = llama.pipelined(
         llama.layers(sizes, seed), SCHEDULES["1F1B"], [device, device]
@@ -226,7 +226,7 @@ def by_path(stages: Sequence[Any]) -> dict[str, Any]:
     """The arrays of all stages by path."""
     leaves = jax.tree_util.tree_leaves_with_path(stages)
     return {
-        # A parameter of NNX is a node with its array in it.
+        # A parameter of NNX is a node that holds its array.
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): (
             leaf
         )
@@ -238,7 +238,7 @@ def by_path(stages: Sequence[Any]) -> dict[str, Any]:
 
 
 def plain_step(model: Model) -> Callable[..., Any]:
-    """A step of training on one device, of the function in one piece."""
+    """A training step of the function on one device."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         weights = batch["mask"].sum(1)
@@ -258,7 +258,7 @@ def train_alone(
     batches: Sequence[Mapping[str, np.ndarray]],
     name: str,
 ) -> Run:
-    """Training on one device."""
+    """Trains on one device."""
     params: Any = jax.tree.map(jnp.asarray, model.own(model.made.params))
     state = OPTIMIZER.init(params)
     losses = []
@@ -276,7 +276,7 @@ def train(
     name: str,
     every: int,
 ) -> tuple[pipeline.PipelineState, Run]:
-    """Training of a pipeline from a state, judged every so many steps; 0: never."""
+    """Trains a pipeline from a state; judged every `every` steps, never if 0."""
     losses, reports, first = [], {}, state.step
     for batch in batches:
         if every and state.step % every == 0:
@@ -287,7 +287,7 @@ def train(
 
 
 def in_two_processes(blocks: int, shape: Sequence[int], steps: int, seed: int) -> Run:
-    """1F1B by two workers, each on a mesh of so many devices of its own process."""
+    """1F1B by two workers, each on a mesh of its own process's devices."""
     losses, _ = rpc.spawn(train_as_worker, (blocks, shape, steps, seed), nprocs=2)
     return Run("1F1B by two processes", losses)
 
@@ -295,7 +295,7 @@ def in_two_processes(blocks: int, shape: Sequence[int], steps: int, seed: int) -
 def train_as_worker(
     rank: int, blocks: int, shape: Sequence[int], steps: int, seed: int
 ) -> list[float]:
-    """What each of them does; the losses."""
+    """The program of each worker; returns its losses."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", math.prod(shape))
     own = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"))
@@ -315,7 +315,7 @@ def carried_over(
     other: pipeline.Pipeline,
     like: pipeline.PipelineState,
 ) -> tuple[pipeline.PipelineState, bool]:
-    """A state saved and restored at other places; whether all bits are the same."""
+    """Saves a state and restores it at other places; whether all bits are equal."""
     with tempfile.TemporaryDirectory() as folder:
         with pipeline.PipelineCheckpoints(folder, pipe) as saved:
             saved.save(state)
@@ -334,7 +334,7 @@ def carried_over(
 def one_end(
     model: Model, places: Sequence[Mesh], batch: Mapping[str, np.ndarray]
 ) -> verify.Report:
-    """The verdict about stages that do not know of the table that they share."""
+    """The verdict on stages that do not share the table."""
     pipe = model.pipe(SCHEDULES["1F1B"], places, tied=False)
     return model.judged(pipe, model.placed(pipe), batch, "one end")
 
@@ -353,9 +353,9 @@ def claims(
     mistaken: verify.Report | None,
     across: str,
 ) -> Iterator[Claim]:
-    """About gradients, losses, two processes, the restart and the mistake."""
+    """Claims on gradients, losses, two processes, the restart and the mistake."""
     one, other = alone
-    # Losses that are equal in another order are so by chance.
+    # Losses that are equal in another order are so by chance: rounding is the floor.
     yardstick = max(float(other.drift(one).max()), float(jnp.finfo(jnp.float32).eps))
     for each in [*runs, resumed]:
         reports = each.reports.values()
@@ -397,7 +397,7 @@ def claims(
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A line for each run."""
+    """A table with a row for each run."""
     one = runs[0]
     table = [["run", "steps", "last loss", "drift", "error/bound"]]
     for each in runs:
@@ -415,13 +415,13 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def plot(runs: Sequence[Run]) -> Figure:
-    """Losses, and drifts below."""
+    """Losses above, drifts below."""
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 6))
     for each in runs:
         steps = np.arange(each.first, each.first + len(each.losses))
         (line,) = above.plot(steps, each.losses, label=each.name, linewidth=1)
         if each is not runs[0]:
-            # A logarithm shows no 0.
+            # A logarithmic axis has no 0.
             drift = np.maximum(each.drift(runs[0]), 1e-9)
             below.semilogy(steps, drift, color=line.get_color(), linewidth=1)
     above.set_ylabel("loss per byte")

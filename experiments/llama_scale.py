@@ -3,9 +3,9 @@ schedule, and what of each chip's memory?
 
 The layers of examples/language_model.py, at the published sizes, are compiled from
 shapes for the mesh of one stage, divided over data and model axes: embedding, one of
-the equal blocks, and head with the loss. `partition` cuts the model by their estimated
-times, and `simulate` runs four schedules. Nothing runs, and every second is an estimate
-by roofline.
+the equal blocks, and head with the loss. `partition` divides the model by their
+estimated times, and `simulate` plays four schedules. Nothing runs, and all seconds are
+roofline estimates.
 """
 
 import itertools
@@ -39,12 +39,13 @@ KINDS = ("embedding", "block", "head")
 
 
 class Problem(NamedTuple):
-    """What is trained.
+    """The model and the size of a step.
 
     Attributes:
-      sizes: Of the model.
-      length: Tokens of a sequence.
-      micro_batches: Of a step, each of one sequence for each part of the data axis.
+      sizes: The sizes of the model.
+      length: Tokens in a sequence.
+      micro_batches: Micro-batches in a step, each of one sequence for each part of the
+        data axis.
     """
 
     sizes: example.Sizes
@@ -53,21 +54,22 @@ class Problem(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A layer on one chip of a stage's mesh, for one micro-batch.
+    """Costs of a layer on one chip of a stage's mesh, for one micro-batch.
 
     Attributes:
-      forward: Estimated seconds.
-      backward: Likewise, of both halves as one program; a block is computed again.
-      inputs: Of the half that gives the cotangents of the inputs.
-      params: Of the other half.
+      forward: Estimated seconds of the forward pass.
+      backward: Estimated seconds of the backward pass as one program; a block is
+        rematerialized.
+      inputs: Estimated seconds of the half with the cotangents of the inputs.
+      params: Estimated seconds of the half with the gradients of the parameters.
       weights: Bytes of its parameters.
       state: Bytes of the optimizer's state: masters and moments.
       grads: Bytes of its gradient.
-      kept: Bytes that it keeps of a micro-batch from forward to backward.
-      pending: Likewise from one half of the backward pass to the other.
-      scratch: Bytes that a backward program needs besides.
-      collectives: Of forward and backward together: how many of each kind, and their
-        bytes on a chip.
+      kept: Bytes kept of a micro-batch from forward to backward.
+      pending: Bytes kept from one half of the backward pass to the other.
+      scratch: Bytes that a backward program needs in addition.
+      collectives: The number of collectives of each kind in forward and backward, and
+        their bytes on a chip.
     """
 
     forward: float
@@ -87,13 +89,13 @@ class Planned(NamedTuple):
     """A schedule on a slice.
 
     Attributes:
-      slice: Its name.
-      schedule: The schedule.
-      layers: How many each stage has.
-      memory: Of the fullest chip, in bytes by kind.
-      capacity: Bytes of a chip.
-      timeline: Of a simulated step.
-      busy: Seconds that the busiest chip computes in it.
+      slice: The name of the slice.
+      schedule: The name of the schedule.
+      layers: The number of layers of each stage.
+      memory: Bytes of the fullest chip, by kind.
+      capacity: Bytes of memory of a chip.
+      timeline: The timeline of a simulated step.
+      busy: Seconds of computation of the busiest chip in the step.
     """
 
     slice: str
@@ -106,12 +108,12 @@ class Planned(NamedTuple):
 
     @property
     def needed(self) -> float:
-        """Bytes of the fullest chip."""
+        """Bytes needed on the fullest chip."""
         return sum(self.memory.values())
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Costs of the layers for each slice, and four schedules of each."""
+    """Costs of the layers for each slice, and four schedules for each."""
     problem = Problem(SMALL, 32, 8) if settings.quick else Problem(PUBLISHED, 8192, 16)
     slices, missing = available(settings)
     costs, found = {}, []
@@ -155,11 +157,11 @@ def available(settings: Settings) -> tuple[list[targets.Hardware], list[str]]:
     for name in () if settings.quick else SLICES:
         each = targets.target(name)
         try:
-            _ = each.devices  # Asks for the compiler.
+            _ = each.devices  # raises if the compiler is missing
             found.append(each)
         except Unavailable as error:
             missing.append(f"{name}: {error}")
-    # Made-up chips that the CPU's own compiler stands for.
+    # Without any compiler, made-up chips that the CPU's compiler can compile for.
     return found or [DESCRIBED], missing
 
 
@@ -167,13 +169,13 @@ def available(settings: Settings) -> tuple[list[targets.Hardware], list[str]]:
 
 
 class Rematerialized(example.Block):
-    """A block that keeps its input alone for the backward pass."""
+    """A block that keeps only its input for the backward pass."""
 
     __call__ = nnx.remat(example.Block.__call__)
 
 
 def costs_of(problem: Problem, hardware: targets.Hardware) -> dict[str, Cost]:
-    """Of each kind of layer, by the programs of a pipeline of three stages."""
+    """Costs of each kind of layer, from the programs of a pipeline of three stages."""
     abstract = nnx.eval_shape(lambda: three_layers(problem.sizes))
     made = pipeline.stages_from_nnx(
         [[layer] for layer in abstract], ["tokens", "h1", "h2", "scores"]
@@ -213,16 +215,16 @@ def costs_of(problem: Problem, hardware: targets.Hardware) -> dict[str, Cost]:
 
 
 def three_layers(sizes: example.Sizes) -> list[nnx.Module]:
-    """One of each kind."""
+    """A layer of each kind."""
     rngs = nnx.Rngs(0)
-    # Without a dtype it would return float32, and all layers compute in that.
+    # Without a dtype it would return float32, in which all layers would compute.
     words, width = sizes.vocabulary, sizes.width
     embed = nnx.Embed(words, width, dtype=jnp.bfloat16, rngs=rngs)
     return [embed, Rematerialized(sizes, rngs), example.Head(sizes, embed, rngs)]
 
 
 def wanted(name: str) -> bool:
-    """Whether it is a program that takes time or memory: not an addition of losses."""
+    """Whether a program takes time or memory; sums of losses do not."""
     return name.startswith("loss") or "ward" in name or "update" in name
 
 
@@ -233,7 +235,7 @@ def cost_of(
     state: Any,
     hidden: float,
 ) -> Cost:
-    """The layer's, of its programs; the head's with the loss."""
+    """The costs of a layer from its programs; those of the head include the loss."""
     forward, backward, inputs, weights = (
         programs.get(f"{stage}: {part}")
         for part in (
@@ -264,8 +266,8 @@ def cost_of(
         params=seconds(weights) if weights else 0.0,
         weights=bytes_of(params, initializer=0.0),
         state=bytes_of(state, initializer=0.0),
-        grads=2 * bytes_of(params, initializer=0.0),  # Sums in float32.
-        # With the value that goes on: it is what the next layer keeps.
+        grads=2 * bytes_of(params, initializer=0.0),  # sums are in float32
+        # Includes the output, which the next layer keeps.
         kept=own[0].outputs,
         pending=pending,
         scratch=max(each.temporaries + each.code for each in own),
@@ -274,7 +276,7 @@ def cost_of(
 
 
 def seconds(program: targets.CompiledProgram) -> float:
-    """As estimated; infinite for what the compiler refused."""
+    """The estimated seconds; infinite for a program without an estimate."""
     return math.inf if program.seconds is None else program.seconds
 
 
@@ -291,7 +293,7 @@ def shard_bytes(
 
 
 def schedules(problem: Problem) -> dict[str, pipeline.Schedule]:
-    """By name; the interleaved one has two stages on each place."""
+    """The schedules by name; the interleaved one has two stages on each place."""
     m = problem.micro_batches
     return {
         "GPipe": pipeline.gpipe(STAGES, m),
@@ -304,12 +306,12 @@ def schedules(problem: Problem) -> dict[str, pipeline.Schedule]:
 def planned(
     problem: Problem, hardware: targets.Hardware, costs: Mapping[str, Cost]
 ) -> list[Planned]:
-    """Each schedule, on the cut that `partition` makes, or with equal stages."""
+    """Each schedule with the stages of `partition`, or with equal stages."""
     blocks = [f"block{i}" for i in range(problem.sizes.blocks)]
     order = ["embedding", *blocks, "head"]
     by_name = {name: costs[re.sub(r"\d", "", name)] for name in order}
     width, length = problem.sizes.width, problem.length
-    message = length * width * 2.0  # Of one sequence in bfloat16, on each chip.
+    message = length * width * 2.0  # of a sequence in bfloat16, on each chip
     profile = pipeline.Profile.chain(
         [
             pipeline.Layer(name, "", c.forward, c.backward, (message,), c.weights)
@@ -324,7 +326,7 @@ def planned(
                 profile, STAGES, min(rates), replicate=False, transfers=False
             )
             cut = [stage.layers for stage in plan.stages]
-        else:  # A plan has one stage on each worker.
+        else:  # a plan has one stage on each worker
             parts = np.array_split(order, schedule.stages)
             cut = [tuple(map(str, part)) for part in parts]
         stages = [[by_name[layer] for layer in part] for part in cut]
@@ -333,10 +335,10 @@ def planned(
 
 
 def bandwidths(hardware: targets.Hardware, stages: int) -> list[float]:
-    """Bytes a second of one chip from each stage to the next.
+    """Bytes per second of a chip from each stage to the next.
 
-    The places of a slice are neighbours, on one of a chip's links. Where a switch
-    joins the chips of a host, messages to another host take the network.
+    The places of a slice are neighbours, connected by one of a chip's links. If a
+    switch joins the chips of a host, messages to another host use the network.
     """
     chip = hardware.chip
     link = chip.link_bandwidth / chip.links
@@ -356,7 +358,7 @@ def simulated(
     message: float,
     rates: Sequence[float],
 ) -> Planned:
-    """A step of the schedule, and the memory of its fullest chip."""
+    """Simulates a step of the schedule; computes the memory of its fullest chip."""
 
     def total(field: str) -> list[float]:
         return [sum(getattr(layer, field) for layer in stage) for stage in stages]
@@ -400,7 +402,7 @@ def simulated(
 
 
 def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
-    """About every schedule."""
+    """Claims about every schedule."""
     full = max(each.needed / each.capacity for each in found)
     text = "under every schedule the model fits the chips' memory, as estimated"
     yield Claim(text, full <= 1, f"{full:.1%} of it at most", leads=True)
@@ -419,7 +421,7 @@ def claims(found: Sequence[Planned], missing: Sequence[str]) -> Iterator[Claim]:
 
 
 def rows(found: Sequence[Planned]) -> list[list[str]]:
-    """A line for each schedule of each slice."""
+    """A table with a row for each schedule of each slice."""
     table = [
         ["slice", "schedule", "layers", "step (estimate)", "bubble", *found[0].memory,
          "of"]
@@ -440,7 +442,7 @@ def rows(found: Sequence[Planned]) -> list[list[str]]:
 
 
 def layer_rows(costs: Mapping[str, Mapping[str, Cost]]) -> list[list[str]]:
-    """A line for each kind of layer on each slice."""
+    """A table with a row for each kind of layer on each slice."""
     table = [
         ["slice", "layer", "forward", "backward", "weights", "kept", "scratch",
          "collectives, forward and backward"]
@@ -467,7 +469,7 @@ def layer_rows(costs: Mapping[str, Mapping[str, Cost]]) -> list[list[str]]:
 
 
 def recorded(each: Planned) -> dict[str, Any]:
-    """Every number of a plan."""
+    """All numbers of a plan, as JSON values."""
     return {
         "slice": each.slice,
         "schedule": each.schedule,
@@ -479,7 +481,7 @@ def recorded(each: Planned) -> dict[str, Any]:
 
 
 def plot(found: Sequence[Planned]) -> Figure:
-    """Steps and memory, a row for each slice."""
+    """Steps and memory, in a row for each slice."""
     slices = list(dict.fromkeys(each.slice for each in found))
     figure, panels = plt.subplots(
         len(slices),
@@ -503,7 +505,7 @@ def plot(found: Sequence[Planned]) -> Figure:
         below = np.zeros(len(plans))
         for number, kind in enumerate(plans[0].memory):
             sizes = np.array([each.memory[kind] for each in plans]) / GIB
-            # Colours that do not stand for times on the left.
+            # Other colours than those of the times on the left.
             colour = f"C{number + 2}"
             right.barh(places, sizes, left=below, label=kind, color=colour)
             below += sizes

@@ -1,9 +1,9 @@
 """Do eleven optimizers follow PyTorch's own runs to rounding; and where is optax
 PyTorch, and where another formula?
 
-The runs of torch 2.13 are recorded: fifty steps on four parameters, with gradients over
-several magnitudes and some of them None. They are the golden files of the tests, so
-nothing but JAX is needed here (`make parity` makes them anew). optax has no answer to a
+The runs of torch 2.13 are recorded: fifty steps on four parameters, with gradients of
+several magnitudes, some of them None. They are the golden files of the tests, so that
+only JAX is needed here (`make parity` records them again). optax does not accept a
 gradient of None; it is compared on the same problem without them.
 """
 
@@ -26,12 +26,12 @@ from jdist import optim
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "optim" / "golden"
 FLOAT64 = 1e-12
-# 50 steps, each rounding the parameter once in both libraries, and as much again for
-# the rounded moments behind the updates; the tests derive a bound for each run.
+# In 50 steps both libraries round the parameter once each, and the rounded moments add
+# as much again; the tests derive a bound for each run.
 FLOAT32 = 4 * 50 * 2.0**-24
 LR = 0.01
 
-# torch's formula here; what a user of optax would write for it, and whether it is it.
+# torch's formula here, optax's optimizer of that name, and whether they are equal.
 COUNTERPARTS: dict[str, tuple[optim.Optimizer, Any, bool]] = {
     "SGD momentum": (optim.sgd(lr=LR, momentum=0.9), optax.sgd(LR, 0.9), True),
     "Adam": (optim.adam(lr=LR), optax.adam(LR), True),
@@ -57,7 +57,7 @@ COUNTERPARTS: dict[str, tuple[optim.Optimizer, Any, bool]] = {
 
 
 class Recorded(NamedTuple):
-    """One optimizer with one set of options: its largest difference by dtype."""
+    """An optimizer with one set of options: its largest difference for each dtype."""
 
     name: str
     case: str
@@ -109,12 +109,12 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def load(name: str) -> Any:
-    """A golden file."""
+    """Reads a golden file."""
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def against_torch(problem: Any, quick: bool, progress: Progress) -> list[Recorded]:
-    """Every recorded run; in the quick form the first two settings of each."""
+    """Compares every recorded run; in the quick form two settings of each optimizer."""
     found = []
     constructors = optim.functional_optim_map.values()
     for constructor in progress.track(list(constructors), description="torch"):
@@ -162,7 +162,8 @@ def steps(
 
 
 def against_optax(problem: Any, ours: optim.Optimizer, theirs: Any) -> np.ndarray:
-    """At each step the largest difference from optax, relative to a leaf's size."""
+    """The largest difference from optax at each step, relative to a leaf's size."""
+    # optax does not accept None as a gradient.
     full = [row for row in problem["grads"] if all(g is not None for g in row)]
     mine = steps(ours, problem, full, "float64")
     other = steps(optim.from_optax(theirs), problem, full, "float64")
@@ -183,7 +184,7 @@ def against_optax(problem: Any, ours: optim.Optimizer, theirs: Any) -> np.ndarra
 def claims(
     worst: Mapping[str, float], names: Sequence[str], curves: Mapping[str, np.ndarray]
 ) -> list[Claim]:
-    """What the comparison must show."""
+    """The claims of the experiment."""
     same = {k: float(c.max()) for k, c in curves.items() if COUNTERPARTS[k][2]}
     other = {k: float(c.max()) for k, c in curves.items() if not COUNTERPARTS[k][2]}
     return [
@@ -215,7 +216,7 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
     """A dot for every setting and precision."""
     figure, axes = plt.subplots(figsize=(9, 0.24 * len(recorded) + 1.5))
     rows = np.arange(len(recorded))[::-1]
-    # Exactly equal runs are drawn at the left edge, where a logarithm has no place.
+    # A logarithmic axis has no 0: equal runs are drawn at the left edge.
     for kind, limit, color, size in (
         ("float64", FLOAT64, "tab:blue", 36),
         ("float32", FLOAT32, "tab:orange", 9),

@@ -1,10 +1,10 @@
 """Does a parameter server that updates in batches average what each trainer sent, and
 do all go on with the same parameters?
 
-Each trainer sends the gradient of its own share of the batch. The server's function is
-an `async_execution`: it returns a future, and when the last trainer's gradient is in,
-the mean is applied by SGD with momentum and all futures get the new parameters. The
-data are scikit-learn's digits.
+Each trainer sends the gradient of its own share of the batch. The server's method is an
+`async_execution`: it returns a future. When the last trainer's gradient has arrived,
+the mean is applied by SGD with momentum, and the new parameters complete the future.
+The data are scikit-learn's digits.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ RATE, MOMENTUM = 0.1, 0.9
 
 
 class Round(NamedTuple):
-    """What one side saw of a round: digests, so that nothing large is kept."""
+    """Digests of one side's values in a round, so that no arrays are kept."""
 
     sent: tuple[str, ...]
     """Of gradients: on the server one for each trainer, on a trainer its own."""
@@ -44,15 +44,16 @@ class Round(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came out of a run.
+    """The results of a run.
 
     Attributes:
-      server: Its rounds.
-      trainers: Theirs, by trainer.
-      losses: Mean over all trainers, by round.
-      accuracy: On examples that nobody trained with, before and after.
+      server: The rounds of the server.
+      trainers: The rounds of each trainer.
+      losses: The mean loss over all trainers, by round.
+      accuracy: Accuracy on test images, before and after.
       alone: Digest of the parameters after the same rounds on one device.
-      error_over_bound: Largest, of the mean against the gradient of the whole batch.
+      error_over_bound: The largest error of the mean against the gradient of the whole
+        batch, relative to the bound.
     """
 
     server: list[Round]
@@ -64,7 +65,7 @@ class Trained(NamedTuple):
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """One server and three trainers, each a process."""
+    """Runs a server and three trainers, each in a process."""
     rounds = QUICK_ROUNDS if settings.quick else ROUNDS
     found: Trained = rpc.spawn(
         work, (rounds, settings.seed), nprocs=1 + TRAINERS, timeout=900
@@ -98,21 +99,21 @@ def initial(seed: int) -> Any:
 
 
 def scores(params: Any, images: jax.Array) -> jax.Array:
-    """Of the ten digits, for images `(examples, 8, 8, 1)`."""
+    """Scores of the ten digits, `(examples, 10)`, for images `(examples, 8, 8, 1)`."""
     hidden, readout = params["hidden"], params["readout"]
     flat = images.reshape(len(images), -1)
     return jnp.tanh(flat @ hidden["w"] + hidden["b"]) @ readout["w"] + readout["b"]
 
 
 def losses_of(params: Any, share: Any) -> jax.Array:
-    """Cross entropy, one for each example."""
+    """The cross-entropy of each example, `(examples,)`."""
     images, labels = share
     given = scores(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(given, labels)
 
 
 def accuracy_of(params: Any, examples: Any) -> float:
-    """Share of the examples that are recognised."""
+    """The share of correctly classified examples."""
     images, labels = examples
     return float(np.mean(np.argmax(scores(params, images), axis=1) == labels))
 
@@ -121,10 +122,10 @@ def accuracy_of(params: Any, examples: Any) -> float:
 
 
 class Server:
-    """Has the parameters, and steps them when all trainers have sent a gradient."""
+    """Holds the parameters; takes a step when all trainers have sent a gradient."""
 
     def __init__(self, params: Any, trainers: int) -> None:
-        """Begins with these parameters."""
+        """Starts with these parameters."""
         self._opt = optim.sgd(lr=RATE, momentum=MOMENTUM)
         self._step = jax.jit(self._opt.step)
         self._params, self._state = params, self._opt.init(params)
@@ -135,12 +136,12 @@ class Server:
         self.rounds: list[Round] = []
 
     def fetch(self) -> Any:
-        """The parameters as they are."""
+        """The current parameters."""
         return self._params
 
     @rpc.async_execution
     def update_and_fetch(self, trainer: int, gradient: Any) -> rpc.Future[Any]:
-        """Takes a gradient; a future of the mean and of the parameters after its step.
+        """Adds a gradient; returns a future of the mean and of the new parameters.
 
         No thread waits: the call of the last trainer completes the future of all.
         """
@@ -157,12 +158,13 @@ class Server:
                 Round(tuple(map(digest, given)), digest(mean), digest(self._params))
             )
             told = mean, self._params
+        # Outside of the lock: callbacks of the future run in this thread.
         answer.set_result(told)
         return answer
 
 
 def average(gradients: Sequence[Any]) -> Any:
-    """The mean, added up in the order of the trainers."""
+    """The mean, summed in the order of the trainers."""
     return jax.tree.map(lambda *g: sum(g[1:], g[0]) / len(g), *gradients)
 
 
@@ -178,14 +180,14 @@ def shares(batch: Any) -> list[Any]:
 @jax.jit
 @jax.value_and_grad
 def value_and_grad(params: Any, share: Any) -> jax.Array:
-    """Loss and gradient, of the mean over a share."""
+    """The mean loss over a share, and its gradient."""
     return losses_of(params, share).mean()
 
 
 def train(
     server: rpc.RRef[Any], trainer: int, rounds: int, seed: int
 ) -> tuple[list[Round], list[float]]:
-    """What a trainer does: gradient, exchange, and again."""
+    """Trains on one trainer; returns its rounds and losses."""
     params = server.rpc_sync().fetch()
     found, losses = [], []
     for batch in data(seed, rounds, BATCH).batches:
@@ -197,7 +199,7 @@ def train(
 
 
 def work(rank: int, rounds: int, seed: int) -> Trained | None:
-    """The process of rank 0 is the server, and begins the trainers."""
+    """Entry point of each process; rank 0 is the server and starts the trainers."""
     rpc.init_rpc(f"worker{rank}", allow=("experiments",))
     found = None
     if rank == 0:
@@ -226,7 +228,7 @@ def work(rank: int, rounds: int, seed: int) -> Trained | None:
 
 
 def one_device(params: Any, batches: Sequence[Any]) -> tuple[str, float]:
-    """The same rounds without rpc; and how far the mean is from the whole gradient."""
+    """The same rounds without rpc; also judges the mean against the whole gradient."""
     opt = optim.sgd(lr=RATE, momentum=MOMENTUM)
     state, step = opt.init(params), jax.jit(opt.step)
 
@@ -242,7 +244,7 @@ def one_device(params: Any, batches: Sequence[Any]) -> tuple[str, float]:
 
 
 def digest(tree: Any) -> str:
-    """Equal for equal bits, and for nothing else."""
+    """A SHA-256 digest of all bits of a tree."""
     hashed = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         hashed.update(np.asarray(leaf).tobytes())
@@ -253,7 +255,7 @@ def digest(tree: Any) -> str:
 
 
 def claims(found: Trained, rounds: int) -> Iterator[Claim]:
-    """What must hold in every round, and at the end."""
+    """Claims on every round, and on the end."""
     counted = [len(found.server), *map(len, found.trainers)]
     text = "the server steps once for each round of all trainers"
     yield Claim(text, counted == [rounds] * (1 + TRAINERS), str(counted))
@@ -272,7 +274,7 @@ def claims(found: Trained, rounds: int) -> Iterator[Claim]:
 
 
 def agreeing(found: Trained) -> Mapping[str, int]:
-    """In how many rounds all are of the same bits."""
+    """The number of rounds in which all values have the same bits, by claim."""
     rounds = list(zip(found.server, *found.trainers, strict=True))
     return {
         "each trainer's gradient is what the server received, bit for bit": sum(
@@ -294,7 +296,7 @@ def agreeing(found: Trained) -> Mapping[str, int]:
 
 
 def rows(found: Trained) -> list[list[str]]:
-    """Before and after."""
+    """A table of the accuracy before and after."""
     before, after = found.accuracy
     return [["", "accuracy"], ["before", f"{before:.1%}"], ["after", f"{after:.1%}"]]
 

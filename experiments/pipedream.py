@@ -3,9 +3,9 @@ with vertical sync and 2BW, beside model parallelism, GPipe and 1F1B, on digits.
 
 A small convolutional network in four stages and a deeper one in two learn the same
 batches in the same order by each method, one update per batch. Accuracy is that of all
-stages on one device, which has the bits of a process for each. Seconds are measured in
-processes that are pinned to a core each, where a network has not more stages than there
-are cores, and simulated elsewhere, from passes that are timed one by one.
+stages on one device, whose results have the same bits as with a process for each
+stage. If there is a core for each stage, seconds are measured in processes that are
+pinned to one core each; otherwise they are simulated from passes timed one by one.
 """
 
 import statistics
@@ -43,7 +43,7 @@ from jdist import optim, pipeline, verify
 
 TOLERANCE = 0.02
 """By how much stashing's mean test accuracy over the seeds may be below 1F1B's."""
-LEARNT = 0.85  # by 1F1B, or the comparison says nothing
+LEARNT = 0.85  # by 1F1B; below it a comparison means nothing
 QUICK = [
     Network("digits", "the small network", ((8,), (16,), ()), 0.1, 2, 2),
 ]
@@ -56,15 +56,14 @@ JUDGED = (64, 12, 12, 12, 10)
 
 
 class Found(NamedTuple):
-    """What came out for one network.
+    """The results for one network.
 
     Attributes:
       network: The network.
       runs: The training runs of each method, by seed.
-      simulated: Seconds of an epoch, by method.
-      measured: The same in pinned processes, of each timed epoch; None where they
-        cannot be.
-      why_not: Why they cannot.
+      simulated: Simulated seconds of an epoch, by method.
+      measured: Seconds of each timed epoch in pinned processes; None if not possible.
+      why_not: The reason why they were not measured.
     """
 
     network: Network
@@ -75,23 +74,23 @@ class Found(NamedTuple):
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Of an epoch: the median of the measured ones, where there are any."""
+        """Seconds of an epoch: the median of the measured ones, or as simulated."""
         if self.measured is None:
             return self.simulated
         return {name: statistics.median(own) for name, own in self.measured.items()}
 
     @property
     def how(self) -> str:
-        """Seconds were found."""
+        """Whether the seconds are measured or simulated, as text."""
         return "simulated" if self.measured is None else "measured"
 
     def accuracy(self, name: str) -> list[float]:
-        """Mean over the seeds, before the first epoch and after each."""
+        """The mean over the seeds, before the first epoch and after each."""
         return np.mean([curve.accuracy for curve in self.runs[name]], axis=0).tolist()
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Measures and simulates clocks, trains by all methods, judges updates."""
+    """Measures and simulates epochs, trains by all methods, and judges updates."""
     networks = QUICK if settings.quick else FULL
     reasons = {
         network.name: "time is judged in the full form only"
@@ -132,7 +131,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def investigated(
     network: Network, settings: Settings, why_not: str, progress: Progress
 ) -> Found:
-    """Everything about one network; while others are timed this process is idle."""
+    """All results for one network; this process is idle while others are timed."""
     task = progress.add_task(f"{network.name}: clocks", total=None)
     measured = None if why_not else clocks.measured(network, settings.seed)
     simulated = clocks.simulated(network)
@@ -154,17 +153,16 @@ def investigated(
 def judged(
     runtimes: Mapping[str, Any], seed: int, *, pinned: bool
 ) -> dict[str, verify.Report]:
-    """Whether each runtime's update is a gradient, at its forward passes' weights.
+    """Judges each runtime's update as the gradient at its forward passes' weights.
 
-    Versions are what runs of so many batches end with. The forward pass of update t met
-    version t - (n - 1 - j) at stage j of n. The update itself is what the optimizer was
-    given: a difference of parameters would carry their rounding.
+    The versions are the parameters after runs of increasing numbers of batches. The
+    forward pass of update t used version t - (n - 1 - j) at stage j of n.
 
     Args:
-      runtimes: By name; each is made of stages, a loss and an optimizer.
-      seed: Of parameters and batches.
-      pinned: Whether the oracle is compared with finite differences, which takes as
-        long as everything else.
+      runtimes: Runtimes by name; each is made from stages, a loss and an optimizer.
+      seed: Seed of parameters and batches.
+      pinned: Whether to compare the oracle with finite differences, which takes as long
+        as everything else.
     """
     count = len(JUDGED) - 1
     names = ["x", *(f"h{j}" for j in range(count))]
@@ -182,6 +180,8 @@ def judged(
         )
         reports = {}
         for name, runtime in runtimes.items():
+            # The optimizer's state is the update itself; a difference of parameters
+            # would carry their rounding.
             pipe = runtime(stages, loss_of, optimizer=remembering())
             versions = [[jnp.asarray(own) for own in drawn]]
             for steps in range(1, count + 2):
@@ -213,7 +213,7 @@ def remembering() -> optim.Optimizer:
 
 
 def dense(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    """A stage of one layer."""
+    """A stage of one dense layer."""
     return jnp.tanh(x @ matrix)
 
 
@@ -221,7 +221,7 @@ def dense(matrix: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def claims(found: Found) -> Iterator[Claim]:
-    """About accuracy, versions and clocks of one network."""
+    """Claims on accuracy, versions and seconds of one network."""
     name, seeds = found.network.name, f"over {len(found.runs[FLUSH])} seeds"
     sync, stash = (found.accuracy(method)[-1] for method in (FLUSH, STASH))
     yield Claim(f"{name}: 1F1B learns", sync > LEARNT, f"{sync:.1%} {seeds}")
@@ -242,7 +242,7 @@ def claims(found: Found) -> Iterator[Claim]:
 
 
 def version_claims(found: Found) -> Iterator[Claim]:
-    """From the record of the run, stage by stage."""
+    """Claims on the versions in the record of a run, for each stage."""
     passes, n = found.runs[STASH][0].passes, found.network.stages
     stale = {
         j: {p.newest - p.version for p in passes if p.stage == j and p.kind == "B"}
@@ -258,7 +258,7 @@ def version_claims(found: Found) -> Iterator[Claim]:
 
 
 def judge_claims(reports: Mapping[str, verify.Report]) -> Iterator[Claim]:
-    """That the judge tells stashing from its absence."""
+    """Claims that the judge accepts stashing and rejects its absence."""
     good, bad = reports[STASH], reports[CONTROL]
     text = "with stashing, an update is the gradient at the weights that it met"
     yield Claim(text, good.ok, f"error/bound {good.worst:.2f}")
@@ -270,7 +270,7 @@ def judge_claims(reports: Mapping[str, verify.Report]) -> Iterator[Claim]:
 
 
 def notes(found: Sequence[Found]) -> Iterator[str]:
-    """What a reader must know."""
+    """Notes on what was measured and how."""
     for each in found:
         yield control_note(each)
     yield (
@@ -281,14 +281,14 @@ def notes(found: Sequence[Found]) -> Iterator[str]:
 
 
 def control_note(found: Found) -> str:
-    """The accuracy without stashing, which no claim is about."""
+    """The accuracy without stashing, on which there is no claim."""
     stash, none, sync = (found.accuracy(name)[-1] for name in (STASH, CONTROL, FLUSH))
     ends = f"{none:.1%} without stashing, {stash:.1%} with it, {sync:.1%} with 1F1B"
     return f"{found.network.name} ends at {ends}."
 
 
 def rows(found: Found) -> list[list[str]]:
-    """One line per method."""
+    """A table with a row for each method."""
     table = [["method", "seeds", "accuracy", "simulated ms per epoch", "measured"]]
     for name, runs in found.runs.items():
         timed = found.measured is not None and name in found.measured
@@ -300,7 +300,7 @@ def rows(found: Found) -> list[list[str]]:
 
 
 def pictures(found: Found) -> Iterator[Picture]:
-    """Two for each network."""
+    """Two pictures for each network."""
     key, name = found.network.key, found.network.name.capitalize()
     yield Picture(
         f"{key}-accuracy",
@@ -315,11 +315,11 @@ def pictures(found: Found) -> Iterator[Picture]:
 
 
 def plot(found: Found) -> Figure:
-    """Accuracy per epoch and per second."""
+    """Accuracy over epochs and over seconds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for number, name in enumerate(found.runs):
         style = "o-" if isinstance(METHODS[name], Flushing) else "s--"
-        # Equal curves lie on each other: the later ones are narrower.
+        # Equal curves overlap, so that later ones are narrower.
         width = {"linewidth": 4 - 0.45 * number, "markersize": 10 - number}
         curve = found.accuracy(name)
         epochs = np.arange(len(curve))
@@ -336,7 +336,7 @@ def plot(found: Found) -> Figure:
 
 
 def plot_versions(passes: Sequence[Any], stages: int) -> Figure:
-    """Staleness of each backward pass and versions kept after it, per stage."""
+    """The staleness of each backward pass and the versions kept after it, by stage."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
     for j in range(stages):
         own = [p for p in passes if p.stage == j and p.kind == "B"][:12]

@@ -1,11 +1,11 @@
 """What does PipeDream's planner make of a ResNet-50 and a VGG-16 for 2, 4 and 16
 workers: profiled here, and from the profiles that were published with it?
 
-Each layer is timed where this runs. The planner cuts the profile into stages, some of
-them replicated, for the machines of the paper's cluster A; every plan is then played
-through the simulator beside data parallelism on as many workers. A machine without an
-accelerator computes so slowly that the network hardly matters, and plans gain little
-there: that is the planner's answer, not a flaw of it.
+Each layer is timed on this machine. The planner partitions the profile into stages,
+some of them replicated, for the machines of the paper's cluster A. Every plan is then
+simulated, and so is data parallelism on as many workers. A machine without an
+accelerator computes so slowly that the network hardly matters, so that plans gain
+little there; this is a property of the machine, not a flaw of the planner.
 """
 
 import math
@@ -28,7 +28,7 @@ PROFILES = Path(__file__).parents[1] / "tests" / "pipeline" / "profiles"
 
 
 class Machine(NamedTuple):
-    """Workers and bytes per second between them, per level, innermost first."""
+    """Workers and bytes per second between them for each level, innermost first."""
 
     workers: tuple[int, ...]
     bandwidths: tuple[float, ...]
@@ -54,16 +54,16 @@ ROUNDS = 12
 
 
 class Case(NamedTuple):
-    """A profile planned for one machine, and played.
+    """A profile planned for one machine, with simulations of the plan.
 
     Attributes:
-      model: The paper's name for it.
+      model: The paper's name of the network.
       source: "here" or "published".
-      plan: With what crosses a cut counted.
+      plan: The plan that counts transfers at its cuts.
       pace: Simulated seconds per micro-batch, with messages on their links.
       alone: The same for data parallelism.
-      free: The plan that counts no transfers.
-      free_pace: Its simulated pace, messages free.
+      free: The plan that does not count transfers.
+      free_pace: Its simulated pace with free messages.
     """
 
     model: str
@@ -76,12 +76,12 @@ class Case(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Of the machine."""
+        """The number of workers of the machine."""
         return math.prod(self.plan.workers)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Profiles, plans, plays."""
+    """Profiles, plans and simulates."""
     sizes = sizes_for(settings)
     profiles = {
         ("VGG-16", "here"): profiled(vgg_layers(sizes), sizes.vgg.image, sizes),
@@ -122,7 +122,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def planned(
     model: str, source: str, profile: pipeline.Profile, machine: Machine
 ) -> Case:
-    """Plans with and without transfers, and plays both beside data parallelism."""
+    """Plans with and without transfers; simulates both and data parallelism."""
     plan = pipeline.partition(profile, *machine)
     free = pipeline.partition(profile, *machine, transfers=False)
     costs = plan.costs(reductions=True, bandwidth=links(plan))
@@ -139,7 +139,7 @@ def planned(
 
 
 def in_one(profile: pipeline.Profile, plan: pipeline.Plan) -> pipeline.Profile:
-    """All layers that are planned as one, which leaves nothing but data parallelism."""
+    """All layers merged into one, so that data parallelism is the only plan."""
     layers = [profile[name] for stage in plan.stages for name in stage.layers]
     whole = pipeline.Layer(
         "all",
@@ -153,7 +153,7 @@ def in_one(profile: pipeline.Profile, plan: pipeline.Plan) -> pipeline.Profile:
 
 
 def links(plan: pipeline.Plan) -> list[float]:
-    """Bytes per second from each stage to the next: of the outermost level crossed."""
+    """Bandwidths from each stage to the next: those of the outermost level crossed."""
     found = []
     for before, after in zip(plan.stages, plan.stages[1:], strict=False):
         size, crossed = 1, plan.bandwidths[0]
@@ -166,8 +166,9 @@ def links(plan: pipeline.Plan) -> list[float]:
 
 
 def pace(plan: pipeline.Plan, costs: pipeline.Costs) -> float:
-    """Simulated seconds per micro-batch, fill and drain aside."""
+    """Simulated seconds per micro-batch, without fill and drain."""
     period = math.lcm(*(len(stage.ranks) for stage in plan.stages))
+    # Of three equal thirds the middle one is measured, which is steady.
     turns = period * ROUNDS
     timeline = pipeline.simulate(plan.schedule(3 * turns), costs)
     ends = {
@@ -192,7 +193,7 @@ def gained(profile: pipeline.Profile, factors: Sequence[float]) -> list[float]:
 
 
 def claims(cases: Sequence[Case]) -> Iterator[Claim]:
-    """About all plans; about published ones also what was published."""
+    """Claims about all plans, and about the published ones what was published."""
     ratios = [c.plan.bottleneck_time / c.plan.data_parallel_time for c in cases]
     text = "no plan's bottleneck is slower than data parallelism's, by the same model"
     shown = f"{max(ratios):.4f} of it at most, {len(cases)} plans"
@@ -224,18 +225,18 @@ def claims(cases: Sequence[Case]) -> Iterator[Claim]:
 
 
 def busy(plan: pipeline.Plan) -> float:
-    """Seconds per micro-batch of the stage that takes longest."""
+    """Seconds per micro-batch of the slowest stage."""
     pairs = zip(plan.stages, plan.reduction_seconds, strict=True)
     return max(stage.share + extra / len(stage.ranks) for stage, extra in pairs)
 
 
 def over_alone(case: Case) -> float:
-    """How much faster the plan is than data parallelism, by the model."""
+    """The modelled speed-up of the plan over data parallelism."""
     return case.plan.data_parallel_time / case.plan.bottleneck_time
 
 
 def rows(cases: Sequence[Case]) -> list[list[str]]:
-    """One line per case."""
+    """A table with a row for each case."""
     header = ["model", "profile", "workers", "plan", "ms per micro-batch"]
     header += ["gain", "simulated gain", "paper's table 1"]
     table = [header]
@@ -258,7 +259,7 @@ def rows(cases: Sequence[Case]) -> list[list[str]]:
 
 
 def stage_rows(cases: Sequence[Case]) -> list[list[str]]:
-    """One line per stage."""
+    """A table with a row for each stage."""
     table = [["model", "workers", "stage", "layers", "ranks", "ms", "MiB of weights"]]
     for case in cases:
         if case.source != "here":
@@ -279,7 +280,7 @@ def stage_rows(cases: Sequence[Case]) -> list[list[str]]:
 
 
 def recorded(case: Case) -> dict[str, Any]:
-    """As JSON can hold it."""
+    """The case as JSON values."""
     plans = {"plan": asdict(case.plan), "free": asdict(case.free)}
     return case._asdict() | plans
 
@@ -304,7 +305,7 @@ def pictures(
 def plot_gains(
     gains: Mapping[tuple[str, str], Sequence[float]], factors: Sequence[float]
 ) -> Figure:
-    """Gain over bandwidth."""
+    """Gains over bandwidth."""
     figure, axes = plt.subplots(figsize=(8, 4.2))
     for (model, source), found in gains.items():
         style = "o-" if source == "published" else "s--"

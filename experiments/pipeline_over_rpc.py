@@ -1,11 +1,11 @@
 """Does a net in three stages on three workers, made of remote references alone, train
 as on one device?
 
-Each stage is an object on its worker. A micro-batch goes through as a chain of remote
-calls: each returns a reference to what the stage has computed, and the next stage
-fetches it from its owner, so activations go from worker to worker and never by way of
-the one that drives. The backward pass follows the same ways back, and one
-DistributedOptimizer steps every stage where it is. The data are scikit-learn's digits.
+Each stage is an object on its worker. A micro-batch passes through a chain of remote
+calls: each returns a reference to the stage's output, which the next stage fetches from
+its owner. Activations therefore travel from worker to worker and never through the
+driver. The backward pass takes the same routes in reverse, and a DistributedOptimizer
+steps every stage on its owner. The data are scikit-learn's digits.
 """
 
 import functools
@@ -34,12 +34,12 @@ WORKERS = tuple(f"worker{i}" for i in range(STAGES))
 
 
 class Trained(NamedTuple):
-    """What came out of a run; stages in their order.
+    """The results of a run, with stages in order.
 
     Attributes:
-      losses: Of each step.
+      losses: The loss of each step.
       first: Gradients of the first step.
-      params: After the last one.
+      params: Parameters after the last step.
     """
 
     losses: list[float]
@@ -48,7 +48,7 @@ class Trained(NamedTuple):
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Three processes, one worker alone, and `jax.grad`."""
+    """Trains in three processes and on one worker; judges against `jax.grad`."""
     steps = QUICK_STEPS if settings.quick else STEPS
     found = rpc.spawn(work, (steps, settings.seed), nprocs=STAGES, timeout=900)[0]
     with rpc.local_cluster(WORKERS[:1], allow=("experiments",)):
@@ -91,17 +91,17 @@ def initial(seed: int) -> list[Any]:
 
 
 def hidden(params: Any, x: jax.Array) -> jax.Array:
-    """A stage that is not the last."""
+    """Applies a stage other than the last."""
     return jnp.tanh(x @ params["w"] + params["b"])
 
 
 def scores(params: Any, x: jax.Array) -> jax.Array:
-    """The last stage."""
+    """Applies the last stage; returns scores."""
     return x @ params["w"] + params["b"]
 
 
 def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
-    """Of the whole net on one device, one for each example."""
+    """The cross-entropy of the whole net on one device, for each example."""
     x, labels = batch
     for each in params[:-1]:
         x = hidden(each, x)
@@ -111,16 +111,16 @@ def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
 
 
 def share_of_loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-    """What a micro-batch adds to the mean over its batch."""
+    """The contribution of a micro-batch to the mean over its batch."""
     losses = optax.softmax_cross_entropy_with_integer_labels(scores(params, x), labels)
     return losses.sum() / BATCH
 
 
 class Stage:
-    """One stage; lives on its worker."""
+    """One stage, on the worker that makes it."""
 
     def __init__(self, number: int, seed: int) -> None:
-        """Makes its parameters there."""
+        """Makes its parameters on the worker."""
         self._variable = autograd.variable(initial(seed)[number])
 
     def parameters(self) -> rpc.RRef[autograd.Variable]:
@@ -128,20 +128,20 @@ class Stage:
         return rpc.RRef(self._variable)
 
     def forward(self, x: rpc.RRef[Any]) -> Any:
-        """Its output; `x` is fetched from the worker that has it."""
+        """The output; `to_here` fetches `x` from its owner."""
         return autograd.apply(hidden, self._variable, x.to_here())
 
     def loss(self, x: rpc.RRef[Any], labels: np.ndarray) -> Any:
-        """As the last stage: the micro-batch's share of the loss."""
+        """The micro-batch's share of the loss; for the last stage."""
         return autograd.apply(share_of_loss, self._variable, x.to_here(), labels)
 
     def gradient(self, context_id: int) -> Any:
-        """What a context has for it."""
+        """The gradient of its parameters in a context."""
         found = autograd.get_gradients(context_id)[self._variable]
         return jax.tree.map(np.asarray, found)
 
     def value(self) -> Any:
-        """Its parameters."""
+        """The values of its parameters."""
         return jax.tree.map(np.asarray, self._variable.value)
 
 
@@ -149,7 +149,7 @@ class Stage:
 
 
 def train(owners: Sequence[str], steps: int, seed: int) -> Trained:
-    """What the first worker does; stage i is on `owners[i]`."""
+    """Trains from the first worker; stage i is on `owners[i]`."""
     stages = [
         rpc.remote(owner, Stage, args=(i, seed)) for i, owner in enumerate(owners)
     ]
@@ -159,7 +159,7 @@ def train(owners: Sequence[str], steps: int, seed: int) -> Trained:
     first: list[Any] = []
     for batch in data(seed, steps, BATCH).batches:
         with autograd.context() as context_id:
-            # All are under way before the first is waited for.
+            # All micro-batches are started before the first is waited for.
             under_way = [through(stages, *part) for part in parts(batch)]
             shares = [rref.to_here() for rref in under_way]
             autograd.backward(context_id, shares)
@@ -172,7 +172,7 @@ def train(owners: Sequence[str], steps: int, seed: int) -> Trained:
 def through(
     stages: Sequence[rpc.RRef[Stage]], images: np.ndarray, labels: np.ndarray
 ) -> rpc.RRef[Any]:
-    """Sends a micro-batch on its way; a reference to its share of the loss."""
+    """Starts a micro-batch; returns a reference to its share of the loss."""
     x = rpc.RRef(images)
     for stage in stages[:-1]:
         x = stage.remote().forward(x)
@@ -180,14 +180,14 @@ def through(
 
 
 def parts(batch: Any) -> Iterator[Any]:
-    """Its micro-batches, images flat."""
+    """The micro-batches of a batch, with flat images."""
     images, labels = batch
     flat = images.reshape(len(images), -1)
     return zip(np.split(flat, PARTS), np.split(labels, PARTS), strict=True)
 
 
 def work(rank: int, steps: int, seed: int) -> Trained | None:
-    """A process; that of rank 0 drives."""
+    """Entry point of each process; rank 0 drives."""
     rpc.init_rpc(f"worker{rank}", allow=("experiments",))
     found = train(WORKERS, steps, seed) if rank == 0 else None
     rpc.shutdown()
@@ -198,7 +198,7 @@ def work(rank: int, steps: int, seed: int) -> Trained | None:
 
 
 def judged(found: Trained, batch: Any, seed: int) -> verify.Report:
-    """The first step's gradients against those of the whole net on one device."""
+    """Judges the first step's gradients against the whole net on one device."""
     images, labels = batch
     flat = images.reshape(len(images), -1), labels
     params = jax.tree.map(jnp.asarray, initial(seed))
@@ -211,7 +211,7 @@ _judge = functools.cache(verify.judge)
 
 
 def accuracy_of(params: Sequence[Any], examples: Any) -> float:
-    """Share of the examples that are recognised."""
+    """The share of correctly classified examples."""
     images, labels = examples
     x = images.reshape(len(images), -1)
     for each in params[:-1]:
@@ -225,7 +225,7 @@ def claims(
     report: verify.Report,
     accuracy: tuple[float, float],
 ) -> Iterator[Claim]:
-    """Equal to one worker's run, and a gradient of the loss."""
+    """Claims of equality with one worker's run, and of correct gradients."""
     for what, mine, other in (
         ("gradients of the first step", found.first, alone.first),
         ("parameters after the last step", found.params, alone.params),
@@ -243,13 +243,13 @@ def claims(
 
 
 def same_bits(one: Any, other: Any) -> tuple[int, int]:
-    """How many arrays are the same, and of how many."""
+    """The number of equal arrays, and of all."""
     pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     return sum(x.tobytes() == y.tobytes() for x, y in pairs), len(pairs)
 
 
 def rows(report: verify.Report) -> list[list[str]]:
-    """One line per leaf."""
+    """A table with a row for each leaf."""
     found = [
         [leaf.path, f"{leaf.max_abs:.1e}", f"{leaf.ratio:.2f}"]
         for leaf in report.leaves

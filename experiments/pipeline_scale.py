@@ -1,10 +1,10 @@
 """What do schedules cost with up to 1024 stages: simulated time, bubble, memory, and
 what do slow links do to them?
 
-Each schedule is played with costs in units of one stage's forward pass. With free
-messages the makespans are the published ones to the last bit; with messages there is no
-formula, which is what a simulator is for. The largest case runs in a process of its
-own, so that its memory can be read.
+Each schedule is simulated with costs in units of one stage's forward pass. With free
+messages the makespans equal the published ones to the last bit; with costly messages
+there is no formula. The largest case runs in a process of its own, so that its memory
+can be measured.
 """
 
 import resource
@@ -29,12 +29,12 @@ PER_STAGE = 4
 SLOW_LINKS = (0.0, 0.03, 0.1, 0.3, 1.0)
 """Latency of a message, in forward passes of a stage."""
 
-# Units of one forward pass of a whole model's n-th part: F = B = W = 1.
+# In units of the forward pass of an n-th of the model: F = B = W = 1.
 WHOLE, HALF = pipeline.Costs(), pipeline.Costs(forward=0.5, backward=1.0)
 
 
 class Family(NamedTuple):
-    """A schedule that grows with its workers, and what was published of it."""
+    """A schedule for any number of workers, and its published properties."""
 
     make: Callable[[int, int], pipeline.Schedule]
     costs: pipeline.Costs
@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """All families at all sizes, then one size with slow links, then the largest."""
+    """Simulates all families at all sizes, one with slow links, and the largest."""
     largest = 64 if settings.quick else 1024
     sizes = [2**k for k in range(1, largest.bit_length())]
     runs: dict[str, list[dict[str, float]]] = {}
@@ -94,14 +94,15 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def _skipped(name: str, n: int) -> bool:
-    """ZBV and DualPipeV have 25 million actions at 1024: 256 shows the same line."""
+    """Whether to skip a size; only GPipe and 1F1B run above 256 workers."""
+    # ZBV and DualPipeV have 25 million actions at 1024, and 256 shows the same line.
     return n > 256 and name not in ("GPipe", "1F1B")
 
 
 def played(name: str, n: int) -> dict[str, float]:
-    """One family with n workers and free messages."""
+    """Simulates one family with n workers and free messages."""
     family, m = FAMILIES[name], PER_STAGE * n
-    # As the publications count: a pending weight gradient holds one activation.
+    # As the publications count it, a pending weight gradient holds one activation.
     costs = replace(family.costs, activation_bytes=1.0, pending_bytes=1.0)
     found = pipeline.simulate(family.make(n, m), costs)
     assert found.activation_bytes is not None
@@ -119,7 +120,7 @@ def played(name: str, n: int) -> dict[str, float]:
 
 
 def linked(n: int) -> dict[str, list[float]]:
-    """Makespan over that of free messages' work alone, for slower and slower links."""
+    """The makespan relative to the work alone, for increasingly slow links."""
     found = {}
     for name, family in FAMILIES.items():
         schedule = family.make(n, PER_STAGE * n)
@@ -137,12 +138,13 @@ def linked(n: int) -> dict[str, list[float]]:
 
 
 def _largest(rank: int, stages: int, micro_batches: int) -> dict[str, float]:
-    """1F1B with messages, timed from nothing to the timeline."""
+    """Simulates 1F1B with messages, timed from nothing to the timeline."""
     before = time.perf_counter()
     schedule = pipeline.one_f_one_b(stages, micro_batches)
     costs = pipeline.Costs(message_bytes=1.0, bandwidth=10.0, latency=0.05)
     found = pipeline.simulate(schedule, costs)
     seconds = time.perf_counter() - before
+    # `ru_maxrss` is in bytes on macOS and in KiB elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "stages": stages,
@@ -157,7 +159,7 @@ def _largest(rank: int, stages: int, micro_batches: int) -> dict[str, float]:
 def size_claims(
     runs: dict[str, list[dict[str, float]]], links: dict[str, list[float]]
 ) -> Iterator[Claim]:
-    """Every family at every size; and that slow links cost, each more than the last."""
+    """Claims on every family at every size, and that slower links cost more."""
     for name, found in runs.items():
         sizes = f"{len(found)} sizes up to {found[-1]['workers']:.0f} workers"
         same = all(run["makespan"] == run["published"] for run in found)
@@ -176,7 +178,7 @@ def size_claims(
 
 
 def limit_claims(big: dict[str, float], quick: bool) -> Iterator[Claim]:
-    """What simulating the largest case takes."""
+    """Claims on the time and memory of the largest case."""
     case = f"{big['stages']:.0f} stages x {big['micro_batches']:.0f} micro-batches"
     used = f"{big['bytes'] / 2**30:.2f} GiB"
     yield Claim(f"{case} fit in 2 GiB", big["bytes"] < BYTES, used)
@@ -187,7 +189,7 @@ def limit_claims(big: dict[str, float], quick: bool) -> Iterator[Claim]:
 
 
 def rows(runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    """One line per family."""
+    """A table with a row for each family."""
     header = ["activations alive, in stages", "with cotangents"]
     table = [["schedule", "workers", "bubble", *header]]
     for name, found in runs.items():
@@ -198,11 +200,11 @@ def rows(runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
 
 
 def plot(runs: dict[str, list[dict[str, float]]]) -> Figure:
-    """Idle share and activations over workers."""
+    """The idle share and the activations over workers."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for number, (name, found) in enumerate(runs.items()):
         workers = [run["workers"] for run in found]
-        # Some curves are equal: later points are smaller, so that all are seen.
+        # Some curves are equal, so that later points are smaller.
         size = 1 + 3 * (len(runs) - number)
         style = {"marker": "o", "markersize": size, "label": name}
         left.plot(workers, [run["bubble"] for run in found], **style)
@@ -220,7 +222,7 @@ def plot(runs: dict[str, list[dict[str, float]]]) -> Figure:
 
 
 def plot_links(links: dict[str, list[float]]) -> Figure:
-    """Makespan over latency."""
+    """The makespan over the latency."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for name, times in links.items():
         axes.plot(SLOW_LINKS, times, "o-", label=name)

@@ -2,8 +2,8 @@
 another run's costs?
 
 Two processes, each pinned to a core of its own, run a stack of equal layers in every
-schedule. A timed run gives costs; the simulator makes of them the makespan of the next
-runs. Activations are counted in bytes on the workers.
+schedule. A timed run gives costs, from which the simulator predicts the makespan of
+later runs. Activations are counted in bytes on the workers.
 """
 
 import functools
@@ -51,7 +51,7 @@ FAMILIES = {
 
 
 class Sizes(NamedTuple):
-    """Of the model and the batch."""
+    """Sizes of the model and the batch."""
 
     width: int
     layers: int
@@ -62,13 +62,14 @@ class Sizes(NamedTuple):
     """Timed ones of each schedule; the first half gives costs, the rest is foretold."""
 
     def memory(self, family: Family) -> dict[str, Any]:
-        """What a stage of k layers keeps of a micro-batch, in bytes.
+        """Bytes that a stage of k layers keeps of a micro-batch.
 
-        Its input and each layer's output. From B to W each layer's input, and the
-        cotangent of what its matrix put out. The first stage sends no cotangent: its W
-        does all the work, and until then it keeps what it kept, and a cotangent.
+        From F to B it keeps its input and each layer's output. From B to W it keeps
+        each layer's input, and the cotangent of its matrix product.
         """
         k, array = self.layers // family.stages, self.rows * self.width * 4
+        # The first stage sends no cotangent: its W does all the work, and until then it
+        # keeps its activations and one cotangent.
         left = [k + 2, *[2 * k] * (family.stages - 1)]
         return {
             "activation_bytes": (k + 1) * array,
@@ -77,7 +78,7 @@ class Sizes(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """What was measured of one schedule, and foretold."""
+    """The measured and the predicted runs of one schedule."""
 
     measured: Timeline
     predicted: Timeline
@@ -86,7 +87,7 @@ class Runs(NamedTuple):
 
     @property
     def both(self) -> tuple[Timeline, Timeline]:
-        """Measured and predicted."""
+        """The measured and the predicted timeline."""
         return self.measured, self.predicted
 
 
@@ -95,7 +96,7 @@ QUICK = Sizes(128, 8, 32, 4, 4)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """All schedules in two processes, then all predictions."""
+    """Runs all schedules in two processes, then predicts all of them."""
     sizes = QUICK if settings.quick else FULL
     task = progress.add_task("schedules in two processes", total=None)
     why_not = _pair.can_pin()
@@ -141,7 +142,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def work(rank: int, sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Every schedule so many times; their records by schedule."""
+    """Runs every schedule `sizes.runs` times; returns records by schedule."""
     rpc.init_rpc(f"worker{rank}")
     rng = np.random.default_rng(seed)
     shape, scale = (sizes.width, sizes.width), sizes.width**-0.5
@@ -185,14 +186,14 @@ def timed(family: Family, sizes: Sizes, weights: Any, batch: Any) -> list[Any]:
 
 
 def layers(params: Any, x: jax.Array) -> jax.Array:
-    """A part of the stack."""
+    """Applies a part of the stack."""
     for matrix in params:
         x = jnp.tanh(x @ matrix)
     return x
 
 
 def losses(y: jax.Array, batch: Any) -> jax.Array:
-    """One for each example."""
+    """The squared error of each example, `(examples,)`."""
     return ((y - batch["target"]) ** 2).mean(-1)
 
 
@@ -200,7 +201,7 @@ def losses(y: jax.Array, batch: Any) -> jax.Array:
 
 
 def timelines(found: list[Any]) -> list[Timeline]:
-    """Of records that have travelled."""
+    """Timelines from records, which the processes return."""
     made = []
     for records, held in found:
         timeline = Timeline.from_records([Record(*record) for record in records])
@@ -211,7 +212,7 @@ def timelines(found: list[Any]) -> list[Timeline]:
 def foretold(found: dict[str, list[Timeline]], sizes: Sizes) -> dict[str, Runs]:
     """The shortest of the second half of each schedule's runs, and its prediction.
 
-    Costs come from the shortest of the first half: the runs that were disturbed least.
+    Costs come from the shortest of the first half: the least disturbed runs.
     """
     half = sizes.runs // 2
     runs = {}
@@ -230,7 +231,7 @@ def foretold(found: dict[str, list[Timeline]], sizes: Sizes) -> dict[str, Runs]:
 
 
 def memory_claims(runs: dict[str, Runs], sizes: Sizes) -> Iterator[Claim]:
-    """Orders and bytes, which noise does not touch."""
+    """Claims on orders and bytes, which noise does not affect."""
     for name, (measured, predicted, _) in runs.items():
         same = measured.columns == predicted.columns
         text = f"{name}: every action ran once, in the order of the schedule"
@@ -241,7 +242,7 @@ def memory_claims(runs: dict[str, Runs], sizes: Sizes) -> Iterator[Claim]:
         shown = f"{mebibytes(found)} MiB, simulated {mebibytes(told)}"
         placement = FAMILIES[name].make(sizes.micro_batches).placement
         if any(a == b for a, b in pairwise(placement)):
-            # Neighbours on one worker share what passes between them.
+            # Neighbours on one worker share the value that passes between them.
             text = f"{name}: no worker kept more activations than simulated"
             fits = all(a <= b for a, b in zip(found, told, strict=True))
             yield Claim(text, fits, shown)
@@ -258,7 +259,7 @@ def memory_claims(runs: dict[str, Runs], sizes: Sizes) -> Iterator[Claim]:
 
 
 def time_claims(runs: dict[str, Runs]) -> Iterator[Claim]:
-    """That other runs foretold these."""
+    """Claims that other runs predict these."""
     for name, (measured, predicted, error) in runs.items():
         source = FAMILIES[name].costs_from
         of = "another run" if source == name else f"a run of {source}"
@@ -271,12 +272,12 @@ def time_claims(runs: dict[str, Runs]) -> Iterator[Claim]:
 
 
 def mebibytes(sizes: tuple[float, ...]) -> str:
-    """Of each worker."""
+    """MiB of each worker, as text."""
     return " / ".join(f"{size / 2**20:.2f}" for size in sizes)
 
 
 def rows(runs: dict[str, Runs]) -> list[list[str]]:
-    """A line per schedule."""
+    """A table with a row for each schedule."""
     table = [["schedule", "ms", "foretold", "bubble", "foretold", "MiB kept"]]
     for name, (measured, predicted, error) in runs.items():
         assert measured.activation_bytes is not None
@@ -294,7 +295,7 @@ def rows(runs: dict[str, Runs]) -> list[list[str]]:
 
 
 def plot_gantt(runs: dict[str, Runs]) -> Figure:
-    """A row per schedule; both charts of a row have one scale."""
+    """A row for each schedule; both charts of a row have one scale."""
     figure, axes = plt.subplots(
         len(runs), 2, figsize=(18, 1.9 * len(runs)), layout="constrained"
     )
@@ -319,7 +320,7 @@ def plot_gantt(runs: dict[str, Runs]) -> Figure:
 
 
 def plot_bars(runs: dict[str, Runs]) -> Figure:
-    """Bubbles, and the activations of the fuller worker, measured and simulated."""
+    """Bubbles and activations of the fuller worker, measured and simulated."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.2))
     at = np.arange(len(runs))
     for turn, kind in enumerate(KINDS):

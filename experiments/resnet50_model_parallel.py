@@ -3,15 +3,15 @@ win that is sent through in parts?
 
 The network is cut after its second group of blocks. Without a split one device waits
 while the other works; with it both work, on different parts of the batch. Small parts
-fill the pipeline sooner and are computed less efficiently, so that there is a best
+fill the pipeline sooner but are computed less efficiently, so that there is a best
 size. Batches of 120 random images, 1000 one-hot classes, mean squared error, SGD with a
 step of 0.001; a run is 3 batches, a figure the mean of 10 runs.
 
-That is the form for accelerators. On CPU every stage is a process pinned to a core, and
-network and images are smaller, as the result names them. Batch normalisation makes a
-batch in parts another function than the whole batch, so that the gradient is judged
-against the same parts, one by one on one device. Which size of a part is the best one
-is claimed for two accelerators only: on CPU the larger ones are close to each other.
+This is the form for accelerators. On CPU every stage is a process pinned to a core, and
+network and images are smaller, as stated in the result. With batch normalisation a
+batch in parts is another function than the whole batch, so that the gradient is judged
+against the same parts, one by one on one device. The best size of a part is claimed for
+two accelerators only: on CPU the larger sizes are close to each other.
 """
 
 import statistics
@@ -47,7 +47,7 @@ QUICK = Plan(Network((1, 1, 1, 1), 4, 10), 32, 8, (4,), checked=(4,), runs=2)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Over processes on CPU, else over the first two devices, or one."""
+    """Trains in processes on CPU, and otherwise on one or two devices."""
     on_cpu = jax.default_backend() == "cpu"
     plan = QUICK if settings.quick else ON_CPU if on_cpu else FULL
     plan = plan._replace(seed=settings.seed)
@@ -56,7 +56,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         alone = can_pin()
         with over_processes(plan, pinned=not alone) as processes:
             if not settings.quick:
-                processes.join()  # The judge must not compute meanwhile.
+                processes.join()  # the judge would disturb the timed runs
             report = judged(plan, lambda: joined(processes))
             found = joined(processes)
         where = "a process for each stage" + ("" if alone else ", pinned to a core")
@@ -88,11 +88,11 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def judged(plan: Plan, found: Callable[[], Found]) -> verify.Report:
-    """The first batch's gradients against those of the parts, one by one on one device.
+    """Judges the first batch's gradients against its parts, one by one on one device.
 
     Args:
-      plan: What was run.
-      found: Called for what came out, when all is measured that needs no candidate.
+      plan: The parameters of the run.
+      found: Returns the results; called only once the judge needs its candidates.
     """
     made, first = plan.network.stages(plan.seed), plan.data()[0]
     size = plan.checked[0]
@@ -117,7 +117,7 @@ def judged(plan: Plan, found: Callable[[], Found]) -> verify.Report:
 def equality_claims(
     plan: Plan, found: Found, report: verify.Report, *, exact: bool
 ) -> Iterator[Claim]:
-    """Gradients within the bound; a run's results to the bit, where that can be."""
+    """Claims on gradients within the bound, and on equal bits if those are possible."""
     worst, off = (worst_of(report, name) for name in (JUDGED, DEALT))
     yield Claim(
         f"the gradient of a batch in parts of {plan.checked[0]} is that of the same "
@@ -149,7 +149,7 @@ def worst_of(report: verify.Report, candidate: str) -> float:
 
 
 def same_bits(one: Any, other: Any) -> tuple[int, int]:
-    """How many arrays are the same, and of how many."""
+    """The number of equal arrays, and of all."""
     pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     return sum(x.tobytes() == y.tobytes() for x, y in pairs), len(pairs)
 
@@ -160,10 +160,10 @@ def same_bits(one: Any, other: Any) -> tuple[int, int]:
 def speed_claims(
     seconds: Mapping[str, Sequence[float]], best_size: bool
 ) -> Iterator[Claim]:
-    """What two devices can show; and, if asked, that the best size lies between.
+    """Claims on the speed of two devices and, if asked, on the best size of a part.
 
     Args:
-      seconds: Of each run, by arrangement.
+      seconds: Seconds of each run, by arrangement.
       best_size: Whether the sizes of parts are compared.
     """
     means = {name: statistics.mean(taken) for name, taken in seconds.items()}
@@ -191,7 +191,7 @@ def speed_claims(
 
 
 def best_of(means: Mapping[str, float]) -> str:
-    """The fastest size of a part."""
+    """The name of the fastest split."""
     splits = [name for name in means if name.startswith("split")]
     return min(splits, key=means.__getitem__)
 
@@ -200,7 +200,7 @@ def best_of(means: Mapping[str, float]) -> str:
 
 
 def rows(seconds: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    """One line per arrangement, beside the source's."""
+    """A table with a row for each arrangement, beside the source's."""
     one = statistics.mean(seconds[ONE])
     found = [["", "seconds", "deviation", "as fast as one device", "source, 2 GPUs"]]
     for name, taken in seconds.items():
@@ -219,7 +219,7 @@ def rows(seconds: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def notes(plan: Plan, alone: str) -> Iterator[str]:
-    """What a reader must know."""
+    """Notes on what was run."""
     if plan.network != RESNET50:
         channels = f"{plan.image} x {plan.image} images, {plan.network.classes} classes"
         yield (

@@ -1,11 +1,10 @@
 """What does a call between two processes cost: with jdist, with torch's RPC and over a
 bare socket, side by side in one run?
 
-Each contender has two processes, pinned to a core each and set up alike; torch's are
-also visited as it is shipped, without the process settings that `rpc.spawn` gives to
-its children. The callee returns what it got. The bare Unix socket moves the same bytes
-there and back into memory that is there already, with nothing around them: what the
-machine allows.
+Each contender has two processes, each pinned to a core, with the same settings; torch
+is also measured as shipped, without the process settings of `rpc.spawn`. The callee
+returns its argument. The bare Unix socket moves the same bytes in both directions into
+preallocated memory, without any protocol: the limit of the machine.
 """
 
 import functools
@@ -46,14 +45,14 @@ Seconds = dict[str, list[float]]
 
 
 class Plan(NamedTuple):
-    """How often each thing is done in one visit of a contender.
+    """The number of calls in one visit of a contender.
 
     Attributes:
       small: Synchronous echoes of nine numbers.
-      asynchronous: The same, begun before the first one is waited for.
+      asynchronous: The same, all started before the first one is waited for.
       large: Echoes of each large size.
-      visits: Of each contender.
-      variants: Whether torch is also visited with jdist's process settings, and jdist
+      visits: Visits of each contender.
+      variants: Whether to visit torch with jdist's process settings, too, and jdist
         without polling.
     """
 
@@ -69,7 +68,7 @@ QUICK = Plan(small=50, asynchronous=100, large=2, visits=1, variants=False)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Visits the contenders in turn; medians over all visits."""
+    """Visits the contenders in turn; collects seconds of all visits."""
     plan = QUICK if settings.quick else FULL
     with_torch = importlib.util.find_spec("torch") is not None
     seconds: dict[str, Seconds] = {}
@@ -96,12 +95,12 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def echo(value: Any) -> Any:
-    """What the callee does."""
+    """The function of the callee, which returns its argument."""
     return value
 
 
 def ours(plan: Plan) -> dict[str, Seconds]:
-    """jdist: NumPy arrays, then JAX arrays; and small ones without polling."""
+    """jdist with NumPy arrays, then JAX arrays; small ones also without polling."""
     found: dict[str, Seconds] = rpc.spawn(_ours, (plan,), nprocs=2, pin=1)[0]
     if plan.variants:
         found |= rpc.spawn(_sleeping, (plan,), nprocs=2, pin=1)[0]
@@ -171,7 +170,7 @@ def _torchs(rank: int, plan: Plan, store: str) -> Seconds:
 
 
 def bare(plan: Plan) -> dict[str, Seconds]:
-    """A Unix socket and nothing else."""
+    """A plain Unix socket."""
     with tempfile.TemporaryDirectory() as folder:
         return rpc.spawn(_bare, (plan, f"{folder}/s"), nprocs=2, pin=1)[0]
 
@@ -193,7 +192,7 @@ def _bare(rank: int, plan: Plan, path: str) -> dict[str, Seconds]:
 
 
 def _connect(rank: int, path: str) -> socket.socket:
-    """Rank 0 listens under a name that appears only when it is ready."""
+    """Connects; rank 0 listens under a name that appears only when it is ready."""
     if rank == 0:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{path}.new")
@@ -220,7 +219,7 @@ def _receive(connection: socket.socket, array: Any) -> None:
 
 
 def in_process(rank: int, plan: Plan) -> list[float]:
-    """A call between two workers of one process, with a JAX array."""
+    """Calls between two workers of one process, with a JAX array."""
     x = jnp.asarray(_numbers(9))
     with rpc.local_cluster(["here", "there"], allow=("experiments",)):
         return list(_each(plan.small, lambda: rpc.rpc_sync("there", echo, args=(x,))))
@@ -270,7 +269,7 @@ VISITS = {"ours": ours, "torch": torchs, "bare": bare}
 
 
 def echo_claims(same: Mapping[str, bool]) -> Iterator[Claim]:
-    """What comes back is what was sent."""
+    """Claims that the received arrays are those that were sent."""
     for kind, holds in same.items():
         text = f"{kind} arrays come back as {kind} arrays, bit for bit"
         yield Claim(text, holds, "all of them" if holds else "not all", leads=True)
@@ -294,7 +293,7 @@ def _echoes(rank: int) -> dict[str, bool]:
 
 
 def speed_claims(seconds: dict[str, Seconds], inside: list[float]) -> Iterator[Claim]:
-    """Each goal, for both kinds of array."""
+    """Claims on each goal, for both kinds of array."""
     median = {
         c: {j: statistics.median(v) for j, v in s.items()} for c, s in seconds.items()
     }
@@ -317,7 +316,7 @@ def speed_claims(seconds: dict[str, Seconds], inside: list[float]) -> Iterator[C
 
 
 def rows(seconds: dict[str, Seconds], inside: list[float]) -> list[list[str]]:
-    """One line per job and contender."""
+    """A table with a row for each job and contender."""
     peers = (TORCH, SAME, BARE)
     table = [["job", "contender", "median", "middle half", *(f"of {p}" for p in peers)]]
     for job in (SMALL, ASYNC, *LARGE):

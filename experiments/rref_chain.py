@@ -1,11 +1,10 @@
 """Does a value stay on its owner while its reference passes through a chain of workers:
 when does it travel, and when is it freed?
 
-One worker makes an array. Its reference goes from worker to worker, each of which gets
-it from the one before; the owner is asked how many it counts after every step. Either
-everybody keeps the reference and they give it up in random order; or it is a relay, in
-which each gives it up as soon as it has passed it on. Every frame that every worker
-sends is counted, with the bytes of its arrays.
+One worker makes an array. Its reference is passed from worker to worker, and the owner
+is asked for its reference count after every step. Either all workers keep the reference
+and drop it in random order, or each drops it as soon as it has passed it on, as in a
+relay. All frames that the workers send are counted, with the bytes of their arrays.
 """
 
 import collections
@@ -39,7 +38,7 @@ HOP_BYTES = 16 << 10
 
 
 class Plan(NamedTuple):
-    """How large everything is."""
+    """The sizes of an experiment."""
 
     workers: int
     steps: int
@@ -52,7 +51,7 @@ QUICK = Plan(workers=4, steps=7, numbers=1 << 18, rounds=2)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """One group of processes; its first worker directs and sees everything."""
+    """Runs one group of processes, whose first worker directs and observes."""
     plan = QUICK if settings.quick else FULL
     task = progress.add_task(f"{plan.workers} workers", total=None)
     found = rpc.spawn(_worker, (plan, settings.seed), nprocs=plan.workers)[0]
@@ -79,7 +78,7 @@ _freed = threading.Event()
 
 
 def make(seed: int, count: int) -> jax.Array:
-    """On the owner: the value, and a bell that rings when it is freed."""
+    """Makes the value and an event for its release; called on the owner."""
     _freed.clear()
     value = jnp.asarray(np.random.default_rng(seed).random(count, np.float32))
     weakref.finalize(value, _freed.set)
@@ -87,7 +86,7 @@ def make(seed: int, count: int) -> jax.Array:
 
 
 def keep(rref: rpc.RRef[Any]) -> None:
-    """Holds on to a reference."""
+    """Stores a reference."""
     _kept.append(rref)
 
 
@@ -103,36 +102,36 @@ def give_up() -> None:
 
 
 def fetch() -> str:
-    """Brings the value here; what it is, bit for bit."""
+    """Fetches the value; returns its digest."""
     return digest(_kept[-1].to_here())
 
 
 def counted() -> tuple[int, int, bool]:
-    """On the owner: values that others hold, how often, and whether it is freed."""
+    """The owner's values with remote users, their forks, and whether it is freed."""
     gc.collect()
     told = rpc.debug_info()
     return int(told["num_owner_rrefs"]), int(told["num_forks"]), _freed.is_set()
 
 
 def pending() -> int:
-    """References that wait for their owner."""
+    """The number of references that wait for their owner."""
     return int(rpc.debug_info()["num_pending_users"])
 
 
 def freed() -> bool:
-    """On the owner: waits for the bell."""
+    """Waits until the value is freed; called on the owner."""
     return _freed.wait(PATIENCE)
 
 
 def tally() -> dict[tuple[str, str], int]:
-    """What this worker has sent since it was asked last."""
+    """The frames and bytes that this worker has sent since the last call."""
     told = dict(_sent)
     _sent.clear()
     return told
 
 
 def digest(value: jax.Array) -> str:
-    """Of all bits of an array."""
+    """A SHA-256 digest of all bits of an array."""
     return hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
 
 
@@ -168,7 +167,7 @@ def _direct(plan: Plan, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rounds": []}
     for turn in range(plan.rounds):
         draw = random.Random(f"{seed}/{turn}")
-        # Everybody at least once, some several times, also twice running.
+        # Every user at least once, some several times, possibly twice in a row.
         chain = users + draw.choices(users, k=plan.steps - len(users))
         draw.shuffle(chain)
         order = draw.sample(users, len(users))
@@ -191,7 +190,7 @@ def _direct(plan: Plan, seed: int) -> dict[str, Any]:
 
 
 def _begin(first: str, seed: int, plan: Plan) -> None:
-    """The first of the chain holds the reference; nobody else does."""
+    """Makes the value; afterwards only the first of the chain holds a reference."""
     rref = rpc.remote(OWNER, make, args=(seed, plan.numbers))
     rpc.rpc_sync(first, keep, args=(rref,))
     del rref
@@ -205,7 +204,7 @@ def _forward(giver: str, taker: str) -> None:
 def _keeping(
     chain: list[str], order: list[str], seed: int, plan: Plan
 ) -> dict[str, Any]:
-    """Everybody keeps it; then they give it up in this order."""
+    """All keep the reference, then drop it in the given order."""
     _begin(chain[0], seed, plan)
     up = [_settled(functools.partial(_counts, 1))]
     for holders, (giver, taker) in enumerate(itertools.pairwise(chain), start=2):
@@ -223,7 +222,7 @@ def _keeping(
 
 
 def _relay(chain: list[str], seed: int, plan: Plan) -> dict[str, Any]:
-    """Each gives it up as soon as it has passed it on, whatever the owner knows."""
+    """Each drops the reference as soon as it has passed it on."""
     _begin(chain[0], seed, plan)
     seen = []
     for giver, taker in itertools.pairwise(chain):
@@ -240,7 +239,7 @@ def _counts(forks: int, told: tuple[int, int, bool]) -> bool:
 
 
 def _settled(wanted: Callable[[Any], bool]) -> tuple[int, int, bool]:
-    """What the owner counts, once messages under way have arrived."""
+    """The owner's counts, after messages in transit have arrived."""
     until = time.monotonic() + PATIENCE
     while True:
         told = rpc.rpc_sync(OWNER, counted)
@@ -250,7 +249,7 @@ def _settled(wanted: Callable[[Any], bool]) -> tuple[int, int, bool]:
 
 
 def _tallies(names: list[str]) -> dict[str, dict[str, int]]:
-    """What all workers have sent since the last time, by kind of frame."""
+    """Frames and bytes that all workers have sent since the last call, by kind."""
     total: collections.Counter[tuple[str, str]] = collections.Counter()
     for name in names:
         total.update(rpc.rpc_sync(name, tally))
@@ -264,7 +263,7 @@ def _tallies(names: list[str]) -> dict[str, dict[str, int]]:
 
 
 def claims(plan: Plan, found: dict[str, Any]) -> list[Claim]:
-    """Each of them from counts alone; nothing is timed."""
+    """The claims of the experiment, from counts alone; nothing is timed."""
     rounds, relay = found["rounds"], found["relay"]
     steps = plan.steps
     nbytes = 4 * plan.numbers
@@ -324,12 +323,12 @@ def claims(plan: Plan, found: dict[str, Any]) -> list[Claim]:
 
 
 def total(tally: dict[str, dict[str, int]], what: str) -> int:
-    """Over all kinds of frames."""
+    """The sum over all kinds of frames."""
     return sum(kind.get(what, 0) for kind in tally.values())
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """One line per phase and kind of frame."""
+    """A table with a row for each phase and kind of frame."""
     table = [["phase", "kind of frame", "frames", "bytes", "of arrays"]]
     for phase in ("forwarding", "fetching"):
         for kind, numbers in sorted(found[phase].items()):
@@ -339,7 +338,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def plot(plan: Plan, found: dict[str, Any]) -> Figure:
-    """Counts over steps; bytes beside them."""
+    """Counts over steps, with bytes beside them."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4), width_ratios=(2, 1), layout="constrained"
     )

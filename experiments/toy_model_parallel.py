@@ -1,9 +1,10 @@
 """Do two linear layers on two devices, model parallelism at its smallest, have the
 gradient that they have on one?
 
-A linear layer from 10 to 10 with a ReLU lives on the first device, one from 10 to 5 on
-the second. Activations go forward, cotangents back, and each layer is updated where it
-lives. Batch of 20, mean squared error, SGD with a step of 0.001.
+A linear layer from 10 to 10 with a ReLU is on the first device, one from 10 to 5 on the
+second. Activations are sent forward and cotangents back, and each layer is updated on
+its device. The batch is 20, the loss the mean squared error, the learning rate of SGD
+0.001.
 """
 
 from dataclasses import dataclass, field
@@ -24,30 +25,30 @@ LEARNING_RATE = 0.001
 
 
 class First(nnx.Module):
-    """What lives on the first device."""
+    """The layer on the first device."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(INPUTS, HIDDEN, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(examples, 10)` to `(examples, 10)`."""
+        """Maps `(examples, 10)` to `(examples, 10)`."""
         return nnx.relu(self.linear(x))
 
 
 class Second(nnx.Module):
-    """What lives on the second."""
+    """The layer on the second device."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(HIDDEN, OUTPUTS, rngs=rngs)
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        """`(examples, 10)` to `(examples, 5)`."""
+        """Maps `(examples, 10)` to `(examples, 5)`."""
         return self.linear(h)
 
 
 @dataclass
 class Run:
-    """What was measured; rows are steps."""
+    """The measurements of a run; lists have an item per step."""
 
     ratios: list[float] = field(default_factory=list)
     identical: int = 0
@@ -57,7 +58,7 @@ class Run:
 
 
 def squared_error(y: jax.Array, batch: Any) -> jax.Array:
-    """The mean over the outputs, for each example."""
+    """The mean squared error over the outputs, for each example."""
     return ((y - batch["target"]) ** 2).mean(-1)
 
 
@@ -86,7 +87,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def train(seed: int, steps: int, places: list[jax.Device], progress: Progress) -> Run:
-    """Steps of both runs, side by side."""
+    """Takes the steps of both runs, side by side."""
     measured = Run()
     rngs = nnx.Rngs(seed)
     made = pipeline.stages_from_nnx([First(rngs), Second(rngs)])
@@ -140,7 +141,7 @@ def identical(first: Any, second: Any) -> bool:
 def labels_elsewhere(
     pipe: pipeline.Pipeline, params: Any, batch: Any, device: jax.Device
 ) -> str:
-    """What is said to labels that were put on the first device."""
+    """The error for labels that are on the first device, as text."""
     wrong = {**batch, "target": jax.device_put(batch["target"], device)}
     try:
         pipe.value_and_grad(params, wrong)
@@ -153,7 +154,7 @@ def labels_elsewhere(
 
 
 def claims(measured: Run, steps: int, *, two: bool) -> list[Claim]:
-    """What the run must show."""
+    """The claims of the experiment."""
     forward = [p for p in measured.passages if not p[3] and p[1] == 0]
     back = [p for p in measured.passages if p[3] and p[2] == 0]
     size = EXAMPLES * HIDDEN * 4
@@ -189,7 +190,7 @@ def claims(measured: Run, steps: int, *, two: bool) -> list[Claim]:
 
 
 def passage_rows(measured: Run) -> list[list[str]]:
-    """The record of one step."""
+    """A table of the transfers of one step."""
     rows = [["value", "from", "to", "what", "bytes"]]
     for name, source, destination, cotangent, nbytes in measured.passages:
         what = "cotangent" if cotangent else "value"
@@ -198,7 +199,7 @@ def passage_rows(measured: Run) -> list[list[str]]:
 
 
 def place(number: int) -> str:
-    """A stage, the batch or the loss, in words."""
+    """The name of a stage, the batch or the loss."""
     return {-1: "batch", 2: "loss"}.get(number, f"stage {number}")
 
 

@@ -2,10 +2,10 @@
 
 Random defects are planted inside the model (factors of values and of cotangents,
 signs, dropout keys, padding masks, bfloat16, transposed weights, swapped layers, a
-layer's old parameters) and in what adds up its gradients (micro-batches lost and
-doubled, a lost sum over replicas, sums in bfloat16), under accumulation, data
-parallelism by `vmap` and by `shard_map`, and a pipeline. Beside them stand right
-programs, which differ in the order of the examples.
+layer's old parameters) and in the sum of its gradients (micro-batches lost and doubled,
+a lost sum over replicas, sums in bfloat16), under accumulation, data parallelism by
+`vmap` and by `shard_map`, and a pipeline. Right programs, which differ in the order of
+the examples, are judged as well.
 """
 
 import itertools
@@ -31,14 +31,14 @@ EXAMPLES = model.EXAMPLES
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is planted in one dtype.
+    """The numbers of programs in one dtype.
 
     Attributes:
-      layers: Of the model.
-      defects: How many are planted.
-      right: How many right programs stand beside them.
-      demanded: The effect on a gradient from which the verdict is demanded: the
-        relative distance of a leaf in the 2-norm.
+      layers: The layers of the model.
+      defects: The number of planted defects.
+      right: The number of right programs beside them.
+      demanded: The effect on a gradient above which a verdict is demanded: the relative
+        distance of a leaf in the 2-norm.
     """
 
     layers: int
@@ -47,26 +47,26 @@ class Part:
     demanded: float
 
 
-# In bfloat16 the rounding errors of twelve layers leave no digit of some leaves, and
-# the judge refuses a verdict: three layers are judged.
+# In bfloat16 the rounding errors of twelve layers leave no digit of some leaves, so
+# that the judge refuses a verdict. Three layers are judged.
 PARTS = {
     "float32": Part(layers=12, defects=221, right=102, demanded=1e-4),
     "bfloat16": Part(layers=3, defects=45, right=102, demanded=0.5),
 }
 QUICK = {"float32": Part(layers=12, defects=13, right=4, demanded=1e-4)}
 
-# Of the defects with that effect: how many places must be right.
+# The share of right places among the defects above that effect.
 PLACED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a defect was planted.
+    """The place of a planted defect.
 
     Attributes:
       direction: As in `verify.Difference`.
-      tap: Its label; empty for any.
-      examples: Those that it strikes; None for any.
+      tap: The label of the tap; empty for any.
+      examples: The affected examples; None for any.
     """
 
     direction: str
@@ -74,7 +74,7 @@ class Place:
     examples: tuple[int, ...] | None = None
 
     def is_named(self, found: Any) -> bool:
-        """Whether the judge's difference says so."""
+        """Whether the judge's difference is at this place."""
         if found is None or found.direction != self.direction:
             return False
         right_tap = not self.tap or found.tap == self.tap
@@ -86,10 +86,10 @@ class Program:
     """A trainer, right or with a defect.
 
     Attributes:
-      kind: Of the defect; empty for a right program.
-      trainer: Name of the trainer.
+      kind: The kind of the defect; empty for a right program.
+      trainer: The name of the trainer.
       run: `run(params, batch) -> (loss, gradient)`.
-      place: Where the defect is; None in a right program.
+      place: The place of the defect; None for a right program.
     """
 
     kind: str
@@ -100,12 +100,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the judge said of a program.
+    """The judge's verdict on a program.
 
     Attributes:
       kind: As in `Program`.
       trainer: As in `Program`.
-      dtype: Of the parameters.
+      dtype: The dtype of the parameters.
       size: The effect: the largest relative distance of a leaf of the gradient from the
         right trainer's, in the 2-norm.
       verdict: "found", "not judged" or "passed".
@@ -125,14 +125,14 @@ class Finding:
 
 
 class Subject:
-    """The model at a point, its trainers, and what is planted there.
+    """The model at a point, its trainers, and its planted defects.
 
     Attributes:
-      dtype: Of the parameters.
-      layers: Of the model.
-      params: Its parameters.
+      dtype: The dtype of the parameters.
+      layers: The number of layers.
+      params: The parameters.
       batch: The batch.
-      weights: Of the examples: their numbers of tokens.
+      weights: Weights of the examples: their numbers of tokens.
     """
 
     def __init__(self, dtype: str, layers: int, seed: int) -> None:
@@ -148,7 +148,7 @@ class Subject:
         }
 
     def parts(self, trainer: str) -> int:
-        """Into how many parts a trainer cuts the batch."""
+        """The number of parts into which a trainer divides the batch."""
         return model.REPLICAS if trainer in REPLICATED else model.MICRO_BATCHES
 
     def program(
@@ -167,10 +167,10 @@ class Subject:
           kind: As in `Program`.
           trainer: As in `Program`.
           place: As in `Program`.
-          switches: None for neutral ones.
-          shares: None for 1 each.
-          change: From the parameters to those that are computed with.
-          options: Of the trainer.
+          switches: The switches; None for neutral ones.
+          shares: Factors of the parts; None for 1 each.
+          change: Maps the parameters to those that are used.
+          options: Options of the trainer.
         """
         own = model.neutral(self.layers) if switches is None else switches
         each = np.ones(self.parts(trainer), np.float32) if shares is None else shares
@@ -185,7 +185,7 @@ class Subject:
     # --- right programs ---
 
     def right(self, count: int, trainers: Sequence[str]) -> Iterator[Program]:
-        """Trainers over examples in random orders."""
+        """Yields trainers that take the examples in random orders."""
         for i in range(count):
             name = trainers[i % len(trainers)]
             order = self.rng.permutation(EXAMPLES)
@@ -200,7 +200,7 @@ class Subject:
     # --- defects ---
 
     def defects(self, count: int, trainers: Sequence[str]) -> Iterator[Program]:
-        """Random ones, of each kind in turn; trainers at random among those able."""
+        """Yields random defects of each kind in turn, in random trainers."""
         made = 0
         for plant in itertools.cycle(PLANTS[self.dtype]):
             if made == count:
@@ -213,12 +213,12 @@ class Subject:
                     break
 
     def switched(self, kind: str, trainer: str, values: dict[str, Any]) -> Program:
-        """Switches of one random layer.
+        """Sets switches of one random layer.
 
         Args:
-          kind: Of the defect.
-          trainer: Which one.
-          values: By the name of the switch; the place is read from the name.
+          kind: The kind of the defect.
+          trainer: The name of the trainer.
+          values: Values by switch; the place follows from the name of the switch.
         """
         layer = int(self.rng.integers(self.layers))
         switches = model.neutral(self.layers)
@@ -286,7 +286,7 @@ def _stale(subject: Subject, trainer: str) -> Program:
     layer, seed = (int(n) for n in subject.rng.integers(subject.layers, size=2))
 
     def change(params: Tree) -> Tree:
-        # Made anew for each call: a trainer that draws other numbers is not judged.
+        # Seeded in each call: the judge rejects a trainer whose random numbers change.
         step = np.random.default_rng(seed)
 
         def one(name: str, leaf: jax.Array) -> jax.Array:
@@ -314,11 +314,11 @@ def _swapped(subject: Subject, trainer: str) -> Program:
 
 
 def _shares(kind: str, share: float) -> Plant:
-    """One part's result counts otherwise."""
+    """A defect of the result of one part: it is multiplied by `share`."""
 
     def plant(subject: Subject, trainer: str) -> Program | None:
         if trainer == "pipeline":
-            return None  # It adds up its micro-batches itself.
+            return None  # it sums its micro-batches itself
         parts = subject.parts(trainer)
         shares = np.ones(parts, np.float32)
         lost = int(subject.rng.integers(parts))
@@ -353,7 +353,7 @@ def _examples_of(part: int, parts: int) -> tuple[int, ...]:
     return tuple(range(part * size, (part + 1) * size))
 
 
-# Those of which the effect is far above the bounds of bfloat16, or may be.
+# Defects whose effect is, or can be, far above the bounds of bfloat16.
 _COARSE: tuple[Plant, ...] = (
     _factor(-1.0),
     _wrong_key,
@@ -382,7 +382,7 @@ PLANTS: dict[str, tuple[Plant, ...]] = {
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Plants, and judges, in each dtype."""
+    """Plants and judges in each dtype."""
     parts = QUICK if settings.quick else PARTS
     trainers = ["accumulation"]
     if not settings.quick:
@@ -416,7 +416,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 def judged(
     subject: Subject, programs: Sequence[Program], progress: Progress
 ) -> list[Finding]:
-    """The judge's word on each."""
+    """The findings of the judge on each program."""
     judge = verify.tracer(
         model.losses, subject.params, subject.batch, weights=subject.weights, seed=None
     )
@@ -428,6 +428,7 @@ def judged(
     for program in progress.track(programs, description=f"judging {subject.dtype}"):
         results: list[Any] = []
 
+        # The result is kept, so that the effect needs no second run.
         def once(params: Tree, batch: Tree, p: Any = program, r: Any = results) -> Any:
             r.append(p.run(params, batch))
             return r[-1]
@@ -437,7 +438,7 @@ def judged(
         verdict = "not judged" if trace.report.unjudged else "passed"
         if trace.report.failures:
             verdict = "found"
-        # A place proves nothing where the verdict is not "found".
+        # A place proves nothing unless the verdict is "found".
         place = program.place if verdict == "found" else None
         placed = place is not None and place.is_named(trace.difference)
         found.append(
@@ -465,7 +466,7 @@ def effect(right: Tree, wrong: Tree) -> float:
 def claims(
     faults: Sequence[Finding], rights: Sequence[Finding], parts: Collection[Part]
 ) -> list[Claim]:
-    """What the judge must show."""
+    """The claims of the experiment."""
     planted = sum(part.defects for part in parts)
     beside = sum(part.right for part in parts)
     able = [f for f in faults if f.size > PARTS[f.dtype].demanded]
@@ -504,7 +505,7 @@ def claims(
 
 
 def by_kind(faults: Sequence[Finding]) -> list[list[str]]:
-    """Found and placed of all, with the range of effects."""
+    """A table of found and placed defects by kind, with the range of effects."""
     rows = [["defect", "dtype", "planted", "effect", "found", "place right"]]
     for kind, dtype in dict.fromkeys((f.kind, f.dtype) for f in faults):
         own = [f for f in faults if (f.kind, f.dtype) == (kind, dtype)]
@@ -517,7 +518,7 @@ def by_kind(faults: Sequence[Finding]) -> list[list[str]]:
 
 
 def odd(faults: Sequence[Finding]) -> list[list[str]]:
-    """Those that were not found, or elsewhere."""
+    """A table of the defects that passed or were found elsewhere."""
     rows = [["defect", "dtype", "trainer", "effect", "verdict", "planted", "named"]]
     for f in faults:
         if f.verdict != "found" or not f.placed:

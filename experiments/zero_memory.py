@@ -2,8 +2,8 @@
 net: in live buffers on each device, and in the compiled step?
 
 An MLP on real digits is trained with Adam on 1 to 8 replicas, with the optimizer's
-state whole on each and divided over all. One layer's sizes divide by no number of
-replicas, so that padding is in it. A run is then saved, and restored on every other
+state whole on each and divided over all. The sizes of one layer divide by no number of
+replicas, so that its state is padded. A run is then saved, and restored on every other
 number of devices.
 """
 
@@ -29,12 +29,12 @@ REPLICAS = (1, 2, 3, 4, 8)
 QUICK = (1, 3, 8)
 BATCH = 96
 MIB = 2**20
-# Two runs whose compilers rounded differently drift apart, as any two do.
+# Runs whose compilers round differently drift apart by rounding.
 SAME = 1e-4
 
 
 class Run(NamedTuple):
-    """One number of replicas, state whole or divided."""
+    """A run with one number of replicas, with whole or divided state."""
 
     replicas: int
     divided: bool
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Trains every pair, then restores."""
+    """Trains all pairs of replicas and state, then restores."""
     steps, width = (12, 257) if settings.quick else (100, 1025)
     task = digits(settings.seed, steps, BATCH)
     batches = [(x.reshape(len(x), -1), y) for x, y in task.batches]
@@ -88,7 +88,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 
 def initial(width: int, seed: int) -> Any:
-    """Sizes that no number of replicas divides but 1, beside some that do."""
+    """Random weights; some sizes divide by no number of replicas, others do."""
     rng = np.random.default_rng(seed)
     sizes = (64, 1024, width, 10)
     return {
@@ -101,7 +101,7 @@ def initial(width: int, seed: int) -> Any:
 
 
 def losses_of(params: Mapping[str, Any], batch: Any) -> jax.Array:
-    """Cross entropies of an MLP."""
+    """The cross-entropy of an MLP for each example, `(examples,)`."""
     hidden, labels = batch
     *inner, last = params.values()
     for layer in inner:
@@ -111,19 +111,19 @@ def losses_of(params: Mapping[str, Any], batch: Any) -> jax.Array:
 
 
 def mesh_of(count: int) -> Mesh:
-    """The first devices."""
+    """A mesh of the first `count` devices."""
     return Mesh(np.array(jax.devices()[:count]), ("data",))
 
 
 def training(count: int, divided: bool) -> data_parallel.TrainStep:
-    """The step, with Adam."""
+    """The training step with Adam."""
     opt, mesh = optim.adam(lr=1e-3), mesh_of(count)
     opt = data_parallel.zero(opt, mesh) if divided else opt
     return data_parallel.train_step(losses_of, opt, mesh)
 
 
 def train(params: Any, batches: Sequence[Any], count: int, divided: bool) -> Run:
-    """Trains, and counts what lies where."""
+    """Trains; counts bytes on each device."""
     step, mesh = training(count, divided), mesh_of(count)
     state = step.init(params)
     bytes_of_params = by_device(state.params, mesh)
@@ -158,6 +158,7 @@ def by_device(tree: Any, mesh: Mesh) -> list[int]:
 
 def restores(state: Any, params: Any, count: int) -> bool:
     """Whether a saved state has the same bits on another number of devices."""
+    # Other values, so that equal bits can only come from the checkpoint.
     other = jax.tree.map(np.zeros_like, params)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -184,7 +185,7 @@ def undivided(state: Any) -> Any:
 def share(params: Any, count: int) -> int:
     """Bytes of Adam's state on each device, by the formula: two moments and a count.
 
-    Divided is the first dimension that `count` divides, or the largest, rounded up.
+    The divided dimension is the first that `count` divides, or the largest, rounded up.
     """
     total = 0
     for leaf in jax.tree.leaves(params):
@@ -195,7 +196,7 @@ def share(params: Any, count: int) -> int:
 
 
 def left_out(missing: Sequence[str]) -> Iterator[Claim]:
-    """Numbers of replicas for which there are no devices."""
+    """Claims on numbers of replicas for which there are no devices."""
     for count in missing:
         text = f"the same holds on {count} replicas"
         yield Claim(text, None, "", "there are too few devices")
@@ -204,7 +205,7 @@ def left_out(missing: Sequence[str]) -> Iterator[Claim]:
 def claims(
     runs: Sequence[Run], restored: Mapping[int, bool], params: Any, steps: int
 ) -> list[Claim]:
-    """What must hold for every number of replicas."""
+    """Claims on every number of replicas."""
     divided = [r for r in runs if r.divided]
     whole = [r for r in runs if not r.divided]
     state, k = share(params, 1), divided[-1].replicas
@@ -255,7 +256,7 @@ def claims(
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A line for each run."""
+    """A table with a row for each run."""
     header = [
         "replicas",
         "state",

@@ -32,7 +32,7 @@ QUICK = ("equal", "padded", "short end")
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Tries all strangers that are installed; the quick form none that needs torch."""
+    """Tries all installed strangers; the quick form only those without torch."""
     steps = problem.steps(settings.seed)
     if settings.quick:
         steps = [step for step in steps if step.setting in QUICK]
@@ -96,7 +96,7 @@ def left_out(quick: bool) -> dict[str, str]:
 
 
 def record(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as JSON holds it."""
+    """A verdict as JSON values."""
     use = verdict.use
     return {
         "stranger": use.stranger,
@@ -116,13 +116,13 @@ def claims(
     left: dict[str, str],
     oracle: verify.Report,
 ) -> list[Claim]:
-    """What the trial must show, and who was not there.
+    """The claims of the trial, and those on strangers that were left out.
 
     Args:
-      verdicts: On those that were.
-      steps: That they took.
+      verdicts: The verdicts on all tried uses.
+      steps: The steps that they took.
       left: Strangers that were left out, and why.
-      oracle: The reference, held against finite differences.
+      oracle: The report on the reference against finite differences.
     """
     found = [finding for verdict in verdicts for finding in verdict.judged]
     wrong = [f for f in found if f.verdict != "right"]
@@ -168,7 +168,7 @@ def claims(
 
 
 def right_when_equal(stranger: str, verdicts: Sequence[Verdict]) -> bool:
-    """Whether some use of it is right where all parts are equal."""
+    """Whether some use of a stranger is right if all parts are equal."""
     return any(
         finding.setting == "equal" and finding.verdict == "right"
         for verdict in verdicts
@@ -180,7 +180,8 @@ def right_when_equal(stranger: str, verdicts: Sequence[Verdict]) -> bool:
 def condemned(steps: Sequence[Step]) -> tuple[list[str], list[str]]:
     """The settings in which the usual mistake is seen, and those in which parts differ.
 
-    Where the data end early it is the division by all micro-batches of a full step.
+    The mistake is the mean of means; if the data end early, it is the division by the
+    number of micro-batches of a full step.
     """
     seen = []
     for step in steps:

@@ -14,7 +14,7 @@ from experiments.strangers.stranger import Use
 
 
 def accumulated(step: Step) -> Any:
-    """Each micro-batch's mean loss, divided by the accelerator."""
+    """Mean losses of micro-batches, averaged by the accelerator."""
     accelerator, model, optimizer, loader = prepared(step)
     shown: list[Any] = []
     for batch in loader:
@@ -27,7 +27,7 @@ def accumulated(step: Step) -> Any:
 
 
 def by_tokens(step: Step) -> Any:
-    """Sums over the whole step's weights, as for samples of variable size."""
+    """Sums over the whole step's weights, as advised for samples of variable size."""
     accelerator, model, optimizer, loader = prepared(step)
     total = step.whole.weights.sum()
     shown: list[Any] = []
@@ -42,7 +42,7 @@ def by_tokens(step: Step) -> Any:
 
 
 def prepared(step: Step) -> Any:
-    """The accelerator, and what it has prepared."""
+    """The accelerator, and the model, optimizer and loader that it has prepared."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model = torch_model.NextToken()
     torch_model.start(model, step.params)
@@ -56,7 +56,7 @@ def prepared(step: Step) -> Any:
 
 
 def read(accelerator: Accelerator, model: Any, shown: list[Any]) -> None:
-    """Keeps the gradient that the optimizer is about to see."""
+    """Stores the gradient just before the optimizer uses it."""
     if accelerator.sync_gradients:
         shown.append(torch_model.gradient(model))
 

@@ -22,16 +22,16 @@ from experiments.strangers.stranger import Use
 
 
 class NextToken(nnx.Module):
-    """The model; tied embeddings, so that a parameter is used twice."""
+    """The model; its embeddings are tied, so that a parameter is used twice."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         hidden = jnp.tanh(self.up(self.embedding(inputs)))
         return self.embedding.attend(self.down(hidden))
 
@@ -41,7 +41,7 @@ class LinenNextToken(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         embedding = linen.Embed(VOCABULARY, WIDTH, name="embedding")
         hidden = jnp.tanh(linen.Dense(HIDDEN, name="up")(embedding(inputs)))
         down = linen.Dense(WIDTH, use_bias=False, name="down")
@@ -68,7 +68,7 @@ def nnx_optimizer(step: Step) -> Any:
 
 @nnx.jit
 def train_step(model: NextToken, optimizer: nnx.Optimizer, batch: Batch) -> None:
-    """One micro-batch."""
+    """Trains with one micro-batch, in place."""
     gradient = nnx.grad(lambda model: mean_loss(model(batch.inputs), batch))(model)
     optimizer.update(model, gradient)
 
@@ -91,7 +91,7 @@ MODEL = LinenNextToken()
 @jax.jit
 @jax.grad
 def linen_gradient(params: Any, batch: Batch) -> jax.Array:
-    """Of one micro-batch."""
+    """The gradient of one micro-batch."""
     scores: Any = MODEL.apply({"params": params}, batch.inputs)
     return mean_loss(scores, batch)
 
@@ -107,7 +107,7 @@ NAMES = {
 
 
 def start(model: NextToken, step: Step) -> None:
-    """Gives the model the parameters of the trial."""
+    """Sets the model's parameters to those of the trial."""
     nnx.update(model, nnx.State(linen_params(step)))
 
 

@@ -17,7 +17,7 @@ SMOOTHING = 0.1
 
 
 class Config(transformers.PretrainedConfig):
-    """Of the model; nothing to choose."""
+    """The model's configuration, which is empty."""
 
     model_type = "next_token"
 
@@ -28,15 +28,16 @@ class Model(transformers.PreTrainedModel):
     config_class = Config
 
     def __init__(self, config: Config) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         super().__init__(config)
         self.model = torch_model.NextToken()
-        # Targets are given as they are; this loss does not shift them.
+        # Targets are already shifted; unlike the default, this loss does not shift
+        # them.
         self.loss_type = "ForMaskedLM"
         self.post_init()
 
     def forward(self, inputs: Any, labels: Any = None, **options: Any) -> Any:
-        """Loss, if there are labels, and scores."""
+        """Returns scores, and the loss if there are labels."""
         scores = self.model(inputs)
         if labels is None:
             return {"logits": scores}
@@ -46,7 +47,7 @@ class Model(transformers.PreTrainedModel):
 
 
 class OlderModel(Model):
-    """The same, as a model whose loss knows nothing of a count."""
+    """The model with a loss that does not take `num_items_in_batch`."""
 
     accepts_loss_kwargs = False
 
@@ -89,12 +90,12 @@ def trained(step: Step, kind: type[Model] = Model, smoothing: float = 0.0) -> An
 
 
 class Reader(transformers.TrainerCallback):
-    """Keeps the gradient that the optimizer is about to see."""
+    """Stores the gradient just before the optimizer uses it."""
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Called by the trainer."""
+        """Called by the trainer before each optimizer step."""
         self.shown = torch_model.gradient(kwargs["model"].model)
 
 

@@ -23,7 +23,8 @@ def fitted(step: Step, reduction: str) -> Any:
     with layout.scope():
         try:
             return keras_fit.weighted(step, reduction, None)
-        except ValueError as error:  # JAX's, of a batch that the devices do not divide.
+        # JAX raises it for a batch that the number of devices does not divide.
+        except ValueError as error:
             raise Refused(str(error).partition(" (full")[0]) from error
 
 
@@ -35,7 +36,7 @@ NAMES = keras_fit.NAMES
 
 
 def shards(step: Step) -> Step:
-    """One part for each device, as even as they can be."""
+    """Parts for the devices, as equal as possible."""
     count = len(step.whole.inputs)
     sizes = tuple((count + i) // REPLICAS for i in range(REPLICAS))
     return replace(step, sizes=sizes, count=REPLICAS)

@@ -20,20 +20,20 @@ from experiments.strangers.stranger import Use
 
 
 class Readout(keras.layers.Layer):
-    """Scores by tied weights, in a layer that hands a mask on."""
+    """Scores by tied weights, in a layer that propagates a mask."""
 
     supports_masking = True
 
     def call(self, hidden: Any, table: Any) -> Any:
-        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         return keras.ops.matmul(hidden, keras.ops.transpose(table))
 
 
 class NextToken(keras.Model):
-    """The model; its embeddings serve as output weights too."""
+    """The model; its embeddings are also the output weights."""
 
     def __init__(self, mask_zero: bool = False, readout: Any = None) -> None:
-        """Layers without weights yet; `mask_zero` makes token 0 padding."""
+        """Makes layers without weights; `mask_zero` makes token 0 padding."""
         super().__init__()
         self.embedding = keras.layers.ReversibleEmbedding(
             VOCABULARY, WIDTH, mask_zero=mask_zero
@@ -43,7 +43,7 @@ class NextToken(keras.Model):
         self.readout = readout
 
     def call(self, inputs: Any) -> Any:
-        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         hidden = self.down(self.up(self.embedding(inputs)))
         if self.readout is None:
             return self.embedding(hidden, reverse=True)
@@ -55,19 +55,19 @@ def weighted(step: Step, reduction: str, accumulate: int | None = STEPS) -> Any:
 
     Args:
       step: The data.
-      reduction: Of the loss.
-      accumulate: Micro-batches of a step; None: the whole step is one batch.
+      reduction: The reduction of the loss.
+      accumulate: Micro-batches in a step; None for the whole step as one batch.
     """
     inputs, targets, weights = step.whole
     return _fitted(NextToken(), step, inputs, targets, weights, reduction, accumulate)
 
 
 def masked(step: Step, readout: keras.layers.Layer | None) -> Any:
-    """The weights after `fit` where padding is told by Keras's mask.
+    """The weights after `fit` with padding marked by Keras's mask.
 
     Args:
       step: The data.
-      readout: What makes scores; None: the embeddings in reverse.
+      readout: Computes scores; None for the reversed embeddings.
     """
     inputs, targets, weights = step.whole
     padded = np.where(weights > 0, inputs, 0)
@@ -85,7 +85,7 @@ def _fitted(
     reduction: str,
     accumulate: int | None,
 ) -> Any:
-    model(inputs[:1])  # Makes the weights.
+    model(inputs[:1])  # makes the weights
     start(model, step)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy
     model.compile(
@@ -114,7 +114,7 @@ NAMES = {
 
 
 def start(model: NextToken, step: Step) -> None:
-    """Gives the model the parameters of the trial."""
+    """Sets the model's parameters to those of the trial."""
     own = step.params
     model.embedding.set_weights([own["embedding"]])
     model.up.set_weights([own["up"], own["bias"]])

@@ -20,7 +20,7 @@ class Module(lightning.LightningModule):
 
     Args:
       step: The data.
-      by_tokens: Whether losses are divided by the step's tokens, not the batch's own.
+      by_tokens: Whether to divide losses by the step's tokens, not the batch's own.
     """
 
     def __init__(self, step: Step, by_tokens: bool) -> None:
@@ -45,7 +45,7 @@ def fitted(step: Step, *, by_tokens: bool) -> Any:
     torch_model.start(module.model, step.params)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        # Of workers for data and of logging intervals, which do not matter here.
+        # About data workers and logging intervals, which do not matter here.
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
             accelerator="cpu",
@@ -68,10 +68,10 @@ def fitted(step: Step, *, by_tokens: bool) -> Any:
 
 
 class Reader(lightning.Callback):
-    """Keeps the gradient that the optimizer is about to see."""
+    """Stores the gradient just before the optimizer uses it."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, _: Any) -> None:
-        """Called by the trainer."""
+        """Called by the trainer before each optimizer step."""
         self.shown = torch_model.gradient(module.model)
 
 

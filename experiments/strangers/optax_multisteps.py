@@ -13,7 +13,7 @@ from experiments.strangers.stranger import Use
 
 
 def averaged(step: Step) -> Any:
-    """Each micro-batch's mean loss, averaged by the optimizer."""
+    """Mean losses of micro-batches, averaged by the optimizer."""
     optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=STEPS)
     return _trained(step, optimizer, None)
 
@@ -30,8 +30,8 @@ def _trained(step: Step, optimizer: optax.MultiSteps, total: Any) -> Any:
 
     Args:
       step: The data.
-      optimizer: Collects gradients and steps by itself.
-      total: What the losses' sum is divided by; None for the micro-batch's own weights.
+      optimizer: Accumulates gradients and steps on its own.
+      total: The divisor of the losses' sum; None for the micro-batch's own weights.
     """
     params = jax.tree.map(jnp.asarray, dict(step.params))
     state = optimizer.init(params)
@@ -46,7 +46,10 @@ def _trained(step: Step, optimizer: optax.MultiSteps, total: Any) -> Any:
 @jax.jit
 @jax.grad
 def gradient_of(params: Any, batch: Batch, total: Any) -> jax.Array:
-    """Of the weighted losses' sum over a total, or over the batch's own weights."""
+    """The gradient of the losses' weighted sum, divided by a total.
+
+    The total is that of the batch's own weights if `total` is None.
+    """
     losses = token_losses(params, batch.inputs, batch.targets)
     by = jnp.sum(batch.weights) if total is None else total
     return jnp.sum(batch.weights * losses) / by

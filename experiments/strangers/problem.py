@@ -1,8 +1,9 @@
 """One model, one optimizer step in six settings, and the gradient it should have.
 
 A next-token model of two layers with tied embeddings: small enough to be written in
-every framework in a dozen lines, and enough to tell mistakes apart. No two sizes are
-equal but those of the tied leaf's two uses, tokens are weighted, micro-batches differ.
+every framework in a dozen lines, and rich enough to distinguish mistakes. All sizes
+differ except those of the tied leaf's two uses, tokens are weighted, and micro-batches
+differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,12 +40,12 @@ Tokens = jax.Array | np.ndarray
 
 
 class Batch(NamedTuple):
-    """Sequences and what each of their tokens counts.
+    """Sequences and the weights of their tokens.
 
     Attributes:
-      inputs: `(sequences, LENGTH)` int32.
-      targets: `(sequences, LENGTH)` int32: the token that follows each.
-      weights: `(sequences, LENGTH)` float32, at least 0.
+      inputs: The tokens, `(sequences, LENGTH)` int32.
+      targets: The token that follows each, `(sequences, LENGTH)` int32.
+      weights: Weights of the targets, `(sequences, LENGTH)` float32, at least 0.
     """
 
     inputs: np.ndarray
@@ -53,12 +54,12 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> np.ndarray:
-        """The sequences as they are, `(sequences, LENGTH + 1)` int32."""
+        """The unshifted sequences, `(sequences, LENGTH + 1)` int32."""
         return np.concatenate([self.inputs, self.targets[:, -1:]], axis=1)
 
     @property
     def labels(self) -> np.ndarray:
-        """The targets, and -100 where nothing counts, as torch's losses ignore it."""
+        """The targets, and -100 at weight 0, which torch's losses ignore."""
         return np.where(self.weights > 0, self.targets, -100).astype(np.int64)
 
 
@@ -68,10 +69,10 @@ class Step:
 
     Attributes:
       setting: One of `SETTINGS`.
-      params: The model's.
+      params: The parameters of the model.
       whole: All sequences.
-      sizes: How many of them are in each micro-batch, or on each replica.
-      count: How many micro-batches a step has that is not cut short, or replicas.
+      sizes: The number of sequences in each micro-batch, or on each replica.
+      count: The number of micro-batches in a full step, or of replicas.
     """
 
     setting: str
@@ -82,7 +83,7 @@ class Step:
 
     @property
     def parts(self) -> Iterator[Batch]:
-        """The micro-batches, or the shards, in their order."""
+        """The micro-batches, or the shards, in order."""
         bounds = np.cumsum((0, *self.sizes))
         for low, high in pairwise(bounds):
             yield Batch(*(leaf[low:high] for leaf in self.whole))
@@ -92,7 +93,7 @@ def steps(seed: int) -> list[Step]:
     """One step for each setting, from the same parameters.
 
     Args:
-      seed: Of parameters, tokens, lengths, masks and weights.
+      seed: Seed of parameters, tokens, lengths, masks and weights.
     """
     rng = np.random.default_rng(seed)
     shapes = {
@@ -105,7 +106,7 @@ def steps(seed: int) -> list[Step]:
         name: rng.normal(size=shape, scale=0.7).astype(np.float32)
         for name, shape in shapes.items()
     }
-    # Token 0 stands for padding in some trainers, so that no token here is 0.
+    # No token is 0, which stands for padding in some trainers.
     tokens = rng.integers(1, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
     sizes = {"small last": (MICRO, MICRO, MICRO // 2), "short end": (MICRO, MICRO)}
     found = []
@@ -118,9 +119,9 @@ def steps(seed: int) -> list[Step]:
 
 
 def _weights(setting: str, rng: np.random.Generator) -> np.ndarray:
-    """What each token counts, `(ROWS, LENGTH)`."""
+    """The weight of each token, `(ROWS, LENGTH)`."""
     weights = np.ones((ROWS, LENGTH), np.float32)
-    # Micro-batches have to differ in what they count, or every rule is right.
+    # Micro-batches must differ in their total weights; otherwise every rule is right.
     if setting == "padded":
         lengths = rng.permuted(np.arange(ROWS) % LENGTH + 1)
         lengths[:MICRO] = (LENGTH, LENGTH - 1, LENGTH, LENGTH - 2)
@@ -144,12 +145,12 @@ def logits(params: Params, inputs: Tokens) -> jax.Array:
 def token_losses(
     params: Params, inputs: Tokens, targets: Tokens, smoothing: Any = 0.0
 ) -> jax.Array:
-    """Cross entropy of each token, `(sequences, LENGTH)`.
+    """The cross-entropy of each token, `(sequences, LENGTH)`.
 
     Args:
-      params: The model's.
-      inputs: `(sequences, LENGTH)`.
-      targets: `(sequences, LENGTH)`.
+      params: The parameters of the model.
+      inputs: The tokens, `(sequences, LENGTH)`.
+      targets: The tokens that follow, `(sequences, LENGTH)`.
       smoothing: The share of the target that is spread over the vocabulary.
     """
     scores = jax.nn.log_softmax(logits(params, inputs))
@@ -163,9 +164,9 @@ class Reference:
 
     Attributes:
       step: The data.
-      divisor: What the losses' weighted sum is divided by: "tokens", the sum of the
-        weights, or "positions", all tokens whether they count or not.
-      smoothing: Of the targets.
+      divisor: The divisor of the losses' weighted sum: "tokens" for the sum of the
+        weights, "positions" for the number of all tokens, those of weight 0 included.
+      smoothing: The label smoothing.
     """
 
     step: Step
@@ -174,7 +175,7 @@ class Reference:
 
     @property
     def shares(self) -> np.ndarray:
-        """What each token's loss is multiplied by, `(sequences, LENGTH)` float32."""
+        """The factor of each token's loss, `(sequences, LENGTH)` float32."""
         weights = self.step.whole.weights
         return (weights / self._divided_by(self.step.whole)).astype(np.float32)
 
@@ -184,7 +185,7 @@ class Reference:
 
     @cached_property
     def gradient(self) -> dict[str, np.ndarray]:
-        """By parameter."""
+        """The gradient by parameter."""
         return self.of(Rule(self.step.whole.inputs, self.shares))
 
     @cached_property
@@ -197,7 +198,7 @@ class Reference:
 
     @property
     def terms(self) -> int:
-        """How many tokens' gradients are added."""
+        """The number of summed token gradients."""
         return self.step.whole.weights.size
 
     def of(self, rule: "Rule") -> dict[str, np.ndarray]:
@@ -208,7 +209,7 @@ class Reference:
         return jax.tree.map(np.asarray, dict(found))
 
     def rules(self) -> "dict[str, Rule]":
-        """The usual mistakes, by name."""
+        """The rules of the usual mistakes, by name."""
         inputs, _, weights = self.step.whole
         means = [part.weights / self._divided_by(part) for part in self.step.parts]
         joined = np.concatenate(means)
@@ -229,8 +230,8 @@ class Rule(NamedTuple):
     """A way to a gradient: the gradient of `sum(shares * losses)`.
 
     Attributes:
-      inputs: `(sequences, LENGTH)`: what the model sees.
-      shares: `(sequences, LENGTH)` float32: what each token's loss is multiplied by.
+      inputs: The tokens that the model gets, `(sequences, LENGTH)`.
+      shares: The factor of each token's loss, `(sequences, LENGTH)` float32.
     """
 
     inputs: np.ndarray
@@ -259,7 +260,7 @@ def _magnitudes(
 
 
 def check_oracle(step: Step) -> verify.Report:
-    """Holds the reference itself against finite differences in float64.
+    """Judges the reference itself against finite differences in float64.
 
     Args:
       step: The data.

@@ -23,7 +23,7 @@ STYLES = {
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """A row for each use, under a header."""
+    """A table with a row for each use."""
     settings = [finding.setting for finding in verdicts[0].findings]
     header = ["stranger", "used with", *settings, "verdict", "lines"]
     return [
@@ -42,7 +42,7 @@ def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """What each use claims, and what its documentation says."""
+    """A table of each use's claim and its documentation."""
     header = ["stranger", "used with", "claims to give", "what it says", "where"]
     uses = [verdict.use for verdict in verdicts]
     return [
@@ -52,7 +52,7 @@ def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """What each use gives in place of the claimed gradient, and where."""
+    """A table of what each use gives in place of the claimed gradient, and where."""
     header = ["stranger", "used with", "what it gives", "settings"]
     found: dict[tuple[str, str, str], list[str]] = {}
     for verdict in verdicts:
@@ -64,7 +64,7 @@ def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """For the terminal, in 80 columns."""
+    """A table for the terminal, in 80 columns."""
     shown = Table("stranger", box=None, pad_edge=False, header_style="bold")
     for finding in verdicts[0].findings:
         shown.add_column(finding.setting, justify="right", min_width=7)
@@ -75,7 +75,7 @@ def table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def picture(verdicts: Sequence[Verdict]) -> Figure:
-    """A cell for each use and setting."""
+    """A picture with a cell for each use and setting."""
     kinds = list(STYLES)
     settings = [finding.setting for finding in verdicts[0].findings]
     grid = [[kinds.index(f.verdict) for f in v.findings] for v in verdicts]
@@ -106,10 +106,10 @@ def page(
     """Writes the tables as Markdown.
 
     Args:
-      path: Of the file.
-      verdicts: What was found.
-      versions: Of the packages on trial.
-      command: That makes this page.
+      path: The path of the file.
+      verdicts: The verdicts.
+      versions: Versions of the packages on trial.
+      command: The command that makes this page.
     """
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     described = [

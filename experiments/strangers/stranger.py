@@ -1,7 +1,7 @@
 """A stranger on trial: a trainer of another package, and what its step is held against.
 
-Each module of a stranger has `USES`, ways to use it as its documentation writes them.
-A use trains for one optimizer step and shows what the trainer lets its users see: the
+Each module of a stranger has `USES`, ways to use it as its documentation shows them. A
+use trains for one optimizer step and returns what the trainer exposes to its users: the
 gradient, or the parameters after a step of plain gradient descent at rate 1.
 """
 
@@ -30,17 +30,17 @@ class Use:
     Attributes:
       stranger: The trainer.
       way: How it is used.
-      claim: What its gradient is said to be, in a sentence.
-      show: Trains for one step; a pytree of what the trainer lets users see.
+      claim: A sentence on what its gradient is said to be.
+      show: Trains for one step; returns a pytree of what the trainer exposes.
       shows: "gradient", or "parameters" after a step at learning rate 1.
-      documented: What its documentation says of unequal parts.
-      link: Where.
-      names: From the parameters' names to the stranger's; None if they are the same.
-      divisor: Of the claim, as in `Reference`.
-      smoothing: Of the claim, as in `Reference`.
-      lacks: Settings that it has no way to express, and why.
-      parts: What the stranger makes of a step: other micro-batches, or replicas.
-      remedy: Whether this is what to do where another use is wrong.
+      documented: What its documentation says about unequal parts.
+      link: The address of that documentation.
+      names: Maps the parameters' names to the stranger's; None if they are the same.
+      divisor: The divisor of the claim, as in `Reference`.
+      smoothing: The smoothing of the claim, as in `Reference`.
+      lacks: Settings that it cannot express, and why.
+      parts: Maps a step to the stranger's own micro-batches or replicas.
+      remedy: Whether this is the remedy for another, wrong use.
     """
 
     stranger: str
@@ -60,15 +60,15 @@ class Use:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one use did in one setting.
+    """The result of one use in one setting.
 
     Attributes:
-      setting: Its name.
-      verdict: "right", "wrong", "no step", "not judged" where rounding hides the
-        gradient, "refused" or "not offered".
-      distance: Of the gradient from the claimed one, relative to it, in the 2-norm.
-      factor: What the whole gradient was multiplied by, where that is all.
-      rule: What the wrong gradient is, to rounding; empty if no known rule explains it.
+      setting: The name of the setting.
+      verdict: "right", "wrong", "no step", "not judged" if rounding hides the gradient,
+        "refused" or "not offered".
+      distance: The relative distance from the claimed gradient, in the 2-norm.
+      factor: The factor of the whole gradient, if nothing else differs.
+      rule: The rule that a wrong gradient follows, to rounding; empty if unknown.
       why: Why it was refused, is not offered or could not be judged.
       ratio: The largest error/bound.
     """
@@ -82,7 +82,7 @@ class Finding:
     ratio: float | None = None
 
     def __str__(self) -> str:
-        """A cell of the table."""
+        """The text of a table cell."""
         if self.verdict != "wrong":
             return self.verdict
         if self.factor is not None:
@@ -94,11 +94,11 @@ def judged(use: Use, step: Step) -> Finding:
     """Trains for one step and judges it.
 
     Args:
-      use: Of the stranger.
+      use: The use of the stranger.
       step: The data.
 
     Raises:
-      ValueError: What it shows cannot be named, as in `verify.compare`.
+      ValueError: Its result cannot be named, as in `verify.compare`.
     """
     if step.setting in use.lacks:
         return Finding(step.setting, "not offered", why=use.lacks[step.setting])
@@ -127,14 +127,13 @@ class Refused(Exception):
 
 
 def lines(module: ModuleType) -> int:
-    """Lines of code in the part of a stranger's module that is there for the judge.
+    """Counts the code lines in the part of a stranger's module that serves the judge.
 
-    Comments, docstrings and empty lines do not count; a line that is broken into
-    several counts as so many. What a module shares with another stranger counts for
-    both.
+    Comments, docstrings and empty lines do not count; a statement over several lines
+    counts as several. Code that a module shares with another stranger counts for both.
 
     Args:
-      module: The stranger's.
+      module: The module of the stranger.
     """
     shared = [x for x in vars(module).values() if isinstance(x, ModuleType)]
     own = [x for x in shared if x.__name__.startswith(__package__)]
@@ -159,7 +158,7 @@ def code_lines(source: str) -> set[int]:
         if token.type == tokenize.NEWLINE:
             fresh = True
         elif token.type not in quiet:
-            # A string where a statement begins is a docstring.
+            # A string at the start of a statement is a docstring.
             if not (fresh and token.type == tokenize.STRING):
                 found.update(range(token.start[0], token.end[0] + 1))
             fresh = False
@@ -169,14 +168,12 @@ def code_lines(source: str) -> set[int]:
 def _compared(
     use: Use, reference: Reference, gradient: Mapping[str, Any], shown: Any
 ) -> verify.Report:
-    """What is shown beside a gradient, or beside the parameters after its step.
-
-    New parameters are a sum as well, with one term more: the old ones.
-    """
+    """Compares the result with a gradient, or with the parameters after its step."""
     if use.shows == "gradient":
         return verify.compare(
             dict(gradient), shown, reference.terms, reference.scale, names=use.names
         )
+    # New parameters are a sum with one more term, the old parameters.
     old = reference.step.params
     return verify.compare(
         {name: old[name] - gradient[name] for name in gradient},
@@ -188,11 +185,9 @@ def _compared(
 
 
 def _hidden(use: Use, reference: Reference) -> list[str]:
-    """The parameters that might as well have stayed where they were.
-
-    A gradient that is too small to be seen is found by `verify.compare` itself, a step
-    beside large parameters is not.
-    """
+    """The parameters for which a missing step would pass as well."""
+    # `verify.compare` itself reports a gradient that is too small to be judged, but not
+    # a step that is small beside its parameters.
     if use.shows == "gradient":
         return []
     gradient, stayed = reference.gradient, dict(reference.step.params)
@@ -201,7 +196,7 @@ def _hidden(use: Use, reference: Reference) -> list[str]:
 
 
 def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:
-    """The rules that what is shown follows, to rounding."""
+    """The rules that the result follows, to rounding."""
     return [
         name
         for name, rule in reference.rules().items()
@@ -210,7 +205,7 @@ def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:
 
 
 def _gradient(use: Use, step: Step, shown: Any) -> dict[str, np.ndarray]:
-    """What is shown as a gradient, by the parameters' names."""
+    """The result as a gradient, by the parameters' names."""
     named = renamed(dict(step.params), shown, use.names)
     wide = {name: np.asarray(leaf, np.float64) for name, leaf in named.items()}
     if use.shows == "gradient":
@@ -221,7 +216,7 @@ def _gradient(use: Use, step: Step, shown: Any) -> dict[str, np.ndarray]:
 def _measured(
     found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]
 ) -> tuple[float, float | None]:
-    """The relative distance, and the factor where nothing else differs."""
+    """The relative distance, and the factor if nothing else differs."""
     a, b = (
         np.concatenate([np.ravel(tree[name]) for name in wanted]).astype(np.float64)
         for tree in (wanted, found)

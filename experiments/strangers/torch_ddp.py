@@ -20,19 +20,16 @@ DEADLINE = 120.0
 
 
 class Group:
-    """Processes that take one step after the other, until this one ends.
-
-    To start them costs ten times more than all the steps.
-    """
+    """Processes that take one step after another, until this process ends."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
-        # The file by which the processes find each other, so that no port is needed.
+        # A file lets the processes meet without a port.
         self.folder = tempfile.TemporaryDirectory(prefix="strangers-")
         store = str(Path(self.folder.name) / "store")
         pipes = [spawn.Pipe() for _ in range(RANKS)]
         self.connections = [own for own, _ in pipes]
-        # Daemons end with this process, also if it fails.
+        # Daemons end with this process, even if it fails.
         self.processes = [
             spawn.Process(
                 target=torch_ddp_worker.serve,
@@ -43,18 +40,18 @@ class Group:
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
             process.start()
-            # Without this a process that dies would leave its pipe open.
+            # While this end is open, the death of a process would not close its pipe.
             theirs.close()
 
     def trained(self, step: Step, way: str) -> Any:
         """The gradient of the first process after one step.
 
         Args:
-          step: The data; a part for each process.
+          step: The data, with a part for each process.
           way: As in `torch_ddp_worker.trained`.
 
         Raises:
-          RuntimeError: A process ended, or there was no answer within `DEADLINE`.
+          RuntimeError: A process ended, or did not answer within `DEADLINE`.
         """
         for connection, part in zip(self.connections, step.parts, strict=True):
             connection.send((way, step.params, part))
@@ -76,9 +73,10 @@ class Group:
             raise RuntimeError(text) from None
 
 
+# Started once: starting processes takes ten times longer than all steps.
 @functools.cache
 def group() -> Group:
-    """The one group of this process."""
+    """The only group of this process."""
     return Group()
 
 
@@ -90,12 +88,12 @@ NAMES = torch_model.NAMES
 
 
 def shards(step: Step) -> Step:
-    """One part for each process; the first has more where they cannot be even."""
+    """A part for each process; the first is larger if the parts cannot be equal."""
     return replace(step, sizes=_sizes(step), count=RANKS)
 
 
 def _sizes(step: Step) -> tuple[int, ...]:
-    """The first process has two sequences more where parts are to differ."""
+    """The sizes of the parts; the first has two sequences more in "small last"."""
     count = len(step.whole.inputs)
     if step.setting == "short end":
         # The second process has run out of data.

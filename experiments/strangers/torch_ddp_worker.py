@@ -18,10 +18,10 @@ def serve(jobs: Connection, store: str, rank: int, ranks: int) -> None:
     """Takes steps with the others and answers with gradients, until the pipe ends.
 
     Args:
-      jobs: Brings `(way, params, shard)`, and takes gradients.
-      store: A file by which the processes find each other.
-      rank: Of this process.
-      ranks: Number of processes.
+      jobs: Receives `(way, params, shard)` and sends gradients.
+      store: A file through which the processes meet.
+      rank: The rank of this process.
+      ranks: The number of processes.
     """
     distributed.init_process_group(
         "gloo",
@@ -34,7 +34,7 @@ def serve(jobs: Connection, store: str, rank: int, ranks: int) -> None:
         while True:
             way, params, shard = jobs.recv()
             jobs.send(trained(way, params, shard, ranks))
-    except EOFError:  # The trial is over.
+    except EOFError:  # the trial has ended
         distributed.destroy_process_group()
 
 
@@ -42,11 +42,12 @@ def trained(way: str, params: Params, shard: Batch, ranks: int) -> Any:
     """This process's gradient after its one batch.
 
     Args:
-      way: "mean", each process's own; "tokens", over those of all processes; "join
-        initial" and "join active", the first with `join` and its two divisors.
-      params: To start from.
-      shard: This process's; empty where its data are at an end, which needs a join.
-      ranks: Number of processes.
+      way: "mean" for the mean of each process; "tokens" for that over the tokens of
+        all processes; "join initial" and "join active" for the first with `join` and
+        its two divisors.
+      params: The initial parameters.
+      shard: The shard of this process; empty at the end of its data, in a join.
+      ranks: The number of processes.
     """
     module = torch_model.NextToken()
     torch_model.start(module, params)

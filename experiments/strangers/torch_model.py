@@ -10,39 +10,39 @@ from jdist.verify.comparison import Named
 
 
 class NextToken(nn.Module):
-    """The model; its embeddings serve as output weights too."""
+    """The model; its embeddings are also the output weights."""
 
     def __init__(self) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        """Returns scores, `(sequences, LENGTH, VOCABULARY)`."""
         hidden = self.down(torch.tanh(self.up(self.embedding(inputs))))
         return hidden @ self.embedding.weight.T
 
 
 def token_losses(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each token, `(sequences, LENGTH)`."""
+    """The cross-entropy of each token, `(sequences, LENGTH)`."""
     return nn.functional.cross_entropy(scores.movedim(-1, 1), targets, reduction="none")
 
 
 def weighted_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum of the tokens' losses by weight."""
+    """The weighted sum of the tokens' losses."""
     losses = token_losses(model(batch["inputs"]), batch["targets"])
     return (batch["weights"] * losses).sum()
 
 
 def weighted_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean over the batch's own tokens, as a user's loss would be."""
+    """The weighted mean over the batch's own tokens, as in a user's loss."""
     return weighted_sum(model, batch) / batch["weights"].sum()
 
 
 def rows(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """A dataset: its sequences one by one."""
+    """A dataset with one item for each sequence."""
     tensors = {
         name: torch.as_tensor(leaf).to(
             torch.float32 if name == "weights" else torch.int64
@@ -67,7 +67,7 @@ NAMES: dict[str, Named] = {
 
 
 def start(model: nn.Module, params: Params) -> None:
-    """Gives the model the parameters of the trial."""
+    """Sets the model's parameters to those of the trial."""
     own = {name: torch.as_tensor(leaf) for name, leaf in params.items()}
     model.load_state_dict(
         {
@@ -80,7 +80,7 @@ def start(model: nn.Module, params: Params) -> None:
 
 
 def gradient(model: nn.Module) -> dict[str, Any]:
-    """A copy of the gradient, by torch's names; None for what has none."""
+    """A copy of the gradients by torch's names; None for parameters without one."""
     return {
         name: None if leaf.grad is None else leaf.grad.numpy(force=True).copy()
         for name, leaf in model.named_parameters()

@@ -31,11 +31,11 @@ DISTRIBUTIONS = {"tunix": "google-tunix"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one use in all settings.
+    """The findings on one use in all settings.
 
     Attributes:
-      use: Of the stranger.
-      findings: One for each setting.
+      use: The use of a stranger.
+      findings: A finding for each setting.
       lines: Lines of code that a user adds to have it judged.
     """
 
@@ -60,10 +60,10 @@ class Verdict:
 
 
 def absent(name: str) -> list[str]:
-    """What a stranger imports and is not installed.
+    """The packages that a stranger imports and that are not installed.
 
     Args:
-      name: Of its module.
+      name: The name of its module.
     """
     return [package for package in TRAINERS[name] if find_spec(package) is None]
 
@@ -71,14 +71,14 @@ def absent(name: str) -> list[str]:
 def tried(
     names: Sequence[str], steps: Sequence[Step], advance: Callable[[str], None]
 ) -> Iterator[Verdict]:
-    """The verdicts on strangers that are installed, use by use.
+    """Yields the verdicts on installed strangers, use by use.
 
     Args:
-      names: Of their modules.
-      steps: One for each setting.
-      advance: Is told each stranger's name before it trains.
+      names: The names of their modules.
+      steps: A step for each setting.
+      advance: Called with each stranger's name before it trains.
     """
-    # Keras reads its backend when it is imported, and from nowhere else.
+    # Keras reads its backend from here when it is imported.
     os.environ["KERAS_BACKEND"] = "jax"
     for name in names:
         advance(name)
@@ -89,7 +89,7 @@ def tried(
 
 
 def versions() -> dict[str, str]:
-    """Of all packages on trial that are installed."""
+    """The versions of all installed packages on trial."""
     packages = dict.fromkeys(p for needed in TRAINERS.values() for p in needed)
     return {
         package: metadata.version(DISTRIBUTIONS.get(package, package))

@@ -19,13 +19,13 @@ class Model(nnx.Module):
     """The model with the arguments that the trainer's loss passes."""
 
     def __init__(self) -> None:
-        """Random weights."""
+        """Initializes random weights."""
         self.model = flax_optimizer.NextToken(nnx.Rngs(0))
 
     def __call__(
         self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any
     ) -> tuple[jax.Array, None]:
-        """Scores of the tokens that follow, and no cache."""
+        """Returns scores of the next tokens, and no cache."""
         return self.model(tokens), None
 
 
@@ -42,10 +42,10 @@ def trained(step: Step) -> Any:
 
 
 def inputs(step: Step) -> list[Any]:
-    """What the trainer takes: sequences, and which of their tokens count."""
+    """The trainer's inputs: sequences, and which of their tokens count."""
     return [
         peft_trainer.TrainingInput(
-            # The first token is the target of no other.
+            # Unshifted, with weight 0 for the first token, which is not a target.
             input_tokens=part.tokens,
             input_mask=jnp.pad(part.weights, ((0, 0), (1, 0))),
         )
@@ -54,7 +54,7 @@ def inputs(step: Step) -> list[Any]:
 
 
 def model_input(given: Any) -> dict[str, Any]:
-    """Of the loss; the model looks at no other token, and needs no positions."""
+    """The arguments of the loss; the model uses neither positions nor attention."""
     return {
         "input_tokens": given.input_tokens,
         "input_mask": given.input_mask,
