@@ -1,6 +1,6 @@
 """`python -m jdist.launch`: the workers of one machine, as torchrun starts them.
 
-A command line and nothing else; docs/launch.md describes it.
+A command line only; docs/launch.md describes it.
 """
 
 __all__: list[str] = []

@@ -24,12 +24,15 @@ from jdist.rpc.extension import (
     resolved,
 )
 
-# Not wrapped: a path that is broken over two lines can be neither searched nor copied.
+# Not wrapped: a path broken over two lines could be neither searched nor copied.
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 class Interrupted(BaseException):
-    """A signal asked this program to end; not an error, hence not an Exception."""
+    """Raised by a signal that asks this program to end.
+
+    Not an error, and therefore a `BaseException` like `KeyboardInterrupt`.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -54,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous:
-    """Where the workers meet; a single machine's ports are reserved meanwhile."""
+    """The rendezvous of the workers; reserves the ports of a single machine."""
     port, jax_port = options.master_port, options.jax_port
-    # Across machines nothing can be reserved: the others must know the ports before
+    # Across machines no port can be reserved: the others must know the ports before
     # machine 0 is reached.
     if options.nnodes == 1:
         port = stack.enter_context(ReservedPort(port or 0)).port
@@ -77,8 +80,8 @@ def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
         with _interrupts():
             restart = 0
             supervisor = _attempt(options, meeting, relay, restart)
-            # All of them, as torchrun does: `jax.distributed` lets no new process take
-            # the place of a lost rank.
+            # All workers restart, as with torchrun: `jax.distributed` does not let a
+            # new process take the place of a lost rank.
             while supervisor.failure and restart < options.max_restarts:
                 restart += 1
                 count = f"restart {restart} of {options.max_restarts}"
@@ -88,7 +91,7 @@ def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
         _finish(relay)
         name = signal.Signals(interruption.number).name
         error_console.print(f"[red]{name}:[/red] all workers were ended.")
-        # What a shell returns for a program that a signal ended.
+        # The status that a shell returns for a program ended by a signal.
         return 128 + interruption.number
     return _report(supervisor, relay)
 
@@ -96,7 +99,7 @@ def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
 def _attempt(
     options: argparse.Namespace, meeting: Rendezvous, relay: Relay, restart: int
 ) -> Supervisor:
-    """Starts all workers and waits for their end; what became of them."""
+    """Starts all workers and waits until they end; returns their supervisor."""
     with Supervisor(options.grace) as supervisor:
         try:
             _start(options, meeting, relay, supervisor, restart)
@@ -106,7 +109,7 @@ def _attempt(
             # worker without one unless it handles them.
             if interruption.number == signal.SIGINT:
                 relay.fold_interrupts()
-            # The same signal, so that the handlers of a worker for it run.
+            # The same signal, so that a worker's own handlers for it run.
             supervisor.stop(interruption.number)
             raise
     _finish(relay)
@@ -124,9 +127,9 @@ def _start(
         program = ProcessCommand(
             name=f"worker{meeting.rank(local_rank)}",
             command=options.command,
-            # What a worker has written must not be lost with it; users may set it
-            # otherwise. The run's variables override inherited ones, since a launcher
-            # may itself be a worker of another.
+            # Unbuffered, so that output is not lost with a worker, unless the user
+            # chose otherwise. The run's variables override inherited ones, since a
+            # launcher may itself be a worker of another.
             environment={
                 "PYTHONUNBUFFERED": "1",
                 **os.environ,
@@ -137,7 +140,7 @@ def _start(
             settings=resolved(options.settings, options.nproc, cores),
             captured=True,
         )
-        # None once an earlier worker has failed while these were being started.
+        # None if an earlier worker has failed while these were being started.
         if child := supervisor.start(program):
             relay.follow(child, restart)
 
@@ -158,7 +161,7 @@ def _report(supervisor: Supervisor, relay: Relay) -> int:
 
 
 def _tell(supervisor: Supervisor, relay: Relay, then: str = "") -> None:
-    """Says which worker failed, and what follows."""
+    """Prints which worker failed and what follows."""
     failure = supervisor.failure
     assert failure is not None
     others = "; the others were ended" if len(supervisor.children) > 1 else ""
@@ -171,10 +174,9 @@ def _tell(supervisor: Supervisor, relay: Relay, then: str = "") -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Within it the signals that ask a program to end raise `Interrupted`.
+    """Makes signals that end a program raise `Interrupted` within the block.
 
-    One that is ignored (as under nohup) stays so; but where the program that started us
-    ignores SIGCHLD, it could not be learned how a worker ended.
+    An ignored signal, as under nohup, stays ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -183,6 +185,7 @@ def _interrupts() -> Iterator[None]:
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heard = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
+    # If the parent process ignores SIGCHLD, exit statuses of workers would be lost.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

@@ -24,20 +24,20 @@ DESCRIPTION = """\
 Starts N workers on this machine, with torchrun's environment variables. The first that
 fails ends the others; its traceback is printed last and its exit code returned.
 """
-# torchrun's.
+# torchrun's default.
 DEFAULT_PORT = 29500
-# 128 bits: beyond guessing.
+# 128 bits cannot be guessed.
 _KEY_BYTES = 16
 _NEW_KEY = "Make one by `(umask 077; openssl rand -hex 32 > cluster.key)`."
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; misuse ends the program with status 2.
+    """Parses the command line; misuse ends the program with status 2.
 
     Returns:
-      The options, with those filled in that have a default by rule: `command`, `cores`
-      (of each worker), `settings`, and across machines the two ports. A port that is
-      None is to be chosen.
+      The options. Those with a computed default are filled in: `command`, `cores` (of
+      each worker), `settings`, and across machines the two ports. A port of None is
+      chosen later.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         _across_machines(options)
         options.cores = share_out("--cores", options.nproc, options.cores)
         options.command = _command(options)
-    # NotImplementedError: this system cannot pin a process to cores.
+    # NotImplementedError: this system cannot pin processes to cores.
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     options.settings = _settings(options)
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # An abbreviation that is unique now becomes ambiguous with the next option.
+    # An abbreviation that is unique today may become ambiguous with a new option.
     parser = argparse.ArgumentParser(
         "python -m jdist.launch", description=DESCRIPTION, allow_abbrev=False
     )
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the program is not a Python script",
     )
     parser.add_argument("program", help="the script to run")
-    # What follows the program is its own, with options of the same names as these.
+    # Arguments after the program belong to it, even if they look like options here.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Options for the number of workers, and where they meet."""
+    """Adds options for the number of workers and their rendezvous."""
     add, count, port = parser.add_argument, _between(1, 2**16), _between(1, LAST_PORT)
     add(
         *("--nproc", "--nproc-per-node", "--nproc_per_node"),
@@ -114,8 +114,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         help="for jax.distributed's (default: the next)",
     )
     add(
-        # A file and not the key itself: all users of a machine can read its command
-        # lines.
+        # A file, because all users of a machine can read its command lines.
         "--key-file",
         type=Path,
         metavar="FILE",
@@ -124,7 +123,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
-    """Options for failures and output."""
+    """Adds options for failures and output."""
     add = parser.add_argument
     add(
         *("--max-restarts", "--max_restarts"),
@@ -149,7 +148,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Options for the processes' settings."""
+    """Adds options for the settings of the processes."""
     add = parser.add_argument
     add(
         "--pin",
@@ -175,7 +174,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _between(least: int, most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        # `int` takes signs, spaces and underscores too.
+        # `int` also accepts signs, spaces and underscores.
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"must be in {least}..{most}, not {text}")
         return int(text)
@@ -187,7 +186,7 @@ def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        # Compares false with everything: one refusal for both kinds of misuse.
+        # NaN fails every comparison, so that one error covers both kinds of misuse.
         seconds = math.nan
     # An infinite grace period would keep a failed run alive for ever.
     if not 0 <= seconds < math.inf:
@@ -196,7 +195,7 @@ def _seconds(text: str) -> float:
 
 
 def _across_machines(options: argparse.Namespace) -> None:
-    """Checks and completes what says where the machines meet."""
+    """Checks and completes the options for several machines."""
     if options.nnodes > 1:
         if options.standalone:
             rule = "must be left out when there are several machines"
@@ -216,7 +215,7 @@ def _across_machines(options: argparse.Namespace) -> None:
     if options.node_rank >= options.nnodes:
         rule = f"must be below --nnodes, {options.nnodes}"
         raise ValueError(requirement("--node-rank", rule, options.node_rank))
-    # A rank fills 16 bits of every id of rpc.
+    # A rank has 16 bits in every id of rpc.
     if options.nproc * options.nnodes > 2**16:
         rule = "must be at most 65536 workers in all"
         raise ValueError(
@@ -224,7 +223,7 @@ def _across_machines(options: argparse.Namespace) -> None:
         )
     if options.master_port and not options.jax_port:
         options.jax_port = options.master_port + 1
-    # The last port has no next one, which the line above would have taken.
+    # The default above exceeds the valid ports if --master-port is the last one.
     if options.jax_port and options.jax_port in (options.master_port, LAST_PORT + 1):
         rule = "must be a port other than --master-port"
         raise ValueError(requirement("--jax-port", rule, options.jax_port))
@@ -236,7 +235,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         return rest
     if options.module:
         return [*interpreter(), "-m", *rest]
-    # Here, once: otherwise each worker would fail with the same complaint.
+    # Checked once here; otherwise every worker would fail with the same error.
     if not Path(options.program).exists():
         rule, remedy = "must be a file", "For a module, give --module before its name."
         raise ValueError(requirement("program", rule, options.program, remedy))
@@ -254,7 +253,7 @@ def _settings(options: argparse.Namespace) -> ProcessSettings:
 def cluster_key(
     file: Path | None, nnodes: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """The run's secret: from the file, the environment, or fresh on a single machine.
+    """The secret of the run, from the file, the environment, or fresh on one machine.
 
     Raises:
       ValueError: There are several machines and no key, the key is too short, or
@@ -273,7 +272,7 @@ def cluster_key(
 
 def _private_text(file: Path) -> str:
     with file.open() as opened:
-        # Of the open file: at its path there may be another one meanwhile.
+        # The mode of the open file: the path may lead to another file by then.
         mode = os.fstat(opened.fileno()).st_mode & 0o777
         if mode & 0o077:
             rule = "must be readable by its owner alone"

@@ -1,8 +1,8 @@
 """Passing on what the workers write: to the terminal, to a file, and to memory.
 
-Two threads per worker read its output and its errors line by line. Whatever happens to
-the places that lines go to, reading goes on: a worker must never block because its
-output is not taken.
+Two threads per worker read its output and its errors line by line. They continue to
+read even if a destination fails: a worker must never block because its output is not
+read.
 """
 
 import io
@@ -22,15 +22,15 @@ from jdist.rpc.extension import Child
 __all__ = ["InterruptFolder", "Relay", "Sink", "last_traceback"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-# Enough for a traceback through JAX and its causes; the rest is not held in memory.
+# Enough for a traceback through JAX with its causes; earlier lines are dropped.
 _KEPT_LINES = 400
 _FEW_LINES = 20
-# A worker that writes no line ends must not fill the memory of the launcher.
+# A worker that never ends a line must not exhaust the memory of the launcher.
 _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.base.errors.WorkerLost:")
-# gloo prints it for every group in which all is well, and has no setting for that.
+# gloo prints it for every group without problems, and has no setting to stop it.
 _CONNECTED = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"
@@ -42,11 +42,11 @@ _LINKS = (
 
 
 class Sink:
-    """Lines go to an unbuffered file for as long as it takes them.
+    """An unbuffered file that receives lines until it fails.
 
     Attributes:
-      name: For complaints.
-      refusal: Why it takes no more; None while it does.
+      name: The name in messages.
+      refusal: The error that stopped it; None while it works.
     """
 
     def __init__(self, name: str, file: io.FileIO) -> None:
@@ -55,10 +55,10 @@ class Sink:
         self.file = file
 
     def write(self, data: bytes) -> None:
-        """Writes everything, or remembers why it could not and never tries again."""
+        """Writes all of the data, or stores the error and never tries again."""
         while data and self.refusal is None:
             try:
-                # Unbuffered files may take a part only.
+                # An unbuffered file may accept only a part of the data.
                 written = self.file.write(data)
                 if written is None:  # a terminal that was set to non-blocking
                     select.select([], [self.file], [])
@@ -68,29 +68,29 @@ class Sink:
 
 
 class Relay:
-    """Gives every line of every worker its worker's name.
+    """Forwards every line of every worker, prefixed by the worker's name.
 
-    Names are coloured on a terminal only. Carriage returns end a line too, so that
-    progress bars are seen while they move.
+    Names are coloured on a terminal only. A carriage return also ends a line, so that
+    progress bars are shown while they move.
 
     Args:
-      folder: Where each worker gets a file `NAME.log`, without names before the lines;
-        after a restart another one, `NAME.restart1.log`. None for no files. Files of an
-        earlier run are overwritten.
+      folder: The folder of the log files, `NAME.log` for each worker, without prefixes;
+        after a restart `NAME.restart1.log`. Files of an earlier run are overwritten.
+        None for no files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        # The descriptors: `sys.stdout` would encode again, and could fail at exit when
+        # File descriptors: `sys.stdout` would encode again, and could fail at exit when
         # it flushes to a closed pipe.
         self._output = Sink("standard output", _stream(1))
         self._errors = Sink("standard error", _stream(2))
-        # One of the two may be a terminal and the other a file.
+        # One of them may be a terminal and the other a file.
         self._consoles = Console(), Console(stderr=True)
         self._logs: dict[str, Sink] = {}
-        # Logs of workers before a restart. They close at the end: a thread may still
-        # read from a process that outlived its worker.
+        # Logs of workers before a restart. They are closed at the end, because a thread
+        # may still read from a process that outlived its worker.
         self._earlier: list[Sink] = []
         self._kept: dict[str, deque[str]] = {}
         self._threads: list[threading.Thread] = []
@@ -99,11 +99,11 @@ class Relay:
             folder.mkdir(parents=True, exist_ok=True)
 
     def follow(self, child: Child, restart: int = 0) -> None:
-        """Begins to pass on what this worker writes.
+        """Starts to forward the output of a worker.
 
         Args:
           child: The worker.
-          restart: How often it was started before.
+          restart: The number of restarts before this start.
 
         Raises:
           OSError: Its log cannot be created.
@@ -115,11 +115,12 @@ class Relay:
             again = f".restart{restart}" if restart else ""
             path = self._folder / f"{child.name}{again}.log"
             self._logs[child.name] = Sink(str(path), io.FileIO(path, "w"))
-        # By the first start, so that a worker keeps its colour after a restart.
+        # The index of its first start, so that a worker keeps its colour after a
+        # restart.
         number = [*self._kept].index(child.name) + 1
         for pipe, sink, console, tail in (
-            # Python writes tracebacks to standard error: the tail for
-            # `repeat_last_words` is of that.
+            # Python writes tracebacks to standard error, so that only this tail is kept
+            # for `repeat_last_words`.
             (child.output, self._output, self._consoles[0], None),
             (child.errors, self._errors, self._consoles[1], kept),
         ):
@@ -128,43 +129,41 @@ class Relay:
                 target=self._pass_on,
                 args=(child.name, pipe, sink, label, tail),
                 name=f"jdist-relay-{child.name}",
-                # A process that left its group may hold the pipe open: this program
-                # must end all the same.
+                # A process that left its group may keep the pipe open; the launcher
+                # must end nevertheless.
                 daemon=True,
             )
             self._threads.append(thread)
             thread.start()
 
     def fold_interrupts(self) -> None:
-        """From now on shows no traceback of an interrupt; the logs keep them.
+        """Hides tracebacks of interrupts from now on; the logs keep them.
 
-        Called before Ctrl-C is handed on: what each worker was doing just then is of no
-        interest to the one who pressed it.
+        Must be called before Ctrl-C is forwarded. The user who pressed it does not need
+        to know what each worker was doing at that moment.
         """
         self._folding = True
 
     def repeat_last_words(self, child: Child) -> None:
-        """Shows the end of a worker's errors again: its last traceback, if any."""
+        """Prints the last traceback of a worker again, or its last lines of errors."""
         words = last_traceback(self._kept.get(child.name, ()))
         with self._lock:
             self._errors.write("".join(f"{line}\n" for line in words).encode())
 
     def log_of(self, child: Child) -> str:
-        """Where its log is; empty without one."""
+        """The path of a worker's log; empty without one."""
         return self._logs[child.name].name if child.name in self._logs else ""
 
     def complaints(self) -> list[str]:
-        """The files that could not be written to the end, and why."""
+        """Descriptions of the files that could not be written completely."""
         logs = (*self._earlier, *self._logs.values())
         sinks = (self._output, self._errors, *logs)
         return [f"{sink.name}: {sink.refusal}" for sink in sinks if sink.refusal]
 
     def drain(self) -> None:
-        """Waits until everything is passed on; after the workers have ended.
-
-        A process that left its worker's group may hold the pipe open for ever, so the
-        wait is bounded.
-        """
+        """Waits until all output is forwarded; called after the workers have ended."""
+        # Bounded: a process that left its worker's group may keep the pipe open for
+        # ever.
         deadline = time.monotonic() + _PATIENCE
         while self._threads:
             self._threads.pop().join(max(0.0, deadline - time.monotonic()))
@@ -193,15 +192,15 @@ class Relay:
                 if not _CONNECTED.fullmatch(line):
                     sink.write(label + line.encode() + b"\n")
 
-        # Bytes that are no UTF-8 must not end this thread: the worker would block on
-        # its full pipe. Without `newline`, a carriage return ends a line too.
+        # Invalid UTF-8 must not end this thread: the worker would block on its full
+        # pipe. Without `newline`, a carriage return also ends a line.
         text = io.TextIOWrapper(pipe, encoding="utf-8", errors="backslashreplace")
         with text:
             while line := text.readline(_LONGEST_LINE):
                 line = line.removesuffix("\n")
                 with self._lock:
-                    # One line at a time: the sinks are unbuffered, and all workers
-                    # write to two of them.
+                    # One line at a time: the sinks are unbuffered and shared by all
+                    # workers.
                     show(folder.feed(line) if self._folding else [line])
                     if log:
                         log.write(line.encode() + b"\n")
@@ -212,11 +211,11 @@ class Relay:
 
 
 class InterruptFolder:
-    """Leaves out the tracebacks that are consequences of a Ctrl-C.
+    """Filters tracebacks that are consequences of a Ctrl-C.
 
-    Those are the ones in whose chain every exception is a `KeyboardInterrupt`, or the
-    loss of another worker, which was interrupted as well. What a program raises while
-    it tidies up is shown, with all that led to it.
+    These are tracebacks in whose chain every exception is a `KeyboardInterrupt`, or the
+    loss of another worker, which was interrupted as well. An exception that a program
+    raises during its cleanup is shown, with all of its causes.
     """
 
     def __init__(self) -> None:
@@ -225,7 +224,7 @@ class InterruptFolder:
         self._inside = False
 
     def feed(self, line: str) -> list[str]:
-        """Takes the next line; the lines to show now."""
+        """Takes the next line; returns the lines to show now."""
         if line == _TRACEBACK:
             self._held.append(line)
             self._inside = True
@@ -233,7 +232,7 @@ class InterruptFolder:
             return [line]
         elif self._inside:
             self._held.append(line)
-            # The first line that is not indented names the exception.
+            # The first line without indentation names the exception.
             self._inside = line.startswith(" ")
             if not self._inside:
                 self._consequence &= line.startswith(_INTERRUPTED)
@@ -244,8 +243,8 @@ class InterruptFolder:
         return []
 
     def end(self) -> list[str]:
-        """No more lines belong to the traceback; what of it is to be shown."""
-        # A traceback that broke off names no exception: it is shown.
+        """Ends the current traceback; returns the lines of it to show."""
+        # An incomplete traceback names no exception; it is shown.
         shown = [] if self._consequence and not self._inside else self._held
         self._held, self._consequence, self._inside = [], True, False
         return shown
@@ -256,20 +255,20 @@ def _stream(descriptor: int) -> io.FileIO:
 
 
 def _label(console: Console, name: str, colour: str) -> bytes:
-    # Rich knows whether this is a terminal, and what NO_COLOR says.
+    # Rich knows whether this is a terminal, and respects NO_COLOR.
     with console.capture() as captured:
         console.print(f"[{name}]", style=colour, end=" ", markup=False, highlight=False)
     return captured.get().encode()
 
 
 def last_traceback(lines: Iterable[str]) -> list[str]:
-    """From the beginning of the last traceback on, its causes included.
+    """The last traceback in `lines`, including its causes.
 
     Args:
       lines: The end of what a program wrote to its standard error.
 
     Returns:
-      The lines from there; the last few if there is no traceback.
+      The lines from its start on; the last few lines if there is no traceback.
 
     Example:
       >>> last_traceback(["x", "Traceback (most recent call last):", "E: 1"])
@@ -278,7 +277,7 @@ def last_traceback(lines: Iterable[str]) -> list[str]:
     lines = list(lines)
     start, linked = max(0, len(lines) - _FEW_LINES), False
     for number, line in enumerate(lines):
-        # The traceback of an exception group has another first line, and is indented.
+        # The traceback of an exception group is indented and has another first line.
         is_group = line.startswith("  + Exception Group Traceback")
         if (line == _TRACEBACK or is_group) and not linked:
             start = number
