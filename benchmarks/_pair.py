@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from jdist.rpc import ProcessFailed, ProcessSettings, spawn
 
 Job = Callable[[int], "Spent"]
-"""Does something so many times."""
+"""Does something `calls` times and returns the time of one."""
 
 
 class Spent(NamedTuple):

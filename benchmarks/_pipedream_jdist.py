@@ -18,7 +18,7 @@ from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRu
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)
-"""Micro-batches of a short epoch and a long one: their difference has no bubble."""
+"""Micro-batches of a short and a long epoch; the bubble cancels in the difference."""
 FLUSH = 8
 ALONE, STASHING, MACRO, SYNCHRONOUS = (
     "stages alone",

@@ -15,7 +15,7 @@ ONE_F_ONE_B, ZERO_BUBBLE, GPIPE = "1F1B", "ZB-H1", "GPipe"
 SPLIT_DRAIN = "1F1B, split drain"
 JOINED = "1F1B, joined weight gradients"
 OWN = (ONE_F_ONE_B, SPLIT_DRAIN, ZERO_BUBBLE, JOINED)
-"""What is timed beside torch."""
+"""The schedules that are timed beside torch's."""
 
 
 def unsplit(micro_batches: int) -> str:
@@ -34,7 +34,7 @@ def predicted(micro_batches: int) -> str:
 
 
 EMPTY, EMPTY_PIPED = "an action of nothing", "an action of nothing, two processes"
-"""Host time of one action where stages compute nothing."""
+"""Host time of one action of stages that compute nothing."""
 
 
 def weights() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -29,7 +29,7 @@ EXPERIMENTS = (
     "resnet50_model_parallel",
     "rpc_cost",
 )
-"""Experiments whose tables are figures of speed, and stand on the page too."""
+"""Experiments whose tables are figures of speed, also shown on the page."""
 
 _BLOCK = re.compile(
     r"(<!-- (\w+): `make bench` writes this -->\n).*?(<!-- end of \2 -->)", re.DOTALL

@@ -27,11 +27,11 @@ from jdist import rpc
 WORKERS = int(os.environ.get("JDIST_BENCHMARK_WORKERS", "16"))
 ROUNDS = 5
 PAUSE = 3.0
-"""Seconds without a call after which a worker's threads are counted as at rest."""
+"""Seconds without a call after which a worker's threads count as idle."""
 
 THREADS, PER_PEER = 8, 1
 JOIN = 10.0
-"""Seconds in which up to 64 workers should meet, on two cores."""
+"""Seconds within which up to 64 workers should join, on two cores."""
 
 JOINED, CALLED, RESTED = "joined", "after the calls", f"{PAUSE:g} s later"
 _LIMITS = {

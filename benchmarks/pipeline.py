@@ -23,15 +23,15 @@ ROUNDS = 9
 WARMUP = 1
 OURS, SHIPPED, SAME = "jdist", "torch as shipped", "torch, same settings"
 OF_WHOLE = {2: 0.93, 4: 0.87, 8: 0.74, 16: 0.58}
-"""Goals: the share of 2m/(m+1) over the whole batch; small products are slow on CPU."""
+"""Goals for the share of 2m/(m+1) over the whole batch; small products are slow."""
 
 OF_TORCH = OF_UNSPLIT = 0.95
 OF_SIMULATION = 0.93
 JOINED_GOAL = 0.94
-"""Of the time of 1F1B that adds gradients up."""
+"""Goal for the ratio to the time of 1F1B that sums gradients."""
 
 OVERHEAD = 80.0
-"""Microseconds of the host for an action."""
+"""Host time of an action, in microseconds."""
 
 
 def measure() -> list[Case]:

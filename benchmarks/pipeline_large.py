@@ -12,7 +12,7 @@ from benchmarks._pair import Pair
 from benchmarks.pipeline import OURS, SETTINGS, race
 
 GOAL = 0.9
-"""Of 2m/(m+1), the speed-up over the whole batch."""
+"""Goal for the share of 2m/(m+1), the speed-up over the whole batch."""
 
 
 def measure() -> list[Case]:

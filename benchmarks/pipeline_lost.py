@@ -25,7 +25,7 @@ ROUNDS = 8
 NAMES = ["stage0", "stage1", "stage2"]
 KILLED = 1
 SECONDS = 0.3
-"""For which the stage works before it is killed: some hundred steps."""
+"""Seconds of work before the stage is killed: some hundred steps."""
 
 
 def measure() -> list[Case]:

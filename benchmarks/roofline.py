@@ -17,7 +17,7 @@ from jdist import optim, targets
 
 PRODUCT = 1536
 ELEMENTS = 2**25
-"""Of each array of the sum; three of them pass the memory bus."""
+"""The elements of each array of the sum; three arrays cross the memory bus."""
 
 
 class Timed(NamedTuple):

@@ -24,7 +24,7 @@ from benchmarks.rpc_load import usage
 from jdist import rpc
 
 GOAL = 0.4
-"""At most this share of torch's time."""
+"""Goal for the ratio to torch's time."""
 ROUNDS, CALLS = 20, 300
 TENTHS = 10
 CREATED = 10_000

@@ -27,8 +27,8 @@ CALLS = {
     TORCH: {models.ECHO: 20, models.FAST: 10, models.END_TO_END: 4},
 }
 SLOWER = 2.0
-"""A goal: at most so many times the quiet time, unless torch's is so much slower too
-that the ratio of both is no worse than when quiet."""
+"""A goal: at most this multiple of the quiet time, unless torch slows down so much that
+the ratio of both is no worse than when quiet."""
 
 
 def measure() -> list[Case]:

@@ -16,7 +16,7 @@ from experiments import _runner
 from experiments._result import Settings
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
+"""The exit status after Ctrl-C, as in shells."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,10 +38,10 @@ class Data(NamedTuple):
     """Images `(examples, 8, 8, 1)` in [0, 1] with their labels."""
 
     batches: Sequence[Any]
-    """To train with, in their order."""
+    """Training batches in order."""
 
     test: Any
-    """That nobody trains with."""
+    """The test images and labels."""
 
 
 def data(seed: int, steps: int, batch: int) -> Data:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Losses = Callable[[Any, Any], jax.Array]
-"""`losses(params, batch)`: one per example, `(examples,)`."""
+"""`losses(params, batch)` returns one loss per example, `(examples,)`."""
 
 
 @dataclass(frozen=True)

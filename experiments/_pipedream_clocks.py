@@ -24,7 +24,7 @@ from experiments._pipedream_runs import (
 from jdist import pipeline, rpc
 
 LIMIT = 900.0
-"""Seconds that the processes may take, those of compiling among them."""
+"""Seconds that the processes may take, including compilation."""
 PATIENCE = 300.0
 """Seconds for which a process waits while another one compiles."""
 
@@ -39,7 +39,7 @@ def why_not(stages: int) -> str:
 # --- measured ---
 
 TIMED = tuple(name for name in METHODS if name != CONTROL)
-"""The control runs in one process alone."""
+"""All methods but the control, which runs in one process only."""
 
 
 def measured(

@@ -121,7 +121,7 @@ class Flushing:
     """Updates all stages together, after all micro-batches of a batch."""
 
     schedule: Callable[[int], pipeline.Schedule]
-    """For so many stages."""
+    """Makes the schedule of a number of stages."""
 
     def parts(self, stages: int) -> int:
         """The number of micro-batches in a batch."""
@@ -150,7 +150,7 @@ class Asynchronous:
 
     policy: Literal["stashing", "vertical_sync", "2bw"]
     cut: int = 1
-    """Micro-batches of a batch."""
+    """The number of micro-batches in a batch."""
     stashed: bool = True
     """Whether a backward pass uses the weights of its forward pass."""
 

@@ -126,7 +126,7 @@ class Trainer:
 Fault = Callable[[Trainer], Leaves | None]
 
 FAULTS: dict[str, tuple[str, Fault]] = {}
-"""Family and function, by name."""
+"""The family and the function of each fault, by name."""
 
 
 def _fault(family: str, name: str) -> Callable[[Fault], Fault]:

@@ -20,7 +20,7 @@ from jdist import pipeline
 from jdist.pipeline import FromModules
 
 GROWTH = 4
-"""Channels that a block puts out, over those that it computes with."""
+"""The ratio of a block's output channels to those of its middle convolution."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from experiments._result import Picture
 
 Seconds = Mapping[str, Sequence[float]]
 SOURCE = {ONE: 3.75, PARALLEL: 4.02, "split 20": 2.51, "split 12": 2.43}
-"""What the source took for a run of 3 batches of 120: ResNet-50 on two GPUs."""
+"""Seconds that the source reports for 3 batches of 120: ResNet-50 on two GPUs."""
 GPUS = "ResNet-50, two GPUs"
 COLORS = {ONE: "tab:gray", PARALLEL: "tab:orange"}
 PIPED = "tab:blue"

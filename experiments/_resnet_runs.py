@@ -27,7 +27,7 @@ PATIENCE = 600.0
 
 Batch = dict[str, np.ndarray]
 Step = Callable[[Batch], Any]
-"""One step of training; returns what is to be waited for."""
+"""A training step; returns arrays to wait for."""
 SGD = optim.sgd(lr=0.001)
 
 

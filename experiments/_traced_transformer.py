@@ -208,8 +208,10 @@ def _depth(params: Tree) -> int:
 
 
 Trainer = Callable[[Tree, Tree, np.ndarray, Switches, np.ndarray], tuple[Any, Tree]]
-"""`shares` are what each part's result is multiplied by before parts are added: 1 for
-each in a right trainer."""
+"""A function that returns the loss and the gradient.
+
+`shares` are factors of each part's result before the sum: 1 for each in a right
+trainer."""
 
 
 @jax.jit

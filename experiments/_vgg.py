@@ -18,7 +18,7 @@ from flax import nnx
 
 KERNEL = nnx.initializers.he_normal()
 CONVOLUTIONS = (2, 2, 3, 3, 3)
-"""Of each group; with the three matrices 16 layers that have parameters."""
+"""Convolutions of each group; with three matrices 16 layers that have parameters."""
 
 
 @dataclass(frozen=True, slots=True)

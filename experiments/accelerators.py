@@ -39,7 +39,7 @@ DESCRIBED = targets.Hardware(
     ),
     (4,),
 )
-"""Made-up chips that the CPU's own compiler stands for: the story without others."""
+"""Made-up chips, compiled for by the CPU's compiler; used if no other is installed."""
 
 
 class Problem(NamedTuple):

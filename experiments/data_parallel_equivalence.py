@@ -33,7 +33,7 @@ from jdist import data_parallel, optim, verify
 BATCH = 96
 REPLICAS = (2, 4, 8)
 MISTAKEN = 8
-"""Replicas beside which the mean of means is judged."""
+"""The number of replicas for which the mean of means is judged."""
 ORDERS = 3
 ACCURACY = 0.95
 # Drift grows from random rounding: two runs of one kind differ by a small factor.

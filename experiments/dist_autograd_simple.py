@@ -45,9 +45,9 @@ class Trained(NamedTuple):
 
     losses: list[float]
     gradients: list[Any]
-    """Of both, at the last step, as their owner has them."""
+    """Gradients of both at the last step, on their owner."""
     values: list[Any]
-    """Of both, after it."""
+    """Values of both after the last step."""
 
 
 def run(settings: Settings, progress: Progress) -> Result:

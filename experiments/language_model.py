@@ -32,7 +32,7 @@ from experiments._result import Claim, Picture, Result, Settings
 from jdist import optim, pipeline, rpc, verify
 
 SHAPES = ((2, 2, 2), (2, 1, 2), (2, 1, 1), (1, 1, 1))
-"""Stages, data and model axes, the largest that there are devices for."""
+"""Sizes of stages, data and model axes; the largest that fits the devices is used."""
 SCHEDULES = {
     "1F1B": pipeline.one_f_one_b(2, llama.MICRO_BATCHES),
     "ZB-H1": pipeline.zero_bubble(2, llama.MICRO_BATCHES),

@@ -34,13 +34,13 @@ class Round(NamedTuple):
     """Digests of one side's values in a round, so that no arrays are kept."""
 
     sent: tuple[str, ...]
-    """Of gradients: on the server one for each trainer, on a trainer its own."""
+    """Digests of gradients: on the server one per trainer, on a trainer its own."""
 
     applied: str
-    """Of the mean."""
+    """The digest of the mean."""
 
     params: str
-    """Of the parameters after it."""
+    """The digest of the parameters after the step."""
 
 
 class Trained(NamedTuple):

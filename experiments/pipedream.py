@@ -42,7 +42,7 @@ from experiments._unstashed import Unstashed
 from jdist import optim, pipeline, verify
 
 TOLERANCE = 0.02
-"""By how much stashing's mean test accuracy over the seeds may be below 1F1B's."""
+"""The largest allowed deficit of stashing's mean test accuracy to that of 1F1B."""
 LEARNT = 0.85  # by 1F1B; below it a comparison means nothing
 QUICK = [
     Network("digits", "the small network", ((8,), (16,), ()), 0.1, 2, 2),

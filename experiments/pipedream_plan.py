@@ -24,7 +24,7 @@ from experiments._result import Claim, Picture, Result, Settings
 from jdist import pipeline
 
 PROFILES = Path(__file__).parents[1] / "tests" / "pipeline" / "profiles"
-"""Of PipeDream's repository, unchanged: see LICENSE.pipedream.txt there."""
+"""Profiles from PipeDream's repository, unchanged: see LICENSE.pipedream.txt there."""
 
 
 class Machine(NamedTuple):
@@ -40,17 +40,17 @@ CLUSTER = {
     4: Machine((4,), (PCIE,)),
     16: Machine((4, 4), (PCIE, ETHERNET)),
 }
-"""By number of workers: the paper's cluster A, servers of four with 10 Gbit/s."""
+"""The paper's cluster A by number of workers: servers of four with 10 Gbit/s."""
 PAPER = {"VGG-16": "15-1, 5.28 times", "ResNet-50": "16, 1 time"}
-"""Table 1 for 16 workers of cluster A: configuration, and how much faster an epoch is
-than with data parallelism."""
+"""Table 1 for 16 workers of cluster A: configuration, and an epoch's speed-up over data
+parallelism."""
 PLANNED = {"VGG-16": 0.06688875213, "ResNet-50": 0.0432084692}
 """Seconds that the published planner finds for its own profiles on 16 workers."""
 PUBLISHED = {"VGG-16": "vgg16.txt", "ResNet-50": "resnet50.txt"}
 SLOWER = tuple(2.0**k for k in range(-6, 7))
-"""Factors on both bandwidths, for the picture."""
+"""Factors of both bandwidths in the picture."""
 ROUNDS = 12
-"""Turns of all replicas that a pace is measured over."""
+"""The number of turns of all replicas over which a pace is measured."""
 
 
 class Case(NamedTuple):

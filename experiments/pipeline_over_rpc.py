@@ -207,7 +207,7 @@ def judged(found: Trained, batch: Any, seed: int) -> verify.Report:
 
 
 _judge = functools.cache(verify.judge)
-"""Compiled once for a loss."""
+"""Cached, so that the judge compiles once for a loss."""
 
 
 def accuracy_of(params: Sequence[Any], examples: Any) -> float:

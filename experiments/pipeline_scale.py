@@ -23,11 +23,11 @@ from experiments._result import Claim, Picture, Result, Settings
 from jdist import pipeline, rpc
 
 SECONDS, BYTES = 10.0, 2 * 2**30
-"""What simulating the largest case may take."""
+"""Limits of the time and memory to simulate the largest case."""
 PER_STAGE = 4
 """Micro-batches per stage."""
 SLOW_LINKS = (0.0, 0.03, 0.1, 0.3, 1.0)
-"""Latency of a message, in forward passes of a stage."""
+"""Latencies of a message, in forward passes of a stage."""
 
 # In units of the forward pass of an n-th of the model: F = B = W = 1.
 WHOLE, HALF = pipeline.Costs(), pipeline.Costs(forward=0.5, backward=1.0)
@@ -39,9 +39,9 @@ class Family(NamedTuple):
     make: Callable[[int, int], pipeline.Schedule]
     costs: pipeline.Costs
     bubble: Callable[[int], float]
-    """Seconds by which a worker waits, for n workers."""
+    """The published idle seconds of a worker, for n workers."""
     alive: Callable[[int, int], float]
-    """Activations alive on the fullest worker, in whole stages, from F to W."""
+    """Published activations alive on the fullest worker, from F to W, in stages."""
 
 
 FAMILIES = {

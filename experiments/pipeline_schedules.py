@@ -27,7 +27,7 @@ from jdist.pipeline import Costs, Record, Timeline, simulate
 WORKERS = ["worker0", "worker1"]
 KINDS = ("run", "simulated")
 WITHIN = 0.15
-"""By how much a predicted makespan may be off."""
+"""The largest allowed relative error of a predicted makespan."""
 
 
 class Family(NamedTuple):
@@ -36,7 +36,7 @@ class Family(NamedTuple):
     make: Callable[[int], pipeline.Schedule]
     stages: int
     costs_from: str
-    """The schedule whose run gives the costs; another one where it has them all."""
+    """The schedule whose run gives the costs; another one if it has them all."""
 
 
 FAMILIES = {
@@ -56,10 +56,10 @@ class Sizes(NamedTuple):
     width: int
     layers: int
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     micro_batches: int
     runs: int
-    """Timed ones of each schedule; the first half gives costs, the rest is foretold."""
+    """Timed runs of each schedule: the first half gives costs for the second."""
 
     def memory(self, family: Family) -> dict[str, Any]:
         """Bytes that a stage of k layers keeps of a micro-batch.
@@ -83,7 +83,7 @@ class Runs(NamedTuple):
     measured: Timeline
     predicted: Timeline
     error: float
-    """Of the predicted makespan, relative."""
+    """The relative error of the predicted makespan."""
 
     @property
     def both(self) -> tuple[Timeline, Timeline]:

@@ -34,7 +34,7 @@ SMALL = "3x3 echo"
 ASYNC = "one of many asynchronous 3x3 echoes"
 LARGE = {"1 MiB echo": 1 * MIB, "16 MiB echo": 16 * MIB, "64 MiB echo": 64 * MIB}
 GOALS = {SMALL: 0.3, ASYNC: 0.5, **dict(zip(LARGE, (0.5, 1.0, 0.6), strict=True))}
-"""At most this share of the time that torch takes as it is shipped."""
+"""Goals for the ratio to the time of torch as shipped."""
 BARE_GOAL = 2.5
 IN_PROCESS_GOAL = 30e-6
 NUMPY, JAX, BARE = "jdist, NumPy", "jdist, JAX", "bare socket"

@@ -34,7 +34,7 @@ from jdist.rpc.wire.frame import pack
 PATIENCE = 60.0
 OWNER = "worker1"
 HOP_BYTES = 16 << 10
-"""Of control messages, generously: what a step may send apart from arrays."""
+"""A generous limit on bytes that a step may send apart from arrays."""
 
 
 class Plan(NamedTuple):

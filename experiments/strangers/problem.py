@@ -20,7 +20,7 @@ from jdist import verify
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 13, 5, 7, 9
 ROWS, MICRO, STEPS = 12, 4, 3
-"""Sequences of a full step, of a micro-batch, and micro-batches of a step."""
+"""Sequences in a full step and in a micro-batch, and micro-batches in a step."""
 
 SETTINGS = {
     "equal": "all sequences of one length, all micro-batches of one size",

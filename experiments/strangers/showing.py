@@ -19,7 +19,7 @@ STYLES = {
     "refused": ("yellow", "#e3d3ef"),
     "not offered": ("dim", "#eeeeee"),
 }
-"""Of each verdict: on the terminal, and in the picture."""
+"""Colours of each verdict, on the terminal and in the picture."""
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:

@@ -20,7 +20,7 @@ from jdist import verify
 from jdist.verify.comparison import Named, renamed
 
 SECTION = "# --- what the judge needs ---"
-"""In a stranger's module: what a user adds to a trainer to have it judged."""
+"""Marks the part of a stranger's module that a user adds to have a trainer judged."""
 
 
 @dataclass(frozen=True)
@@ -228,4 +228,4 @@ def _measured(
 
 
 FACTOR_REST = 1e-5
-"""float32 rounds at 6e-8, and the gradients here add a hundred terms."""
+"""The largest relative rest; float32 rounds at 6e-8, gradients sum a hundred terms."""

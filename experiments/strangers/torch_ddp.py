@@ -14,7 +14,7 @@ from experiments.strangers.stranger import Use
 
 RANKS = 2
 DEADLINE = 120.0
-"""Seconds within which both processes have taken a step."""
+"""Seconds within which both processes must have taken a step."""
 
 # --- the trainer, as its documentation has it: torch_ddp_worker.py ---
 

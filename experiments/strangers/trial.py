@@ -23,10 +23,10 @@ TRAINERS = {
     "huggingface_trainer": ("transformers", "accelerate", "torch"),
     "torch_ddp": ("torch",),
 }
-"""A module for each stranger, and what it imports."""
+"""The module of each stranger, and the packages that it imports."""
 
 DISTRIBUTIONS = {"tunix": "google-tunix"}
-"""Names on the index, where they differ from the module's."""
+"""Names on the package index that differ from the module's."""
 
 
 @dataclass(frozen=True)
