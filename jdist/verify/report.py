@@ -294,10 +294,10 @@ def _table(leaves: Iterable[LeafReport]) -> Table:
     return table
 
 
-def nan_last(number: float) -> float:
-    """A sort key under which NaN is the largest number."""
+def nan_last(number: float) -> tuple[bool, float]:
+    """A sort key under which NaN is larger than any number, infinity included."""
     # NaN alone differs from itself.
-    return float("inf") if number != number else number
+    return number != number, number
 
 
 def _finite(record: object) -> object:
