@@ -382,6 +382,7 @@ class References:
             try:
                 self._perform(effects, never)
             finally:
+                del effects  # and with it the values that are freed
                 with self._lock:
                     self._performing -= 1
         self._wake()

@@ -19,7 +19,15 @@ from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import ALSO, Frame
 from jdist.rpc.wire.shared_connection import SharedConnection
 from tests.rpc.hosts import names
-from tests.rpc.rref.common import after_gate, close_gate, fail, open_gate, wait_for
+from tests.rpc.rref.common import (
+    NOTHING,
+    after_gate,
+    close_gate,
+    fail,
+    open_gate,
+    wait_for,
+    wait_for_references,
+)
 
 PATIENCE = 60
 _threads = {}
@@ -93,6 +101,9 @@ def test_the_thread_that_creates_the_value_answers_the_fetch():
 
 def answers_sent(monkeypatch, agent):
     """The numbers of the answers that a worker sends, and those that come with them."""
+    # Not of what earlier tests have dropped.
+    wait_for_references(**NOTHING)
+    assert wait_for(current.worker().references.delivery.idle)
     sent = []
     for served in agent._incoming.values():
         send = served._channel.send
@@ -107,7 +118,8 @@ def answers_sent(monkeypatch, agent):
 
 def test_one_message_answers_both(monkeypatch):
     with rpc.use_worker("worker1"):
-        sent = answers_sent(monkeypatch, current.worker())
+        other = current.worker()
+    sent = answers_sent(monkeypatch, other)
     made = rpc.remote("worker1", witness_once_followed, args=(12,))
     assert made.to_here().number == 12
     assert made.creation().done()
@@ -120,7 +132,8 @@ def test_one_message_answers_both(monkeypatch):
 
 def test_a_fetch_that_fails_brings_the_answer_of_the_creation_too(monkeypatch):
     with rpc.use_worker("worker1"):
-        sent = answers_sent(monkeypatch, current.worker())
+        other = current.worker()
+    sent = answers_sent(monkeypatch, other)
     made = rpc.remote("worker1", unsendable_once_followed)
     with pytest.raises(TypeError, match="must be made of scalars"):
         made.to_here()
