@@ -4,17 +4,17 @@
     outputs, residuals = seg.forward(params, *inputs)
     d_params, d_inputs = seg.backward(params, residuals, d_outputs)
 
-It is the atom of distributed autograd and of pipelines: both run forward passes in one
-place and time, backward passes in another, and have many in flight. `jax.vjp` under
-`jax.jit` gives the two halves too, but what it carries from one to the other includes
-the weights, or what is made of them, once for each call in flight; its pull-back is one
-piece; and a lambda written in a loop compiles each time.
+Distributed autograd and pipelines are built on it: both run forward and backward passes
+at different places and times, with many calls in flight. `jax.vjp` under `jax.jit` also
+yields two halves, but its residuals include the weights, or values computed from them,
+once for each call in flight; its pull-back cannot be split; and a lambda written in a
+loop is compiled in every iteration.
 
 - `_programs`: the traced program of a function, cut into forward and backward programs.
-- `_lookup`: compiled functions found again, by contents or by program.
-- `_residuals`, `_segment`: what passes between the halves; the compiled halves, and
-  `segment` itself.
-- `internal`: what other parts of jdist may use besides.
+- `_lookup`: lookup of compiled functions by contents or by program.
+- `_residuals`, `_segment`: the values that pass between the halves; the compiled
+  halves, and `segment` itself.
+- `internal`: further names for the other packages of jdist.
 """
 
 from jdist.segment._lookup.cache import RecompilationWarning

@@ -1,9 +1,9 @@
-"""Values kept between the halves of a segment: their owner, and how to read them.
+"""Values that one half of a segment keeps for another, as pytrees.
 
-All classes are pytrees. Their arrays are children, and the program that reads them is
-part of the structure, so that `jax.jit` finds the compiled backward pass by it. Which
-parameters the forward pass used is known by weak references, which keep nothing alive;
-it is forgotten where JAX takes the tree apart.
+Their arrays are children, and the program that reads them is part of the tree
+structure, by which `jax.jit` finds the compiled backward pass. The parameters of the
+forward pass are remembered by weak references, which keep nothing alive; these are lost
+where JAX rebuilds the tree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,18 +57,17 @@ class Residuals:
 
     @property
     def owner(self) -> object:
-        """An object that only residuals of the same function share."""
+        """Identity token shared by the residuals of one function and no others."""
         return self.plan.owner
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], ForwardPlan]:
-        """The arrays; the plan is part of the structure."""
+        """The arrays as children; the plan is part of the structure."""
         return self.arrays, self.plan
 
     @classmethod
     def tree_unflatten(cls, plan: ForwardPlan, arrays: Sequence[Any]) -> "Residuals":
-        """Residuals of the same plan; which parameters they are of is not known."""
-        # Without a version: JAX rebuilds trees of other arrays, which it alone can
-        # tell.
+        """Residuals of the same plan, without a version of the parameters."""
+        # JAX rebuilds trees with other arrays, of which the version need not be true.
         return cls(plan, tuple(arrays))
 
 
@@ -78,8 +77,8 @@ Parts = TypeVar("Parts", Split, Deferral)
 class _Pending(Generic[Parts]):
     """Values that one part of a backward pass leaves for another: a pytree of arrays.
 
-    It refers to parameters, residuals and cotangents that are needed, and holds what
-    was computed and would otherwise be computed again.
+    It refers to parameters, residuals and cotangents that are needed, and holds
+    computed values that would otherwise be computed again.
     """
 
     __slots__ = ("arrays", "layout", "split")
@@ -93,16 +92,16 @@ class _Pending(Generic[Parts]):
 
     @property
     def owner(self) -> object:
-        """An object that only values of the same function share."""
+        """Identity token shared by the values of one function and no others."""
         return self.split.gradient.plan.owner
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Parts]:
-        """The arrays; how to use them is part of the structure."""
+        """The arrays as children; how to use them is part of the structure."""
         return self.arrays, self.split
 
     @classmethod
     def tree_unflatten(cls, split: Parts, arrays: Sequence[Any]) -> Self:
-        """The same of other arrays."""
+        """The same with other arrays."""
         return cls(split, tuple(arrays))
 
 
@@ -114,8 +113,9 @@ class Rest(_Pending[Split]):
 
     @property
     def computed(self) -> list[Any]:
-        """Its arrays but parameters and residuals: computed so far, and cotangents."""
+        """The arrays other than parameters and residuals: cotangents and computed."""
         places = self.split.locations.places
+        # Groups 0 and 1 are the parameters and the residuals.
         return [
             x for x, (group, _) in zip(self.arrays, places, strict=True) if group > 1
         ]
@@ -128,7 +128,7 @@ class Rest(_Pending[Split]):
         residuals: Sequence[Any],
         computed: Sequence[Any],
     ) -> "Rest":
-        """A rest of the same split, of other arrays; for `computed` see there."""
+        """A rest of the same split with other arrays; `computed` as in the property."""
         held, others = (params, residuals), iter(computed)
         return cls(
             split,
@@ -147,17 +147,17 @@ class Deferred(_Pending[Deferral]):
 
 
 def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
-    """The inputs' cotangents, if they are some of the outputs' and need no program.
+    """The inputs' cotangents, if they are outputs' cotangents, passed on unchanged.
 
     Args:
-      residuals: Of a segment without parameters, whose inputs are arrays.
-      cotangents: One for each leaf of the outputs.
+      residuals: The residuals of a segment without parameters, whose inputs are arrays.
+      cotangents: The outputs' cotangents, one for each leaf.
 
     Returns:
-      One for each input: these very arrays, or None where no cotangent flows. None in
-      place of all: something is to be computed, or a cotangent does not fit.
+      For each input one of these arrays, or None where no cotangent flows. None instead
+      of the list if something must be computed or a cotangent does not fit its output.
     """
-    # Something was kept to be computed with, or the cotangent is to be laid out.
+    # Kept arrays are there to be computed with; a layout constrains the cotangents.
     if residuals.arrays or residuals.layout is not None:
         return None
     places = backward.passed_on(residuals.plan)
@@ -165,7 +165,7 @@ def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] 
         return None
     shapes = jax.tree.leaves(residuals.plan.outputs)
     for shape, value in zip(shapes, cotangents, strict=True):
-        # None has no such attribute; `backward` knows what to do.
+        # None and weakly typed values, which `backward` handles.
         if type(value) is not np.ndarray and getattr(value, "weak_type", True):
             return None
         if value.shape != shape.shape or value.dtype != shape.dtype:
@@ -173,11 +173,11 @@ def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] 
     return [None if place is None else cotangents[place] for place in places]
 
 
-# --- of which arrays ---
+# --- identity and sharding of arrays ---
 
 
 def version_of(leaves: Sequence[Any]) -> Version:
-    """Tells these very objects from others later, without keeping them alive."""
+    """Weak references to these objects, for a later comparison of identities."""
     return tuple([_reference(leaf) for leaf in leaves])
 
 
@@ -189,7 +189,7 @@ def _reference(leaf: PyTree) -> Callable[[], Any]:
 
 
 def layout_of(leaves: Sequence[Any]) -> Layout:
-    """The shardings of leaves that lie on several devices; None if none does."""
+    """The shardings of leaves on several devices; None if all are on one device."""
     # Loops, here and below: a generator would cost more than what it computes.
     for leaf in leaves:
         if type(getattr(leaf, "sharding", None)) not in _ONE_DEVICE:
@@ -200,12 +200,12 @@ def layout_of(leaves: Sequence[Any]) -> Layout:
 
 
 def _place_of(leaf: PyTree) -> Sharding | None:
-    """Its sharding on several devices, in the one form of those that mean the same."""
+    """The leaf's sharding on several devices, in canonical form; else None."""
     place = getattr(leaf, "sharding", None)
     if type(place) in _ONE_DEVICE:
         return None
-    # JAX writes P() into P(None, None) where it computes with explicit axes, and a
-    # layout is part of a compiled function.
+    # JAX turns P() into P(None, None) when it computes with explicit axes; a layout is
+    # a static argument, so that the two forms would compile twice.
     if isinstance(place, NamedSharding) and len(place.spec) < leaf.ndim:
         spec, more = place.spec, [None] * (leaf.ndim - len(place.spec))
         kinds = {"unreduced": spec.unreduced, "reduced": spec.reduced}
@@ -217,11 +217,11 @@ def _place_of(leaf: PyTree) -> Sharding | None:
 _ONE_DEVICE = (SingleDeviceSharding, NoneType)
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 def refuse_origin(call: str, value: PyTree, kind: type) -> NoReturn:
-    """Refuses what another method, or another segment, has returned."""
+    """Raises for a value that another method, or another segment, has returned."""
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),
@@ -236,9 +236,9 @@ def refuse_origin(call: str, value: PyTree, kind: type) -> NoReturn:
 
 
 def check_version(call: str, params: PyTree, version: Version | None) -> None:
-    """Refuses parameters that are not the objects of the forward pass.
+    """Raises if parameters are not the very arrays of the forward pass.
 
-    What a transformation has put in their place cannot be told apart, and passes.
+    Tracers that a transformation has put in their place cannot be checked, and pass.
     """
     if version is None:
         return
@@ -270,8 +270,8 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
 
 
 def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
-    """Says which argument has a deleted array, where that is why JAX has failed."""
-    # Looked for behind the failure: before each call it would cost more than the call.
+    """Raises an error that names the deleted array, if one made JAX fail."""
+    # Searched after the failure: before each call it would cost more than the call.
     # JAX raises one of two types, depending on whether the call took its fast path.
     for name, tree in trees.items():
         for path, leaf in _leaves_by_path(tree):

@@ -1,11 +1,11 @@
 """Segments: a function compiled into halves, and the public calls of both.
 
-Everything is decided while JAX traces: the forward function makes the plan and returns
-it in the structure of its residuals, so that the backward function finds it without any
-look-up of our own. A call therefore costs what a call of a jitted function costs.
+All decisions are taken while JAX traces. The forward function makes the plan and
+returns it in the tree structure of its residuals, where the backward function finds it
+without a lookup. A call therefore costs as much as a call of a jitted function.
 
-Only where the function turns out to be a program that other halves have compiled, the
-call goes to these, and such calls are looked up by their shapes.
+If the traced program turns out to be one that other halves have compiled, the call is
+forwarded to those halves; forwarded calls are looked up by their shapes.
 """
 
 import functools
@@ -56,20 +56,20 @@ from jdist.segment._residuals import (
 
 FoldFunction = Callable[[Any, Any, Any], Any]
 Invoke = Callable[..., Any]
-"""`invoke(function, *arguments)`: `operator.call`, or what stands in for it."""
+"""`invoke(function, *arguments)`: `operator.call` or a replacement; see `through`."""
 
 
 class Fold(NamedTuple):
     """A left fold over the gradients of calls, compiled into their backward passes.
 
-    Each gradient is read while it is in the cache: adding those of one call after
-    another to a sum costs a fraction of what it costs on its own.
+    Each gradient is read while it is in the cache: accumulating the gradients of
+    successive calls this way costs a fraction of a separate addition.
 
     Attributes:
-      fn: `fn(carry, d_params, given)`, pure, returns the next carry. It is known by its
-        identity: a new function each time compiles each time.
-      carry: Pytree of arrays, which are donated.
-      given: Pytree of arrays, which are not.
+      fn: `fn(carry, d_params, given)`, pure, returns the next carry. Compared by
+        identity: each new function object compiles anew.
+      carry: Pytree of arrays; donated.
+      given: Pytree of arrays; not donated.
     """
 
     fn: FoldFunction
@@ -78,10 +78,10 @@ class Fold(NamedTuple):
 
 
 class Elsewhere(Exception):
-    """The program that is being traced is compiled already, by other halves.
+    """Raised while tracing a program that other halves have already compiled.
 
     Attributes:
-      home: These halves.
+      home: Those halves.
     """
 
     def __init__(self, home: "Halves") -> None:
@@ -90,33 +90,35 @@ class Elsewhere(Exception):
 
 
 class Halves:
-    """The compiled functions of one function; JAX compiles each for new shapes.
+    """Jitted forward and backward functions of one user function.
+
+    JAX compiles each of them for every new set of shapes.
 
     Args:
-      fn: The function.
-      policy: What may be run again.
-      user: Name of the public function that compiles, for errors.
-      contents: What `fn` is made of.
-      label: What else tells it from others; halves of different labels share nothing.
+      fn: The user function.
+      policy: Recomputation policy, one of `POLICIES`.
+      user: Name of the public function that compiles, for error messages.
+      contents: The contents of `fn`, from `contents_of`.
+      label: Further part of the cache key; halves of different labels share nothing.
       patience: Number of versions of the function's code that cause a warning.
-      before: The halves of which these are set aside, for one of their functions.
+      before: The halves that these replace for `fn`; see `aside`.
       alone: See `Traced`.
 
     Attributes:
-      owner: An object that only residuals of these halves share.
-      forward: `(params, inputs, static) -> (outputs, residuals)`; of these only what
-        nothing else holds.
-      outputs: `(params, inputs, static) -> outputs`, of the same program.
+      owner: Identity token shared by the residuals of these halves and no others.
+      forward: `(params, inputs, static) -> (outputs, residuals)`; the residuals lack
+        the arrays that are inputs or outputs.
+      outputs: `(params, inputs, static) -> outputs`, by the same traced program.
       backward: `(fold, carry, given, params, residuals, d_outputs, layout) ->
         (fold(carry, d_params, given), d_inputs)`, `d_params` itself if there is no
         fold. Here and below `fold` is static, and its carry is donated.
-      first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; of the rest
-        only what nothing else holds.
+      first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; the rest
+        lacks the arrays that are arguments or in `d_inputs`.
       second: `(fold, carry, given, rest, layout) -> fold(carry, d_params, given)`;
-        without a fold those gradients that are not in the rest.
+        without a fold only the gradients that are not in the rest.
       folding_backward, folding_second: The same with a fold.
-      deferring: As `folding_backward`, with a third result: of what is kept for
-        `joined` only what nothing else holds.
+      deferring: As `folding_backward`, with a third result: the values that `joined`
+        needs, without the arrays that are arguments or in `d_inputs`.
       joined: `(fold, carry, given, deferred, layout) -> fold(carry, d_params, given)`.
     """
 
@@ -149,12 +151,12 @@ class Halves:
         compiled = functools.partial(_compiled, name)
         self.forward = compiled(self._run_forward, static_argnums=2)
         self.outputs = compiled(self._run_outputs, static_argnums=2)
-        # The fold and the layout decide the program; the carry is not read again.
+        # The fold and the layout select the program; the carry is not read again.
         folding = {"static_argnums": (0, 6), "donate_argnums": 1}
         ending = {"static_argnums": (0, 4), "donate_argnums": 1}
         deferring, joined = _deferring_and_joined()
-        # Without a fold nothing is donated: JAX keeps the structure of arguments that
-        # may be, and with it the plan, for longer than the function.
+        # Without a fold nothing is donated: JAX keeps the tree structure of arguments
+        # that may be donated, and with it the plan, alive longer than the function.
         self.backward = compiled(_backward, static_argnums=(0, 6))
         self.second = compiled(_second, static_argnums=(0, 4))
         self.folding_backward = compiled(_backward, **folding)
@@ -164,19 +166,19 @@ class Halves:
         self.joined = compiled(joined, **ending)
 
     def aside(self, fn: Callable[..., Any]) -> "Halves":
-        """For one of the functions that share these halves, when another has changed.
+        """Halves for `fn` alone, after another function that shares these has changed.
 
-        What is compiled here serves it on; what is new it traces itself.
+        Programs compiled here stay in use; for new shapes `fn` itself is traced.
         """
         made_of = self._policy, self._user, self._contents, self._label
         return Halves(fn, *made_of, self._patience, before=self)
 
     def home_of(self, owner: object) -> "Halves | None":
-        """The halves that made residuals for a call of these; None if none did."""
+        """The halves with this `owner` among these and related ones; else None."""
         if owner is self.owner:
             return self
-        # Residuals may come from halves that were set aside since, or that had the
-        # program.
+        # Residuals may come from the halves that these have replaced, or from those to
+        # which calls are forwarded.
         others = [*self._elsewhere.values(), *([self._before] if self._before else [])]
         for other in others:
             home = other.home_of(owner)
@@ -187,8 +189,8 @@ class Halves:
     def call(
         self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
-        """Calls `forward` or `outputs`, here or where the program is compiled."""
-        # Found only where some program is elsewhere: it costs more than a small call.
+        """Calls `forward` or `outputs` of the halves that compile the program."""
+        # Computed only if some program is elsewhere: it costs more than a small call.
         signature = None
         if self._elsewhere:
             signature = signature_of((params, *inputs), static)
@@ -204,10 +206,10 @@ class Halves:
         return home.call(invoke, half, params, inputs, static)
 
     def _program(self, params: PyTree, inputs: PyTree, static: Static) -> TracedProgram:
-        """The function's program, if these are the halves where it is compiled.
+        """Traces the function; returns its program if it is to be compiled here.
 
         Raises:
-          Elsewhere: It is compiled elsewhere.
+          Elsewhere: Other halves have compiled it.
         """
         arguments = (params, *inputs)
         program = self._traced.program(arguments, static)
@@ -217,8 +219,8 @@ class Halves:
             self._user, self._contents, case, key, self, self._patience
         )
         if home is not self:
-            # Through JAX's trace, which is given up by that: nothing is compiled a
-            # second time.
+            # Raised through JAX's trace, which aborts it: nothing is compiled a second
+            # time.
             raise Elsewhere(home)
         # Here, and not in `call`: JAX traces once for each set of shapes.
         kinds = [jax.typeof(x) for x in jax.tree.leaves(arguments)]
@@ -228,7 +230,7 @@ class Halves:
     def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
         program = self._program(params, inputs, static)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
-        # The derivative rules have run, and may have brought something in.
+        # Derivative rules have run since the first check, and may close over tracers.
         refuse_hidden(self._user, planned.program)
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
@@ -240,7 +242,7 @@ class Halves:
 def _compiled(
     name: str, half: Callable[..., Any], **options: PyTree
 ) -> Callable[..., Any]:
-    """A half, compiled under the function's name, which shows in profiles."""
+    """Jits a half under the user function's name, which profiles show."""
 
     def run(*arguments: PyTree) -> PyTree:
         return half(*arguments)
@@ -283,13 +285,13 @@ def _second(
 ) -> PyTree:
     finished = rest.split.finish(rest.arrays, layout)
     if fold is None:
-        return finished  # The others are in the rest: to return them would copy them.
+        return finished  # The others are in the rest; returning them would copy them.
     return fold(carry, rest.split.gradients(rest.arrays, finished), given)
 
 
 def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
-    """The backward pass without its last products, and these for many calls."""
-    # One object for all traces: calls are joined where theirs is the same.
+    """The backward pass without its last products; those products for many calls."""
+    # Shared by all traces: `join_deferred` groups calls by the identity of `Deferral`.
     known: dict[tuple[ForwardPlan, tuple[bool, ...]], Deferral] = {}
 
     def deferring(
@@ -332,9 +334,10 @@ def _differentiable(
     if planned.program.jaxpr.effects:
         return planned.forward(leaves)
 
-    # The program computes what the derivative rules of `fn` do, such as a rounding,
-    # whose own derivative is zero where `fn` has a rule for it. Under `jax.grad` the
-    # outputs follow the rules again. JAX allows no effects in such a function.
+    # The traced program has the derivative rules of `fn` inlined: differentiated as it
+    # is, a rounding with a straight-through rule would yield zero. The custom JVP makes
+    # `jax.grad` follow the rules of `fn` again. JAX allows no effects in such a
+    # function, hence the return above.
     @jax.custom_jvp
     def run(leaves: list[Any]) -> PyTree:
         return planned.forward(leaves)
@@ -345,8 +348,8 @@ def _differentiable(
 
     @run.defjvp
     def _rule(primals: PyTree, tangents: PyTree) -> PyTree:
-        # Outputs by the function's own rules; what is kept by the program's, since no
-        # rule of the function yields it.
+        # Outputs follow the function's own rules; kept values follow the program's,
+        # since no rule of the function yields them.
         outputs, d_outputs = jax.jvp(outputs_of, primals, tangents)
         computed, d_computed = jax.jvp(
             lambda leaves: planned.forward(leaves)[1], primals, tangents
@@ -363,15 +366,15 @@ _NO_FOLD = (None, None, None)
 
 
 class LoweredHalves(NamedTuple):
-    """The programs of a segment for arguments of some shapes; see `Segment.lower`.
+    """The lowered programs of a segment for given shapes; see `Segment.lower`.
 
     Attributes:
       forward: The program that `Segment.forward` runs.
-      backward: The program that `Segment.backward` runs where every output that is
-        floating has a cotangent.
-      kept: Shapes of what waits for the backward pass.
-      computed: Those of them that the forward pass makes for it: the memory of a call
-        in flight. The others are inputs and outputs, kept by reference.
+      backward: The program that `Segment.backward` runs if every floating output has a
+        cotangent.
+      kept: Shapes and dtypes of the arrays kept for the backward pass.
+      computed: Those of them that the forward pass allocates: the memory of a call in
+        flight. The others are inputs and outputs, kept by reference.
     """
 
     forward: jax.stages.Lowered
@@ -406,17 +409,17 @@ class Segment:
         self._halves = halves
         self._static = static
         self._invoke = invoke
-        self._own = own  # Whether `fn` is the caller's, and not one that is equal.
+        self._own = own  # Whether `fn` is the caller's, not one of equal contents.
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
 
     def through(self, invoke: Invoke) -> "Segment":
-        """The same segment, whose compiled functions are called by another function.
+        """The same segment, with its compiled functions called through `invoke`.
 
         Args:
-          invoke: `invoke(function, *arguments)` takes the place of
-            `function(*arguments)`; it may compile ahead, and return shapes for shapes.
+          invoke: `invoke(function, *arguments)` replaces `function(*arguments)`; it may
+            compile ahead of time, and return shapes for shapes.
         """
         return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
@@ -442,8 +445,8 @@ class Segment:
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
-        # The compiled function returns only what is nowhere else; the rest is gathered
-        # here, by reference.
+        # The compiled function returns only arrays that are neither inputs nor outputs;
+        # those are added here, by reference.
         outputs, saved = self._call("forward", params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
@@ -457,7 +460,7 @@ class Segment:
         return outputs, Residuals(plan, kept, version, layout)
 
     def outputs(self, params: PyTree, *inputs: PyTree) -> PyTree:
-        """The outputs of `forward` alone, where no backward pass follows.
+        """Computes the outputs of `forward` alone, if no backward pass follows.
 
         Args and errors are those of `forward`. It runs the program that `forward`
         differentiates: for the same shapes `fn` is traced once for both.
@@ -482,18 +485,17 @@ class Segment:
           residuals: What that call of `forward` returned. They can be used again.
           d_outputs: Tree like the outputs: the cotangents, of the outputs' shapes and
             dtypes. None in place of a leaf or of a whole subtree: no cotangent flows
-            there, and what only it would need is not computed. Outputs that are not
+            there, and work needed only for it is left out. Outputs that are not
             floating have None.
-          fold: Makes something of the gradients in the same program, such as a sum over
-            calls.
+          fold: Applied to the gradients in the same program, such as a sum over calls.
 
         Returns:
           `(d_params, d_inputs)`. `d_params` is a tree like the parameters, with zeros
           where nothing flows, and None for a parameter that is not floating. `d_inputs`
           is a tuple like the inputs, with None where no cotangent flows: inputs that
           are not floating or static, and those that no output with a cotangent depends
-          on. Each has the dtype and the sharding of what it is the cotangent of. With a
-          fold, what it returns stands in the place of `d_params`.
+          on. Each has the dtype and the sharding of its parameter or input. With a
+          fold, the fold's result replaces `d_params`.
 
         Raises:
           ValueError: The parameters are not those of the forward pass; an array that is
@@ -508,13 +510,13 @@ class Segment:
     def backward_inputs(
         self, params: PyTree, residuals: Residuals, d_outputs: PyTree
     ) -> tuple[tuple[PyTree, ...], Rest]:
-        """The half of `backward` that others wait for.
+        """The first half of `backward`: the cotangents of the inputs.
 
         Args and errors are those of `backward`.
 
         Returns:
           `(d_inputs, rest)`: what `backward` returns for the inputs, and what
-          `backward_params` needs to do the other half, without any work done twice.
+          `backward_params` needs for the second half, without any work done twice.
           The rest refers to parameters, residuals and cotangents (those passed in and
           those returned) that it needs: these must not be donated before
           `backward_params`.
@@ -526,7 +528,7 @@ class Segment:
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
     def backward_params(self, rest: Rest, *, fold: Fold | None = None) -> PyTree:
-        """The other half: the gradients of the parameters.
+        """The second half of `backward`: the gradients of the parameters.
 
         Args:
           rest: What `backward_inputs` returned.
@@ -534,7 +536,7 @@ class Segment:
 
         Returns:
           `d_params`, as `backward` returns it, equal to rounding. Arrays may be shared
-          with the rest. With a fold, what it makes of them.
+          with the rest. With a fold, the fold's result.
 
         Raises:
           ValueError: An array that is needed was donated or deleted; or the rest is of
@@ -545,8 +547,7 @@ class Segment:
         home = self._home(call, rest, Rest)
         second = home.second if fold is None else home.folding_second
         finished: Any = []
-        # Without a fold nothing may be left to compute, and a call would cost for
-        # nothing.
+        # Without a fold, all gradients may be in the rest already: the call is saved.
         if fold is not None or None in rest.split.ready:
             try:
                 finished = self._invoke(second, *(fold or _NO_FOLD), rest, rest.layout)
@@ -558,12 +559,12 @@ class Segment:
         return rest.split.gradients(rest.arrays, finished)
 
     def lower(self, params: PyTree, *inputs: PyTree) -> LoweredHalves:
-        """The programs of both halves, which are neither run nor compiled here.
+        """Lowers the programs of both halves, without compiling or running them.
 
         Args:
           params: As for `forward`; each array may be a shape (`jax.ShapeDtypeStruct`),
             with the sharding that the array will have, also over absent devices.
-          *inputs: Likewise; static arguments as they are.
+          *inputs: Likewise; static arguments by value.
 
         Raises: what `forward` raises.
 
@@ -596,13 +597,13 @@ class Segment:
         try:
             return self._halves.call(*given)
         except Changed:
-            # The caller found the function by its contents and looks for it anew
-            # itself.
+            # The caller has found the function in a cache of its own, and looks it up
+            # again there.
             if not self._own:
                 raise
-        # Another function of equal contents is not what it was: this one goes on alone.
-        # Dropped from the cache too, or each new function of these contents would end
-        # here.
+        # Another function of equal contents has changed: this segment continues with
+        # its own. The entry is dropped, or each new function of these contents would
+        # end here too.
         CACHE.drop(self._halves)
         self._halves = self._halves.aside(self.fn)
         return self._halves.call(*given)
@@ -627,10 +628,10 @@ class Segment:
             raise
 
     def _home(self, call: str, value: PyTree, kind: PyTree) -> Halves:
-        """The halves that made what a call of this segment has returned."""
+        """The halves that made `value`; raises if that was another segment's call."""
         if type(value) is kind:
             owner, own = value.owner, self._halves
-            # Nearly always these very halves, and a search costs as much as the check.
+            # Nearly always these halves; the search costs as much as all of this check.
             home = own if owner is own.owner else own.home_of(owner)
             if home is not None:
                 return home
@@ -649,14 +650,14 @@ class Segment:
 def forward_arrays(
     segment: Segment, arrays: tuple[ArrayLike, ...]
 ) -> tuple[PyTree, Residuals]:
-    """`segment.forward((), *arrays)`, in half of its Python.
+    """`segment.forward((), *arrays)` with half the Python overhead.
 
     Args:
       segment: Made by `pure_segment`, and so without static arguments.
-      arrays: Its inputs. Those of NumPy are kept as they are: they must not be written
-        to any more.
+      arrays: The inputs. NumPy arrays are kept without a copy: they must not be written
+        to afterwards.
     """
-    # Its caller looks a changed function up anew, as `Segment._call` does for others.
+    # Not through `Segment._call`: on `Changed` the caller looks the function up again.
     outputs, saved = segment._halves.call(segment._invoke, "forward", (), arrays, ())
     plan = saved.plan
     kept: tuple[Any, ...] = ()
@@ -669,10 +670,10 @@ def forward_arrays(
 def backward_arrays(
     segment: Segment, residuals: Residuals, d_outputs: PyTree
 ) -> tuple[PyTree, ...]:
-    """`segment.backward((), residuals, d_outputs)[1]`, in half of its Python."""
+    """`segment.backward((), residuals, d_outputs)[1]` with half the Python overhead."""
     arguments = ((), residuals, d_outputs)
     halves = segment._halves
-    if residuals.plan.owner is not halves.owner:  # of halves with the same program
+    if residuals.plan.owner is not halves.owner:  # Made by halves of the same program.
         return segment.backward(*arguments)[1]
     try:
         _, d_inputs = halves.backward(*_NO_FOLD, *arguments, residuals.layout)
@@ -690,17 +691,17 @@ def backward_deferring(
     d_outputs: PyTree,
     fold: Fold,
 ) -> tuple[PyTree, tuple[PyTree, ...], Deferred]:
-    """`Segment.backward` without the products that end gradients of parameters.
+    """`Segment.backward` without the final products of weight gradients.
 
-    Such gradients are None in what the fold is given; `join_deferred` computes them,
-    for many calls at once.
+    The fold is given None for these gradients; `join_deferred` computes them, for many
+    calls at once.
 
     Args and errors are those of `Segment.backward`.
 
     Returns:
-      `(what the fold returned, d_inputs, deferred)`. The last refers to parameters,
-      residuals and cotangents that it needs: these must not be donated before
-      `join_deferred`.
+      `(carry, d_inputs, deferred)`, the carry being the fold's result. `deferred`
+      refers to parameters, residuals and cotangents that it needs: these must not be
+      donated before `join_deferred`.
     """
     arguments = (params, residuals, d_outputs)
     carry, d_inputs, found = segment._pull_back(
@@ -711,30 +712,30 @@ def backward_deferring(
 
 
 def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) -> PyTree:
-    """Folds the gradients that many calls have put off, summed over the calls.
+    """Computes and folds the deferred gradients of many calls, summed over the calls.
 
-    Calls of equal shapes are one product each; for every set of shapes, in the order of
-    its first call, the fold makes the next carry. In the gradients that it is given
-    None takes the place of those that were not put off.
+    Calls of equal shapes share one product per gradient. The fold is applied once for
+    every set of shapes, in the order of its first call; it is given None for gradients
+    that were not deferred.
 
     Args:
-      segment: Whose calls they are.
-      deferred: What `backward_deferring` returned.
-      fold: What is made of the sums.
+      segment: The segment that was called.
+      deferred: The results of `backward_deferring`, one for each call.
+      fold: Applied to the sums.
 
     Returns:
-      What the fold returned last; its carry if nothing was put off.
+      The fold's last result; its carry if nothing was deferred.
 
     Raises:
-      ValueError: An array that is needed was donated or deleted; or something is of
-        another segment.
-      TypeError: Something is not what `backward_deferring` returned.
+      ValueError: An array that is needed was donated or deleted; or an element of
+        `deferred` is of another segment.
+      TypeError: An element of `deferred` was not returned by `backward_deferring`.
     """
     call = "join_deferred"
     alike: dict[Any, list[Deferred]] = {}
     for each in deferred:
         home = segment._home(call, each, Deferred)
-        # Of one split: the same program, so that factors can be concatenated.
+        # One `Deferral` is one program, so that factors can be concatenated.
         alike.setdefault((home, each.split), []).append(each)
     try:
         for (home, split), calls in alike.items():
@@ -753,7 +754,7 @@ def _static(place: int, value: PyTree) -> StaticValue:
     if not isinstance(value, Hashable):
         rule = "must be hashable where an argument is static"
         raise TypeError(requirement(call, rule, f"{value!r} as argument {place}"))
-    # The usual ones, without reading their contents; 1, 1.0 and True are three values.
+    # The usual types, without reading contents; with the type, as 1 equals True.
     if type(value) in (bool, int, str, type(None)):
         return StaticValue(place, value, (type(value), value))
     # By contents, so that equal values made twice compile once.
@@ -767,14 +768,14 @@ def _static(place: int, value: PyTree) -> StaticValue:
 
 
 def _gathered(locations: ArrayLocations, *groups: Sequence[Any]) -> tuple[Any, ...]:
-    """The arrays of the values that lie at these places, from the groups' arrays."""
+    """The arrays at these locations, taken from the groups."""
     return tuple([groups[number][place] for number, place in locations.places])
 
 
 def _held(
     found: Rest | Deferred, arguments: tuple[Any, Residuals, Any], d_inputs: PyTree
 ) -> tuple[Any, ...]:
-    """All that is kept: what others hold, and what was computed for it."""
+    """All arrays to keep: arguments and `d_inputs` by reference, and computed ones."""
     params, residuals, d_outputs = arguments
     return _gathered(
         found.split.locations,
@@ -803,21 +804,21 @@ def segment(
     activations and never k times the weights.
 
     Args:
-      fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Of what
-        else it reads (closure, globals, defaults, attributes) the values of this moment
-        count; later changes are not seen. Segments of one code object share what is
-        compiled where they are certain to be the same program.
-      recompute: What the backward pass may compute again instead of reading what the
-        forward pass kept. False: what costs next to nothing, element-wise arithmetic.
-        "dots": all but matrix products, convolutions and the like. True: everything;
-        only inputs are kept.
-      static_argnums: Numbers of arguments that are hashable Python values and not
+      fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Other
+        values that it reads (closure, globals, defaults, attributes) count as they are
+        at this call; later changes are not seen. Segments of one code object share
+        compiled programs where these are certain to be equal.
+      recompute: What the backward pass may recompute instead of reading it from the
+        residuals. False: element-wise arithmetic, which costs next to nothing. "dots":
+        all but matrix products, convolutions and the like. True: everything; only
+        inputs are kept.
+      static_argnums: Positions of arguments that are hashable Python values and not
         arrays, counted as in `jax.jit` (`params` is 0 and cannot be static). Functions
-        and objects among them count by their contents, as `fn` does.
-      label: Tells versions of one code object that are meant, such as the stages of a
-        pipeline made by one factory, from those that a closure makes by accident.
-        Segments of different labels share nothing. Of one with a label the sixteenth
-        version warns, not the third.
+        and objects among them are compared by their contents, as `fn` is.
+      label: Marks versions of one code object as intended, such as the stages of a
+        pipeline made by one factory, rather than made by a closure by accident.
+        Segments of different labels share nothing. With a label, the sixteenth version
+        causes a warning instead of the third.
 
     Returns:
       A `Segment`.

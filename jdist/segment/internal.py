@@ -1,8 +1,8 @@
-"""The face of segments for other parts of jdist, beside the public one.
+"""Names of `jdist.segment` for the other packages of jdist; not public.
 
-No user's names: they may change between any two versions. Distributed autograd compiles
-the functions that it records, and pipelines their losses, through the same two caches
-as `segment` itself, so that what counts as the same function is decided in one place.
+They may change between any two versions. Distributed autograd compiles the functions
+that it records, and pipelines their losses, through the same two caches as `segment`
+itself, so that one place decides which functions are the same.
 """
 
 from collections.abc import Callable, Hashable
@@ -68,15 +68,15 @@ def pure_segment(
     *,
     alone: bool = False,
 ) -> Segment:
-    """A segment of a function that the caller has already found by its contents.
+    """Builds a segment of a function whose contents the caller has already read.
 
     Args:
       fn: As for `segment`.
-      user: Name of the public function that compiles, for errors.
-      contents: What `fn` is made of.
-      label: What else tells it from others.
-      alone: Whether only `fn` uses it, and no function of equal contents.
+      user: Name of the public function that compiles, for error messages.
+      contents: The contents of `fn`, from `contents_of`.
+      label: Further part of the cache key; see `segment`.
+      alone: Whether only `fn` uses the segment, not all functions of equal contents.
     """
     halves = Halves(fn, False, user, contents, label, alone=alone)
-    # Not its own: where it has changed, the caller's cache is asked again.
+    # `own=False`: if `fn` has changed, the caller looks it up again in its own cache.
     return Segment(fn, halves, (), own=False)

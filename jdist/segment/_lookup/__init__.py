@@ -1,10 +1,10 @@
-"""Compiled functions found again: by what a function refers to, or by its program.
+"""Lookup of compiled functions by a function's contents or by its traced program.
 
-- `bytecode`: what a function's code can read.
-- `contents`: what a function is made of, as a key.
+- `bytecode`: the variables and attributes that a function's code can read.
+- `contents`: a function's code, and all that it refers to, as a key.
 - `program_key`: a traced program as a key.
-- `traced`: a function by its programs, of one version of what it reads.
-- `cache`: what is compiled, by contents and by program.
+- `traced`: the traced programs of one version of a function.
+- `cache`: bounded maps from contents and programs to compiled functions.
 """
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
 """The variables and attributes that a function's code can read, by its bytecode.
 
 A variable that is only ever followed by attributes, as in `config.scale`, is read at
-those attributes and nowhere else: what else the object holds cannot matter. A variable
-that is used in any other way (passed on, stored, called) is read as a whole. What is
-not understood counts as a whole read, so that an instruction of a later Python costs
-time, never correctness.
+those attributes only: other attributes of the object cannot matter. A variable that is
+used in any other way (passed on, stored, called) is read as a whole. An unknown
+instruction counts as a whole read, so that a later version of Python costs time, never
+correctness.
 """
 
 import dis
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 Path = tuple[str, ...]
-"""Attributes, each of the one before; empty for the whole value."""
+"""A chain of attributes: ("a", "b") for `value.a.b`; empty for the whole value."""
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-# Constants, and what prepares a variable for functions inside.
+# Constants, and instructions that set variables up for nested functions.
 _NO_READ = (
     "LOAD_CONST", "RETURN_CONST", "KW_NAMES",
     "MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS",
@@ -28,13 +28,13 @@ _NO_READ = (
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The reads of a code object, and of those written inside it, from outside.
+    """What a code object, and those nested in it, read from outside.
 
     Attributes:
-      names: Paths by global variable.
-      free: Paths by closure variable.
-      first: Paths of the first argument, which is `self` in a method.
-      imports: Modules that are imported when it runs.
+      names: Paths read, by name of the global variable.
+      free: Paths read, by name of the closure variable.
+      first: Paths read of the first argument, which is `self` in a method.
+      imports: Names of modules that are imported when it runs.
     """
 
     names: Mapping[str, frozenset[Path]]
@@ -45,19 +45,19 @@ class Reads:
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> Reads:
-    """The reads of a code object; computed once."""
+    """The reads of a code object, memoized."""
     found = _CodeReads(code)
     for opname, variable, path in _uses(code):
         found.add(opname, variable, path)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            # A function inside may be called, so that what it reads counts as read.
+            # A nested function may be called, so that its reads count too.
             found.include(reads_of(inner))
     return found.reads()
 
 
 class _CodeReads:
-    """The reads of one code object, as they are collected."""
+    """Collects the reads of one code object."""
 
     def __init__(self, code: types.CodeType) -> None:
         # In a method that is `self`, of which only some attributes may be read.
@@ -69,7 +69,7 @@ class _CodeReads:
         self._imports: set[str] = set()
 
     def add(self, opname: str, variable: str, path: Path) -> None:
-        """Of one instruction."""
+        """Adds the read of one instruction."""
         if opname == "IMPORT_NAME":
             self._imports.add(variable)
         elif opname in _GLOBAL or "GLOBAL" in opname:  # Also LOAD_FROM_DICT_OR_GLOBALS.
@@ -78,7 +78,7 @@ class _CodeReads:
             self._variable(variable, {path})
 
     def include(self, inner: Reads) -> None:
-        """Of a function that is written inside this one."""
+        """Adds the reads of a nested function."""
         self._imports |= inner.imports
         for variable, paths in inner.names.items():
             self._names.setdefault(variable, set()).update(paths)
@@ -92,7 +92,7 @@ class _CodeReads:
             self._free.setdefault(variable, set()).update(paths)
 
     def reads(self) -> Reads:
-        """All of it."""
+        """All reads collected so far."""
         # `super()` reads the first argument without naming it.
         own = {*self._own, ()} if "super" in self._names else self._own
         names, free = _frozen(self._names), _frozen(self._free)
@@ -108,13 +108,13 @@ def _uses(code: types.CodeType) -> Iterator[tuple[str, str, Path]]:
     instructions = list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         opname, named = instruction.opname, instruction.argval
-        # Attributes belong to the variable before them.
+        # Attribute loads are part of the path of the variable before them.
         if opname in _NO_READ or opname in _ATTRIBUTE:
             continue
         if isinstance(named, tuple):  # Two variables in one instruction.
             for variable in named:
-                # To which of them a following attribute belongs is not worked out: both
-                # count as read whole.
+                # A following attribute belongs to one of them; that is not resolved,
+                # and both count as read as a whole.
                 yield opname, variable, ()
         elif isinstance(named, str):
             path = _attributes(instructions, place + 1) if _loads(opname) else ()

@@ -1,21 +1,21 @@
-"""Compiled functions, found again by what a function *is*, not by which object it is.
+"""Caches of compiled functions, keyed by what a function *is*, not by its identity.
 
-A lambda written in a loop is a new object in each turn, and `jax.jit` compiles each new
-object. Here what is compiled is found in two ways:
+A lambda written in a loop is a new object in each iteration, and `jax.jit` compiles
+each new object. Here compiled functions are found in two ways:
 
 1. `FunctionCache`: by the function's code and the contents of all that the code refers
-   to (`contents`), without running it. Only where these could be read completely.
+   to (`contents`), without running it, if these can be read completely.
 2. `ProgramVersions`: by the program that the function is traced to (`program_key`).
-   That costs a trace, a thousandth of a compilation, and cannot be wrong: the program
-   has all that the trace has read. So what could not be read, and a change of something
-   that the function does not use, compile nothing anew.
+   A trace costs a thousandth of a compilation and cannot be wrong, since the program
+   contains all that the trace has read. Neither a value that cannot be read nor a
+   change of one that the function does not use causes a recompilation.
 
-Where the program changes in each turn every turn compiles, which costs a thousand times
-the call. The third version of one code object therefore warns, once, and names what
-changed; of a stage's or a pipeline's loss the sixteenth, because programs make several
-models on purpose. So does the eighth size of one dimension, of whatever is compiled:
-ragged data compile in every turn as well. Both hold a bounded number of entries and
-drop the one that was not used for longest; what was handed out stays valid.
+If the program changes in each iteration, each iteration compiles, which costs a
+thousand times the call. The third version of one code object therefore causes one
+warning, which names the change; for stages and losses of pipelines it is the sixteenth,
+because programs build several models on purpose. So does the eighth size of one
+dimension, of any function: ragged data compile in each iteration as well. Both caches
+are bounded and drop the least recently used entry; entries handed out stay valid.
 """
 
 import sys
@@ -34,37 +34,37 @@ from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
 Entry = TypeVar("Entry")
 Shapes = tuple[tuple[int, ...], ...]
 PATIENCE = 3
-"""Versions of one code object after which a warning says that they cost something."""
+"""Number of versions of one code object at which a recompilation warning is issued."""
 
 PATIENCE_WITH_MODELS = 16
-"""The same for parts of models, of which a program may make several on purpose."""
+"""The same for parts of models, several of which a program may build on purpose."""
 
 
 PATIENCE_WITH_SIZES = 8
-"""Sizes of one dimension after which a warning says that they cost something."""
+"""Number of sizes of one dimension at which a recompilation warning is issued."""
 
 _MOST_SHAPES = 63
-"""So many are compared with the next ones."""
+"""Number of earlier shapes kept besides the newest, for later comparisons."""
 
 
 class RecompilationWarning(UserWarning):
-    """One piece of code is compiled over and over: what it refers to changes."""
+    """One function is compiled repeatedly, for changed values or changed sizes."""
 
 
 @dataclass(slots=True)
 class _History:
-    """How many versions of one code object there were, and the contents of the last."""
+    """The number of versions of one code object, and the contents of the last one."""
 
     versions: int
     last: Contents
 
 
 class FunctionCache(Generic[Entry]):
-    """A bounded map from functions to what was made for them; safe in threads.
+    """A bounded, thread-safe map from functions to entries built for them.
 
     Args:
-      user: Name of the public function that compiles, for errors.
-      size: How many entries are held.
+      user: Name of the public function that compiles, for error messages.
+      size: Largest number of entries.
 
     Example:
       >>> cache = FunctionCache("apply", size=2)
@@ -93,20 +93,20 @@ class FunctionCache(Generic[Entry]):
           TypeError: `fn` refers to a traced value.
         """
         contents = contents_of(fn, self.user)
-        # Equal contents prove nothing then; the program is compared instead, see above.
+        # Equal contents prove nothing then; `ProgramVersions` compares the program.
         if not contents.complete:
             return build(contents)
         return self._entries.get_or_make((contents, options), lambda: build(contents))
 
     def drop(self, entry: Entry) -> None:
-        """Forgets an entry whose function is not what its contents say."""
+        """Removes an entry whose function no longer has the contents of its key."""
         self._entries.drop(entry)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all entries; what was handed out stays valid."""
+        """Removes all entries; those handed out stay valid."""
         self._entries.clear()
 
 
@@ -114,8 +114,8 @@ class _Sizes:
     """The shapes for which one function was compiled.
 
     Attributes:
-      seen: Those of all arguments, in order.
-      warned: Whether that was said to be too many.
+      seen: The shapes of all arguments, one entry for each compilation, oldest first.
+      warned: Whether the warning has been issued.
     """
 
     def __init__(self) -> None:
@@ -123,9 +123,9 @@ class _Sizes:
         self.warned = False
 
     def along_one_axis(self, shapes: Shapes) -> list[Shapes]:
-        """The most of them that differ from these in one dimension only."""
+        """The largest group of seen shapes that differ from these in one same axis."""
         by_axis: dict[int, list[Shapes]] = {}
-        # By the axis: a ragged batch varies along one, a model of several sizes along
+        # By axis: a ragged batch varies along one axis, a model of several sizes along
         # many.
         for other in self.seen:
             pairs = zip(shapes, other, strict=True)
@@ -141,17 +141,18 @@ class _Sizes:
 
 
 class ProgramVersions:
-    """A bounded map from programs to what was compiled for them; safe in threads.
+    """A bounded, thread-safe map from programs to entries compiled for them.
 
     Args:
-      size: How many programs are held.
+      size: Largest number of programs.
     """
 
     def __init__(self, size: int) -> None:
         self._entries: LRUCache[Hashable, Any] = LRUCache(size)
         self._histories: LRUCache[Hashable, _History] = LRUCache(size)
         self._sizes: LRUCache[Hashable, _Sizes] = LRUCache(size)
-        self._lock = threading.Lock()  # Of what is counted, not of the maps.
+        # Makes counting atomic; each map has a lock of its own.
+        self._lock = threading.Lock()
 
     def get(
         self,
@@ -162,14 +163,14 @@ class ProgramVersions:
         entry: object,
         patience: int = PATIENCE,
     ) -> Any:
-        """The entry of a program; the given one from now on, if there was none.
+        """The entry of a program; `entry` is stored if there is none.
 
         Args:
           user: Name of the public function that compiles.
-          contents: Of the function that was traced.
-          case: Its arguments' shapes, and all options.
-          program: What it was traced to.
-          entry: What is about to be compiled.
+          contents: The contents of the function that was traced.
+          case: The shapes of its arguments, and all options.
+          program: The key of the traced program.
+          entry: The new entry, about to be compiled.
           patience: See `note`.
         """
         key = (user, contents.code, case, program)
@@ -191,8 +192,8 @@ class ProgramVersions:
         """Counts a compilation of a code object; warns once there are `patience`."""
         key = (user, contents.code, case)
         with self._lock:
-            # Taken out and put back, so that what is compiled now is the last to be
-            # forgotten.
+            # Removed and put back, so that the code object compiled now is the last to
+            # be evicted.
             before = self._histories.pop(key)
             versions = 1 if before is None else before.versions + 1
             self._histories.put(key, _History(versions, contents))
@@ -215,8 +216,8 @@ class ProgramVersions:
 
         Args:
           user: Name of the public function that compiles.
-          contents: Of the function.
-          label: What else tells it from others.
+          contents: The contents of the function.
+          label: Further part of the key; see `segment`.
           arrays: Shapes and dtypes of its arguments.
         """
         kinds = tuple((str(x.dtype), len(x.shape)) for x in arrays)
@@ -224,8 +225,7 @@ class ProgramVersions:
         key = (user, contents.code, label, kinds)
         with self._lock:
             sizes = self._sizes.get_or_make(key, _Sizes)
-            # A program that was dropped from the cache comes again with sizes known
-            # before.
+            # A program that was evicted is compiled again for sizes already counted.
             if sizes.warned or shapes in sizes.seen:
                 return
             others = sizes.along_one_axis(shapes)
@@ -250,13 +250,13 @@ class ProgramVersions:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all entries; what was handed out stays valid."""
+        """Removes all entries; those handed out stay valid."""
         for each in (self._entries, self._histories, self._sizes):
             each.clear()
 
 
 VERSIONS = ProgramVersions(size=256)
-"""Of all functions that this package compiles."""
+"""The programs of all functions that segments, autograd and pipelines compile."""
 
 
 def _size(array: Shaped, shape: tuple[int, ...]) -> str:

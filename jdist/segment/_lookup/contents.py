@@ -12,7 +12,7 @@ the code can reach is of these kinds:
   by value, and type (1 is not 1.0 is not True);
 - JAX arrays, which never change: by identity (to compare values would wait for them);
 - NumPy arrays, which can be written to: by their bytes;
-- functions and classes: by their code and what that refers to, module by module;
+- functions and classes: by their code and all that it refers to, module by module;
 - functions, classes and modules of `FIXED_PACKAGES`: by identity;
 - objects of classes written in Python: by their attributes and their class, and by
   identity unless the class defines an equality.
@@ -20,12 +20,12 @@ the code can reach is of these kinds:
   attributes alone, so that others may change;
 - modules: by the attributes that code reads of them.
 
-What else there is (objects of C extensions, files, locks, iterators; `globals()`,
-`open`, an `import` inside), and what would take long to read in every call, is named in
-`Contents.unread`: such a function is never found by its key.
+Everything else (objects of C extensions, files, locks, iterators; `globals()`, `open`,
+an `import` inside), and everything too large to be read in every call, is listed in
+`Contents.unread`: such a function is never looked up by its key.
 
-Whatever counts by identity is held by the key, so that no other object can take over
-its address.
+The key holds a reference to each object compared by identity, so that no other object
+can reuse its address.
 """
 
 import collections
@@ -57,10 +57,10 @@ FIXED_PACKAGES = frozenset((
 """Packages whose functions, classes and modules do not change while a program runs."""
 
 MOST_VALUES = 1000
-"""Objects that a look-up reads at most: to read more takes longer than to trace."""
+"""Largest number of objects read per lookup; reading more takes longer than a trace."""
 
 MOST_BYTES = 1 << 20
-"""The same for bytes of NumPy arrays and strings."""
+"""Largest number of bytes of NumPy arrays and strings read per lookup."""
 
 _EXACT = (bool, int, str, bytes, type(None), type(...), type(NotImplemented))
 _BY_EQUALITY = (
@@ -83,7 +83,7 @@ _TRANSPARENT = (
     collections.OrderedDict, types.SimpleNamespace, Generic,
 )  # fmt: skip
 _JITTED: Any = type(jax.jit(abs))
-# They see or do what is not in the code.
+# Builtins that read or do things which the bytecode does not show.
 _BEYOND = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})
 _ABOUT_CLASS = frozenset((
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__",
@@ -101,9 +101,10 @@ class Contents:
     """A function's code and the contents of all that it refers to.
 
     Attributes:
-      code: The code object, or the callable itself where there is none.
-      parts: Pairs of what refers (such as "closure variable `scale`") and its key.
-      unread: What could not be read; with anything in it, equal keys prove nothing.
+      code: The code object, or the key of the callable if it has none.
+      parts: Pairs of a reference (such as "closure variable `scale`") and the key of
+        its value.
+      unread: References that could not be read; if any, equal keys prove nothing.
     """
 
     code: Hashable
@@ -120,7 +121,7 @@ class Contents:
         """Name and place of the function, for messages."""
         if not isinstance(self.code, types.CodeType):
             return _shown(self.code)
-        # What a wrapper of jdist's wraps is the user's function.
+        # Inside a wrapper of jdist's own, the user's function is to be named.
         for _, key in self.parts if "jdist" in self.code.co_filename else ():
             if isinstance(key, Contents) and isinstance(key.code, types.CodeType):
                 return key.name
@@ -165,7 +166,7 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
 
     Args:
       fn: Any callable.
-      user: The public function that asks, for the error's text.
+      user: Name of the public function that compiles, for error messages.
 
     Raises:
       TypeError: `fn` refers to a value that is being traced: a compiled function would
@@ -184,7 +185,7 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
 
 
 def value_of(value: object, user: str) -> Contents:
-    """The contents of an argument that is part of what is compiled: `contents_of`."""
+    """The contents of a static argument; errors as those of `contents_of`."""
     reader = _ContentsReader(user)
     part = "the argument"
     key = reader.key(part, value)
@@ -192,7 +193,7 @@ def value_of(value: object, user: str) -> Contents:
 
 
 def is_fixed(fn: Callable[..., Any]) -> bool:
-    """Whether a function is a library's, and refers to nothing that is not."""
+    """Whether a function is a library's and has no closure."""
     if isinstance(fn, _JITTED):
         return is_fixed(fn.__wrapped__)
     return _fixed(fn) and getattr(fn, "__closure__", None) is None
@@ -202,7 +203,7 @@ class _ContentsReader:
     """Reads the contents of one function, and of all that it refers to.
 
     Attributes:
-      unread: What could not be read so far.
+      unread: References that could not be read so far.
     """
 
     def __init__(self, user: str) -> None:
@@ -270,7 +271,7 @@ class _ContentsReader:
             yield from self._surroundings(fn)
 
     def _surroundings(self, fn: types.FunctionType) -> Iterator[Part]:
-        """Globals, attributes of the function itself, and what is beyond the code."""
+        """Globals and attributes of the function itself; notes what cannot be read."""
         reads = reads_of(fn.__code__)
         for name, paths in reads.names.items():
             if name in fn.__globals__:
@@ -306,7 +307,7 @@ class _ContentsReader:
             yield shown, self._attribute(shown, value, path)
 
     def _whole(self, value: object) -> bool:
-        """Whether attributes of a value tell less than the value."""
+        """Whether a value must be read as a whole, not only at the attributes used."""
         if isinstance(value, types.ModuleType | type):
             return _fixed(value)
         kind: Any = type(value)
@@ -314,7 +315,7 @@ class _ContentsReader:
         return not plain or not _in_python(kind) or _is_known(value)
 
     def _attribute(self, part: str, value: object, path: Path) -> Hashable:
-        """The key of what `value.a.b` yields; no code of the user's runs for it."""
+        """The key of `value.a.b`, found without running code of the user's."""
         if not path or self._whole(value):
             return self.key(part, value)
         if isinstance(value, types.ModuleType):
@@ -334,7 +335,7 @@ class _ContentsReader:
         if name in own and not _is_data_descriptor(raw):
             return self._attribute(part, own[name], rest)
         if raw is _MISSING:
-            # A `__getattr__` may answer by anything that the object holds.
+            # A `__getattr__` may compute its result from anything in the object.
             computed = _in_class(kind, "__getattr__") is not _MISSING
             return self.key(part, value) if computed else "missing"
         code = _code_behind(raw)
@@ -355,7 +356,7 @@ class _ContentsReader:
     def _of_entry(
         self, part: str, owner: object, kind: type, raw: object, rest: Path
     ) -> Hashable:
-        """The key of what an entry of a class is, seen from an object or the class."""
+        """The key of a class attribute, accessed through an object or the class."""
         if isinstance(raw, staticmethod):
             return self._attribute(part, raw.__func__, rest)
         if isinstance(raw, classmethod):
@@ -383,7 +384,7 @@ class _ContentsReader:
             if isinstance(value, str | bytes):
                 self._bytes -= len(value)
             return kind, value
-        # Beyond that a look-up would take longer than the trace that it saves.
+        # Beyond these bounds a lookup takes longer than the trace that it saves.
         if self._values < 0 or self._bytes < 0:
             return self._not_read(part, value)
         read = _SIMPLE.get(_sort(kind))
@@ -412,14 +413,15 @@ class _ContentsReader:
     def _once(
         self, met: object, held: object, read: Callable[[], Hashable]
     ) -> Hashable:
-        """Reads a value where it is met first; after that its number says it all."""
+        """Reads a value the first time; afterwards its number stands for it."""
+        # Numbered before it is read, so that a reference cycle ends.
         if met in self._met:
             return "met", self._met[met][0]
         self._met[met] = len(self._met), held
         return read()
 
     def _structure(self, part: str, value: object) -> Hashable:
-        """The key of what refers to other values."""
+        """The key of a value that refers to other values."""
         kind = type(value)
         read = _CONTAINERS.get(kind)
         if read is None:
@@ -427,7 +429,7 @@ class _ContentsReader:
         return read(self, part, value)
 
     def _mapping(self, part: str, value: Mapping[object, object]) -> Hashable:
-        # A defaultdict answers with it for keys that it does not hold.
+        # A defaultdict calls it for missing keys.
         factory = self.key(part, getattr(value, "default_factory", None))
         return type(value), factory, self._items(part, value)
 
@@ -522,8 +524,8 @@ class _ContentsReader:
             inside = self._keys(part, value)
         elif isinstance(value, int | float | str):
             inside = repr(value)
-        # Distinct objects that are equal by what they hold behave alike. Others may be
-        # told apart by which they are.
+        # With an `__eq__` of their own, objects of equal state behave alike. Without
+        # one, code may distinguish them by identity.
         which = SameObject(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
         made_of = SameObject(kind) if _fixed(kind) else self.key(part, kind)
         return which, attributes, inside, made_of
@@ -542,7 +544,7 @@ _Read = Callable[[_ContentsReader, str, Any], Hashable]
 _SIMPLE: dict[str, _Read] = {
     "traced": _ContentsReader._refuse,
     "array": _ContentsReader._array,
-    # Tells -0.0 from 0.0, and one NaN is like another.
+    # `repr` distinguishes -0.0 from 0.0, and makes NaN equal to NaN.
     "number": lambda _, __, value: (type(value), repr(value)),
     "identity": lambda _, __, value: SameObject(value),
     "equality": _ContentsReader._equal,
@@ -575,7 +577,7 @@ _OTHERS: tuple[tuple[Any, _Read], ...] = (
 
 @functools.lru_cache(maxsize=4096)
 def _sort(kind: type) -> str:
-    """How values of a type count, where the type alone tells; or ""."""
+    """The key in `_SIMPLE` for values of a type; "" if the type is not simple."""
     if issubclass(kind, jax.core.Tracer):
         return "traced"
     if issubclass(kind, np.ndarray | np.generic):
@@ -588,7 +590,7 @@ def _sort(kind: type) -> str:
 
 
 def _is_known(value: object) -> bool:
-    """Whether a value is of a kind that is read as a whole, whatever is asked of it."""
+    """Whether a value is of a kind that is always read as a whole."""
     kind: Any = type(value)
     if kind in _EXACT or _sort(kind):
         return True
@@ -596,7 +598,7 @@ def _is_known(value: object) -> bool:
 
 
 def _code_behind(raw: object) -> Callable[..., object] | None:
-    """The function that an entry of a class runs when an object is asked for it."""
+    """The function behind a method or property found in a class; else None."""
     if isinstance(raw, property):
         return raw.fget
     if isinstance(raw, functools.cached_property):
@@ -612,7 +614,7 @@ def _in_slot(slot: types.MemberDescriptorType, value: object) -> object:
 
 
 def _in_class(kind: type, name: str) -> object:
-    """An attribute as it stands in a class or in one of its bases."""
+    """An attribute in the `__dict__` of a class or a base; no descriptor is invoked."""
     for each in kind.__mro__:
         if name in vars(each):
             return vars(each)[name]
@@ -625,7 +627,7 @@ def _is_data_descriptor(raw: object) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _in_python(kind: type) -> bool:
-    """Whether all that instances hold is in attributes: no base is written in C."""
+    """Whether all state of instances is in attributes: no base is written in C."""
     return all(
         each in _TRANSPARENT or _written_in_python(each) for each in kind.__mro__
     )
@@ -659,7 +661,7 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
 
 
 def _fixed(thing: object) -> bool:
-    """Whether a function, class or module is one that does not change."""
+    """Whether a function, class or module belongs to `FIXED_PACKAGES`."""
     if isinstance(thing, types.FunctionType):  # `functools.wraps` renames its module.
         return _fixed_name(thing.__globals__.get("__name__") or "")
     if isinstance(thing, types.ModuleType):
@@ -680,7 +682,7 @@ def _hashable(value: object) -> bool:
 
 
 def _innermost(was: object, now: object) -> tuple[Any, Any]:
-    """The first parts of two keys that differ, as deep inside as they are alike."""
+    """The innermost pair of parts in which two keys differ first."""
     if isinstance(was, Contents) and isinstance(now, Contents) and was.code == now.code:
         was, now = was.parts, now.parts
     if isinstance(was, tuple) and isinstance(now, tuple) and 0 < len(was) == len(now):
@@ -690,7 +692,7 @@ def _innermost(was: object, now: object) -> tuple[Any, Any]:
 
 
 def _shown(key: Hashable) -> str:
-    """A key in a message: the value, if the key has it."""
+    """A key as text for a message: the value, if the key holds one."""
     if isinstance(key, Contents):
         return key.name
     if isinstance(key, tuple) and key and isinstance(key[0], type):

@@ -1,10 +1,10 @@
 """A traced program as a key: equal keys, equal programs.
 
 Two programs are compared equation by equation, with numbers in place of variables. The
-arrays that a program closes over are compared as contents of functions are: JAX arrays
-by identity, NumPy arrays by their bytes. What a program will yet call is Python again:
-derivative rules are pure and count by their contents; callbacks to the host, which read
-and write when the program runs, by which objects they refer to.
+arrays that a program closes over are compared as in `contents`: JAX arrays by identity,
+NumPy arrays by their bytes. So are the Python functions that a program still refers to:
+derivative rules, which are pure, by their contents; host callbacks, which read and
+write when the program runs, by the identity of the objects that they refer to.
 """
 
 import enum
@@ -31,21 +31,21 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def identity_of(program: ClosedJaxpr) -> Hashable:
-    """A key of a program; one that is equal to no other where it cannot tell."""
-    # Compiled code is found by it: so an array of NumPy's too large to be read in every
-    # call, or a rule that cannot be read, makes a program one of its kind.
+    """A key that is equal only for equal programs; unique if one cannot be read."""
+    # Compiled code is shared by it: a NumPy array too large to be read in every call,
+    # or a rule that cannot be read, therefore makes the key unique.
     return _Writer(certain=True).closed(program)
 
 
 def likeness_of(program: ClosedJaxpr) -> Hashable:
     """A key that differs only where programs certainly differ."""
-    # A change is refused by it: what cannot be compared, such as a callback, is left
-    # out.
+    # Changed functions are refused by it: what cannot be compared, such as a callback,
+    # is left out.
     return _Writer(certain=False).closed(program)
 
 
 def calls_user(program: ClosedJaxpr) -> bool:
-    """Whether a program calls functions of the user's on the host when it runs."""
+    """Whether a program has host callbacks to functions of the user's."""
     waiting: list[Any] = [program.jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
@@ -63,7 +63,7 @@ def _calls_host(equation: JaxprEqn) -> bool:
 
 
 class _Writer:
-    """Writes one program down as nested tuples."""
+    """Encodes one program as nested tuples."""
 
     def __init__(self, certain: bool) -> None:
         self._certain = certain
@@ -82,9 +82,9 @@ class _Writer:
         return len(jaxpr.constvars), given, equations, self._read(jaxpr.outvars)
 
     def _equation(self, equation: JaxprEqn) -> Hashable:
-        # Sorted, because their order is that of the calls that made them.
+        # Sorted: their order is that of the keyword arguments in the call to `bind`.
         params = sorted(equation.params.items())
-        # Callables in the parameters count by identity then, see `_callable`.
+        # Callables in the parameters of a callback count by identity: see `_callable`.
         self._host = _calls_host(equation)
         return (
             equation.primitive.name,
@@ -95,7 +95,7 @@ class _Writer:
         )
 
     def _context(self, context: object) -> str:
-        """The settings under which an equation was written, which many share."""
+        """The settings under which an equation was traced, memoized; many share one."""
         if id(context) not in self._contexts:
             self._contexts[id(context)] = repr(context)
         return self._contexts[id(context)]
@@ -117,7 +117,7 @@ class _Writer:
     def _constant(self, array: object) -> Hashable:
         if isinstance(array, np.ndarray | np.generic):
             self._bytes -= array.nbytes
-            # A new object is equal to nothing, so that the program is one of its kind.
+            # A new object is equal to nothing, which makes the key unique.
             too_large = self._certain and self._bytes < 0
             return object() if too_large else _bits(np.asarray(array))
         comparable = isinstance(array, jax.Array) and not jnp.issubdtype(
@@ -132,15 +132,15 @@ class _Writer:
         return next(readers)(self, value)
 
     def _other(self, value: object) -> Hashable:
-        """Descriptions of JAX's own, which are equal by what they say."""
+        """The key of a parameter of any other type."""
         if callable(value) and not isinstance(value, type):
             return self._callable(value)
         kind: Any = type(value)
+        # Such as JAX's dimension numbers: libraries' types with an equality of values.
         ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
         if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
             return kind, value
-        # The safe side of each question: never the same by mistake, never changed by
-        # mistake.
+        # The safe side of each use: never equal by mistake, never changed by mistake.
         return SameObject(value) if self._certain else kind
 
     def _callable(self, fn: object) -> Hashable:
@@ -175,7 +175,7 @@ def _bits(array: np.ndarray) -> Hashable:
 
 
 def _users_functions(fn: object) -> Iterator[Callable[..., Any]]:
-    """The functions that are not a library's, among all that a callable is made of."""
+    """The user's functions among all that a callable refers to."""
     waiting, met = [fn], {id(None)}
     while waiting:
         value = waiting.pop()
@@ -215,7 +215,7 @@ def _inside(value: object) -> list[Any]:
 
 
 def _referents(fn: object) -> Hashable:
-    """A function by its code and the very objects that it refers to."""
+    """The key of a function: its code, and the identity of what it refers to."""
     if isinstance(fn, types.MethodType):
         return _referents(fn.__func__), SameObject(fn.__self__)
     if isinstance(fn, types.BuiltinFunctionType):

@@ -1,17 +1,18 @@
-"""A function by the programs that it is traced to: its Python runs once for each.
+"""A function represented by its traced programs: its Python code runs once for each.
 
-What a function reads beside its arguments is read while it is traced, and the program
-has it all. So programs, not functions, are what is certainly the same, and everything
-that is compiled of a function (its halves, its evaluation) is made of one program.
+Values that a function reads besides its arguments are read while it is traced, and are
+part of the program. Programs can therefore be compared with certainty, functions
+cannot, and everything compiled from a function (its halves, its evaluation) is compiled
+from one program.
 
-`Traced` also keeps the versions of what a function reads apart. All programs of one
-`Traced` are of one version, that of the first. For a new set of shapes the function is
-traced again; where what it reads may have changed since, it is traced for the old
-shapes as well, and refused if the program there is another one.
+`Traced` also separates versions of a function. All programs of one `Traced` are of one
+version, that of the first. For a new set of shapes the function is traced again; if
+values that it reads may have changed since, it is traced for the old shapes as well,
+and refused if that program differs from the first.
 
-What was compiled for one function serves others of equal contents. If the first of them
-is no longer what it was, it cannot be traced for the others: `Changed` is raised, and
-each of them goes on with its own function (`Traced.aside`).
+Programs compiled for one function serve others of equal contents. If the first function
+has changed, it cannot be traced for the others: `Changed` is raised, and each of them
+continues with its own function (`Traced.aside`).
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -36,12 +37,12 @@ from jdist.segment._lookup.program_key import calls_user, likeness_of
 
 
 class StaticValue:
-    """An argument that is part of what is compiled; equal by its key.
+    """A static argument, compared by position and key.
 
     Args:
-      place: Its position.
+      place: The position of the argument.
       value: The argument.
-      key: What it is made of.
+      key: The contents of the argument, hashable.
     """
 
     __slots__ = ("key", "place", "value")
@@ -64,41 +65,41 @@ class StaticValue:
 
 Static = tuple[StaticValue, ...]
 Signature = tuple[Any, tuple[Any, ...], Static, Any]
-"""Structure and abstract values of the arguments, static ones, and JAX's settings."""
+"""Tree structure and abstract values of arguments, static ones, JAX's settings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedProgram:
-    """A function for one set of shapes: its traced program.
+    """The traced program of a function for one set of shapes.
 
     Attributes:
-      closed: From the leaves of the arguments to those of the outputs.
-      outputs: The structure of the outputs.
+      closed: The program, from the leaves of the arguments to those of the outputs.
+      outputs: The tree structure of the outputs.
     """
 
     closed: ClosedJaxpr
     outputs: Any
 
     def run(self, *arguments: PyTree) -> PyTree:
-        """Computes the outputs; traced and differentiated as the function would be."""
+        """Computes the outputs; may be traced and differentiated like the function."""
         found = evaluate(self.closed, jax.tree.leaves(arguments))
         return jax.tree.unflatten(self.outputs, list(found))
 
 
 class Changed(Exception):
-    """A function is to be traced, and is not what it was found by any more."""
+    """Raised if a function to be traced no longer has the contents it was found by."""
 
 
 class Traced:
-    """A function in place of another: it computes the same, from its programs.
+    """A callable equivalent to a function, which evaluates its traced programs.
 
     Args:
       fn: The function, pure.
-      user: Name of the public function that compiles it, for errors.
-      contents: What `fn` is made of at this moment.
-      alone: Whether nothing but `fn` itself uses these programs. Otherwise they were
-        found by the contents, for functions that were equal to `fn` then.
-      programs: Of `fn` as it was then, by signature.
+      user: Name of the public function that compiles it, for error messages.
+      contents: The present contents of `fn`.
+      alone: Whether only `fn` itself uses these programs. Otherwise they are shared by
+        functions whose contents were equal to those of `fn` when they were looked up.
+      programs: Programs traced earlier from this version of `fn`, by signature.
 
     Raises:
       TypeError: On calling: `fn` refers to a value that is being traced.
@@ -118,13 +119,13 @@ class Traced:
         self._fn = fn
         self._user = user
         self._contents = contents
-        # What is not read completely was not found by contents either: nothing shares
-        # it.
+        # Incomplete contents are never looked up, so that no other function shares
+        # these programs.
         self._alone = alone or not contents.complete
         self._programs = dict(programs)
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        """Computes the outputs, while JAX traces only."""
+        """Computes the outputs; called only while JAX traces."""
         return self.program(arguments).run(*arguments)
 
     def program(self, arguments: tuple[Any, ...], static: Static = ()) -> TracedProgram:
@@ -142,7 +143,7 @@ class Traced:
         return found
 
     def aside(self, fn: Callable[..., Any]) -> "Traced":
-        """For one of the functions that share these programs, which goes on alone."""
+        """A `Traced` for `fn` alone, one of the functions that share these programs."""
         return Traced(fn, self._user, self._contents, True, self._programs)
 
     def _trace(self, signature: Signature) -> TracedProgram:
@@ -158,18 +159,18 @@ class Traced:
         closed, shapes = trace_whole(called, *kinds)
         refuse_hidden(self._user, closed)
         if not self._alone and calls_user(closed):
-            raise Changed  # Objects of equal contents are not the same to write to.
+            raise Changed  # A callback may write to an object: equality is not enough.
         return TracedProgram(closed, jax.tree.structure(shapes))
 
     def _check(self, new: Signature) -> None:
-        """Refuses a function that is another one than when it was first traced."""
-        # Only for a new set of shapes: programs that are there cannot change.
+        """Raises if the function has changed since it was first traced."""
+        # Called only for a new set of shapes: existing programs cannot change.
         now = contents_of(self._fn, self._user)
         if now.complete and now == self._contents:
             return
         if not self._alone:
             raise Changed
-        # Under other settings of JAX the old program would be another one for that.
+        # Under equal settings of JAX: other settings alone change the program.
         earlier = [x for x in self._programs if x[-1] == new[-1]]
         if not earlier:
             return
@@ -192,9 +193,8 @@ def signature_of(arguments: PyTree, static: Static = ()) -> Signature:
 
 
 def refuse_hidden(user: str, program: ClosedJaxpr) -> None:
-    """Refuses a program that closes over a value of a transformation around it."""
-    # Wherever the function has found such a value: as a constant its derivative is
-    # lost.
+    """Raises if a program closes over a tracer of an enclosing transformation."""
+    # Anywhere in the program: such a value becomes a constant and loses its derivative.
     hidden = [x for x in constants_of(program) if is_traced(x)]
     if hidden:
         rule = "must not refer to values that are being traced; it reads one somewhere"

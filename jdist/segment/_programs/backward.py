@@ -1,10 +1,10 @@
 """The backward program of a plan, for one pattern of present and absent cotangents.
 
-The backward program makes the residuals again from what was kept and from the
-parameters, then runs JAX's own linear part backwards. Where an output has no cotangent
-the linear part is traced without it, so that its work is not there to be skipped. The
-result tells absent from zero in the same way: a cotangent that is a zero by structure,
-because nothing leads from it to a live output, is None.
+The backward program recomputes the residuals from the kept values and the parameters,
+then runs JAX's own linear part backwards. If an output has no cotangent, the linear
+part is traced without it, and the program contains no work for it. The result
+distinguishes absent from zero in the same way: a cotangent that is a structural zero,
+because no path leads from it to a live output, is None.
 """
 
 import functools
@@ -34,10 +34,10 @@ class BackwardProgram:
     """The backward program of one plan and one pattern of cotangents.
 
     Attributes:
-      plan: The forward pass that it belongs to.
-      program: From parameters, kept values and live cotangents to the cotangents of the
-        floating leaves of (params, inputs).
-      groups: The program's arguments: parameters, kept values, live cotangents.
+      plan: The plan of the forward pass.
+      program: The program from parameters, kept values and live cotangents to the
+        cotangents of the floating leaves of (params, inputs).
+      groups: The program's arguments: (parameters, kept values, live cotangents).
     """
 
     plan: ForwardPlan
@@ -46,7 +46,7 @@ class BackwardProgram:
 
     @property
     def _count(self) -> int:
-        """How many of the results are gradients of parameters; these come first."""
+        """Number of results that are gradients of parameters; these come first."""
         return sum(self.plan.trained[: self.plan.param_count])
 
     @property
@@ -65,7 +65,8 @@ class BackwardProgram:
         return {x: e for e in self.program.jaxpr.eqns for x in e.outvars}
 
     def is_absent(self, atom: Var | Literal) -> bool:
-        """Whether a result is a zero by structure: no cotangent flows there."""
+        """Whether a result is a structural zero: no cotangent flows there."""
+        # JAX writes a structural zero as a literal 0, perhaps broadcast.
         if isinstance(atom, Literal):
             return not np.any(atom.val)
         maker = self._makers.get(atom)
@@ -131,9 +132,10 @@ def _places(plan: ForwardPlan, layout: Layout) -> list[Sharding | None]:
 
 
 def _placed(value: jax.Array, place: Sharding | None) -> jax.Array:
-    """The value constrained to a sharding; explicit axes carry theirs in the type."""
+    """The value constrained to a sharding, if there is one."""
     if place is None:
         return value
+    # Under explicit axes the type of the value carries its sharding already.
     if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
         return value
     return jax.lax.with_sharding_constraint(value, place)
@@ -142,7 +144,7 @@ def _placed(value: jax.Array, place: Sharding | None) -> jax.Array:
 def gradient(
     plan: ForwardPlan, kept: Sequence[Any], params: PyTree, d_outputs: PyTree
 ) -> BackwardProgram:
-    """Builds the backward program for what `d_outputs` has and has not."""
+    """Builds the backward program for the cotangents that `d_outputs` has."""
     cotangents, live = cotangents_of(d_outputs, plan.outputs)
     linear, residuals = plan.linear_part(live)
     shapes = [x for x in jax.tree.leaves(plan.outputs) if is_inexact(x)]
@@ -171,11 +173,11 @@ def gradient(
 
 @functools.lru_cache(maxsize=1024)
 def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
-    """For each input the output whose cotangent is its own; None if one has another."""
-    # A parameter would need its gradient; what is kept is there to be computed with.
-    # A compiled program that returns what it was given costs as much to call as one
-    # that computes something, and makes an array for each input: on the way to another
-    # worker as many arrays to send.
+    """For each input the output whose cotangent it takes; None if one is computed."""
+    # A compiled program that returns its arguments costs as much to call as one that
+    # computes, and allocates an array for each input, all of which are then sent to
+    # another worker.
+    # Parameters need gradients, and kept values are there to be computed with.
     if plan.param_count or plan.kept:
         return None
     if not all(map(is_inexact, jax.tree.leaves(plan.outputs))):
@@ -210,6 +212,7 @@ def cotangents_of(d_outputs: PyTree, outputs: PyTree) -> tuple[list[Any], list[b
     given = dict(jax.tree.leaves_with_path(d_outputs, is_leaf=is_none))
     cotangents, live = [], []
     for keys, shape in jax.tree.leaves_with_path(outputs):
+        # A None may stand for a whole subtree, at any depth above the output.
         above = [keys[:depth] for depth in range(len(keys) + 1)]
         place = next((at for at in above if at in given), None)
         if place is None or (place != keys and given[place] is not None):

@@ -1,4 +1,4 @@
-"""Weight gradients put off, and computed for many calls at once.
+"""Weight gradients deferred, and computed for many calls at once.
 
 The gradient of a weight is a sum over examples, and nearly always a product that
 contracts them. For the calls i = 1..k of one segment, micro-batches of a pipeline, say,
@@ -6,12 +6,12 @@ contracts them. For the calls i = 1..k of one segment, micro-batches of a pipeli
     dW = S_i a_i^T b_i = [a_1; ..; a_k]^T [b_1; ..; b_k]
 
 so that one product of long factors replaces k of short ones, which are slower on their
-own and need k additions of an array of the size of W. What follows the product is
-linear (a transposition, a sum of two uses of W) and is done once, to the sum.
+own and need k additions of an array of the size of W. Operations after the product are
+linear (a transposition, a sum of two uses of W) and are applied once, to the sum.
 
 The first half of the backward program does everything but these products: it yields the
-cotangents of the inputs, the gradients that end in no such product, and the factors,
-which must be kept until all calls have come this far. That is the price.
+cotangents of the inputs, the gradients that end in no such product, and the factors.
+The price is memory: the factors are kept until all calls have run their first halves.
 
     params, kept, d_outputs --> first half ---+--> d_inputs, gradients that are ready
                                               | factors
@@ -38,13 +38,14 @@ SUMS = ("add", "add_any")
 
 
 class Term(NamedTuple):
-    """A part of some gradients that is summed over the calls.
+    """A summand of gradients that is summed over the calls.
 
     Attributes:
-      value: It.
-      product: What computes it from two factors; None if the value itself is kept.
-      places: Of the factors, or of the value, among what is kept.
-      axes: For each factor, an axis that the product contracts.
+      value: The summand, a variable of the backward program.
+      product: The program that computes it from two factors; None if the value itself
+        is kept.
+      places: Positions of the factors, or of the value, among the kept arrays.
+      axes: For each factor, an axis that the product contracts; empty without product.
     """
 
     value: Var
@@ -68,15 +69,15 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """A backward program of which some gradients of parameters are put off.
+    """A backward program with some gradients of parameters deferred.
 
     Attributes:
-      gradient: The whole.
-      locations: Where what is kept is to be found: among (params, kept, cotangents, the
+      gradient: The whole backward program.
+      locations: Locations of the arrays to keep among (params, kept, cotangents,
         cotangents of the inputs, computed).
-      terms: What is summed over the calls.
-      tail: From the sums to the gradients that are put off.
-      put_off: For each gradient of a parameter, whether it is.
+      terms: The summands over the calls.
+      tail: The program from the sums to the deferred gradients.
+      put_off: For each gradient of a parameter, whether it is deferred.
     """
 
     gradient: BackwardProgram
@@ -88,15 +89,16 @@ class Deferral:
     def first(
         self, arguments: Sequence[Any], layout: Layout
     ) -> tuple[PyTree, PyTree, tuple[PyTree, ...]]:
-        """Of one call: `(d_params, d_inputs, computed)`.
+        """Runs the first half for one call: `(d_params, d_inputs, computed)`.
 
-        None takes the place of gradients that are put off; `computed` is what is kept
-        and is nowhere else.
+        Deferred gradients are None; `computed` are the arrays to keep that are neither
+        arguments nor in `d_inputs`.
         """
         whole = self.gradient
         ready = self._gradients(put_off=False)
         results = [*ready, *whole.d_inputs, *self.locations.computed]
         inputs = whole.program.jaxpr.invars
+        # All effects run here, and none in the products, so that each happens once.
         program = part_of(whole.program, inputs, results, effects=True)
         found = iter(evaluate(program, arguments))
         d_params = self._tree([next(found) for _ in ready], layout, put_off=False)
@@ -104,11 +106,11 @@ class Deferral:
         return d_params, whole.inputs_tree(d_inputs, layout), tuple(found)
 
     def joined(self, calls: Sequence[Sequence[Any]], layout: Layout) -> PyTree:
-        """Of all calls: the gradients that were put off, None for the others.
+        """The deferred gradients, summed over all calls; None for the others.
 
         Args:
-          calls: What each call has kept.
-          layout: Of the parameters.
+          calls: The kept arrays of each call.
+          layout: Shardings of the leaves of (params, inputs); None on one device.
         """
         found = evaluate(self.tail, [term.total(calls) for term in self.terms])
         return self._tree(found, layout, put_off=True)
@@ -126,13 +128,13 @@ class Deferral:
 
 
 def defer(gradient: BackwardProgram) -> Deferral:
-    """Finds the products that end gradients of parameters, and puts them off."""
+    """Finds the final products of gradients of parameters, and defers them."""
     program, (params, kept, cotangents) = gradient.program, gradient.groups
     makers = {x: e for e in program.jaxpr.eqns for x in e.outvars}
     varying = depending_on(program, [*kept, *cotangents])
 
     def parts(value: Var) -> list[Var]:
-        """The values that one is a linear function of: products where it can be."""
+        """Values of which `value` is a linear function; products where possible."""
         equation = makers.get(value)
         if equation is None or contracted(equation, varying):
             return [value]
@@ -175,9 +177,9 @@ def defer(gradient: BackwardProgram) -> Deferral:
 
 
 def contracted(equation: JaxprEqn, varying: set[Var]) -> tuple[int, ...]:
-    """An axis of each factor that a product sums over; none if it is no product."""
+    """An axis of each factor that a product contracts; empty if it is no product."""
     left, right = equation.invars if len(equation.invars) == 2 else (None, None)
-    # With a weight as one of the factors there is nothing to be won.
+    # With a weight as one of the factors nothing is gained.
     if left is right or not {left, right} <= varying:
         return ()
     details, name = equation.params, equation.primitive.name

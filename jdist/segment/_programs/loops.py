@@ -1,17 +1,18 @@
-"""Loops cut in two, so that they keep no more than their body must.
+"""Scans split in two, so that they stack no more than their bodies require.
 
-The derivative of a `lax.scan` stacks, for each turn, whatever the derivative of its
-body reads: for a layer `h -> gelu(h @ w)` six arrays, of which five are element-wise
-functions of one. To the plan a loop is one equation, so that it could only keep all of
-them. Here the body is cut as a whole segment is, by `cheapest_cut`, and the loop
-becomes two: one that stacks the fewest bytes, and behind it a loop without a carry,
-which makes the stacks that the derivative reads. It may run again in the backward pass.
+The derivative of a `lax.scan` stacks, for each iteration, every value that the
+derivative of its body reads: for a layer `h -> gelu(h @ w)` six arrays, of which five
+are element-wise functions of one. To the plan a loop is one equation, so that it could
+only keep all of them. Here the body is cut as a whole segment is, by `cheapest_cut`,
+and the loop becomes two: one that stacks the fewest bytes, followed by one without a
+carry, which computes the stacks that the derivative reads. The second may run again in
+the backward pass.
 
     scan: h -> gelu(h @ w), stacking a, b, c, d, e, f
       =  scan: h -> gelu(h @ w), stacking h, z;    map: h, z -> a, b, c, d, e, f
 
-Slices of arrays that the loop walks over, such as the weights of its layers, need not
-be stacked: the second loop walks over the same arrays.
+Slices of arrays that the loop scans over, such as the weights of its layers, need not
+be stacked: the second loop scans over the same arrays.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -41,11 +42,11 @@ def with_loops_cut(
     """Rewrites the loops of a program whose first results are the outputs.
 
     Args:
-      program: From parameters and inputs to outputs and residuals.
-      arguments: What it was traced with.
-      inputs: Those of its arguments that are inputs.
-      output_count: How many of its results are outputs; they are left as they are.
-      policy: What may be run again.
+      program: The program from parameters and inputs to outputs and residuals.
+      arguments: The arguments it was traced with.
+      inputs: Those of its variables that are inputs, not parameters.
+      output_count: Number of its results that are outputs; they are left unchanged.
+      policy: The recomputation policy.
     """
     jaxpr = program.jaxpr
     dependent = depending_on(program, inputs)
@@ -56,7 +57,7 @@ def with_loops_cut(
 
     def rewrite(equation: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         loop = loop_of(equation)
-        # A loop over parameters alone is made again from them as a whole.
+        # A loop over parameters alone is recomputed from them as a whole.
         if loop is None or not dependent.intersection(equation.outvars):
             return None
         sources = zip(equation.invars, loop.body.jaxpr.invars, strict=True)
@@ -85,12 +86,12 @@ def with_loops_cut(
 def _kept(
     loop: Loop, changing: Sequence[Var], needed: Sequence[Var], policy: Policy
 ) -> list[Var]:
-    """The fewest bytes per turn from which the body's residuals can be made again."""
+    """Chooses the fewest bytes per iteration that suffice for the body's residuals."""
     jaxpr = loop.body.jaxpr
     carries = jaxpr.invars[loop.constants :][: loop.carries]
     dependent = depending_on(loop.body, [*carries, *changing])
     makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-    # Constants and slices: the second loop walks over the same ones.
+    # Constants and slices: the second loop reads the same ones.
     given = set(jaxpr.invars).difference(carries)
 
     def made_from(value: Var) -> list[Var] | None:
@@ -107,7 +108,7 @@ def _kept(
 def _run(
     loop: Loop, arguments: Sequence[Any], kept: Sequence[Var], places: Container[int]
 ) -> list[Any]:
-    """The results of the loop by two loops; the second makes the stacks at `places`."""
+    """The results of the loop, by two; the second yields the stacks at `places`."""
     jaxpr = loop.body.jaxpr
     first, last = loop.constants, loop.constants + loop.carries
     constants, start, slices = (
@@ -118,6 +119,7 @@ def _run(
     carried, stacked = jaxpr.outvars[: loop.carries], jaxpr.outvars[loop.carries :]
     as_before = [x for place, x in enumerate(stacked) if place not in places]
     remade = [x for place, x in enumerate(stacked) if place in places]
+    # All effects stay in the first loop: the second may run more than once.
     body = part_of(loop.body, jaxpr.invars, [*carried, *as_before, *kept], effects=True)
     sources = [*jaxpr.invars[:first], *jaxpr.invars[last:], *kept]
     second = part_of(loop.body, sources, remade, effects=False)
@@ -131,7 +133,7 @@ def _run(
 
     final, stacks = jax.lax.scan(turn, list(start), list(slices), **loop.options)
     keeping = [*slices, *stacks[len(as_before) :]]
-    # In any direction: without a carry the turns do not depend on each other.
+    # In any direction: without a carry the iterations are independent.
     _, made = jax.lax.scan(make_again, None, keeping, length=loop.options["length"])
     before, after = iter(stacks), iter(made)
     merged = [next(after if i in places else before) for i in range(len(stacked))]

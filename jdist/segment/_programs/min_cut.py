@@ -1,21 +1,21 @@
-"""The cheapest set of values from which all that is needed can be made again.
+"""The cheapest set of values from which all needed values can be recomputed.
 
 A computation is cut in two, and the later part needs some values of the earlier one.
-It need not be given those very values: what can be made again from others may be. So
-there is a choice, and it has a best answer: the *minimum cut* of the graph whose edges
-lead from each value to those made from it, with the cost of keeping a value as the
-capacity of its node. The obvious rule, to keep what is read, keeps both `tanh(z)` and
-`1 - tanh(z)**2`; the opposite rule, to make again all that can be, keeps `z` although
-`tanh(z)` is at hand.
+These need not be kept themselves: some can be recomputed from others. The cheapest
+choice is the *minimum cut* of the graph whose edges lead from each value to those
+computed from it, with the cost of keeping a value as the capacity of its node. The
+obvious rule, to keep every value that is read, keeps both `tanh(z)` and
+`1 - tanh(z)**2`; the opposite rule, to recompute every value that can be, keeps `z`
+although `tanh(z)` is available.
 
-    can not be made again:     z            m           (from a matrix product, a key)
+    cannot be recomputed:      z            m           (from a matrix product, a key)
                                |            |
-    made again from it:     t = tanh z      |
+    recomputed from it:     t = tanh z      |
                                |   \\        |
     needed:                    t   1-t^2   m * t        -> keep t and m
 
-Of several cuts of one cost the one nearest to what is needed is taken: it leaves the
-least to be made again. Nothing here knows what a value is. The order of the result
+Of several cuts of equal cost the one nearest to the needed values is taken, which
+leaves the least to recompute. Values are opaque and hashable. The order of the result
 depends on the order of `needed` only, so that it is the same in every process.
 
 References:
@@ -42,14 +42,14 @@ def cheapest_cut(
     """Chooses which values to keep.
 
     Args:
-      needed: The values that must be had.
-      made_from: The values from which one can be made again; None if it cannot be. A
-        value made from nothing is never kept.
-      cost: What it costs to keep a value, at least 0; None if it cannot be kept.
+      needed: The values that must be available.
+      made_from: The values from which a value can be recomputed; None if it cannot be.
+        A value recomputed from nothing is never kept.
+      cost: The cost of keeping a value, at least 0; None if it cannot be kept.
 
     Returns:
-      Values of least total cost such that each needed one is kept or can be made, in
-      any number of steps, from kept ones.
+      Values of least total cost such that each needed one is kept or can be recomputed,
+      in any number of steps, from kept ones.
 
     Example:
       >>> recipes = {"z": None, "tanh": ["z"], "slope": ["tanh"], "mask": ["z"]}
@@ -61,6 +61,7 @@ def cheapest_cut(
     """
     values, residual = _graph(needed, made_from, cost)
     _saturate(residual)
+    # From the sink, not the source: of all minimum cuts that nearest to `needed`.
     needs = _reaching_sink(residual)
     return [v for v in values if ("out", v) in needs and ("in", v) not in needs]
 
@@ -74,13 +75,13 @@ def _graph(
     wanted = set(needed := list(needed))
     recipes = _recipes(needed, made_from)
     costs = {value: cost(value) for value in recipes}
-    # More than all values together, so that no such edge is in a cheapest cut.
+    # More than all values together, so that no such edge is in a minimum cut.
     unbounded = 1 + sum(c for c in costs.values() if c is not None)
     residual: Residual = {SOURCE: {}, SINK: {}}
 
     def connect(start: Node, end: Node, capacity: int) -> None:
         residual.setdefault(start, {})[end] = capacity
-        residual.setdefault(end, {}).setdefault(start, 0)  # To take flow back by.
+        residual.setdefault(end, {}).setdefault(start, 0)  # Takes flow back.
 
     for value, recipe in recipes.items():
         price = costs[value]
@@ -98,7 +99,7 @@ def _graph(
 def _recipes(
     needed: list[Value], made_from: Callable[[Value], Sequence[Value] | None]
 ) -> dict[Value, Sequence[Value] | None]:
-    """Recipes of the needed values and of ingredients, without those made from none."""
+    """Recipes of needed values and ingredients, without those made from nothing."""
     recipes: dict[Value, Sequence[Value] | None] = {}
     uses: dict[Value, list[Value]] = {}
     frontier = list(needed)
@@ -109,6 +110,7 @@ def _recipes(
             for ingredient in recipes[value] or ():
                 uses.setdefault(ingredient, []).append(value)
                 frontier.append(ingredient)
+    # A value costs something if an ingredient, at any depth, cannot be recomputed.
     frontier = [value for value, recipe in recipes.items() if recipe is None]
     costly = set(frontier)
     while frontier:
@@ -119,12 +121,12 @@ def _recipes(
 
 
 def _saturate(residual: Residual) -> None:
-    """Turns capacities into what a maximum flow leaves of them (Dinitz)."""
+    """Turns capacities into the residual capacities of a maximum flow (Dinitz)."""
     while True:
         levels = _levels(residual)
         if SINK not in levels:
             return
-        # An edge once found useless in this phase is not looked at again.
+        # An edge once found useless is not tried again in this phase.
         untried = {node: list(ends) for node, ends in residual.items()}
         path: list[Node] = [SOURCE]
         while path:
@@ -146,7 +148,7 @@ def _saturate(residual: Residual) -> None:
 
 
 def _push(residual: Residual, path: list[Node]) -> list[Node]:
-    """Sends what the path can take; returns the path up to its first full edge."""
+    """Augments the flow along a path; returns it up to its first saturated edge."""
     edges = list(pairwise(path))
     amount = min(residual[start][end] for start, end in edges)
     for start, end in edges:
@@ -169,7 +171,7 @@ def _levels(residual: Residual) -> dict[Node, int]:
 
 
 def _reaching_sink(residual: Residual) -> set[Node]:
-    """The nodes from which the sink could still be reached."""
+    """The nodes with a residual path to the sink."""
     found: set[Node] = {SINK}
     stack: list[Node] = [SINK]
     while stack:

@@ -1,19 +1,19 @@
 """The forward program, and the values that it keeps for the backward pass.
 
-JAX decides by itself what `jax.vjp` keeps: whatever the linearised program reads. Among
-it are parameters, and values made from parameters alone (a transpose, a cast, a
-normalised weight). With k micro-batches in flight each such value is there k times,
-although the caller has the parameters and could make it again.
+`jax.vjp` keeps every value that the linearised program reads. Among them are
+parameters, and values computed from parameters alone (a transpose, a cast, a normalised
+weight). With k micro-batches in flight each such value exists k times, although the
+caller has the parameters and could recompute it.
 
-The plan takes another decision, on the traced program, in which every value is
-visible. Residuals are what the linear part reads. Of these, a value that depends on no
-input needs no keeping: the backward pass makes it again, from the parameters it is
-given. For the rest `cheapest_cut` finds the fewest bytes from which all of them can be
-made again by equations that `may_repeat`. What is kept is therefore an input or an
-output of the segment, which the caller has too and which is kept by reference, or a
-value that the forward program returns beside the outputs.
+The plan decides otherwise, on the traced program, in which every value is visible.
+Residuals are the values that the linear part reads. Those that depend on no input are
+not kept: the backward pass recomputes them from the parameters it is given. For the
+others `cheapest_cut` finds the fewest bytes from which all of them can be recomputed by
+equations that `may_repeat`. A kept value is therefore an input or an output of the
+segment, which the caller holds too and which is kept by reference, or a value that the
+forward program returns besides the outputs.
 
-    params ----> W.T ------------------------------> made again from params
+    params ----> W.T ------------------------------> recomputed from params
                   |
     inputs --+--> z = x @ W.T --> tanh z --+-------> outputs
              |                      |      |
@@ -51,11 +51,11 @@ from jdist.segment._programs.recompute import (
 
 @dataclass(frozen=True, slots=True)
 class ArrayLocations:
-    """The places of some values among arrays, outside of compiled code.
+    """The positions of values in groups of arrays, outside of compiled code.
 
     Attributes:
-      places: For each value the number of a group of arrays, and its place in it. The
-        first groups are arrays that are held anyway; the last is computed.
+      places: For each value the index of its group, and its position there. The arrays
+        of the last group are computed; those of the others are held anyway.
       computed: The values of the last group.
     """
 
@@ -84,7 +84,7 @@ class ArrayLocations:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPlan:
-    """The forward program of one function and one set of shapes, and what is kept.
+    """The forward program of one function and one set of shapes, and the kept values.
 
     Two plans are equal only if they are the same object; JAX keys compiled functions by
     it.
@@ -92,15 +92,15 @@ class ForwardPlan:
     Attributes:
       program: From the leaves of (params, inputs) to the leaves of the outputs and,
         after them, the residuals that JAX's own `vjp` would keep.
-      arguments: The structure of (params, inputs).
+      arguments: The tree structure of (params, inputs).
       trained: For each leaf of (params, inputs), whether it is floating.
-      param_count: How many of the leaves are parameters.
+      param_count: Number of the leaves that are parameters; these come first.
       outputs: Tree like the outputs, of shapes and dtypes.
       pull_back: JAX's pull-back with shapes and dtypes in place of the residuals.
       kept: The values that are kept, in the order of `locations`.
-      locations: Where to find them: among (inputs, outputs, computed).
-      policy: What may be run again.
-      owner: Whose plan it is.
+      locations: Locations of the kept values among (inputs, outputs, computed).
+      policy: The recomputation policy.
+      owner: Identity token of the halves that made the plan.
     """
 
     program: ClosedJaxpr
@@ -115,7 +115,7 @@ class ForwardPlan:
     owner: object
 
     def forward(self, leaves: Sequence[Any]) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """The outputs, and those of the kept values that nothing else holds."""
+        """The outputs, and the kept values that are neither inputs nor outputs."""
         jaxpr = self.program.jaxpr
         structure = jax.tree.structure(self.outputs)
         count = len(jax.tree.leaves(self.outputs))
@@ -128,8 +128,8 @@ class ForwardPlan:
         """The program that pulls back the live cotangents, and the residuals it reads.
 
         Args:
-          live: For each floating output whether it has a cotangent. What only the
-            others would need is left out of the program.
+          live: For each floating output whether it has a cotangent. Work needed only
+            for the others is left out of the program.
 
         Returns:
           The program, from residuals and live cotangents to the cotangents of the
@@ -141,6 +141,7 @@ class ForwardPlan:
         def pull(residuals: list[Any], cotangents: list[Any]) -> PyTree:
             given = iter(cotangents)
             pull_back = jax.tree.unflatten(structure, residuals)
+            # Symbolic zeros: JAX traces no work for them.
             return pull_back(
                 [
                     next(given) if is_live else no_cotangent(shape)
@@ -199,18 +200,18 @@ def plan(
 def _choose(
     plan: ForwardPlan, needed: Sequence[Var]
 ) -> tuple[tuple[Var, ...], ArrayLocations]:
-    """The fewest bytes from which all that is needed can be made again."""
+    """Chooses the fewest bytes from which all needed values can be recomputed."""
     jaxpr = plan.program.jaxpr
     inputs = jaxpr.invars[plan.param_count :]
     outputs = jaxpr.outvars[: len(jax.tree.leaves(plan.outputs))]
     dependent = depending_on(plan.program, inputs)
     makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-    # The caller has these, and to keep them is to refer to them.
+    # The caller holds these, and they are kept by reference.
     held = {x for x in (*inputs, *outputs) if isinstance(x, Var)}
 
     def made_from(value: Var) -> list[Var] | None:
         if value not in dependent:
-            return []  # Made again from parameters, which the caller has.
+            return []  # Recomputed from parameters, which the caller has.
         maker = makers.get(value)
         if maker is None or not may_repeat(maker, plan.policy):
             return None
@@ -227,5 +228,6 @@ def _choose(
 
 
 def keeping_cost(value: Var, held: Container[Var]) -> int:
-    """Twice the bytes, less one for a value that is held anyway: it wins a tie."""
+    """The cost of keeping a value: twice its bytes, less one if it is held anyway."""
+    # Doubled, so that the one breaks ties and nothing else.
     return max(0, 2 * byte_count(value) - (value in held))

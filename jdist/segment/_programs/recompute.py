@@ -2,16 +2,17 @@
 
 Three policies, named as in `segment(recompute=...)`:
 
-- `False`: what XLA fuses into whatever reads it, element-wise arithmetic and changes of
-  shape. Running it again costs less than reading its result from memory.
-- `"dots"`: all but matrix products, convolutions and what contains or hides them.
+- `False`: operations that XLA fuses into their readers, element-wise arithmetic and
+  changes of shape. Running them again costs less than reading their results from
+  memory.
+- `"dots"`: all but matrix products, convolutions and whatever contains or hides them.
 - `True`: everything.
 
-A *decision* is not taken twice under the first two: a comparison, a rounding to
-integers or an argmax of floating values keeps its outcome, a byte or so per element.
-Its operands, made again by another program, may have been rounded otherwise, and the
-backward pass would then follow the other branch than the forward pass did; the gradient
-of a maximum would even find no element that equals it. What has an effect, such as
+Under the first two a *decision* is not recomputed: the outcome of a comparison, a
+rounding to integers or an argmax of floating values is kept, at about a byte per
+element. Its operands, recomputed by another program, may be rounded differently, and
+the backward pass would then take another branch than the forward pass; the gradient of
+a maximum might even find no element equal to it. An equation with an effect, such as
 printing, is never run again.
 """
 
@@ -43,7 +44,7 @@ SHAPES = _names(
     "squeeze transpose"
 )
 CALLS = _names("custom_jvp_call jit pjit")
-# Steps in a floating result: as bad as a comparison.
+# Discontinuous with a floating result: decisions, like a comparison.
 STEPS = _names("ceil floor nextafter rem round sign")
 # Matrix products and convolutions, and what may hide them or talk to other devices.
 COSTLY = _names(
@@ -68,7 +69,7 @@ def may_repeat(equation: JaxprEqn, policy: Policy) -> bool:
         return False
     if policy == "dots":
         return name not in COSTLY
-    # A loop without a carry is element-wise in its turns, like what is in its body.
+    # A loop without a carry is element-wise over its iterations, as its body is.
     counts = loop_counts(equation)
     is_map = counts is not None and counts[1] == 0
     return name in ARITHMETIC or name in SHAPES or name in CALLS or is_map
@@ -86,13 +87,13 @@ def _is_floating(atom: object) -> bool:
 
 
 def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
-    """The values that an equation reads, once each, without those that are free."""
+    """The distinct values in `dependent` that an equation reads."""
     found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
     return [x for x in found if x in dependent]
 
 
 def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:
-    """All values of a program that depend on some of its inputs, or on an effect."""
+    """All values of a program that depend on the given sources, or on an effect."""
     found = set(sources)
     for equation in program.jaxpr.eqns:
         read = {x for x in equation.invars if isinstance(x, Var)}

@@ -3,19 +3,19 @@
 A pipeline wants the cotangents of the inputs early, since another stage waits for them,
 and the gradients of the parameters whenever there is time. Running the backward twice,
 each time for one half of its results, does the shared chain of cotangents twice. Here
-the one program is cut, as the forward pass is, by `cheapest_cut`: what the first half
-has computed is carried to the second unless it is cheap to make again.
+the one program is cut, as the forward pass is, by `cheapest_cut`: values computed in
+the first half are carried to the second unless they are cheap to recompute.
 
     params, kept, d_outputs --> first half ---+--> d_inputs
                                               | rest
                                               +--> second half --> d_params
 
-The rest refers to arrays that are there already (parameters, kept values, cotangents)
-and holds only what is in none of these. What depends on parameters only is computed in
-both halves if both need it: carried, it would be a copy of the weights per call.
+The rest refers to existing arrays (parameters, kept values, cotangents) and holds only
+values that are in none of these. Values that depend on parameters only are computed in
+both halves if both need them: carried, they would be a copy of the weights per call.
 
-A loop is one equation. If the first half needs any of its results it runs there as a
-whole, and the gradients it yields are carried, ready, by the rest.
+A loop is one equation. If the first half needs any of its results, the whole loop runs
+there, and the rest carries the finished gradients that it yields.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,13 @@ class Split:
     """A backward program in two halves.
 
     Attributes:
-      gradient: The whole.
-      locations: Where the rest is to be found: among (params, kept, cotangents, the
-        cotangents of the inputs, computed).
-      second: To those gradients of parameters that are not ready, from the rest after
-        those that are.
-      ready: For each gradient of a parameter its place in the rest, if it is there.
+      gradient: The whole backward program.
+      locations: Locations of the rest's arrays among (params, kept, cotangents,
+        cotangents of the inputs, computed). The ready gradients come first.
+      second: The program of the gradients that are not ready, from the rest's arrays
+        after the ready gradients.
+      ready: For each gradient of a parameter, its position in the rest; None if the
+        second half computes it.
     """
 
     gradient: BackwardProgram
@@ -53,10 +54,11 @@ class Split:
     def first(
         self, arguments: Sequence[Any], layout: Layout
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """The cotangents of the inputs, and what the rest must have computed."""
+        """The cotangents of the inputs, and the rest's computed arrays."""
         whole = self.gradient
         results = [*whole.d_inputs, *self.locations.computed]
         inputs = whole.program.jaxpr.invars
+        # All effects run here, and none in the second half, so that each happens once.
         program = part_of(whole.program, inputs, results, effects=True)
         found = evaluate(program, arguments)
         count = len(whole.d_inputs)
@@ -72,7 +74,7 @@ class Split:
         return self.gradient.placed(unready, found, layout)
 
     def gradients(self, rest: Sequence[Any], finished: Sequence[Any]) -> PyTree:
-        """Tree like the parameters, of the ready gradients and those just finished."""
+        """Tree like the parameters, of the ready and the finished gradients."""
         given = iter(finished)
         return self.gradient.params_tree(
             [next(given) if at is None else rest[at] for at in self.ready]
@@ -80,17 +82,17 @@ class Split:
 
 
 def split(gradient: BackwardProgram) -> Split:
-    """Decides which half computes what, and what is carried from one to the other."""
+    """Splits a backward program; decides which values the rest carries."""
     program = gradient.program
     arguments = program.jaxpr.invars
     params, kept, cotangents = gradient.groups
-    # What depends on parameters alone is made again: carried, it would be a copy of
-    # them for each call in flight.
+    # Values that depend on parameters alone are recomputed: carried, they would be a
+    # copy of the weights for each call in flight.
     dependent = depending_on(program, [*kept, *cotangents])
     makers = {x: equation for equation in program.jaxpr.eqns for x in equation.outvars}
     first = equations_for(program, arguments, gradient.d_inputs, effects=True)
     made_first = {x for equation in first for x in equation.outvars}
-    # Held by the caller anyway, so that to carry them costs nothing.
+    # Held by the caller anyway, so that carrying them costs nothing.
     held = {*kept, *cotangents, *gradient.d_inputs}
 
     def made_from(value: Var) -> list[Var] | None:
@@ -99,7 +101,7 @@ def split(gradient: BackwardProgram) -> Split:
         maker = makers.get(value)
         if maker is None:
             return None
-        # Done twice only where that costs next to nothing.
+        # Computed twice only if that costs next to nothing.
         if value in made_first and not may_repeat(maker, policy=False):
             return None
         return ingredients(maker, dependent)
