@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Arrays = Mapping[str, Mapping[str, Any]]
-"""By the name of a group, which can be left unread, and by name within it."""
+"""Arrays by name of their group, which can be left unread, and by name within it."""
 
 
 State = TypeVar("State")
@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 _LOOKS = 9  # At a folder from which another process deletes.
 _ONE_AT_A_TIME = threading.Lock()
-"""orbax counts what it saves by process: two threads would wait for each other's."""
+"""orbax counts saves per process: two threads that save would wait for each other."""
 
 
 class Closing(ABC):

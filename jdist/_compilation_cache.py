@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
-"""The variable in which JAX is told the folder."""
+"""The environment variable that tells JAX the folder of its cache."""
 
 SIZE = 2**30
-"""Bytes that a run may find in the folder."""
+"""Largest size of the folder at the start of a run, in bytes."""
 
 _KEEP_ALL = {
     # By default JAX keeps what took a second to compile: hardly any program for CPUs.

@@ -46,7 +46,7 @@ class Metrics(NamedTuple):
     steps leave the count to `fit`."""
 
     weight: Any = None
-    """The sum of their weights."""
+    """The sum of the examples' weights."""
 
     grad_norm: Any = None
     """With `max_norm`: the gradient's global norm before clipping, without the loss

@@ -25,10 +25,10 @@ class ModuleParts(NamedTuple):
     """The parts of a Flax module.
 
     Attributes:
-      graph: Its structure.
-      params: Its `nnx.Param`s.
-      streams: Its random streams.
-      rest: All its other variables.
+      graph: The module's structure.
+      params: The module's `nnx.Param`s.
+      streams: The module's random streams.
+      rest: All other variables of the module.
     """
 
     graph: "nnx.GraphDef[Any]"
@@ -52,8 +52,9 @@ class RandomStreams:
     """The structure of a module's random streams, without their values.
 
     Attributes:
-      structure: Structure of the tree.
-      leaves: For each leaf, whether it is a key (otherwise it is a count); its shape.
+      structure: The tree structure of the streams.
+      leaves: For each leaf, whether it is a key (otherwise it is a count), and its
+        shape.
     """
 
     structure: jax.tree_util.PyTreeDef

@@ -17,10 +17,11 @@ import os
 from collections.abc import Iterator
 
 SETTINGS = "JDIST_PROCESS_SETTINGS"
-"""Name of the variable in which a started process finds what was applied to it."""
+"""The environment variable in which a started process finds the settings applied to
+it."""
 
 BATCH = "batch class"
-"""In it: that the process was put into the batch class."""
+"""The note in that variable that the process was put into the batch class."""
 
 
 def leave_batch_class() -> None:

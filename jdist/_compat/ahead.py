@@ -28,9 +28,10 @@ class Ahead:
         but for the devices of their mesh, one is compiled.
 
     Attributes:
-      traced: What was traced, in order.
-      undecided: Whether the compiler will choose the place of some result, so that
-        what was traced for its shape without a place would be compiled in vain.
+      traced: The traced functions, in order of their calls.
+      undecided: Whether the compiler will choose the placement of some result, so that
+        a function traced for its shape without a placement would be compiled for
+        nothing.
     """
 
     def __init__(self, *, places: bool = False, called: bool = True) -> None:

@@ -24,7 +24,7 @@ from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 
 WRAPPED_FUNCTION = WrappedFun
-"""The form in which equations hold derivative rules that are yet to be called."""
+"""The type in which equations hold derivative rules that are still to be called."""
 
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
@@ -166,11 +166,11 @@ class Loop(NamedTuple):
     """The parts of a `lax.scan`, whose body is a program of its own.
 
     Attributes:
-      body: From constants, carries and one slice to carries and one slice of results;
-        nested jit calls are opened.
-      constants: How many of the body's arguments are constants; they come first.
-      carries: How many of its arguments and results are carries.
-      options: What else `lax.scan` was given.
+      body: The program from constants, carries and one slice to carries and one slice
+        of results; nested jit calls are inlined.
+      constants: Number of the body's arguments that are constants; they come first.
+      carries: Number of its arguments and results that are carries.
+      options: The other keyword arguments of the `lax.scan`.
     """
 
     body: ClosedJaxpr

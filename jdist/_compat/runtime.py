@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from jdist._errors import Unavailable, requirement
 
 ArrayImpl: type[jax.Array] = _ArrayImpl
-"""The class of arrays with numbers; those of PRNG keys have another one."""
+"""The class of arrays of numbers; PRNG key arrays have another class."""
 
 
 def double_precision() -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from jdist.data_parallel import process_group, shard_batch, value_and_grad
 from jdist.matrix.row import Candidate, LossFn, Row
 
 _PATIENCE = 120.0
-"""Seconds for two processes to start, and for one gradient."""
+"""Seconds for the two processes to start, and for each gradient."""
 
 _ATTEMPT = 2.0
 """Seconds to wait for them before the next check that they still run."""

@@ -46,9 +46,10 @@ class Hyperparameter:
     """One argument of an optimizer.
 
     Attributes:
-      name: As in torch.
-      value: The constructor's argument.
-      rules: One per number: none for a flag, one for a number, two for a pair.
+      name: Name of the argument, as in torch.
+      value: Value passed to the constructor.
+      rules: One rule for each number: none for a flag, one for a number, two for a
+        pair.
       fixed: The reason why a step cannot override it; empty if it can.
     """
 

@@ -83,7 +83,8 @@ class Optimizer:
       init_tree: `init_tree(params) -> state`.
       step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`. With
         `updates=True` it returns the updates instead of the new parameters.
-      hyperparameters: By torch's names; each says whether a step can override it.
+      hyperparameters: Hyperparameters by torch's names; each says whether a step can
+        override it.
       loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None means 1.
       precision: Arguments of `with_master_weights`; None without master weights.
     """

@@ -144,7 +144,7 @@ class Workers:
     """The workers that Ray placed; made by `cluster`.
 
     Attributes:
-      infos: Names and ranks, in the order of the names.
+      infos: Names and ranks of the workers, in the order of the names.
     """
 
     def __init__(self, terms: _Terms, placed: Iterable[_PlacedWorker]) -> None:
@@ -381,11 +381,11 @@ class _PlacedWorker:
     """One worker, which may move to another process.
 
     Attributes:
-      info: Its name and rank.
-      actor: Ray's handle of its process; None before the first one.
+      info: Name and rank of the worker.
+      actor: Ray's handle of the worker's process; None before the first one.
       watched: A Ray reference that is done when the process has ended.
-      present: Whether it belongs to the group, as far as Ray knows.
-      node: Ray's id of its machine.
+      present: Whether the worker belongs to the group, as far as Ray knows.
+      node: Ray's id of the worker's machine.
     """
 
     def __init__(self, info: rpc.WorkerInfo, meeting: Rendezvous) -> None:

@@ -19,7 +19,7 @@ FREE = frozenset(
         *("while", "conditional", "call"),
     }
 )
-"""Instructions that move nothing themselves; what some of them call does."""
+"""Instructions that move no data themselves; what some of them call does."""
 
 
 class MatrixProducts(NamedTuple):
@@ -32,7 +32,7 @@ class MatrixProducts(NamedTuple):
     """"highest", "high" or "default"."""
 
     operations: int
-    """A multiplication and an addition are two."""
+    """Number of operations; a multiplication and an addition count as two."""
 
 
 def products(

@@ -15,13 +15,14 @@ class Gpu:
       >>> h200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10)
 
     Attributes:
-      name: As the driver names the device.
-      compute_capability: Major and minor number.
-      cores: Streaming multiprocessors.
-      units_per_core: Float32 units of each.
-      clock: Highest clock, in GHz.
-      cache: Bytes of the level-2 cache.
-      shared_memory: Bytes of shared memory of each core. A block may have 1024 less.
+      name: The device's name, as the driver reports it.
+      compute_capability: Major and minor number of the compute capability.
+      cores: Number of streaming multiprocessors.
+      units_per_core: Number of float32 units of each.
+      clock: Highest clock frequency, in GHz.
+      cache: Size of the level-2 cache in bytes.
+      shared_memory: Shared memory of each multiprocessor in bytes. A block may have
+        1024 less.
       cudnn: Version of cuDNN to compile for, as major and minor number.
     """
 
@@ -49,22 +50,23 @@ class Chip:
       1
 
     Attributes:
-      name: Such as "v5e".
+      name: Name of the chip, such as "v5e".
       platform: "tpu", "cuda" or "cpu": JAX's name of the compiler.
-      memory: Bytes of device memory; of a GPU those that its driver leaves.
-      bandwidth: Bytes per second between chip and device memory.
-      peak_flops: Dense matrix products, FLOP/s by the dtype of their operands, at
+      memory: Device memory in bytes; of a GPU, without the part that its driver
+        reserves.
+      bandwidth: Bandwidth of the device memory, bytes per second.
+      peak_flops: Peak FLOP/s of dense matrix products, by the dtype of the operands, at
         JAX's default precision: a product of float32 is one bfloat16 pass on a TPU and
         one TF32 pass on a GPU. Optional `"float32_highest"`: at
         `jax.lax.Precision.HIGHEST`.
       link_bandwidth: Bytes per second that a chip can send to its neighbours, one
         direction, all links together: ICI or NVLink.
-      links: The number of those links. Two of them, one axis of a torus, carry a
+      links: Number of those links. Two of them, one axis of a torus, carry a
         collective; in a switched network all do, and the number is 1.
-      network_bandwidth: Bytes per second, one direction, that each chip has to other
-        hosts; 0 where the links themselves reach every host, as in a TPU slice.
-      source: Where each of the figures is published, or what it follows from.
-      gpu: What the compiler must know of a GPU; None for other platforms.
+      network_bandwidth: Bandwidth of each chip to other hosts, bytes per second, one
+        direction; 0 if the links themselves reach every host, as in a TPU slice.
+      source: Source of each figure: a publication, or a derivation.
+      gpu: Description of a GPU for the compiler; None for other platforms.
     """
 
     name: str

@@ -32,9 +32,9 @@ class Collective:
     Attributes:
       kind: XLA's name, such as "all-reduce".
       count: Number of runs in one step, iterations of loops included.
-      bytes: Of one run on one device: of the whole array that is reduced, scattered or
-        exchanged, or of a gather's result.
-      devices: Number of devices in each group; of a permute, in all pairs.
+      bytes: Size in bytes of one run on one device: of the whole array that is reduced,
+        scattered or exchanged, or of a gather's result.
+      devices: Number of devices in each group; for a permute, in all pairs.
       asynchronous: Whether it has separate start and done instructions.
       overlaps: Number of kernels that run in between.
       seconds: Estimated seconds of all runs without overlap; see `Estimate.model`.
@@ -58,11 +58,11 @@ class FoundCollective:
     """A collective as read from the program, before its time is estimated.
 
     Attributes:
-      kind: As `Collective`'s.
-      bytes: As `Collective`'s.
+      kind: See `Collective`.
+      bytes: See `Collective`.
       groups: Devices of each group, by their number in the program.
       channel: Channel id that its start and end share; "" if it has none.
-      op_name: As `Collective`'s.
+      op_name: See `Collective`.
     """
 
     kind: str

@@ -25,7 +25,8 @@ QUIET_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 HOST_CHIPS = {"v5e": 8, "v6e": 8}
-"""Chips of the largest single host, where that is more than the 4 of a larger slice."""
+"""Chips of the largest single host, if that has more than the 4 of a host in a larger
+slice."""
 
 
 def devices(chip: Chip, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:

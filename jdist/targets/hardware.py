@@ -28,8 +28,9 @@ class Hardware:
       (1024, 256)
 
     Attributes:
-      chip: Their kind, with its published figures.
-      shape: Chips along each axis of a TPU slice; hosts, and GPUs of each; CPU devices.
+      chip: The kind of the chips, with its published figures.
+      shape: Number of chips along each axis of a TPU slice; of hosts, and of GPUs of
+        each; or of CPU devices.
 
     Raises:
       ValueError: The chip's platform does not take such a shape.

@@ -28,7 +28,7 @@ class ArrayShape(NamedTuple):
     sizes: tuple[int, ...]
 
     space: int
-    """Where it is: 0 is device memory; others a chip's own memory, or the host's."""
+    """Memory space: 0 is device memory; others are on-chip memory or the host's."""
 
     @property
     def elements(self) -> int:
@@ -48,13 +48,13 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: Unique in its module.
-      opcode: Such as "fusion" or "all-reduce-start".
-      type: Text of the type of its result.
+      name: Name, unique in its module.
+      opcode: Opcode, such as "fusion" or "all-reduce-start".
+      type: Type of the result, as text.
       operands: Names of instructions of the same computation.
-      literal: The text between the parentheses: operands, a number, a constant.
-      attributes: The text behind them.
-      is_root: Whether it is its computation's result.
+      literal: The text between the parentheses: operands, a number or a constant.
+      attributes: The text after the parentheses.
+      is_root: Whether it yields the result of its computation.
     """
 
     name: str
@@ -139,8 +139,8 @@ class HloModule:
 
     Attributes:
       header: The first line: aliases, number of partitions.
-      computations: By name.
-      entry: The one that is the program.
+      computations: The computations by name.
+      entry: The entry computation, which is the program.
     """
 
     header: str

@@ -19,11 +19,12 @@ class DeviceMemory:
     """Bytes on each device while a program runs.
 
     Attributes:
-      arguments: Of all arguments.
-      outputs: Of all results.
-      aliased: Of results in the memory of donated arguments; counted in both above.
-      temporaries: Of intermediate values: the compiler's peak allocation.
-      code: Of the program itself, where the compiler reports it.
+      arguments: Bytes of all arguments.
+      outputs: Bytes of all results.
+      aliased: Bytes of results in the memory of donated arguments; counted in both
+        above.
+      temporaries: Bytes of intermediate values: the compiler's peak allocation.
+      code: Bytes of the program itself, if the compiler reports them.
     """
 
     arguments: int
@@ -50,21 +51,24 @@ class CompiledProgram:
 
     Attributes:
       target: Name of the hardware.
-      bytes_per_device: By kind; None if the compiler refused the program.
-      memory: Bytes of each device, as `Chip.memory`.
-      refused: Why it does not fit, with the bytes that it wants; "" if it fits.
-      wanted_bytes: Bytes needed on each device, where the compiler reports them;
-        `bytes_per_device.total` if it fits.
-      collectives: In the order of the program.
-      flops: Matrix operations of one step on one device, loops unrolled; a
-        multiplication and an addition are two.
+      bytes_per_device: Bytes on each device by kind; None if the compiler refused the
+        program.
+      memory: Device memory in bytes; see `Chip.memory`.
+      refused: Why the program does not fit, with the bytes that it needs; "" if it
+        fits.
+      wanted_bytes: Bytes needed on each device, if the compiler reports them;
+        `bytes_per_device.total` if the program fits.
+      collectives: The collectives, in the order of the program.
+      flops: FLOPs of matrix products in one step on one device, loops unrolled; a
+        multiplication and an addition count as two.
       bytes_accessed: Bytes of device memory that one step reads and writes.
-      estimate: Seconds by roofline; None if it was refused.
+      estimate: The roofline estimate; None if the compiler refused the program.
       compiler_seconds: XLA's own estimate, `optimal_seconds`, which ignores the
         network and counts a loop as one iteration; TPU only, None where XLA has none.
       float64: Places of the traced function that compute in 64 bits.
       host_callbacks: Places that call back into Python on the host.
-      donated: Arguments whose memory results reuse, as "dtype[shape]" on one device.
+      donated: Donated arguments whose memory results reuse, as "dtype[shape]" on one
+        device.
       donated_in_vain: Donated arguments whose memory no result reuses.
     """
 

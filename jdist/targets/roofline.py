@@ -31,11 +31,12 @@ class Estimate:
     """Estimated seconds of one step on one device.
 
     Attributes:
-      seconds: Of the step: `kernels` or `memory`, whichever is longer, and `exposed`.
-      compute: Matrix operations at peak.
-      memory: Bytes at full memory bandwidth.
-      kernels: Sum over kernels of the longer of the two.
-      communication: All collectives, without overlap.
+      seconds: Seconds of the step: the larger of `kernels` and `memory`, plus
+        `exposed`.
+      compute: Seconds of all matrix products at peak FLOP/s.
+      memory: Seconds of all memory traffic at full memory bandwidth.
+      kernels: Sum over kernels of the longer of compute and memory time.
+      communication: Seconds of all collectives, without overlap.
       exposed: The part of `communication` that no kernel hides.
       model: Assumptions of the estimate, and effects that it leaves out, in words.
     """

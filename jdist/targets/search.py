@@ -17,10 +17,10 @@ SLICES = {
     "v5p": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
     "v6e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
 }
-"""Slices that Google's cloud offers, by their number of chips."""
+"""Slices that Google's cloud offers, by generation, in ascending number of chips."""
 
 HOSTS = "1x1 1x2 1x4 1x8 2x8 4x8 8x8 16x8 32x8 64x8 128x8"
-"""GPUs of one host, and then hosts of eight."""
+"""Clusters, as hosts x GPUs of each: parts of one host, then hosts of eight GPUs."""
 
 # A job that fits with this many examples does not depend on their number.
 LARGEST_BATCH = 2**40
@@ -33,8 +33,9 @@ class Candidate:
     Attributes:
       target: Name of the hardware.
       batch: The batch size; None if the job has none.
-      program: The report; None if the job refused the hardware.
-      refusal: Why it did, such as a mesh that does not divide the chips; otherwise "".
+      program: The report of `compile`; None if the job refused the hardware.
+      refusal: Why the job refused the hardware, such as a mesh that does not divide the
+        chips; otherwise "".
     """
 
     target: str
@@ -53,7 +54,7 @@ class SearchResult:
     """The result of a search, with all configurations that it tried.
 
     Attributes:
-      best: The largest batch or the smallest slice; None if none fits.
+      best: The candidate of the largest batch or the smallest slice; None if none fits.
       tried: All candidates, in the order in which they were tried.
     """
 

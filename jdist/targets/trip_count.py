@@ -14,7 +14,7 @@ from types import MappingProxyType
 from jdist.targets.hlo import Computation, HloModule, Instruction
 
 LONGEST = 2**16
-"""Turns after which a loop counts as one of unknown length: some two seconds."""
+"""Iterations after which a loop counts as one of unknown length: about two seconds."""
 
 Value = int | Mapping[int, "Value"] | None
 """An integer, the elements of a tuple, or None for what is not known before a run."""

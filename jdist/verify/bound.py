@@ -100,7 +100,8 @@ class Sums(NamedTuple):
     Attributes:
       total: The exact gradient g.
       magnitude: S, the sum of |t_i|.
-      square: The sum of |t_i|^2; where the terms inside t_i cancel, of their squares.
+      square: The sum of |t_i|^2; if the terms inside t_i cancel, the sum of their
+        squares.
       drift: D, the sum of the terms' errors in the reference's precision.
       variance: V, the variance of that sum, in draws and in the reference's precision.
     """

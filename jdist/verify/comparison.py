@@ -35,7 +35,8 @@ from jdist.verify.processes import (
 from jdist.verify.report import LeafReport, Report, looseness
 
 Named = str | tuple[str, tuple[int, ...]]
-"""A candidate's leaf by path, and the order in which its axes are the reference's."""
+"""A candidate's leaf by path, and the order of its axes as they are in the
+reference."""
 
 Describe = Callable[[str, Mapping[str, np.ndarray | None], Shard, np.ndarray], str]
 """`(path, wanted, shard, error/bound) -> words` for a shard that fails."""

@@ -52,10 +52,10 @@ class Draw(NamedTuple):
     """One equation that draws.
 
     Attributes:
-      primitive: Its name.
-      keys: The shape of its keys, after the lengths of the loops that it stands in.
-      made: The shape of its result for each key.
-      from_batch: Whether its keys depend on the batch.
+      primitive: Name of the primitive.
+      keys: Shape of the keys, after the lengths of the enclosing loops.
+      made: Shape of the result for each key.
+      from_batch: Whether the keys depend on the batch.
     """
 
     primitive: str

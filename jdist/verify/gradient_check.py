@@ -189,7 +189,7 @@ def judge(
 
 
 Prepared = Callable[[Mapping[str, Candidate], Peers], Report]
-"""Judges candidates against a reference that was measured once."""
+"""Judges candidates against a reference that is measured once."""
 
 
 def prepared(

@@ -50,10 +50,10 @@ class PrecisionPair:
     """A value in the precision of the program and in float64.
 
     Attributes:
-      rounded: As the program computes it.
-      wide: In float64.
-      size: The square root of the sum of the squares of the terms that the value was
-        last summed of: how large it is where they do not cancel. None: the value's own.
+      rounded: The value as the program computes it.
+      wide: The value in float64.
+      size: The square root of the sum of squares of the terms that the value was last
+        summed of: its magnitude if they do not cancel. None: the value's own.
     """
 
     rounded: Array
@@ -81,15 +81,15 @@ class Perturbation:
     Attributes:
       amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
         a program that is never perturbed, which compiles faster.
-      seed: Of this scope.
+      seed: Seed of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
-      in_parts: Whether any sum may be made of parts, each rounded to its own dtype, as
-        by a trainer that splits the batch.
+      in_parts: Whether any sum may consist of parts, each rounded to its own dtype, as
+        in a trainer that splits the batch.
       unmeasured: Primitives whose own rounding could not be measured; shared by all
         scopes of a program.
-      held: An axis of `vmap` along which the wide side is that of several inputs. What
-        stands behind `stop_gradient` is held as it is for the first of them.
-      observer: Is shown both sides of every tap in the program, while it is traced.
+      held: An axis of `vmap` along which the wide side holds several inputs. Values
+        under `stop_gradient` are held fixed at those of the first input.
+      observer: Called with both sides of every tap in the program, while it is traced.
       loops: The position of this scope.
     """
 
@@ -659,8 +659,8 @@ class _Call(NamedTuple):
 
     Attributes:
       equation: The equation.
-      operands: As they are given.
-      wide: In float64.
+      operands: The operands as they are given.
+      wide: The operands in float64.
       rounded: The results of the rounded side; none are needed for a size.
     """
 

@@ -50,9 +50,9 @@ class Cell:
     Attributes:
       strategy: The row's name.
       reduction: The column's name.
-      dtype: Of the parameters and the batch.
+      dtype: Dtype of the parameters and the batch.
       report: The judge's findings, or None where the row was skipped.
-      skipped: Why it was skipped.
+      skipped: Why the row was skipped.
     """
 
     strategy: str
@@ -78,7 +78,7 @@ class Devices(NamedTuple):
     """The devices that a process computes on.
 
     Attributes:
-      cpu_count: How many CPU devices it has.
+      cpu_count: Number of CPU devices.
       platform: JAX's name of one platform; None leaves the choice to JAX.
     """
 

@@ -50,18 +50,19 @@ class Measured(NamedTuple):
     """Measurements of a problem, made before any candidate is judged."""
 
     limits: dict[str, Limit | None]
-    """By the path of each leaf of the parameters; None where there is no gradient."""
+    """The limits of the parameters' leaves by path; None for a leaf without a
+    gradient."""
 
     loss_limit: Limit
-    """The same for the loss itself."""
+    """The limit of the loss itself."""
 
     oracle: OracleCheck | None
-    """The finite-difference check, where one was asked for."""
+    """The finite-difference check; None if none was asked for."""
 
     notes: tuple[str, ...]
 
     draws: int
-    """How often each example's error was drawn."""
+    """Number of draws of each example's error."""
 
 
 class _Collected(NamedTuple):

@@ -37,7 +37,7 @@ class Trial:
         applicable": the step cannot have the defect. "crashed": an exception came out
         of the test that is no failed claim, or out of the step.
       size: The largest relative distance of a wrong leaf from the right one.
-      reason: The test's message, or why there is nothing to notice.
+      reason: The test's message, or why the defect has no effect.
     """
 
     defect: Defect
@@ -52,7 +52,7 @@ class Score:
 
     Attributes:
       unfit: Why the test proves nothing: it does not pass the right step; else empty.
-      trials: One for each defect; none if the test is unfit.
+      trials: One trial for each defect; none if the test is unfit.
     """
 
     unfit: str

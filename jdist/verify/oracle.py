@@ -111,8 +111,8 @@ class Slopes(NamedTuple):
     """One loss next to the parameters: its derivative along a direction, and itself.
 
     Attributes:
-      exact: The derivative by JAX.
-      losses: At each of `SHIFTS`.
+      exact: The derivative, computed by JAX.
+      losses: The losses at each of `SHIFTS`.
     """
 
     exact: jax.Array

@@ -32,8 +32,8 @@ class Problem:
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
       accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
-      seed: Of the finite differences that the reference itself is held against; None
-        leaves them out.
+      seed: Seed of the finite differences that check the reference itself; None leaves
+        them out.
       timeout: Seconds to wait for other processes of a `jax.distributed` run.
     """
 

@@ -30,9 +30,9 @@ class LeafReport:
         only the reference is 0.
       max_ulp: Largest distance in representable numbers of the dtype.
       ratio: Largest error/bound; a right answer stays below 1.
-      cosine: Of the angle between the two leaves as vectors; 1 if both are 0.
+      cosine: Cosine of the angle between the two leaves as vectors; 1 if both are 0.
       problem: Why the leaf fails, in words; empty if it does not.
-      unjudged: Why nothing can be said of the leaf, in words; empty if it was judged.
+      unjudged: Why the leaf could not be judged, in words; empty if it was.
     """
 
     candidate: str
@@ -74,7 +74,8 @@ class OracleCheck:
     Attributes:
       slope: The reference gradient along a random direction.
       difference: The central finite difference of the loss along it.
-      tolerance: What truncation and rounding of the difference explain.
+      tolerance: The difference that truncation and rounding of the finite difference
+        explain.
       skipped: Why no comparison was possible; empty if there was one.
       own_rules: The user's derivative rules in a loss that fails the comparison: they
         may differ from the derivative on purpose.
@@ -150,8 +151,8 @@ class Report:
     Attributes:
       leaves: One row per candidate and leaf.
       oracle: The check of the reference itself, where one was made.
-      notes: What a reader should know: assumptions, suspicions.
-      attributions: Of whole steps, which part was wrong.
+      notes: Assumptions and suspicions that a reader should know, in words.
+      attributions: For whole steps, the part that was wrong.
     """
 
     leaves: tuple[LeafReport, ...]

@@ -24,11 +24,11 @@ from jdist.verify.lockstep import bind, called
 __all__ = ["uses_counted"]
 
 MOST = 8
-"""Uses that are told apart: each costs a gradient of the parameter's size."""
+"""Largest number of uses told apart: each costs a gradient of the parameter's size."""
 
 LIKENESS = 1e-4
-"""Of the gradient's norm: what may be left when it is explained. A gradient that is
-wrong otherwise is not a sum of some of its parts to so many digits."""
+"""The share of the gradient's norm that may remain unexplained. A gradient that is
+wrong in another way is not a sum of some of its parts to so many digits."""
 
 # These only move the parameter; the use is the equation behind them.
 _PASSED_ON = frozenset({

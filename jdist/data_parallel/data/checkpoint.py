@@ -31,7 +31,7 @@ from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 
 _HOOK_STATE = "hook_state"
-"""The state's field, and the item on disk, of what a communication hook keeps."""
+"""Name of the hook's state, as a field of the training state and as an item on disk."""
 
 
 class TrainCheckpoints(Checkpoints[TrainState]):

@@ -72,7 +72,7 @@ class ProcessLost(JdistError):
     """A process of the group did not join, or was lost.
 
     Attributes:
-      ranks: Those that are known to be missing.
+      ranks: The ranks that are known to be missing.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

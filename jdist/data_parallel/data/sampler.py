@@ -30,13 +30,13 @@ class Shards(NamedTuple):
     """The examples of some replicas at one step."""
 
     rows: np.ndarray
-    """Indices of examples, one replica's after the other's."""
+    """Indices of examples, concatenated replica after replica."""
 
     sizes: tuple[int, ...]
-    """How many each replica has."""
+    """Number of examples of each replica."""
 
     weights: np.ndarray
-    """1 each; 0 for an example that only fills a place."""
+    """Weights of the examples: 1 each, and 0 for one that only fills a place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Snapshot(NamedTuple, Generic[State]):
     """See `Directive`."""
 
     held: int | None
-    """Steps that it has taken; None if there is no state."""
+    """Number of steps that its state has taken; None without a state."""
 
     state: State | None
     """The state."""

@@ -43,10 +43,10 @@ class Part(NamedTuple):
     """A contiguous range of a step's units."""
 
     start: int
-    """The first unit."""
+    """The first unit of the part."""
 
     stop: int
-    """The one after the last."""
+    """The unit after the last one."""
 
 
 class ReplicaReport(NamedTuple):

@@ -62,10 +62,10 @@ class Message(NamedTuple):
     """The run's name."""
 
     terms: dict[str, str]
-    """What the run is about, which all replicas have to agree on."""
+    """Settings of the run, by name, on which all replicas have to agree."""
 
     patience: float
-    """Seconds that it waits for rank 0 to begin."""
+    """Seconds to wait for rank 0 to begin."""
 
     report: tuple[Any, ...] | None
     """The fields of a `ReplicaReport`; None if the replica leaves."""

@@ -24,12 +24,13 @@ Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
 
 MIB = 2**20
 FIRST_LIMIT = 1 * MIB
-"""torch's limit for the bucket that is ready first, so that it leaves early."""
+"""torch's limit in bytes for the bucket that is ready first, so that it leaves
+early."""
 LIMIT = 25 * MIB
-"""torch's limit for all others."""
+"""torch's limit in bytes for all other buckets."""
 ALONE = 1 * MIB
-"""From this size on copying a leaf into a bucket cost more than its own call: between
-two CPU processes over gloo (docs/data_parallel.md, "Buckets")."""
+"""Size in bytes from which on copying a leaf into a bucket cost more than a call of its
+own, between two CPU processes over gloo (docs/data_parallel.md, "Buckets")."""
 
 
 def assign_buckets(

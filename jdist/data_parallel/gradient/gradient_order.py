@@ -25,7 +25,8 @@ from jdist._compat import called_program, evaluate, inner_programs
 from jdist._tree import PyTree
 
 NEVER = -1
-"""Of a value that no costly equation leads to: ready before the program starts."""
+"""The position of a value that no costly equation leads to: it is ready at the
+start."""
 
 NAMES = (
     "argmax argmin conv_general_dilated cumlogsumexp cumprod cumsum dot_general "

@@ -26,8 +26,8 @@ class Bucket:
       index: The bucket's number; bucket 0 is sent first.
       is_last: Whether no other bucket follows.
       axis_name: The axis of replicas, for collectives.
-      paths: Names of the gradients in the buffer, in their order.
-      shapes: Their shapes.
+      paths: Paths of the gradients in the buffer, in order.
+      shapes: Shapes of the gradients, in the same order.
       sent: The part of `buffer` that reached the sum, set by hooks that approximate:
         the sum over replicas of `sent` is the buffer that the hook returns. None for
         all of it.

@@ -12,10 +12,11 @@ from jdist._tree import PyTree
 from jdist.data_parallel.replicas.layout import further_axes
 
 EACH = PartitionSpec()
-"""The same on all replicas, such as parameters."""
+"""The spec of an array that is the same on all replicas, such as parameters."""
 LANES = 128
-"""Of a TPU's vectors. A flat array of another multiple XLA does not gather there: it
-sums rows that are zero elsewhere, which sends twice the bytes."""
+"""Lanes of a TPU's vector unit. A flat array whose length is not a multiple of it is
+not gathered by XLA there but summed from rows that are zero elsewhere, which sends
+twice the bytes."""
 
 
 def over_replicas(

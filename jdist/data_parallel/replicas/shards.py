@@ -32,7 +32,7 @@ class BoundWeights:
 
     Attributes:
       array: Shape `(rows,)`, as from `shard_batch`.
-      reduction: That of the step.
+      reduction: The reduction of the step.
     """
 
     array: jax.Array
@@ -51,7 +51,8 @@ Weights = (
     | jax.ShapeDtypeStruct
     | None
 )
-"""Of the examples or rows of a batch; None for 1 each. A shape, to lower a program."""
+"""Weights of the examples or rows of a batch; None for 1 each; a shape, to lower a
+program."""
 
 
 def shard_batch(

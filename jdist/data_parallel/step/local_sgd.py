@@ -63,7 +63,8 @@ class LocalState(NamedTuple):
     """Each replica's own optimizer state; never averaged."""
 
     seen: jax.Array
-    """The weight of the examples that each has seen since the last average."""
+    """Total weight of the examples that each replica has seen since the last
+    average."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,13 @@ class FromNNX:
     """A loss function of arrays, and its initial values; made by `from_nnx`.
 
     Attributes:
-      loss_fn: For `train_step`.
-      in_evaluation: For `train_step`: with the module in evaluation mode, where batch
-        normalisation uses its averages and dropout lets everything pass.
-      params: For `TrainStep.init`: an `nnx.State` of its `nnx.Param`s.
-      states: For `TrainStep.init`: of its other variables, or None without any.
+      loss_fn: The loss function for `train_step`.
+      in_evaluation: The loss function for `train_step` with the module in evaluation
+        mode, in which batch normalisation uses its averages and dropout is off.
+      params: Parameters for `TrainStep.init`: an `nnx.State` of the module's
+        `nnx.Param`s.
+      states: State for `TrainStep.init`: an `nnx.State` of all other variables; None
+        without any.
       module: `module(params, states) -> nnx.Module` with these values, such as
         those of a `TrainState`.
     """

@@ -29,5 +29,5 @@ class TrainState(NamedTuple):
     """The PRNG key of the whole run, which does not change, or None."""
 
     hook_state: PyTree = None
-    """What a communication hook keeps, a row for each replica, or None. As
-    `TrainCheckpoints.restore` reads it, it is by path: its structure is the step's."""
+    """State of the communication hook, one row for each replica, or None. As read by
+    `TrainCheckpoints.restore`, it is a dict by path: its structure is the step's."""

@@ -44,9 +44,10 @@ class Sharded:
     """An array of an optimizer's state, divided over replicas.
 
     Attributes:
-      array: Padded along one dimension to a multiple of the number of replicas.
-      shape: Without the padding.
-      spec: How further axes divide it.
+      array: The array, padded along one dimension to a multiple of the number of
+        replicas.
+      shape: Shape of the array without the padding.
+      spec: Partition of the array over further mesh axes.
     """
 
     array: jax.Array
@@ -63,7 +64,7 @@ class ZeroOptimizer(Optimizer):
     """An optimizer whose state is divided.
 
     Attributes:
-      layout: The layout of its state.
+      layout: The layout of the optimizer's state.
     """
 
     layout: _StateLayout

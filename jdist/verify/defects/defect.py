@@ -20,7 +20,7 @@ from jdist.verify.defects.step_call import (
 )
 
 Alteration = Callable[[StepCall], PyTree]
-"""From a call of the right step to the wrong result."""
+"""Maps a call of the right step to the wrong result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Defect:
     """A way in which a step goes wrong.
 
     Attributes:
-      name: A few words.
+      name: Short name, a few words.
       sentence: What the wrong step does.
-      kinds: Which kinds of step can have it: "gradient", "training".
-      alteration: From a call of the right step to the wrong result.
-      needs: What the step or the batch must have; empty for nothing.
+      kinds: The kinds of step that can have it: "gradient", "training".
+      alteration: Maps a call of the right step to the wrong result.
+      needs: Requirements on the step or the batch, in words; empty for none.
     """
 
     name: str

@@ -66,9 +66,9 @@ class Traits:
       keys: Path of the batch's leaf of random keys where they are plain integers; typed
         keys are found without.
       tied: Path of the parameter that the model uses more than once.
-      micro_batches: Into how many parts the batch is cut, the last one being shorter
-        where their number does not divide the examples'.
-      seed: Of what is chosen: a leaf, a part, an example.
+      micro_batches: Number of parts into which the batch is cut; the last part is
+        shorter if the number does not divide that of the examples.
+      seed: Seed of the random choices: of a leaf, a part, an example.
 
     Raises:
       ValueError: An unknown kind or reduction, or fewer than 2 micro-batches.
@@ -97,9 +97,9 @@ class StepCall:
 
     Attributes:
       step: The right step.
-      arguments: Those of the call.
-      previous: Those of the call before; None in the first one.
-      traits: What is known of the step.
+      arguments: Arguments of the call.
+      previous: Arguments of the previous call; None in the first one.
+      traits: Known properties of the step.
       name: The defect's name, part of the seed of its random choices.
     """
 

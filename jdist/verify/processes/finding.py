@@ -12,9 +12,9 @@ class Products(NamedTuple):
     """Sums from which the angle between two leaves follows, over any of their parts.
 
     Attributes:
-      both: The real part of the inner product of the reference with the candidate.
-      reference: The reference's, with itself.
-      candidate: The candidate's, with itself.
+      both: Real part of the inner product of the reference with the candidate.
+      reference: Inner product of the reference with itself.
+      candidate: Inner product of the candidate with itself.
     """
 
     both: float = 0.0
@@ -35,8 +35,8 @@ class Finding:
     """The finding of one process about its shards of a leaf.
 
     Attributes:
-      row: The largest differences, and the words for the worst shard.
-      products: Over the shards that are the first of their replicas.
+      row: The largest differences, and a description of the worst shard.
+      products: Sums over the shards that are the first of their replicas.
       replicas: The digests of shards that other devices hold too.
     """
 

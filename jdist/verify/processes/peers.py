@@ -41,8 +41,8 @@ class Peers:
     """All processes of the run, as one of them sees them during one judgement.
 
     Attributes:
-      rank: Of this process.
-      size: How many there are.
+      rank: Rank of this process.
+      size: Number of processes.
       timeout: Seconds to wait for the others, at each exchange.
     """
 

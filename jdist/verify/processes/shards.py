@@ -18,7 +18,8 @@ from jax.typing import ArrayLike
 from jdist._tree import words
 
 Replicas = Mapping[str, Mapping[str, list[str]]]
-"""Index to digest to the devices that hold these bits; only where several hold one."""
+"""Maps an index to the devices of each digest; only for indices that several devices
+hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class Shard:
     """A slice of an array, on the host.
 
     Attributes:
-      index: Where it lies in the whole; empty for the whole itself.
-      values: Its numbers.
-      first: Whether it is the first of its replicas, which counts in sums.
+      index: Position in the whole array; empty for the whole itself.
+      values: The numbers, a NumPy array.
+      first: Whether it is the first of its replicas, the one that counts in sums.
     """
 
     index: tuple[slice, ...]
@@ -51,9 +52,9 @@ class HeldArray:
     """The shards of an array that one process holds.
 
     Attributes:
-      dtype: Its name.
-      shape: Of the whole.
-      shards: One for each index of which this process has a replica.
+      dtype: Name of the dtype.
+      shape: Shape of the whole array.
+      shards: One shard for each index of which this process has a replica.
       replicas: See `Replicas`.
     """
 

@@ -43,16 +43,16 @@ COMPOSE = (
 UNKNOWN = "gradient or optimizer update"
 
 STALE = "own at the parameters of the step before: they are stale"
-"""After "it is the reference's"."""
+"""The words after "it is the reference's" for a gradient of stale parameters."""
 
 
 class Accumulator(NamedTuple):
     """A leaf of the optimizer's state that is linear in a leaf of the gradient.
 
     Attributes:
-      name: Its path.
-      factor: By which the gradient is multiplied.
-      origin: Its value for a gradient of zero, float64.
+      name: Path of the leaf.
+      factor: Factor that multiplies the gradient.
+      origin: Value of the leaf for a gradient of zero, float64.
     """
 
     name: str

@@ -51,7 +51,7 @@ class Trained(NamedTuple):
       params: The new parameters.
       opt_state: The optimizer's new state.
       states: The model's new state.
-      gradient: What the optimizer was given; before clipping, if `update` clips.
+      gradient: The gradient given to the optimizer; before clipping, if `update` clips.
     """
 
     params: PyTree
@@ -299,7 +299,7 @@ class _Shown(NamedTuple):
     """The state that a candidate shows after a step.
 
     Attributes:
-      leaves: By path.
+      leaves: The leaves by path.
       kept: Path prefixes of the parts that it does not show.
       then: Arguments of the next step, before its batch.
       repeatable: Whether another call would repeat the step, because the candidate
@@ -317,8 +317,8 @@ class _Steps(NamedTuple):
 
     Attributes:
       start: Arguments of the first step, before its batch.
-      batches: One for each step.
-      moments: The reference's steps.
+      batches: One batch for each step.
+      moments: The steps of the reference.
       call: `call(name, candidate, given, batch)`.
       draws: `draws(start[0], batch)`: the function whose random numbers count.
       attributed: `attributed(rows, leaves, moment, step)`.

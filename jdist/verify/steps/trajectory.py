@@ -47,7 +47,7 @@ class Training(NamedTuple):
         `loss_fn(params, batch, states=) -> (losses, new states)`.
       update: `update(params, gradient, opt_state) -> (params, opt_state)`.
       stateful: Whether the model has a state.
-      reduction: Of the examples' losses.
+      reduction: Reduction of the examples' losses.
       accumulation: The dtype in which 16-bit sums are accumulated.
     """
 
@@ -90,8 +90,8 @@ class Composed(NamedTuple):
     """The inputs and the program of an update.
 
     Attributes:
-      inputs: `(params, gradient, opt_state)`, what the update was given.
-      update: The update's program.
+      inputs: The arguments of the update: `(params, gradient, opt_state)`.
+      update: The program of the update.
     """
 
     inputs: tuple[PyTree, PyTree, PyTree]
@@ -102,12 +102,12 @@ class Moment(NamedTuple):
     """One step of the reference; leaves by path, on the host.
 
     Attributes:
-      before: Parameters, optimizer state and model state before it.
-      wanted: The same after it, and the gradient.
-      limits: Of each leaf in `wanted`.
+      before: Parameters, optimizer state and model state before the step.
+      wanted: The same after the step, and the gradient.
+      limits: The limit of each leaf in `wanted`.
       moves: The exact step of each floating leaf but the gradient, float64.
-      sizes: How large that step is where the gradient's terms do not cancel; 0 where
-        that is not known.
+      sizes: The size of that step if the gradient's terms do not cancel; 0 if it is not
+        known.
       composed: Inputs and program of its update; None for a step that is one function.
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
@@ -129,7 +129,7 @@ class _Taken(NamedTuple):
     gradient: PyTree
     batch: tuple[PyTree, Any]
     limits: list[Limit]
-    """Of each floating leaf of the gradient."""
+    """The limit of each floating leaf of the gradient."""
 
 
 def named(params: PyTree, opt_state: PyTree, states: PyTree) -> dict[str, Any]:

@@ -26,9 +26,9 @@ class Passed:
 
     Attributes:
       values: `(rows, entries)`.
-      cotangents: Of the same shape; None in the forward pass.
-      found: The class of each row; `NONE` where it is no example's.
-      calls: How many rows each record had.
+      cotangents: Cotangents, of the same shape; None in the forward pass.
+      found: The class of each row; `NONE` for a row of no example.
+      calls: Number of rows of each record.
     """
 
     values: np.ndarray
@@ -49,11 +49,11 @@ class Aligned:
     A row of the reference is `examples * k + e`: example e at passage k of these.
 
     Attributes:
-      places: Where these passages stand among all.
-      examples: How many rows a passage has.
+      places: Positions of these passages among all.
+      examples: Number of rows of a passage.
       label: The class of each row of the reference: the first row that is equal.
       forward: The candidate's values.
-      backward: Its cotangents, and the values beside them.
+      backward: The candidate's cotangents, and the values beside them.
     """
 
     places: tuple[int, ...]

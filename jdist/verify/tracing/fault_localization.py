@@ -25,7 +25,7 @@ from jdist.verify.tracing.shares import example_gradients, shares
 NAME = "candidate"
 
 TOLD = 4
-"""How many groups of examples are listed that count wrongly."""
+"""Number of groups of wrongly counted examples that are listed."""
 
 
 def trace(

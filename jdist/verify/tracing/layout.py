@@ -18,10 +18,10 @@ class Layout(NamedTuple):
     """The arrangement of a batch's examples in one value.
 
     Attributes:
-      shape: Of the value, for the whole batch.
-      axis: Along which the examples follow each other; None if there is no such axis,
+      shape: Shape of the value for the whole batch.
+      axis: The axis along which the examples follow each other; None if there is none
         and the value is compared as a whole.
-      each: How many entries along it one example has.
+      each: Number of entries along it for each example.
     """
 
     shape: Shape

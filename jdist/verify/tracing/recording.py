@@ -16,10 +16,10 @@ import numpy as np
 from jdist._errors import requirement
 
 under_way = jax.make_user_context(False)
-"""Whether anything records: for all threads, and a part of the key of JAX's caches.
+"""Whether a recording is under way: for all threads, and part of JAX's cache keys.
 
-So programs that were compiled without taps are traced again in a recording, and those
-with taps serve no call after it.
+Programs that were compiled without taps are therefore traced again in a recording, and
+those with taps serve no call after it.
 """
 
 
@@ -27,10 +27,10 @@ class TapRecord(NamedTuple):
     """One passage of a tap.
 
     Attributes:
-      name: Of the tap.
-      axes: How many leading axes `vmap` gave the arrays.
+      name: Name of the tap.
+      axes: Number of leading axes that `vmap` gave the arrays.
       value: The value.
-      cotangent: Its cotangent, of the value's shape, in the backward pass; None in the
+      cotangent: The value's cotangent, of its shape, in the backward pass; None in the
         forward pass.
     """
 

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     """One tapped value by example: `(examples, entries)` each.
 
     Attributes:
-      values: As the reference computes them, in float64 or complex128.
+      values: The values that the reference computes, in float64 or complex128.
       bounds: The largest differences that rounding explains.
     """
 
@@ -48,11 +48,12 @@ class Passage:
     """One passage of the reference through a tap.
 
     Attributes:
-      name: Of the tap.
-      label: The name; with its number, such as `block[3]`, if there are several.
-      layout: Of the value.
-      forward: The value's rows.
-      backward: The cotangent's; None if none flows.
+      name: Name of the tap.
+      label: The name, with its number, such as `block[3]`, if there are several
+        passages.
+      layout: Layout of the value.
+      forward: Rows of the value.
+      backward: Rows of the cotangent; None if none flows.
     """
 
     name: str

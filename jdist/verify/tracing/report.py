@@ -6,7 +6,7 @@ from jdist._errors import VerificationError
 from jdist.verify.report import Report
 
 SHOWN = 6
-"""How many names a list shows before it is abridged."""
+"""Number of names that a list shows before it is abridged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class Difference:
       direction: "forward" for a value, "backward" for a cotangent, "gradient" where all
         taps are right and only parameters' gradients are wrong, "loss" where only the
         loss is.
-      tap: The label of the tap; of a gradient the path of its worst leaf.
-      examples: Which examples differ there; all of them, if none can be named.
-      ratio: The largest error/bound there; infinite where something is missing.
-      words: What the difference looks like.
+      tap: Label of the tap; for a gradient, the path of its worst leaf.
+      examples: The examples that differ there; all of them, if none can be identified.
+      ratio: The largest error/bound there; infinite if something is missing.
+      words: Description of the difference.
     """
 
     direction: str
@@ -44,12 +44,12 @@ class Trace:
     """The judge's finding on one candidate: whether it is right, and if not, where.
 
     Attributes:
-      report: On the loss and the gradient; the verdict is its.
+      report: The report on the loss and the gradient, which has the verdict.
       difference: The first difference, where there is one. In a right candidate, or one
         that cannot be judged, it is one at a tap that the gradient does not show.
       right: The taps that were found right before it, in order: values first, as
         `forward name`, then cotangents, as `backward name`.
-      notes: What a reader should know besides.
+      notes: Further notes for a reader.
     """
 
     report: Report

@@ -32,11 +32,11 @@ class Findings:
     """The result of a search.
 
     Attributes:
-      difference: The first one; None if all taps are right.
+      difference: The first difference; None if all taps are right.
       right: The taps before it.
-      notes: What was not compared.
-      factors: By example: what its cotangents are multiplied by, at the last tap.
-      entered: The last tap, where the factors were found; empty if there is none.
+      notes: The comparisons that were not made.
+      factors: For each example, the factor of its cotangents at the last tap.
+      entered: The last tap, at which the factors were found; empty if there is none.
       groups: The examples of each call in the backward pass, at that tap.
       of_parts: The places of values without examples that are of parts of the batch.
     """

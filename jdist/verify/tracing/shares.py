@@ -17,7 +17,7 @@ from jdist.verify.bound import EXTRA, in_double, unit_roundoff
 from jdist.verify.oracle import LossFn, differentiated
 
 ENTRIES = 1 << 16
-"""How many entries of the gradient are fitted; of more, so many are drawn."""
+"""Number of the gradient's entries that are fitted; a larger gradient is sampled."""
 
 # The largest unexplained share of the difference in a fit that is believed.
 EXPLAINED = 0.05
