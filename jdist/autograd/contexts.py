@@ -54,10 +54,10 @@ _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
 _RELEASED = "It was released."
 _SOON = 0.01
-"""Seconds for which the end of a context waits for a request that takes it along."""
+"""Seconds that the end of a context waits for a request that carries it."""
 
 _MOST_ALONG = 100
-"""So many ends go along with one request."""
+"""Largest number of ends that one request carries."""
 
 # Ended contexts are remembered, to refuse messages that the end has overtaken.
 _MOST_ENDED = 4096
@@ -145,13 +145,14 @@ class Context:
       container: The worker's container.
 
     Attributes:
-      id: Its id; the incarnation of the worker that made it is in the top 16 bits.
+      id: The context's id; its top 16 bits are the incarnation of the worker that made
+        it.
       sends: Send functions by message id.
       recvs: Receive functions by message id.
       known: The workers with which this one exchanged messages in it: names by
         incarnations, because a lost worker's successor may bear its name.
       gradients: The sums of what backward passes found for this worker's variables.
-      ended: Why it has ended, or None.
+      ended: The reason why it has ended, or None.
       lock: A reentrant lock.
 
     Source: `torch/csrc/distributed/autograd/context/context.h`.

@@ -41,7 +41,7 @@ from jdist.rpc.extension import (
 )
 
 META = "autograd"
-"""Under which a message's metadata has its `CrossingHeader`, as a list."""
+"""The entry of a message's metadata that holds its `CrossingHeader`, as a list."""
 
 ENDED = "autograd.ended"
 """Under which a request's metadata has the ids of contexts that its sender has left,
@@ -59,8 +59,8 @@ class CrossingHeader(NamedTuple):
 
     Attributes:
       context: Id of the context.
-      answers: Of an answer, the message id of its request; 0 of a request.
-      message: Its message id; 0 of an answer without recorded values.
+      answers: For an answer the message id of its request; 0 for a request.
+      message: Message id; 0 for an answer without recorded values.
       slots: Number of recorded values in it.
       reach: Message ids of the send functions that its cotangents would reach, its own
         among them; None if there are too many.

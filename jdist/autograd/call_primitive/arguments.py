@@ -26,9 +26,9 @@ class AbstractArray(NamedTuple):
     """The shape and dtype of an array that may not be computed yet.
 
     Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-      weak: Whether its type is weak, which yields to others in promotion.
+      shape: Shape of the array.
+      dtype: Dtype of the array.
+      weak: Whether its type is weak, so that it yields to others in promotion.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class ArraySlot:
     """The place of an array in a tree.
 
     Attributes:
-      index: Its number.
+      index: Index of the array.
       key: For a PRNG key, whose words are the array, its implementation.
     """
 
@@ -68,7 +68,7 @@ class VariableSlot:
     """The place of a variable that the callee holds, in a tree of arguments.
 
     Attributes:
-      index: Its number.
+      index: Index of the variable.
     """
 
     index: int
@@ -133,9 +133,9 @@ class FlatArguments(NamedTuple):
     """A tree of arguments, split into arrays, references and structure.
 
     Attributes:
-      arrays: Its arrays; of a PRNG key the words.
-      references: Its references to variables.
-      structure: The rest.
+      arrays: The arrays; for a PRNG key, its words.
+      references: The references to variables.
+      structure: The tree without arrays and references.
     """
 
     arrays: list[jax.Array]

@@ -69,8 +69,8 @@ class ServedFunction:
 
     Attributes:
       function: The function.
-      structure: Of its arguments, `(args, kwargs)`.
-      weak: Numbers of the arrays among them whose types are weak.
+      structure: Structure of the arguments, `(args, kwargs)`.
+      weak: Indices of the arrays among them whose types are weak.
     """
 
     function: Callable[..., PyTree]
@@ -225,7 +225,7 @@ class TransformedFunction(NamedTuple):
     """The transforms of a function before it is compiled.
 
     Attributes:
-      structures: Of the variables, whose leaves are the first arguments.
+      structures: Structures of the variables, whose leaves are the first arguments.
       operations: The transforms in order, with these arguments counted.
       gradients: Number of results that are gradients of variables; they come first.
     """

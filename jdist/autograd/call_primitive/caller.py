@@ -46,8 +46,8 @@ class Target:
       caller: Name of the worker that calls.
       to: Name of the worker that is called.
       function: The function.
-      structure: Of its arguments, `(args, kwargs)`.
-      kinds: Of the arrays among them.
+      structure: Structure of the arguments, `(args, kwargs)`.
+      kinds: Shapes and dtypes of the arrays among them.
       timeout: Seconds, as for `rpc_sync`.
       references: To variables of the callee. Weak ones, because JAX's caches hold
         targets and must not keep variables alive.
@@ -71,7 +71,7 @@ class FunctionDescription(NamedTuple):
 
     Attributes:
       number: The number by which it is called.
-      structure: Of the result.
+      structure: Structure of the result.
       kinds: Shapes and dtypes of the arrays in the result.
     """
 

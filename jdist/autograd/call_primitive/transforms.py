@@ -18,7 +18,7 @@ class Pullback(NamedTuple):
     """Maps arguments and cotangents of results to cotangents of arguments.
 
     Attributes:
-      wanted: Numbers of the arguments whose cotangents are computed.
+      wanted: Indices of the arguments whose cotangents are computed.
       present: Numbers of the results that have one; the others' are absent, and are
         neither sent nor computed with.
     """
@@ -31,7 +31,7 @@ class Vmap(NamedTuple):
     """Maps over a new axis of some arguments, the first axis of all results.
 
     Attributes:
-      axes: For each argument the number of that axis, or None if it has none.
+      axes: For each argument, the index of that axis; None if it has none.
     """
 
     axes: tuple[int | None, ...]

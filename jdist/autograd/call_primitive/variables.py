@@ -23,8 +23,8 @@ class CalleeVariables(NamedTuple):
     """The variables of one call with their current values.
 
     Attributes:
-      leaves: Their arrays.
-      structures: The tree of each.
+      leaves: The arrays of the variables.
+      structures: The tree structure of each variable.
       variables: The variables.
     """
 

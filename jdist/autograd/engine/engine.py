@@ -104,7 +104,7 @@ class StepQueue:
       [1, 2]
 
     Attributes:
-      waiting: The steps besides the one that runs.
+      waiting: The queued steps, without the one that runs.
     """
 
     __slots__ = ("_context", "_running", "waiting")
@@ -273,7 +273,7 @@ class Root(NamedTuple):
     """A root of a pass.
 
     Attributes:
-      edge: Of the value.
+      edge: The edge of the value.
       cotangent: The value's cotangent.
     """
 

@@ -20,12 +20,12 @@ class Event(NamedTuple):
     """One step of one worker in a backward pass.
 
     Attributes:
-      worker: Whose step.
+      worker: Name of the worker.
       kind: "counted", the dependencies, once in a pass; "received", the gradient for a
         send function; "ran", a function's backward; "accumulated", a variable's
         gradient; "posted", that of a recv function; "ended", this worker's part.
-      name: Of the function.
-      message_id: Of the send or recv function; 0 for another.
+      name: Name of the function.
+      message_id: Message id of the send or recv function; 0 for another one.
       peer: Name of the worker on the other side of that function, or empty.
       counts: Of a "counted" event, the name of each function and how many gradients it
         waits for.

@@ -31,8 +31,8 @@ class MessageGradient(NamedTuple):
     """The cotangents of the recorded arrays of one message.
 
     Attributes:
-      message_id: Of the message.
-      cotangents: One for each array, None where none flows.
+      message_id: Id of the message.
+      cotangents: One for each array; None where no cotangent flows.
     """
 
     message_id: int
@@ -43,9 +43,9 @@ class StarvingSend(NamedTuple):
     """A send function whose gradient has not come.
 
     Attributes:
-      message_id: Of its message.
+      message_id: Id of its message.
       peer: Name of the worker that it was sent to.
-      name: Of the send function.
+      name: Name of the send function.
     """
 
     message_id: int
@@ -66,15 +66,15 @@ class StarvationReport(NamedTuple):
 
 
 Reports = Mapping[str, StarvationReport]
-"""By the name of the worker."""
+"""Reports by name of the worker."""
 
 
 class PassTerms(NamedTuple):
     """The description of a pass, for workers that are new to it.
 
     Attributes:
-      context_id: Of the context.
-      pass_id: Of the pass; unique in the group.
+      context_id: Id of the context.
+      pass_id: Id of the pass; unique in the group.
       smart: Whether it is SMART mode.
       retain_graph: Whether the functions can be run again.
     """
@@ -90,7 +90,7 @@ class PassFailure(NamedTuple):
 
     Attributes:
       worker: Name of the worker.
-      error: What was raised there.
+      error: The exception that was raised there.
     """
 
     worker: str
@@ -128,9 +128,9 @@ class GradientRequest(NamedTuple):
     """A message with gradients.
 
     Attributes:
-      terms: Of the pass.
+      terms: Description of the pass.
       marks: In SMART mode, the ids of all marked messages; None if sent before.
-      gradients: For send functions of the callee.
+      gradients: Gradients for send functions of the callee.
     """
 
     terms: PassTerms
@@ -171,7 +171,7 @@ class GradientAnswer(NamedTuple):
     """The answer to a message with gradients.
 
     Attributes:
-      gradients: For send functions of the caller.
+      gradients: Gradients for send functions of the caller.
       reports: Of the callee and the workers that it asked, where they have changed.
       failure: The failure that ended the pass on the callee, if any.
     """

@@ -28,7 +28,8 @@ class CompiledOptimizer:
 
     Attributes:
       opt: The optimizer.
-      init: Its state for parameters on the default device, compiled.
+      init: The compiled function that makes its state for parameters on the default
+        device.
       compiled: `compiled(params, grads, state, factor, overrides)`: the new parameters
         and state; gradients are first multiplied by the factor unless it is None.
       leaf_by_leaf: The same, each operation by itself: for parameters on several

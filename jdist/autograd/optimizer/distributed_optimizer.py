@@ -27,7 +27,7 @@ from jdist.rpc.extension import DEFAULT, NEEDS, Agent, current_agent
 _CALL = "DistributedOptimizer"
 
 State = dict[str, dict[str, np.ndarray]]
-"""Worker's name to path to numbers."""
+"""Arrays by name of the worker, then by path."""
 
 
 class DistributedOptimizer:

@@ -32,7 +32,7 @@ class Graph:
     """A graph over several workers.
 
     Attributes:
-      context_id: Of the context whose graph it is.
+      context_id: Id of the context whose graph it is.
       nodes: Its functions, by the ranks of their workers; each after those of the
         same worker that it uses.
     """

@@ -22,8 +22,8 @@ class GraphNode(NamedTuple):
     Attributes:
       worker: Name of the worker that has it.
       kind: "leaf" for a variable, "function", "send" or "receive".
-      name: Of the function; of a variable its name, or its dtypes and shapes.
-      message_id: Of the message that a send or receive function belongs to, or 0.
+      name: Name of the function; for a variable its name, or its dtypes and shapes.
+      message_id: Id of the message that a send or receive function belongs to, or 0.
       inputs: Places of the functions whose outputs it uses, in the list that it is in.
       dependencies: How many gradients it waits for in a backward pass; 0 if that does
         not reach it.

@@ -23,7 +23,7 @@ class BackwardError(AutogradError):
 
     Attributes:
       worker: Name of the worker on which it failed.
-      reason: What was raised there, in words.
+      reason: The exception that was raised there, in words.
 
     Example:
       >>> print(BackwardError("worker1", "matrix is singular"))

@@ -26,7 +26,7 @@ Numbers = jax.Array | np.ndarray
 """An array as compiled functions take it: NumPy's only if it came in a message."""
 
 Cotangent = Numbers | None
-"""None where no cotangent flows."""
+"""A cotangent; None where no cotangent flows."""
 
 
 def light(value: Numbers) -> Numbers:
@@ -103,7 +103,8 @@ Reach = frozenset[int]
 """Message ids of send functions; an id tells its worker too."""
 
 MAX_REACH = 256
-"""A node carries at most so many ids of send functions; beyond, workers are asked."""
+"""Largest number of ids of send functions that a node carries; beyond, workers are
+asked."""
 
 NOWHERE: Reach = frozenset()
 
@@ -234,9 +235,10 @@ class SendNode(Node):
       order: See `Node`.
 
     Attributes:
-      message_id: Of the message.
+      message_id: Id of the message.
       worker: Name of the receiver.
-      incarnation: Of the receiver, which no successor of the same name shares.
+      incarnation: Incarnation of the receiver, which no successor of the same name
+        shares.
       light: Whether small arrays go as NumPy's; set by what sends them.
     """
 
@@ -319,7 +321,8 @@ class RecvNode(Node):
 
     Attributes:
       worker: Name of the sender.
-      incarnation: Of the sender, which no successor of the same name shares.
+      incarnation: Incarnation of the sender, which no successor of the same name
+        shares.
     """
 
     __slots__ = ("context_id", "incarnation", "message_id", "worker")

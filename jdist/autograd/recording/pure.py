@@ -303,7 +303,7 @@ _LIBRARY: dict[int, PureFunction] = {}
 
 _MOST_OF_LIBRARIES = 1024
 _SPECS = 256
-"""So many argument specs of each function are held compiled."""
+"""Number of argument specs of each function whose compiled segments are kept."""
 
 
 def _given(given: Iterator[ArrayLike], wanted: bool) -> ArrayLike:

@@ -23,7 +23,7 @@ from jdist.reduction import Partial
 
 # As in torch's `DistributedDataParallel`.
 LIMIT = 25 * 2**20
-"""Bytes from which on a bucket is closed."""
+"""Size in bytes from which on a bucket is closed."""
 
 
 def buckets_of(partial: Partial) -> list[Partial]:

@@ -72,7 +72,7 @@ class GradientStats(NamedTuple):
 
 
 NO_STATS = GradientStats(None, None)
-"""Of stages whose updates do not depend on each other."""
+"""Statistics for stages whose updates do not depend on each other."""
 
 
 class StepResult(NamedTuple):
@@ -348,7 +348,7 @@ def square_of(grads: PyTree) -> jax.Array:
 
 
 sum_of_squares = jax.jit(sum_of)
-"""Of all stages, in order."""
+"""The sum over all stages, in order."""
 
 
 _all_finite = jax.jit(all_finite)

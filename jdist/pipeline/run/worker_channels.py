@@ -105,10 +105,11 @@ _ANSWER = 10.0
 answers late while its compiler holds the interpreter's lock."""
 
 _SHORT, _LONG = 2e-5, 2e-3
-"""Seconds between looks at an array that several processes compute."""
+"""Shortest and longest interval in seconds between polls of an array that several
+processes compute."""
 
 _OF_MEMBERS = "VD"
-"""Kinds of messages whose sender is numbered among all, and not by the schedule."""
+"""Kinds of messages whose sender is a member's number, not a rank of the schedule."""
 
 _SYMPTOM = re.compile("Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection")
 """In what a collective says when a process is gone."""

@@ -17,7 +17,7 @@ from jdist._errors import JdistError, requirement
 ActionKind = Literal["F", "B", "W"]
 KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
 F, B, W = range(len(KINDS))
-"""Numbers of the kinds in `Columns.kind`."""
+"""Indices of the kinds, as in `Columns.kind`."""
 
 _SPELLING = re.compile(r"(\d+)([FBW])(\d+)")
 

@@ -13,15 +13,16 @@ import numpy as np
 from jdist.pipeline.schedule.actions import B, Columns, F, ScheduleError
 
 NOTHING = -1
-"""In place of an index: the action needs no result of another stage."""
+"""The index that says that an action needs no result of another stage."""
 
 
 class Links(NamedTuple):
     """The paths of the actions' results to the stages that need them.
 
     Attributes:
-      number: Of the link that it takes, int32; -1: it stays on its worker. A link
-        carries one result at a time, in the order in which its worker produces them.
+      number: Number of the link that the result takes, int32; -1: it stays on its
+        worker. A link carries one result at a time, in the order in which its worker
+        produces them.
       occupied: Seconds for which it occupies the link: bytes / bandwidth.
       latency: Seconds from leaving the link to arriving.
     """

@@ -23,7 +23,7 @@ import numpy as np
 from jdist.pipeline.schedule.actions import B, Columns, F, W
 
 PENDING = 2
-"""A pending weight gradient, in activations of its stage and micro-batch."""
+"""Size of a pending weight gradient, in activations of its stage and micro-batch."""
 
 
 def held(

@@ -18,9 +18,9 @@ NAMES = ("forward", "backward", "weight gradient")
 TRACE_COLORS = ("thread_state_running", "rail_response", "rail_animation")
 """Names of colours that Chrome's trace viewer knows."""
 BARS = 20_000
-"""Up to this many actions each is a bar; beyond, the chart is an image."""
+"""Largest number of actions drawn as bars; with more, the chart is an image."""
 LABELS = 400
-"""Up to this many actions each bar shows its micro-batch."""
+"""Largest number of actions whose bars show their micro-batches."""
 WIDTH, HEIGHT = 2400, 800
 """Largest size of the image in pixels."""
 

@@ -44,7 +44,7 @@ class Feed(NamedTuple):
     entries: dict[str, PyTree]
     """The entries that the loss reads, likewise."""
     weights: jax.Array
-    """Of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
+    """Weights of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
     totals: jax.Array
     """The sums of the micro-batches' weights, `(micro_batches,)`."""
     key: jax.Array | None = None
@@ -82,7 +82,7 @@ class State(NamedTuple):
     ends: Ends
     """The gradient so far of what is before the first stage and after the last one."""
     loss: Partial
-    """Of the losses computed here."""
+    """The partial of the losses computed here."""
 
 
 class Model(NamedTuple):

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     kind: Any
     """F, B (without a W), `INPUTS` or W."""
     chunk: Any
-    """Which of the worker's own stages."""
+    """Index among the worker's own stages."""
     micro_batch: Any
     mail: Any
     """Slot of the value or cotangent that is needed; -1: it comes from the batch."""
@@ -62,9 +62,9 @@ class Slots(NamedTuple):
     mail: int
     """Values and cotangents that wait for their action, and one to be sent."""
     activations: int
-    """Of micro-batches between F and the last of B and W."""
+    """Number of slots for micro-batches between F and the last of B and W."""
     rests: int
-    """Of micro-batches between B and W."""
+    """Number of slots for micro-batches between B and W."""
 
 
 class Clock(NamedTuple):

@@ -11,7 +11,7 @@ class Module(NamedTuple):
     """A layer with the names of its inputs and outputs.
 
     Attributes:
-      name: Unique.
+      name: Name of the layer, unique.
       fn: `fn(params, *inputs) -> outputs`, pure; a tuple if there are several outputs.
         With a state it is `fn(params, state, *inputs) -> (outputs, state)`; with a key,
         the key is its last argument: as for `Stage`.

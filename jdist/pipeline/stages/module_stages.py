@@ -207,7 +207,7 @@ class _Ties(NamedTuple):
     """Shared parameters.
 
     Attributes:
-      within: For each stage, those of several of its modules.
+      within: For each stage, the parameters shared by several of its modules.
       across: For each stage, the paths of those of several stages, and their names.
     """
 

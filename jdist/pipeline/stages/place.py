@@ -63,7 +63,7 @@ class StageMesh:
 
 
 Place: TypeAlias = "jax.Device | StageMesh | None"
-"""Of a worker; None: wherever its inputs are."""
+"""The placement of a worker; None: wherever its inputs are."""
 
 
 def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list[Place]:

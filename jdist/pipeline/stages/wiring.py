@@ -8,7 +8,7 @@ from jdist._errors import requirement
 from jdist.pipeline.stages.stage import Stage
 
 BATCH = -1
-"""In the place of a stage: the value is an entry of the batch."""
+"""The source of a value that is an entry of the batch."""
 
 
 @dataclass(frozen=True, slots=True)

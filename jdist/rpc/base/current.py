@@ -51,7 +51,7 @@ class Deadline(msgspec.Struct, frozen=True):
 
     Attributes:
       at: Moment of `time.monotonic()`, or None.
-      timeout: The seconds that were allowed, for messages.
+      timeout: The timeout in seconds, for messages.
       firm: Whether a timeout was given.
     """
 
@@ -196,9 +196,9 @@ class Scope(msgspec.Struct, frozen=True):
 
     Attributes:
       agent: The worker.
-      deadline: That of the call being executed.
+      deadline: Deadline of the call being executed.
       execution: The call being executed, if it is one.
-      depth: How many calls lie below this one on the same thread's stack.
+      depth: Number of calls below this one on the same thread's stack.
       reading: Whether this is the thread that reads a connection, which must not wait.
     """
 
@@ -221,7 +221,7 @@ _lock = threading.Lock()
 # Guards against two threads that initialize at a time; see `becoming`.
 _becoming = False
 _inherited: tuple[str, ...] = ()
-"""The workers of the process from which this one was forked."""
+"""Names of the workers of the process from which this one was forked."""
 
 NOT_INITIALIZED = (
     "RPC has not been initialized. Call rpc.init_rpc first, or work within "

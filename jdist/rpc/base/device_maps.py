@@ -27,7 +27,7 @@ __all__ = [
 
 
 Table = Mapping[jax.Device, int]
-"""From devices of this worker to numbers of another one's."""
+"""Maps devices of this worker to numbers of devices of another worker."""
 
 CALL = "RpcOptions(device_maps=...)"
 

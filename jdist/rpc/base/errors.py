@@ -51,10 +51,10 @@ class ProcessFailed(RpcError):
     """A process that `spawn` started raised, or ended without a result.
 
     Attributes:
-      rank: Of the process.
+      rank: Rank of the process.
       pid: Its process id, which another process may have taken over.
       what: How it ended, such as `"was killed by SIGKILL"`.
-      traceback: Of what it raised; empty if it ended otherwise.
+      traceback: Traceback of the exception; empty if it ended otherwise.
     """
 
     def __init__(self, rank: int, pid: int, what: str, traceback: str = "") -> None:

@@ -13,7 +13,8 @@ __all__ = ["MOST_WORKERS", "PeerRecord", "WorkerInfo", "incarnation_of"]
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 127
 MOST_WORKERS = 1 << 16
-"""That a group can ever have: their incarnations fill the top 16 bits of ids."""
+"""Largest number of workers that a group can ever have: their incarnations fill the top
+16 bits of ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -60,12 +61,12 @@ class PeerRecord(NamedTuple):
     """The data by which other workers connect to a worker.
 
     Attributes:
-      info: Its name, rank and incarnation.
+      info: Name, rank and incarnation of the worker.
       transport_name: The name that its transport proves in a handshake. In a group of
         fixed size it is the worker's own. In an elastic one it has a random suffix, so
         that a worker which was given up because it was frozen, and thaws, is not taken
         for its successor.
-      address: Where it listens.
+      address: Address at which it listens.
     """
 
     info: WorkerInfo

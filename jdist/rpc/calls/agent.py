@@ -205,13 +205,13 @@ class Agent:
 
     Attributes:
       device: The JAX device on which arrays arrive; None for JAX's default.
-      codec: Values to frames and back.
+      codec: Encodes values as frames and decodes them.
       outstanding: The calls under way.
       pool: Threads for users' functions and for the library's work.
-      timer: Its one timer thread.
+      timer: The one timer thread.
       directory: The workers of its group.
-      default_timeout: Of calls that do not say, in seconds; 0 for no limit.
-      interceptor: Looks at every user-level call, or None.
+      default_timeout: Timeout of calls that give none, in seconds; 0 for no limit.
+      interceptor: Called with every user-level call, or None.
       ending: Whether its shutdown has begun to take it out of the group. It stays so.
       closed: Whether it was shut down.
       group: Its membership, once it has joined.

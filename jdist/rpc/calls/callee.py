@@ -189,13 +189,14 @@ def _time_out(future: Future[Any], reason: str) -> None:
 
 
 TAKE_BACK = "take back"
-"""Kind of the request that cancels another one, of the ticket in its body."""
+"""Kind of the request that cancels another one, the one with the ticket in its body."""
 
 NEEDS = "needs"
-"""In the metadata of a request: `module:function` of the package that reads it."""
+"""The entry of a request's metadata with `module:function` of the package that reads
+it."""
 
 NESTED = "nested"
-"""In the metadata of a request that a called function makes."""
+"""The entry of a request's metadata which says that a called function makes it."""
 
 _MOST_EARLY = 1024
 

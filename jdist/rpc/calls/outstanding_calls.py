@@ -200,7 +200,7 @@ def describe(entry: Entry) -> str:
 # --- calls that this worker makes ---
 
 Receive = Callable[[Any, Meta], Any]
-"""Makes the result of a call of the value and the metadata of its answer."""
+"""Makes the result of a call from the value and the metadata of its answer."""
 
 
 class Submitted(NamedTuple):

@@ -24,7 +24,7 @@ from jdist.rpc.wire.shared_connection import SharedConnection
 __all__ = ["Directory", "Peer", "PooledConnection"]
 
 _IDLE_SECONDS = 10.0
-"""After which a channel that no call uses is closed, unless it is the only one."""
+"""Seconds without a call after which a channel is closed, unless it is the only one."""
 
 
 class PooledConnection:
@@ -32,9 +32,9 @@ class PooledConnection:
 
     Attributes:
       channel: The channel.
-      numbers: Of its requests.
+      numbers: Counter of its requests.
       unused: Whether it was opened for the call that has it.
-      idle_since: When its last call ended.
+      idle_since: Time at which its last call ended.
     """
 
     __slots__ = ("channel", "idle_since", "numbers", "unused")

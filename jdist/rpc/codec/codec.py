@@ -483,7 +483,8 @@ def _refusal(value: Any) -> str:
 # --- Python's own scalars, texts, bytes, ranges, slices and containers ---
 
 _LONG = 4096
-"""Bytes and texts of this length or more travel as leaves: in the body, not copied."""
+"""Length in bytes or characters from which on bytes and texts travel as leaves: in the
+body, not copied."""
 
 _INT64 = 1 << 63
 
@@ -923,7 +924,7 @@ _ENCODERS: dict[type, Encoder | None] = {
     np.ndarray: _numpy_array,
     **_CALLABLES,
 }
-"""By exact type, for what is frequent."""
+"""Encoders of frequent types, by exact type."""
 
 _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
     (_is_zero_cotangent, _zero_cotangent),
@@ -939,7 +940,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
     (lambda v: hasattr(type(v), "tree_unflatten"), _pytree),
     (callable, _reference),
 ]
-"""In this order, for a value of any other type."""
+"""Tests and encoders for values of all other types, tried in this order."""
 
 _DECODERS: dict[int, Decoder] = {
     codes.REGISTERED: _registered,

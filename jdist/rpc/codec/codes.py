@@ -112,7 +112,7 @@ _NATIVE = {name: np.dtype(name) for name in _PLAIN}
 _NATIVE |= {np.dtype(kind).name: np.dtype(kind) for kind in _SMALL}
 _NATIVE["float0"] = np.dtype(jax.dtypes.float0)
 DTYPE_NAMES = {dtype: name for name, dtype in _NATIVE.items()}
-"""Of the frequent dtypes; `dtype_name` knows the others."""
+"""Names of the frequent dtypes; `dtype_name` knows the others."""
 
 # In NumPy's own notation: the other byte order, dates, texts of fixed length. Not
 # `longdouble`, which is another format on another machine.

@@ -69,13 +69,13 @@ _CLOSED = (
 _KEEPING = frozenset((
     object, bool, complex, dict, float, frozenset, int, list, set, str, tuple,
 ))  # fmt: skip
-"""Classes whose constructors keep what they are given; so do exceptions' own."""
+"""Classes whose constructors keep their arguments; so do those of exceptions."""
 
 _KEEPING_MODULES = ("collections", "enum", "flax.linen", "flax.nnx", "typing")
-"""Modules of which that is true as well."""
+"""Modules whose classes also keep what they are given."""
 
 _PATH = re.compile(r"\b(Path|PathLike)\b")
-"""In the annotations of what reads or writes files."""
+"""Matches annotations of functions that read or write files."""
 
 _OPEN_PARTS = (
     "jdist.rpc.base.errors", "jdist.rpc.base.worker_info", "jdist.rpc.modules",

@@ -21,7 +21,7 @@ __all__ = ["describe", "rebuild"]
 T = TypeVar("T")
 
 _LONGEST = 100_000
-"""Characters of a text, and contents of arguments: beyond, an error would be a load."""
+"""Largest number of characters of a text, and of contents of arguments, in an error."""
 
 _DEEPEST = 20
 _SCALARS = frozenset({type(None), bool, int, float, np.bool_, np.int32, np.int64})

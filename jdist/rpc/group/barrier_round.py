@@ -20,7 +20,8 @@ class RoundKey(NamedTuple):
     still serves calls, and a called function may take part in a collective.
 
     Attributes:
-      names: Of the workers that take part, sorted; None for all of an elastic group.
+      names: Sorted names of the workers that take part; None for all of an elastic
+        group.
       ends: Whether it is a shutdown.
     """
 
@@ -33,7 +34,7 @@ class Purpose(NamedTuple):
 
     Attributes:
       operation: The public function, such as "all_gather".
-      tag: The caller's own, or "".
+      tag: The caller's own tag, or "".
       number: Counts the collectives of these workers, from 1. In an elastic group it
         differs between those who joined sooner and later.
     """
@@ -55,11 +56,11 @@ class Contribution(NamedTuple):
     Attributes:
       member: The worker; not its name, which a successor may bear.
       request: Number of its request, for the answer; 0 once that is sent.
-      purpose: What it came for.
+      purpose: The collective that the worker called.
       tree: The encoded value's structure.
       leaves: Its arrays.
-      timeout: Seconds that it wants to wait.
-      until: When that is over; None for no limit.
+      timeout: The worker's timeout in seconds.
+      until: Time at which the timeout ends; None for no limit.
       refused: Why it has no value to give, or None.
     """
 

@@ -35,7 +35,7 @@ from jdist.rpc.wire.frame import REPLY, Frame
 __all__ = ["NAME", "Coordinator"]
 
 NAME = ":coordinator:"
-"""Of the coordinator's transport; no harm if a worker has the same."""
+"""Name of the coordinator's transport; a worker may have the same name."""
 
 _ENDING = "this group is ending; try again"
 # What reading a malformed request can raise: a peer's mistake must close its channel
@@ -47,7 +47,7 @@ class _Farewell(NamedTuple):
     """An unanswered request to leave.
 
     Attributes:
-      request: Its number.
+      request: Number of the request.
       unaware: The members that have not noted it.
     """
 

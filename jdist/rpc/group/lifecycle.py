@@ -39,7 +39,7 @@ class JoinRequest(NamedTuple):
 
     Attributes:
       info: The worker's name and rank.
-      world_size: How many workers make the group; 0 for an elastic one.
+      world_size: Number of workers of the group; 0 for an elastic one.
       coordinator: Host and port where rank 0 listens for the others.
       key: The cluster's secret.
     """

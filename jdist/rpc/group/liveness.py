@@ -15,7 +15,7 @@ from jdist.rpc.base.timer import Timer
 __all__ = ["MEMORY", "Pace", "held_up_for", "silent_for"]
 
 MEMORY = 10
-"""A stop of this process explains losses for this many heartbeat timeouts."""
+"""Number of heartbeat timeouts for which a stop of this process explains losses."""
 
 
 class Pace:

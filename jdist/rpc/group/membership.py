@@ -40,8 +40,8 @@ class Member:
 
     Attributes:
       request: Number of its request to join, which the answer bears.
-      until: When it stops waiting for an answer to that; None for no limit.
-      heard: When it last gave a sign of life.
+      until: Time at which it stops waiting for an answer to that; None for no limit.
+      heard: Time of its last sign of life.
       gone: Why it no longer belongs to the group; None while it does.
       left: Whether it has gone in order, by a shutdown.
     """
@@ -95,14 +95,14 @@ def _too_large(error: ValueError) -> dict[str, Any]:
 
 
 Answers = list[tuple[Member, Frame]]
-"""Frames to send, and to which member."""
+"""Frames to send, each with the member that gets it."""
 
 
 class Refusal(NamedTuple):
     """The reason why a worker is not admitted.
 
     Attributes:
-      text: In words.
+      text: The reason in words.
       kind: `LATE`, `NOT_UNIQUE`, `MISFIT`, or empty for any other reason.
       numbers: The ranks that are missing (`LATE`); the rank that two workers have
         (`NOT_UNIQUE`); the newcomer's rank and world_size, and the coordinator's

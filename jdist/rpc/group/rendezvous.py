@@ -70,10 +70,10 @@ class Rendezvous:
     """The meeting point of a run, and the variables for each of its processes.
 
     Attributes:
-      nprocs: Processes on each machine.
-      nnodes: Machines.
+      nprocs: Number of processes on each machine.
+      nnodes: Number of machines.
       node_rank: The number of this machine.
-      address: Of the machine with rank 0, as the others reach it.
+      address: Address of the machine with rank 0, as the others reach it.
       port: Where rank 0's rpc coordinator listens.
       jax_port: Where rank 0's `jax.distributed` coordinator listens.
       key: The secret that proves to belong to the run.

@@ -43,7 +43,7 @@ class AbsentRanks(RpcError):
     """Some ranks were absent from a roll call.
 
     Attributes:
-      ranks: Those that are known to be absent.
+      ranks: The ranks that are known to be absent.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -55,8 +55,8 @@ class RunPlace(NamedTuple):
     """One process's place in a run.
 
     Attributes:
-      rank: Its number.
-      size: How many processes there are.
+      rank: Rank of the process.
+      size: Number of processes.
       coordinator: `host:port` at which the others reach rank 0.
       bind: `host:port` at which rank 0 listens.
     """

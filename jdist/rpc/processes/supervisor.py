@@ -38,7 +38,7 @@ class Ending:
 
     Attributes:
       code: Its exit code, or minus the signal that killed it.
-      moment: When, in `time.monotonic()` seconds.
+      moment: Time at which it ended, in `time.monotonic()` seconds.
 
     Example:
       >>> str(Ending(-9)), Ending(-9).status
@@ -79,9 +79,9 @@ class ProcessCommand:
     """A command with its environment and settings.
 
     Attributes:
-      name: For messages and thread names.
-      command: Executable and arguments.
-      environment: All its variables, but for those of the settings.
+      name: Name in messages and of threads.
+      command: The executable and its arguments.
+      environment: All environment variables but those of the settings.
       settings: Its process settings.
       descriptors: Further file descriptors that it inherits.
       captured: Whether its output and errors go to pipes that the caller reads.
@@ -102,8 +102,8 @@ class Child:
     Attributes:
       name: As the program has it.
       pid: Its process id, and that of its process group.
-      output: Its standard output, where captured.
-      errors: Its standard error, where captured.
+      output: Standard output, if captured.
+      errors: Standard error, if captured.
       ending: How it ended; None while it runs.
     """
 
@@ -200,7 +200,7 @@ class Supervisor:
     """Owns the processes of one run; leaving its `with` block ends what still runs.
 
     Attributes:
-      children: In the order in which they were started.
+      children: The children, in the order in which they were started.
       failure: The first child that failed by itself; None if there is none.
     """
 

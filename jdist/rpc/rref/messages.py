@@ -90,7 +90,7 @@ KINDS: dict[type, str] = {
     Take: "rref.take",
     Abort: "rref.abort",
 }
-"""The kind of frame in which each travels."""
+"""The kind of frame in which each message travels."""
 
 
 def pack_ref(ref: Ref) -> tuple[int, ...]:

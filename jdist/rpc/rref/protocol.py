@@ -51,9 +51,9 @@ class UserFork:
       fork: Id of this fork.
       giver: Incarnation of the worker from which it came; None for the creator's own.
       counted: Whether the owner is known to count it.
-      failed: Why the owner never will, or is gone.
+      failed: Why the owner will never count it, or that the owner is gone.
       dropped: Whether the program no longer uses it.
-      children: How many forks made of it are not counted yet.
+      children: Number of forks made of it that are not counted yet.
     """
 
     __slots__ = (

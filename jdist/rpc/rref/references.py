@@ -47,14 +47,14 @@ from jdist.rpc.rref.reliable_delivery import GATHERING, QueuedMessage, ReliableD
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
 _LATE_SECONDS = 1.0
-"""After which dropped forks are no longer expected to be on their way."""
+"""Seconds after which dropped forks are no longer expected to be on their way."""
 
 
 class Handle(NamedTuple):
     """The parts of an `RRef`.
 
     Attributes:
-      references: Of the worker that has it.
+      references: References of the worker that has it.
       rref: Id of the reference.
       owner_value: On the owner, where the value is or will be; else None.
       user_fork: Elsewhere, what the owner counts; else None.

@@ -45,7 +45,7 @@ class QueuedMessage(NamedTuple):
     """A message and its callbacks.
 
     Attributes:
-      kind: For which the receiver has a handler.
+      kind: Kind of the message, for which the receiver has a handler.
       row: The message, encodable.
       answered: Called with the answer.
       unreachable: Called instead when there will be none: the receiver is gone or has

@@ -49,7 +49,7 @@ class Terms(NamedTuple):
     """The settings of every connection of one worker.
 
     Attributes:
-      limits: How much the peer may announce.
+      limits: Limits on the frames that the peer may announce.
       device: Where received JAX arrays are placed; None for JAX's default.
       device_maps: Where JAX arrays arrive that this worker sends.
       stall: Seconds without a byte in the middle of a frame, after which the peer is

@@ -148,10 +148,11 @@ class Limits(NamedTuple):
     """Limits of a peer's frames; checked before anything is allocated.
 
     Attributes:
-      header_bytes: Of one frame's header: structure, scalars, short texts.
-      body_bytes: Of one frame's arrays together.
-      depth: Nesting of a value.
-      leaves: Arrays of one frame.
+      header_bytes: Largest size in bytes of a frame's header: structure, scalars, short
+        texts.
+      body_bytes: Largest total size in bytes of a frame's arrays.
+      depth: Largest nesting of a value.
+      leaves: Largest number of arrays of a frame.
     """
 
     header_bytes: int = 1 << 24
@@ -189,7 +190,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 _Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
-"""Of a leaf: flags, dtype, shape."""
+"""Flags, dtype and shape of a leaf."""
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -218,11 +219,11 @@ class Header(msgspec.Struct, frozen=True):
     """A decoded and checked header.
 
     Attributes:
-      message: Its fields.
+      message: Fields of the message.
       leaves: The type of each leaf and the place of its bytes.
-      slab: Bytes of the slab.
-      large: Bytes of each large leaf, in order.
-      apart: Bytes of each leaf that comes as a memory descriptor, in order.
+      slab: Size of the slab in bytes.
+      large: Size in bytes of each large leaf, in order.
+      apart: Size in bytes of each leaf sent as a memory descriptor, in order.
     """
 
     message: _Message

@@ -39,7 +39,8 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION = 1
-"""Of the handshake and of what follows it. Workers of two versions do not talk."""
+"""Version of the handshake and of the protocol after it. Workers of two versions do not
+talk."""
 
 NO_BINDING = bytes(32)
 SHORTEST_KEY = 16
@@ -52,7 +53,8 @@ _NONCE = 32
 _HELLO = struct.Struct(f">6sHI{_NAME}s{_NAME}s{_NONCE}s")
 _PROOF = hashlib.sha256().digest_size
 _WRONG_KEY = bytes(_PROOF)
-"""In place of the connector's proof, so that the listener learns what is wrong too."""
+"""Sent in place of the connector's proof, so that the listener learns what is wrong
+too."""
 
 _LISTENER = b"jdist listener\x00\x00"
 _CONNECTOR = b"jdist connector\x00"
@@ -62,7 +64,7 @@ REMEDY = (
     "Every synchronous call that is under way has a connection: make fewer at a time, "
     "use rpc_async, whose calls share one, or raise the limit with `ulimit -n`."
 )
-"""For a process that may open no more files."""
+"""Remedy for a process that may open no more files."""
 
 
 class Ability(IntFlag):
@@ -88,8 +90,8 @@ class Identity(NamedTuple):
     """One side of a handshake.
 
     Attributes:
-      name: Of this worker.
-      key: Of the cluster.
+      name: Name of this worker.
+      key: Key of the cluster.
       abilities: The abilities of this side on this connection.
       binding: SHA-256 of the listener's certificate, or NO_BINDING without TLS.
     """

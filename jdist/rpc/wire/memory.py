@@ -34,7 +34,8 @@ from jdist.rpc.base.errors import ProtocolError
 __all__ = ["BUDGET", "THRESHOLD", "MemoryPool", "available", "close_all", "receive"]
 
 THRESHOLD = 4 << 20
-"""Smaller arrays are copied through the socket, which is as fast up to here."""
+"""Size in bytes below which arrays are copied through the socket, which is as fast up
+to here."""
 
 BUDGET = 256 << 20
 """Bytes of memory that one worker keeps for arrays on their way; then sockets copy."""

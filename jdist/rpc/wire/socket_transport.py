@@ -90,7 +90,7 @@ class SocketTransport:
         that is sent. The key must be proved nevertheless.
 
     Attributes:
-      address: Where others reach this worker; a list of plain values.
+      address: Address at which others reach this worker; a list of plain values.
       device_maps: On which of their devices its arrays arrive.
       handshake_seconds: How long a stranger may take for its proof. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
@@ -100,7 +100,8 @@ class SocketTransport:
       polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
         never. Settable.
       refused: Connections that ended without a proof.
-      on_refused: Told in words of each peer that could not prove the key; settable.
+      on_refused: Called with a text for each peer that could not prove the key;
+        settable.
 
     Raises:
       TypeError: The key is not bytes.

@@ -81,8 +81,8 @@ class Listener:
       port: TCP port; 0 for any free one.
 
     Attributes:
-      sockets: To be accepted from.
-      address: For others.
+      sockets: The sockets from which connections are accepted.
+      address: The addresses given to other workers.
 
     Raises:
       OSError: The host is not of this machine, or the port is taken.
@@ -128,7 +128,7 @@ class Attempt:
     """An attempt to connect, which another thread may give up.
 
     Attributes:
-      given_up: Why it was, or None.
+      given_up: Why it was given up, or None.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,8 @@ Measured between two processes, larger ones gain nothing and the usual default o
 """
 
 MOST_DESCRIPTORS = 64
-"""Memory descriptors that may be under way to one receiver and not claimed yet."""
+"""Largest number of memory descriptors under way to one receiver and not claimed
+yet."""
 
 _KEEPALIVE = (
     ("TCP_KEEPIDLE", 15),  # seconds without a byte; macOS calls it TCP_KEEPALIVE

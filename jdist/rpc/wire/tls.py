@@ -28,7 +28,7 @@ from jdist.rpc.wire.stream import CutOff, Stream
 __all__ = ["FIRST_BYTE", "Credentials", "TlsConfig", "TlsStream", "connector_context"]
 
 FIRST_BYTE = b"\x16"
-"""A TLS connection begins with this one, jdist's own handshake with a "j"."""
+"""First byte of a TLS connection; jdist's own handshake begins with a "j"."""
 
 _RECORD = 1 << 14  # TLS never encrypts more at once
 _BATCH = 16 * _RECORD
