@@ -57,17 +57,18 @@ class Metrics(NamedTuple):
     each call, in the order of the batch's rows (replicas, then micro-batches)."""
 
     outputs: PyTree = None
-    """Of a pipeline's evaluation, if asked for: what the loss was given, all examples
-    in order, one value or a dict by name. None where the loss did not run. Of a last
-    stage with several workers in other processes, this process's micro-batches."""
+    """The inputs of a pipeline's loss, in an evaluation that asks for them: all
+    examples in order, one value or a dict by name. None where the loss did not run. For
+    a last stage with several workers in other processes, this process's
+    micro-batches."""
 
     losses: Any = None
-    """Of an asynchronous epoch: each micro-batch's loss with the weights that it met,
-    `(micro_batches,)`; NaN for the mean of one whose weights are all 0."""
+    """The loss of each micro-batch of an asynchronous epoch with the weights that it
+    met, `(micro_batches,)`; NaN for the mean of one whose weights are all 0."""
 
     skipped: list[int | None] | None = None
-    """Of an asynchronous epoch with a loss scale: the updates that each stage skipped
-    because they overflowed; None for stages of other processes."""
+    """The number of updates that each stage skipped because they overflowed, in an
+    asynchronous epoch with a loss scale; None for stages of other processes."""
 
 
 Advance = Callable[[str, Metrics | None], None]

@@ -267,7 +267,7 @@ class _ModuleLayout(Constant):
       state: All else that it holds, likewise.
 
     Attributes:
-      graph: As given.
+      graph: The argument of the same name.
       names: Paths of the parameters.
       state_names: Paths of the leaves of the state.
     """

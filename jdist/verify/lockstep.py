@@ -65,7 +65,7 @@ class PrecisionPair:
 Value = Array | PrecisionPair
 
 Position = tuple[int | Array, ...]
-"""Where in a run: the number of each loop around and its iteration, then of the place.
+"""A position in a run: index and iteration of each enclosing loop, then of the place.
 
 Positions of one run are in the order of the program.
 """

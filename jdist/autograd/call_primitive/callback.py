@@ -44,7 +44,7 @@ class CallbackThreads:
 
     Attributes:
       size: The same.
-      waiting: How many calls wait on them now.
+      waiting: Number of calls that wait on them now.
     """
 
     def __init__(self, size: int) -> None:

@@ -49,7 +49,7 @@ class Target:
       structure: Structure of the arguments, `(args, kwargs)`.
       kinds: Shapes and dtypes of the arrays among them.
       timeout: Seconds, as for `rpc_sync`.
-      references: To variables of the callee. Weak ones, because JAX's caches hold
+      references: Weak references to variables of the callee, because JAX's caches hold
         targets and must not keep variables alive.
     """
 

@@ -293,8 +293,8 @@ class LocalPass:
       roots: On the worker where the pass begins, its roots; else None.
 
     Attributes:
-      terms: As given.
-      deadline: As given.
+      terms: The argument of the same name.
+      deadline: The argument of the same name.
       over: On the worker where the pass began: whether it has ended.
       withheld: Gradients of replicated variables, which do not count before they are
         reduced; None where the pass began without a reduction.

@@ -172,7 +172,8 @@ class GradientAnswer(NamedTuple):
 
     Attributes:
       gradients: Gradients for send functions of the caller.
-      reports: Of the callee and the workers that it asked, where they have changed.
+      reports: Reports of the callee and the workers that it asked, where they have
+        changed.
       failure: The failure that ended the pass on the callee, if any.
     """
 

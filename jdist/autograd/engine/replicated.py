@@ -173,7 +173,7 @@ class ReplicaGroup:
       names: Of the trainers, by rank.
 
     Attributes:
-      names: As given.
+      names: The argument of the same name.
       lock: Held by the thread on which a pass begins, while it lasts.
     """
 

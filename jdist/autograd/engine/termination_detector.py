@@ -27,7 +27,7 @@ class UnansweredRequest:
       peer: Incarnation of the worker that waits for the answer.
 
     Attributes:
-      peer: As given.
+      peer: The argument of the same name.
       reply: The answer, once it is there.
     """
 

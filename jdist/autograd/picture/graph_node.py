@@ -25,7 +25,7 @@ class GraphNode(NamedTuple):
       name: Name of the function; for a variable its name, or its dtypes and shapes.
       message_id: Id of the message that a send or receive function belongs to, or 0.
       inputs: Places of the functions whose outputs it uses, in the list that it is in.
-      dependencies: How many gradients it waits for in a backward pass; 0 if that does
+      dependencies: Number of gradients it waits for in a backward pass; 0 if that does
         not reach it.
     """
 

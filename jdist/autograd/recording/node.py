@@ -181,7 +181,7 @@ class SegmentNode(Node):
       structure: Tree structure of the outputs.
 
     Attributes:
-      segment: As given.
+      segment: The argument of the same name.
     """
 
     __slots__ = ("_residuals", "_structure", "segment")

@@ -175,7 +175,7 @@ class PureFunction:
       alone: See `Traced`.
 
     Attributes:
-      fn: As given.
+      fn: The argument of the same name.
       name: Its name, for nodes.
       segments: The function of the arrays alone, as two halves, by `ArgumentSpec`.
     """

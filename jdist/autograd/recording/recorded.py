@@ -23,7 +23,7 @@ Computed = Any
 """A recorded value, or a plain array where the result has no derivative."""
 
 Index = Any
-"""What stands between the brackets of an array."""
+"""An index expression, as in the brackets of an array."""
 
 _COMPARABLE = (
     Recordable, jax.Array, np.ndarray, np.generic, int, float, complex,

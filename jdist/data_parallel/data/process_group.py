@@ -84,7 +84,7 @@ class _DepartureNote(NamedTuple):
     """A note in JAX's key-value store that a process leaves for the others.
 
     Attributes:
-      moment: When it left, in seconds since the epoch.
+      moment: Time at which it left, in seconds since the epoch.
       own: Whether the failure is its own, and not that of a collective.
       text: The first line of its error.
       ended: Whether it reached the end of the block.

@@ -58,7 +58,8 @@ class Join:
       axis: The mesh axis that counts replicas.
 
     Attributes:
-      reduction: What the training step must be built with: "mean" or "sum".
+      reduction: The reduction that the training step must be built with: "mean" or
+        "sum".
 
     Raises:
       ValueError: An option is unknown; there is not one stream per replica. While

@@ -62,7 +62,7 @@ class Synchronization(TypedDict, total=False):
     """Options of the sum of gradients and of model state over replicas."""
 
     method: str
-    """Of gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
+    """Collective for gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
 
     bucket_cap_mb: Cap
     """Which gradients travel together; see `value_and_grad`."""
@@ -71,7 +71,7 @@ class Synchronization(TypedDict, total=False):
     """Compresses gradients on their way; see `value_and_grad`."""
 
     states: str
-    """Of model state: "mean", the default, or "first"; see `synchronized`."""
+    """Rule for model state: "mean", the default, or "first"; see `synchronized`."""
 
     debug: bool
     """Whether to compare the replicas' gradients after each step; see `value_and_grad`.

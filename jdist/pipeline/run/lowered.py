@@ -31,7 +31,7 @@ _OTHERS = {
     "on_device": "gradient",
     "square_of": "norm",
 }
-"""What compiled functions are for, by their names."""
+"""The purposes of compiled functions, by name."""
 
 
 @final

@@ -72,8 +72,8 @@ class StageRun:
         its gradient is weighted where it is added.
 
     Attributes:
-      params: As above.
-      kind: As above.
+      params: The argument of the same name.
+      kind: The argument of the same name.
       state: The state after the last forward pass.
       update: An update that the next backward pass makes in place of adding its
         gradient to the sum; or None.

@@ -110,7 +110,7 @@ class StageUpdates:
       loss_scale: The loss scaling of all stages; None without one.
       unrounded: By stage, whether its gradient is for master weights, which take the
         sum unrounded.
-      opt_states: As above.
+      opt_states: The argument of the same name.
 
     Raises:
       ValueError: A number breaks its rule.

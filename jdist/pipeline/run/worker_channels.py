@@ -112,7 +112,7 @@ _OF_MEMBERS = "VD"
 """Kinds of messages whose sender is a member's number, not a rank of the schedule."""
 
 _SYMPTOM = re.compile("Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]onnection")
-"""In what a collective says when a process is gone."""
+"""Matches the errors of collectives after the loss of a process."""
 
 _log = logging.getLogger("jdist.pipeline")
 
@@ -367,7 +367,7 @@ class WorkerChannels:
         where each computes alone.
 
     Attributes:
-      ready: As above; None once it has ended.
+      ready: The argument of the same name; None once it has ended.
       begun: Whether it has succeeded.
     """
 

@@ -27,7 +27,7 @@ class ScheduleError(JdistError, ValueError):
 
     Attributes:
       rule: Name of the rule; see `Schedule.validate`.
-      what: What is wrong.
+      what: Description of the violation.
       worker: Rank of the worker whose actions break it, or None if no single one does.
       action: The first action that breaks it, or None.
     """

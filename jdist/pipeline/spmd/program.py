@@ -40,7 +40,7 @@ class Feed(NamedTuple):
     values on the devices that read them."""
 
     values: tuple[PyTree, ...]
-    """What the first stage takes, in order, `(micro_batches, rows, ...)`."""
+    """Inputs of the first stage, in order, `(micro_batches, rows, ...)`."""
     entries: dict[str, PyTree]
     """The entries that the loss reads, likewise."""
     weights: jax.Array

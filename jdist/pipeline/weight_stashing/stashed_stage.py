@@ -59,7 +59,7 @@ class StashedStage:
       opt_state: State of its optimizer; donated by the first update.
 
     Attributes:
-      run: As above.
+      run: The argument of the same name.
       stash: All versions that are kept, and the optimizer's state.
       grown: Number of micro-batches in the accumulated gradient.
       held: Gradients that are complete here, of updates that are not made yet.

@@ -30,7 +30,7 @@ class ThreadPool:
       places: How many limited tasks run at a time.
 
     Attributes:
-      places: As given.
+      places: The argument of the same name.
     """
 
     def __init__(self, name: str, places: int) -> None:

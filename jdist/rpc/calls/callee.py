@@ -65,7 +65,7 @@ class Execution:
     """Once deferred: the answer to be sent."""
 
     ticket: Any
-    """By which the caller may cancel it out of band; None if it will not."""
+    """The ticket by which the caller may cancel it out of band; None if it will not."""
 
     def __init__(
         self,

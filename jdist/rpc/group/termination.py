@@ -177,7 +177,8 @@ class Stalemate:
     The coordinator locks it.
 
     Attributes:
-      again: When to look again, because a worker was busy; None if there is no need.
+      again: Time of the next check, because a worker was busy; None if there is no
+        need.
     """
 
     def __init__(self) -> None:

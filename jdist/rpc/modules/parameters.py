@@ -30,7 +30,7 @@ class Parameter:
       variable: The `nnx.Param`, or what has `get_value` and `set_value` as that does.
 
     Attributes:
-      name: As given.
+      name: The argument of the same name.
 
     Source: what `RemoteModule.remote_parameters` refers to, `torch.nn.Parameter`.
     """

@@ -100,7 +100,7 @@ class Child:
     """One process that was started.
 
     Attributes:
-      name: As the program has it.
+      name: Name of the program.
       pid: Its process id, and that of its process group.
       output: Standard output, if captured.
       errors: Standard error, if captured.

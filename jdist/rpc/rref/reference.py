@@ -27,7 +27,8 @@ from jdist.rpc.rref.references import (
 __all__ = ["BACKWARD", "RRef", "remote"]
 
 BACKWARD = "rpc.backward"
-"""In the extension state of a worker: what `RRef.backward` runs, if there is any."""
+"""The entry of a worker's extension state that `RRef.backward` runs, if there is
+one."""
 
 T = TypeVar("T")
 

@@ -59,7 +59,7 @@ class Handle(NamedTuple):
       owner_value: On the owner, where the value is or will be; else None.
       user_fork: Elsewhere, what the owner counts; else None.
       creation: For a reference by `remote`, done when that call has ended.
-      until: When the creation will have ended.
+      until: Time at which the creation will have ended.
     """
 
     references: "References"

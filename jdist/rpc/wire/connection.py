@@ -50,8 +50,8 @@ class Terms(NamedTuple):
 
     Attributes:
       limits: Limits on the frames that the peer may announce.
-      device: Where received JAX arrays are placed; None for JAX's default.
-      device_maps: Where JAX arrays arrive that this worker sends.
+      device: Device on which received JAX arrays are placed; None for JAX's default.
+      device_maps: Devices on which JAX arrays arrive that this worker sends.
       stall: Seconds without a byte in the middle of a frame, after which the peer is
         taken for frozen and the channel closed.
     """
