@@ -34,11 +34,8 @@ JOIN = 10.0
 """Seconds within which up to 64 workers should join, on two cores."""
 
 JOINED, CALLED, RESTED = "joined", "after the calls", f"{PAUSE:g} s later"
-_LIMITS = {
-    JOINED: THREADS,
-    CALLED: THREADS + PER_PEER * (WORKERS - 1),
-    RESTED: THREADS + PER_PEER * (WORKERS - 1),
-}
+# Rank 0 has exchanged messages with all others once they have joined.
+_LIMIT = THREADS + PER_PEER * (WORKERS - 1)
 
 
 class Usage(NamedTuple):
@@ -102,9 +99,9 @@ def measure() -> list[Case]:
                 Goal(
                     f"threads of a worker, {state}",
                     _extremes([one.threads for one in states[state]]),
-                    limit,
+                    _LIMIT,
                 )
-                for state, limit in _LIMITS.items()
+                for state in states
             ],
         ),
     ]

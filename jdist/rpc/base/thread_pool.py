@@ -1,7 +1,8 @@
 """A pool of threads that grows on demand, with a limit for users' functions.
 
 A task goes to the thread that became idle last, because its stack is warm; without an
-idle thread a new one starts. A thread that is idle for 10 s ends.
+idle thread a new one starts. A thread that is idle for 10 s ends, and sooner if several
+are.
 
 Two kinds of tasks differ in one point. Users' functions (`run_limited`) share a fixed
 number of places and wait in order when all are taken. The library's own tasks (`run`)
@@ -18,6 +19,9 @@ __all__ = ["ThreadPool"]
 
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
+_FEW_IDLE = 2
+# Of the threads beyond a few that a burst leaves.
+_SURPLUS_SECONDS = 2.0
 
 Task = Callable[[], None]
 
@@ -180,8 +184,9 @@ class ThreadPool:
             if self._closed:
                 return None
             idle.task = None
+            surplus = len(self._idle) >= _FEW_IDLE
             self._idle.append(idle)
-        if idle.ready.acquire(timeout=_IDLE_SECONDS):
+        if idle.ready.acquire(timeout=_SURPLUS_SECONDS if surplus else _IDLE_SECONDS):
             return idle.task
         with self._lock:
             if idle in self._idle:

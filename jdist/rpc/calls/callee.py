@@ -39,7 +39,7 @@ from jdist.rpc.codec import Codec
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree, names_code
 from jdist.rpc.codec.remote_exception import describe
-from jdist.rpc.wire.channel import Channel, ChannelClosed
+from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
@@ -497,24 +497,14 @@ class ServedConnection:
         self._bringing = weakref.WeakValueDictionary()
 
     def read(self) -> None:
-        """Serves requests until the channel closes."""
-        while self._read_one():
-            pass
+        """Serves requests until the channel closes, on this thread at first."""
+        self._channel.read(Reader(self._take, self._end, self._agent.pool))
 
-    def _read_one(self) -> bool:
-        """Reads and serves one request; returns whether the connection is open."""
-        # A function of its own, so that the thread keeps no request while it waits.
-        try:
-            frame = self._channel.receive()
-        except (ChannelClosed, ProtocolError) as error:
-            self._end(str(error))
-            return False
-        except BaseException as error:
-            self._end(f"its reader failed: {error!r}")
-            raise
+    def _take(self, frame: Frame) -> None:
+        """Serves one request."""
         if frame.kind == CANCEL:
             self._cancel(frame.id)
-            return True
+            return
         callee, pool = self._agent.callee, self._agent.pool
         execution = callee.execution_of(self._caller, frame)
         callee.begin(execution)
@@ -524,10 +514,10 @@ class ServedConnection:
         self._running[frame.id] = execution
         if not frame.shared:
             self._serve(execution, frame)
-            return True
+            return
         if callee.runs_inline(frame):
             self._serve(execution, frame, reading=True)
-            return True
+            return
         serve = functools.partial(self._serve, execution, frame)
         if before is not None and before.follow(serve):
             pass  # no thread of its own, which could only wait for the first one
@@ -535,7 +525,6 @@ class ServedConnection:
             pool.run_limited(serve)
         else:
             pool.run(serve)
-        return True
 
     def _serve(
         self,

@@ -18,7 +18,7 @@ from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.group.barrier_round import (
     SHUTDOWN,
     BarrierRound,
@@ -29,7 +29,7 @@ from jdist.rpc.group.barrier_round import (
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
 from jdist.rpc.group.membership import Answers, Member, Membership
 from jdist.rpc.group.termination import Stalemate
-from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
+from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
 __all__ = ["NAME", "Coordinator"]
@@ -38,8 +38,8 @@ NAME = ":coordinator:"
 """Name of the coordinator's transport; a worker may have the same name."""
 
 _ENDING = "this group is ending; try again"
-# What reading a malformed request can raise: a peer's mistake must close its channel
-# and not end the thread that serves it.
+# What reading a malformed request can raise: a peer's mistake closes its channel and is
+# no failure of the thread that reads it.
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 
 
@@ -81,7 +81,9 @@ class Coordinator:
         self._farewells: dict[Member, _Farewell] = {}
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
-        self._pool = ThreadPool("rpc coordinator", 1024)
+        self._pool = ThreadPool("rpc coordinator", MOST_WORKERS)
+        # Apart from the threads that send, which have to end before the channels do.
+        self._readers = ThreadPool("rpc coordinator reads", 1)
         self._timer = Timer("rpc coordinator timer", self._pool)
         self._alarm = self._timer.alarm(self._expire)
         self._pace: Pace | None = None
@@ -144,23 +146,30 @@ class Coordinator:
         self._timer.close()
         self._pool.close(timeout=1.0)  # once all farewells are sent
         self._transport.close()
+        self._readers.close(timeout=1.0)
 
     # --- requests ---
 
     def _serve(self, channel: Channel) -> None:
         member: Member | None = None
-        try:
-            while True:
-                frame = channel.receive()
+
+        def take(frame: Frame) -> None:
+            nonlocal member
+            try:
                 if member is not None:
                     member.heard = time.monotonic()
                     self._answer(member, frame)
                 elif frame.kind == "group.join":
                     member = self._join(channel, frame)
-        except (ChannelClosed, ProtocolError, *_MALFORMED) as error:
-            channel.close(str(error))
+            except _MALFORMED as error:
+                raise ProtocolError(str(error)) from error
+
+        def end(reason: str) -> None:
+            channel.close(reason)
             if member is not None:
-                self._gone(member, f"its connection closed ({error})")
+                self._gone(member, f"its connection closed ({reason})")
+
+        channel.read(Reader(take, end, self._readers, patient=False))
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
         info = WorkerInfo(frame.meta["name"], int(frame.meta["rank"]))
@@ -332,7 +341,9 @@ class Coordinator:
             if frame.meta.get("noted") and self._membership.has(member):
                 unaware = {*self._membership.present()} - {member}
             self._farewells[member] = _Farewell(frame.id, unaware)
-        self._gone(member, "it has left the group")
+        # Where all n leave together, each would get n messages about the others.
+        together = frame.meta.get("together") is True
+        self._gone(member, "it has left the group", announce=not together)
 
     def _note(self, member: Member, incarnation: int | None = None) -> None:
         """Records that a member has noted one worker's departure; None for all."""
@@ -343,7 +354,7 @@ class Coordinator:
                 leaver.post(Frame(REPLY, farewell.request, {}, None, []))
                 del self._farewells[leaver]
 
-    def _gone(self, member: Member, reason: str) -> None:
+    def _gone(self, member: Member, reason: str, announce: bool = True) -> None:
         with self._lock:
             if member.gone is not None:
                 return
@@ -353,7 +364,7 @@ class Coordinator:
             # process, and then rank 0's worker must be told that reason first.
             if not member.left:
                 self._blame_itself()
-            if self._membership.remove(member):
+            if self._membership.remove(member) and announce:
                 kind = "group.left" if member.left else "group.lost"
                 meta = {"incarnation": member.info.incarnation, "reason": reason}
                 for other in self._membership.present():

@@ -129,19 +129,23 @@ class CoordinatorClient:
             interval = options.heartbeat_interval
             self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
-    def leave(self, seconds: float, noted: bool = False) -> None:
+    def leave(
+        self, seconds: float, noted: bool = False, together: bool = False
+    ) -> None:
         """Tells the coordinator that this worker leaves, and closes the channel.
 
         Args:
           seconds: To wait at most for the coordinator's answer.
           noted: Whether to wait until all other members know that it left.
+          together: Whether all other members leave too, so that none needs to know.
         """
         # First: when the channel closes below, `_closed` must not report a loss.
         self._left = True
         if self._pace is not None:
             self._pace.close()
         if self._shared.closed is None:
-            asked = self._ask("group.leave", {"noted": noted}, seconds, "shutdown")
+            meta = {"noted": noted, "together": together}
+            asked = self._ask("group.leave", meta, seconds, "shutdown")
             await_done(asked, time.monotonic() + seconds)
         self._shared.close("this worker was shut down")
 

@@ -322,7 +322,7 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
         group only the coordinator.
       CollectiveMismatch: The others wait for this worker in a collective.
     """
-    patience = 0.0
+    patience, together = 0.0, False
     try:
         if graceful:
             _finish(agent, deadline)
@@ -332,6 +332,9 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
             # Again, so that no worker leaves before all have released theirs.
             _finish(agent, deadline)
             patience = _LEAVING_SECONDS
+            # Only if it waited for all: one that it took for lost waits for it.
+            all_wait = all(one.departed is None for one in agent.directory.peers())
+            together = all_wait and not agent.group.elastic
     except CollectiveMismatch:
         # The others continue, and may end in an orderly way.
         patience = _LEAVING_SECONDS
@@ -341,7 +344,7 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
         agent.group.check("shutdown")
         raise
     finally:
-        _end(agent, patience)
+        _end(agent, patience, together)
     if graceful:
         agent.group.check("shutdown")
         _report(agent.references.leaks(), agent.options)
@@ -381,7 +384,7 @@ def _report(leaks: list[str], options: RpcOptions) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def _end(agent: Agent, patience: float) -> None:
+def _end(agent: Agent, patience: float, together: bool = False) -> None:
     try:
         # Within the `try`: an interrupt must not leave a worker that is neither
         # registered, to be shut down again, nor closed.
@@ -393,7 +396,7 @@ def _end(agent: Agent, patience: float) -> None:
             seconds = options.heartbeat_timeout + options.heartbeat_interval
             client.leave(seconds, noted=True)
         else:
-            client.leave(_LEAVING_SECONDS)
+            client.leave(_LEAVING_SECONDS, together=together)
         if client.coordinator is not None:
             client.coordinator.wait_until_alone(patience)
             client.coordinator.close("it was shut down")

@@ -70,7 +70,8 @@ class Member:
             if self._sending:
                 return
             self._sending = True
-        self._pool.run(self._send)
+        # Limited only so that few threads send what is posted to many members at once.
+        self._pool.run_limited(self._send)
 
     def _send(self) -> None:
         while True:

@@ -5,12 +5,14 @@ knows which of the two it has.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.frame import Frame
 
-__all__ = ["Channel", "ChannelClosed", "NotSent", "Transport"]
+__all__ = ["Channel", "ChannelClosed", "NotSent", "Reader", "Transport"]
 
 
 class ChannelClosed(ConnectionError):
@@ -25,6 +27,35 @@ class NotSent(ChannelClosed):
 
     The frame may be sent on another channel: the other side has not seen it.
     """
+
+
+class Reader(NamedTuple):
+    """The recipient of all frames of a channel.
+
+    Attributes:
+      take: Called with each frame, in order.
+      end: Called once, with the reason why there are no more.
+      pool: Lends the threads that read.
+      patient: Whether a thread stays with a silent channel while few threads read. It
+        then needs no other thread to begin to read the next frame.
+    """
+
+    take: Callable[[Frame], None]
+    end: Callable[[str], None]
+    pool: ThreadPool
+    patient: bool = True
+
+    def read(self, receive: Callable[[], Frame | None]) -> None:
+        """Takes frames until there is none for now, or the channel has closed."""
+        try:
+            while (frame := receive()) is not None:
+                self.take(frame)
+                del frame  # this thread keeps none while it waits
+        except (ChannelClosed, ProtocolError) as error:
+            self.end(str(error))
+        except BaseException as error:
+            self.end(f"its reader failed: {error!r}")
+            raise
 
 
 class Channel(Protocol):
@@ -48,6 +79,13 @@ class Channel(Protocol):
         """Returns the next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
 
         After a TimeoutError in the middle of a frame the channel is closed.
+        """
+
+    def read(self, reader: Reader) -> None:
+        """Has `reader` take every frame, by one thread at a time.
+
+        That is this thread at first, until the channel is silent or has closed, and
+        one of the reader's pool once frames come again.
         """
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:

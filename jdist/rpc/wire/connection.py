@@ -18,7 +18,7 @@ from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
-from jdist.rpc.wire.channel import ChannelClosed, NotSent
+from jdist.rpc.wire.channel import ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import (
     ANSWERS,
     PREFIX_BYTES,
@@ -35,6 +35,7 @@ from jdist.rpc.wire.frame import (
     parse_prefix,
 )
 from jdist.rpc.wire.memory import MemoryPool
+from jdist.rpc.wire.silent_connections import PATIENCE, SilentConnections
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
 __all__ = ["Connection", "Terms"]
@@ -71,6 +72,7 @@ class Connection:
       terms: See there.
       pool: Memory for large arrays, when both sides can use it on this stream.
       on_close: Called once, when the connection has given back its socket.
+      silent: Where `read` leaves it while it is silent; without, a thread stays.
     """
 
     def __init__(
@@ -80,12 +82,16 @@ class Connection:
         terms: Terms,
         pool: MemoryPool | None = None,
         on_close: Callable[["Connection"], None] | None = None,
+        silent: SilentConnections | None = None,
     ) -> None:
         self.peer = peer
         self._stream = stream
         self._terms = terms
         self._pool = pool
         self._on_close = on_close
+        self._silent = silent
+        self._reader: Reader | None = None
+        self._is_silent = False  # and will be read, by a thread that closes it too
         self._reason: str | None = None
         self._released = False
         self._sending = InterruptSafeLock()
@@ -199,8 +205,16 @@ class Connection:
 
     # --- receiving ---
 
-    def receive(self, deadline: float | None = None) -> Frame:
-        """Receives the next frame; see `Channel.receive`."""
+    def receive(
+        self, deadline: float | None = None, begin: float | None = None
+    ) -> Frame:
+        """Receives the next frame; see `Channel.receive`.
+
+        Args:
+          deadline: See there.
+          begin: The moment until which to wait for the first byte; by default as long
+            as for the others.
+        """
         let_go()  # the other side may use the memory while this one waits
         receiving = self._receiving
         busy = "another thread was still receiving"
@@ -210,7 +224,7 @@ class Connection:
             try:
                 receiving.acquire(deadline, busy)
                 while True:
-                    frame = self._next(deadline)
+                    frame = self._next(deadline, begin)
                     # A request that was received before is dropped: executing it twice
                     # would be worse than its caller's timeout.
                     if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
@@ -249,14 +263,54 @@ class Connection:
             self.close(reason)
             raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
 
-    def _next(self, deadline: float | None) -> Frame:
+    def read(self, reader: Reader) -> None:
+        """Reads it as long as it is open; see `Channel.read`."""
+        self._reader = reader
+        if self._silent is None:
+            self._read()
+        else:
+            self._silent.run(self._read, reader.pool)
+
+    def _read(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        reader.read(self._receive_or_leave)
+        if self._released:
+            self._reader = None  # it refers to what has this connection
+
+    def _receive_or_leave(self) -> Frame | None:
+        """Receives a frame; None if nothing comes, and another thread reads the next.
+
+        That one may be reading already when this returns.
+        """
+        self._is_silent = False
+        silent, reader = self._silent, self._reader
+        assert reader is not None
+        if silent is None or (reader.patient and not silent.crowded):
+            return self.receive()
+        try:
+            return self.receive(None, time.monotonic() + PATIENCE)
+        except TimeoutError:
+            pass
+        with self._ending:
+            # Of a closed one, `receive` raises the reason.
+            self._is_silent = self._reason is None
+        if self._is_silent:
+            descriptor = self._stream.fileno()
+            if silent.add(descriptor, self._read, reader.pool):
+                return None
+        self._is_silent = False
+        return self.receive()
+
+    def _next(self, deadline: float | None, begin: float | None) -> Frame:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _BUFFER:
                 self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
-            self._end = self._stream.receive_into(self._buffer, deadline)
+            first = deadline if begin is None else begin
+            self._end = self._stream.receive_into(self._buffer, first)
         limits = self._terms.limits
         try:
             sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
@@ -357,7 +411,9 @@ class Connection:
         with self._ending:
             if self._sending.held or self._receiving.held:
                 return  # this very thread is inside, and was interrupted there
-            if self._released or not self._sending.releasing(self._close_stream):
+            if self._released or self._is_silent:
+                return
+            if not self._sending.releasing(self._close_stream):
                 return
         if self._on_close is not None:
             self._on_close(self)

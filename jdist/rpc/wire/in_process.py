@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from jdist.rpc.base import current
 from jdist.rpc.base.device_maps import DeviceMaps, Table, device_of, number_of
 from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
+from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
 
 __all__ = ["Hub", "InProcessTransport", "adopt"]
@@ -174,6 +174,8 @@ class _End:
         self._closed: str | None = None
         self._lock = threading.Lock()
         self._requests = Duplicates()
+        self._reader: Reader | None = None
+        self._unread = False  # by any thread, though it has a reader
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """See `Channel.send`."""
@@ -200,6 +202,30 @@ class _End:
                 or self._requests.is_new(frame.id)
             ):
                 return frame
+
+    def read(self, reader: Reader) -> None:
+        """See `Channel.read`; the thread leaves as soon as there is no frame."""
+        self._reader = reader
+        self._read()
+
+    def _read(self) -> None:
+        assert self._reader is not None
+        self._reader.read(self._receive_or_leave)
+
+    def _read_unread(self) -> None:
+        with self._lock:
+            unread, self._unread = self._unread, False
+        if unread:
+            self._read()
+
+    def _receive_or_leave(self) -> Frame | None:
+        with self._lock:
+            # In this order: a frame that comes meanwhile finds it unread, or is found.
+            self._unread = True
+            if self._arrived.empty():
+                return None  # another thread may be reading already
+            self._unread = False
+        return self.receive()
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """See `Channel.exchange`; may run the call in this thread."""
@@ -230,12 +256,17 @@ class _End:
             with end._lock:
                 first, end._closed = end._closed is None, end._closed or told
             if first:
-                end._arrived.put(None)
+                end._put(None)
                 end._here.forget(end)
 
-    def _put(self, frame: Frame) -> None:
+    def _put(self, frame: Frame | None) -> None:
         self._arrived.put(frame)
-        if self.unserved is not None:
+        if self._unread:
+            assert self._reader is not None
+            # The thread that comes notes that it reads. Noted here, an interrupt
+            # could leave it noted without a thread on its way.
+            self._reader.pool.run(self._read_unread)
+        elif self.unserved is not None and frame is not None:
             with self._lock:
                 start, self.unserved = self.unserved, None
             if start is not None:

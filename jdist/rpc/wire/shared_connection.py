@@ -1,9 +1,8 @@
 """A multiplexed connection, shared by asynchronous calls.
 
-One thread reads it for as long as it is open, and completes the calls as their answers
-arrive. It runs nothing else: users' functions, such as callbacks of futures and the
-constructors of what an answer holds, run on the pool, so that no function can keep an
-answer from being read.
+The thread that reads it completes the calls as their answers arrive. It runs nothing
+else: users' functions, such as callbacks of futures and the constructors of what an
+answer holds, run on the pool, so that no function can keep an answer from being read.
 """
 
 import itertools
@@ -12,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdist.rpc.base.current import Deadline, Meta
-from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.codec.codes import Tree
-from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
+from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, REPLY, Frame
 
 __all__ = ["Callbacks", "Pending", "SharedConnection"]
@@ -173,18 +171,9 @@ class SharedConnection:
     # --- the reader ---
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._read_one()
-        except (ChannelClosed, ProtocolError) as error:
-            self._end(str(error))
-        except BaseException as error:
-            self._end(f"its reader failed: {error!r}")
-            raise
+        self._channel.read(Reader(self._take, self._end, self._pool))
 
-    def _read_one(self) -> None:
-        # A function of its own, so that the thread keeps no answer while it waits.
-        frame = self._channel.receive()
+    def _take(self, frame: Frame) -> None:
         also = frame.meta.get(ALSO)
         if type(also) is int:
             self._answer(also, Frame(REPLY, also, {}, None, []))

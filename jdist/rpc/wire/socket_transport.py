@@ -25,6 +25,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
 from jdist.rpc.wire.frame import Limits
 from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Ability, Identity
+from jdist.rpc.wire.silent_connections import SilentConnections
 from jdist.rpc.wire.sockets import (
     LOOPBACK,
     Address,
@@ -149,6 +150,7 @@ class SocketTransport:
         self._attempts: dict[Attempt, str] = {}  # to which worker
         self._abandoned: dict[str, str] = {}
         self._connections: set[Connection] = set()
+        self._silent = SilentConnections()
         self._threads: set[threading.Thread] = set()
         self._accepting: threading.Thread | None = None
         self._closed = threading.Event()
@@ -251,7 +253,10 @@ class SocketTransport:
         if self.polling:
             stream.polling = Polling(self.polling)
         pool = self._pool if memory_too else None
-        connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
+        connection = Connection(
+            secured, proved.peer, self._terms, pool, self._forget, self._silent
+        )
+        self._silent.opened(proved.peer)
         with self._lock:
             self._connections.add(connection)
         # `close` may have taken its copy of the connections before this one was added.
@@ -260,6 +265,7 @@ class SocketTransport:
         return connection
 
     def _forget(self, connection: Connection) -> None:
+        self._silent.closed(connection.peer)
         with self._lock:
             self._connections.discard(connection)
 
@@ -299,6 +305,7 @@ class SocketTransport:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+        self._silent.close(until)
         self._woken.close()
         os.close(self._spare)
         if self._pool is not None:
@@ -414,7 +421,7 @@ class SocketTransport:
         with self._lock:
             self._strangers.pop(stream, None)
             self._room.notify()
-        threading.current_thread().name = f"{self._me.name}<-{connection.peer}"
+        threading.current_thread().name = f"{self._me.name} reads"
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(connection.close, "its serving thread failed")
             on_channel(connection)

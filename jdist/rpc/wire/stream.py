@@ -173,6 +173,9 @@ class ByteStream(Protocol):
     def silent(self) -> bool:
         """Whether it is open and nothing has come that was not received."""
 
+    def fileno(self) -> int:
+        """The socket's descriptor, which can be read once something comes."""
+
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
 
@@ -239,9 +242,10 @@ class Stream:
             if got is not None:
                 return got
         since = time.monotonic()
-        got = self._receive(view, deadline, 0)
-        polling.slept(time.monotonic() - since)
-        return got
+        try:
+            return self._receive(view, deadline, 0)
+        finally:
+            polling.slept(time.monotonic() - since)
 
     def _receive(self, view: memoryview, deadline: float | None, flags: int) -> int:
         if deadline is not None:
@@ -325,6 +329,10 @@ class Stream:
     def silent(self) -> bool:
         """Whether it is open and nothing has come that was not received."""
         return not self._look()
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
@@ -438,10 +446,17 @@ def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memor
     return rest
 
 
-_LIVE: weakref.WeakSet[Stream | socket.socket] = weakref.WeakSet()
+class _Closable(Protocol):
+    """Something with a descriptor."""
+
+    def close(self) -> None:
+        """Closes the descriptor."""
 
 
-def leave_to_parent(owned: Stream | socket.socket) -> None:
+_LIVE: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def leave_to_parent(owned: _Closable) -> None:
     """Make forked children close their copy of `owned` at once."""
     # A child that kept it would keep the connection, or the port, alive after the
     # parent's death, and others would wait for a worker that is gone.

@@ -193,6 +193,10 @@ class TlsStream:
         """Whether it is open and nothing has come that was not received."""
         return self._stream.silent()
 
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._stream.fileno()
+
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
         self._stream.shut()

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from jdist import rpc
+from jdist.rpc.base import thread_pool
 from jdist.rpc.base.thread_pool import ThreadPool
 from tests.rpc.hosts import in_threads, names, results
 from tests.rpc.sockets import nothing_left, wait_until
@@ -55,7 +56,8 @@ def test_limited_tasks_wait_for_a_place_and_others_do_not(pool):
     await_begun(tasks, 2)
 
 
-def test_an_idle_thread_is_used_again(pool):
+def test_an_idle_thread_is_used_again(pool, monkeypatch):
+    monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", PATIENCE)
     seen = []
     done = threading.Semaphore(0)
 
@@ -68,6 +70,27 @@ def test_an_idle_thread_is_used_again(pool):
         assert done.acquire(timeout=PATIENCE)
         wait_until(lambda: pool._idle)
     assert len(set(seen)) == 1
+
+
+def test_of_the_threads_that_a_burst_leaves_few_stay(pool, monkeypatch):
+    monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", PATIENCE)
+    tasks = Tasks()
+    for _ in range(12):
+        pool.run(tasks)
+    await_begun(tasks, 12)
+    tasks.go_on.set()
+    wait_until(lambda: len(pool._threads) == thread_pool._FEW_IDLE)
+    assert len(pool._idle) == thread_pool._FEW_IDLE
+
+
+def test_an_idle_thread_ends(pool, monkeypatch):
+    monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 0.01)
+    done = threading.Event()
+    pool.run(done.set)
+    assert done.wait(PATIENCE)
+    wait_until(lambda: not pool._threads)
+    pool.run(done.clear)
+    wait_until(lambda: not done.is_set())
 
 
 def test_a_task_that_raises_is_logged_and_the_thread_goes_on(pool, caplog):

@@ -135,6 +135,9 @@ def test_cancelling_at_a_peer_that_does_not_read_ends(pool):
             assert closed.wait(PATIENCE)
             raise ChannelClosed("closed")
 
+        def read(self, reader):
+            reader.read(self.receive)
+
         def close(self, reason=""):
             closed.set()
 

@@ -119,7 +119,7 @@ def attacked(group):
     assert rpc.rpc_sync("worker1", double, args=(21,)) == 42
 
 
-_COMING_AND_GOING = {"worker0 rpc", "rpc coordinator", "worker0 deadlines"}
+_COMING_AND_GOING = {"worker0 rpc", "rpc coordinator", "rpc coordinator reads"}
 
 
 def _threads():

@@ -14,10 +14,11 @@ from jdist.rpc.calls import outstanding_calls
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.calls.callee import ServedConnection
 from jdist.rpc.group import termination
+from jdist.rpc.group.coordinator_client import CoordinatorClient
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
-from tests.rpc.sockets import nothing_left
+from tests.rpc.sockets import nothing_left, wait_until
 
 PATIENCE = 60
 _counts: dict[str, int] = {}
@@ -367,6 +368,26 @@ def test_clusters_in_this_process_leave_nothing():
             with rpc.local_cluster(names(), allow=["tests"]):
                 assert rpc.rpc_sync("worker1", add, args=(1, 2)) == 3
                 assert rpc.rpc_async("worker2", add, args=(1, 2)).wait() == 3
+
+
+def test_workers_that_end_together_are_not_told_of_each_other(monkeypatch):
+    """Of n workers each would get n messages; one that leaves alone is announced."""
+    told = []
+    real = CoordinatorClient._pushed
+
+    def push(self, frame):
+        if frame.kind == "group.left":
+            told.append(self)
+        real(self, frame)
+
+    monkeypatch.setattr(CoordinatorClient, "_pushed", push)
+    with rpc.local_cluster(names(4)):
+        pass
+    assert told == []
+    with rpc.local_cluster(names(4)):
+        with rpc.use_worker("worker3"):
+            rpc.shutdown(graceful=False)
+        wait_until(lambda: len(told) == 3)
 
 
 def test_workers_of_a_cluster_may_end_on_their_own():

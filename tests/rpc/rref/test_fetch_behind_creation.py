@@ -158,6 +158,9 @@ def test_an_answer_that_comes_with_another_is_that_of_a_request_that_waits():
                 raise ChannelClosed("the test is over")
             return frame
 
+        def read(self, reader):
+            reader.read(self.receive)
+
         def close(self, reason=""):
             self.frames.put(None)
 
