@@ -190,7 +190,7 @@ class Reducer:
     def _plan(self, params: Sequence[PyTree]) -> _BucketPlan:
         """The plan of the buckets, made once for parameters of a structure."""
         leaves, structure = jax.tree.flatten(list(params))
-        kinds = tuple((np.shape(x), _dtype_of(x)) for x in leaves)
+        kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
         return self._plans.get_or_make(
             (structure, kinds), lambda: _BucketPlan.of("reducer", params, self._cap)
         )
@@ -214,7 +214,7 @@ class _BucketPlan:
         paths = list(named)
         # In the dtypes of the sums, which decide the sizes of buckets.
         leaves = [
-            jax.ShapeDtypeStruct(np.shape(x), wide_dtype(_dtype_of(x)))
+            jax.ShapeDtypeStruct(np.shape(x), wide_dtype(jnp.result_type(x)))
             for x in named.values()
         ]
         check_paths(f"{call}(bucket_cap_mb=...)", leaves, paths, cap)
@@ -441,10 +441,6 @@ class _ReplicaPass:
         """The leaves of a bucket."""
         places = (plan.places[leaf] for leaf in bucket)
         return [self.done[layer][number] for layer, number in places]
-
-
-def _dtype_of(leaf: PyTree) -> np.dtype:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _laid_out(tree: PyTree, place: NamedSharding) -> PyTree:

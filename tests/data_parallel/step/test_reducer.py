@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import verify
+from jdist._tree import is_inexact
 from jdist.data_parallel import reducer, shard_batch
 from jdist.data_parallel.step import reducer as reducing
 
@@ -139,6 +140,32 @@ def test_buckets_are_planned_once_for_parameters_of_a_kind(
     assert verify.compare(first, fn(params, *shards)).bit_equal
     fn(others, *shards)
     assert len(planned) == 2
+
+
+def test_buckets_are_planned_in_the_dtypes_in_which_jax_computes(
+    problem, mesh, monkeypatch
+):
+    """NumPy's float64 is float32 there, where 64-bit types are off."""
+    dtypes, plan = [], reducing.plan_buckets
+
+    def planning(leaves, *args):
+        dtypes.append({leaf.dtype for leaf in leaves})
+        return plan(leaves, *args)
+
+    def cast(tree, dtype):
+        return jax.tree.map(
+            lambda x: np.asarray(x, dtype if is_inexact(x) else None), tree
+        )
+
+    monkeypatch.setattr(reducing, "plan_buckets", planning)
+    params, batch, weights = cast(problem, np.float32)
+    with jax.enable_x64(False):
+        fn = reducer(LAYERS, loss_of, mesh(2))
+        shards = shard_batch(batch, mesh(2), weights=weights)
+        first = fn(params, *shards)
+        wide = fn(cast(params, np.float64), *shards)
+        assert verify.compare(first, wide).bit_equal
+    assert dtypes == [{np.dtype(np.float32)}] * 2
 
 
 def test_a_bucket_is_reduced_before_the_backward_pass_has_ended(rng, mesh):
