@@ -108,7 +108,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     Raises:
       ValueError: No candidates; no floating parameter; an unknown reduction; an
         accumulation that is no floating dtype; weights with a scalar loss, of the wrong
-        shape, negative, not finite or all 0; a batch whose leaves differ in length.
+        shape, negative, not finite or all 0; a batch whose leaves differ in length, or
+        have none.
       TypeError: A candidate returned something else than a pair; the loss function
         wants a key.
       PeersLost: Another process raised, or did not come in time.
@@ -518,6 +519,9 @@ def check_arguments(
             )
         return
     count = examples_in(batch, "gradients(batch=...)")
+    if not count:
+        rule, got = "must have at least one example", "none"
+        raise ValueError(requirement("gradients(batch=...)", rule, got))
     if weights is None:
         return
     if np.shape(weights) != (count,):

@@ -7,7 +7,8 @@ come the sums over examples that `bound.Sums` lists.
 
 On the way the examples' losses are compared with those of the whole batch: if they
 differ, examples influence each other (batch statistics), and no split of the batch can
-give the same gradient; the report says so.
+give the same gradient; the report says so. An example alone then says nothing of the
+batch's gradient, so that the batch is measured as one term, as with a scalar loss.
 """
 
 import math
@@ -32,7 +33,7 @@ from jdist.verify.bound import (
     wide_of,
 )
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
-from jdist.verify.oracle import LossFn, differentiated, finite_differences
+from jdist.verify.oracle import LossFn, differentiated, finite_differences, reduced
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -87,6 +88,9 @@ def measurer(
     Measurements of one loss for several reductions may share `programs`.
     """
     programs = programs or LossPrograms(loss_fn, accumulation)
+    scalar = reduced(loss_fn, reduction)
+    # Nothing is traced of it unless examples influence each other.
+    of_whole = LossPrograms(lambda p, given: scalar(p, *given), accumulation)
     check = finite_differences(loss_fn, reduction)
 
     def measure(
@@ -110,8 +114,11 @@ def measurer(
         examples = int(np.count_nonzero(shares))
         draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
-        if apart:
-            notes += _coupling(losses.exact, found.losses)
+        if apart and (coupled := _coupling(losses.exact, found.losses)):
+            notes += coupled
+            terms, examples, draws = _leading(batch), 1, more * DRAWS_EACH
+            w = None if weights is None else jnp.asarray(weights, losses.dtype)
+            found = of_whole.gradients(params, (batch, w), np.ones(()), draws)
         notes += found.notes + _accumulates(params, accumulation)
         loss_limit, limits = _limits(
             params, losses.dtype, found.sums, terms, draws * examples, accumulation

@@ -253,6 +253,34 @@ def test_examples_that_influence_each_other_are_noted(rng):
     assert not any("influence" in note for note in quiet.notes)
 
 
+@pytest.mark.parametrize("given", [None, [1.0, 0.0, 2.0, 1.0, 3.0, 1.0, 1.0]])
+def test_examples_that_influence_each_other_are_judged_together(given, rng):
+    """Alone, an example divides by almost 0, and zero would be near its gradient."""
+    x, w = (
+        jnp.asarray(rng.normal(size=(7, 3)), jnp.float32),
+        jnp.array([0.3, 0.4, -0.2]),
+    )
+    own = jnp.asarray(given or [1.0] * 7, jnp.float32)
+
+    def by_range(w, x):
+        y = x @ w
+        return 3 * jnp.tanh(y / (y.max() - y.min() + 1e-6)) ** 2
+
+    def times(factor):
+        def candidate(w, x):
+            fn = jax.value_and_grad(lambda w: (own @ by_range(w, x)) / own.sum())
+            loss, gradient = fn(w)
+            return loss, factor * gradient
+
+        return candidate
+
+    candidates = {f"{k}": times(k) for k in (1, 0, -1, 1.01)}
+    w = w.astype(jnp.float32)
+    report = verify.gradients(by_range, w, x, candidates, weights=given, seed=None)
+    assert [report.of(name).ok for name in candidates] == [True, False, False, False]
+    assert all(report.of(name).failures for name in ("0", "-1", "1.01"))
+
+
 def test_ties_and_near_ties_of_a_maximum_are_noted():
     """Equal examples move together and are pinned; rounding decides a near tie."""
     x = jnp.array([[1.0], [2.0], [2.0]], jnp.float32)

@@ -189,10 +189,11 @@ def test_weights_that_weigh_nothing_are_refused(weights, words):
         ({"w": None}, X, "must have a floating leaf"),
         (W, {"x": X, "y": X[:3]}, "same first dimension, the examples.*x: 5, y: 3"),
         (W, {"x": X, "y": np.float32(1)}, "x: 5, y: a scalar"),
+        (W, X[:0], "at least one example. Got none"),
     ],
 )
 def test_arguments_that_have_no_gradient_are_refused(params, batch, words):
-    """No parameter to differentiate by; leaves of unequal length."""
+    """No parameter to differentiate by; leaves of unequal length, or of none."""
 
     def loss(w, batch):
         rows = batch["x"] if isinstance(batch, dict) else batch
