@@ -477,15 +477,17 @@ def _call(
         rule = "must return (loss, gradient)"
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
-    # `block_until_ready` would wait forever if another process has raised.
+    # Computed before the next call, which may overwrite what is copied here.
     found: tuple[Any, Any] = peers.computed(jax.tree.map(_kept, result))
     return found
 
 
 def _kept(leaf: ArrayLike) -> ArrayLike:
     """A result as it is now: the next call may overwrite the buffer that it lies in."""
-    is_buffer = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
-    return np.array(leaf) if is_buffer else leaf
+    # Arrays of JAX too: those by `from_dlpack` lie in another framework's buffers.
+    if isinstance(leaf, jax.Array):
+        return leaf.copy()
+    return np.array(leaf) if hasattr(leaf, "__array__") else leaf
 
 
 def check_arguments(

@@ -75,13 +75,13 @@ class Peers:
         return [json.loads(text)["record"] for text in found]
 
     def computed(self, arrays: PyTree) -> PyTree:
-        """Waits until arrays that all processes compute together are computed.
+        """Waits until arrays, which all processes compute together, are computed.
 
         Raises:
           PeersLost: A process raised meanwhile, or `timeout` has passed.
         """
         if self.size == 1:
-            return arrays
+            return jax.block_until_ready(arrays)
         until = time.monotonic() + self.timeout
         pause = Event()
         pending = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
