@@ -1,11 +1,14 @@
 """The check of the reference: right references are pinned, wrong ones are found."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdist import verify
+from jdist.verify import OracleCheck, oracle
 from jdist.verify.oracle import (
     REDUCERS,
     SHIFTS,
@@ -124,6 +127,22 @@ def test_a_derivative_is_compared_at_several_points():
         lambda seed: (jnp.zeros(5, jnp.float32), *arrays(seed, (1000, 5))),
     )
     assert all(check.ok and not check.skipped for check in found), found
+
+
+def test_a_disagreement_outweighs_points_that_say_nothing(monkeypatch):
+    """Wherever it is met, and one point that agrees outweighs both."""
+    skipped, wrong, right = (
+        OracleCheck(skipped="no"), OracleCheck(1, 2, 0), OracleCheck(1, 1, 0),
+    )  # fmt: skip
+    check = finite_differences(lambda w, x: x * w, "mean")
+    w, x = jnp.ones(2, jnp.float32)
+    for points, ok in (
+        ([skipped, skipped, wrong], False),
+        ([skipped, wrong, right], True),
+    ):
+        for outcomes in map(iter, itertools.permutations(points)):
+            monkeypatch.setattr(oracle, "pinned", lambda _, own=outcomes: next(own))
+            assert check(w, x, None, 0).ok == ok
 
 
 @jax.custom_vjp
