@@ -320,6 +320,26 @@ def test_steps_that_cannot_be_judged(step_fn, batches, error, message):
         verify.step(step_fn, plain, STATE, batches)
 
 
+def test_parameters_cannot_be_kept_to_themselves():
+    """Neither all of them nor a part; what the reference has as None may be None."""
+    state = {
+        "params": {"a": {"w": STATE["params"]}, "b": None},
+        "seen": STATE["params"],
+    }
+
+    def reference(state, x):
+        new = {"a": {"w": state["params"]["a"]["w"] - x.mean(0)}, "b": None}
+        return {"params": new, "seen": state["seen"] + x.mean(0)}
+
+    def hidden(params):
+        return lambda state, x: {**reference(state, x), "params": params}
+
+    assert verify.step(reference, reference, state, [BATCH]).ok
+    for params, path in ((None, "params"), ({"a": None, "b": None}, "params/a")):
+        with pytest.raises(TypeError, match=rf"all new parameters.*None at {path}\."):
+            verify.step(hidden(params), reference, state, [BATCH])
+
+
 def test_a_step_without_its_metrics_is_refused():
     beside = lambda s, b: (plain(s, b), 0.0)  # noqa: E731
     with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):

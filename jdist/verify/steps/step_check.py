@@ -103,8 +103,8 @@ def step(  # noqa: PLR0913 - options, by keyword
     `step(step_fn, reference_step, state, batches)` judges a step that is one function
     of a state by another, such as the same trainer on one device: both are
     `fn(state, batch) -> state`, or `-> (state, anything)`, of any pytree; the reference
-    is traced. A part of its state that `step_fn` keeps to itself is None. Several are
-    given as a mapping of names.
+    is traced. A part of its state that `step_fn` keeps to itself, not of `params`, is
+    None. Several are given as a mapping of names.
 
     Args:
       loss_fn: As in `verify.gradients`; of a model with a state
@@ -440,6 +440,15 @@ def _advanced(
     leaves, of_batch = named_state(new), reference.of_batch
     kept = tuple(p for p, x in leaves.items() if x is None and p not in of_batch)
     shown = {path: x for path, x in leaves.items() if path not in kept}
+    # A None of the reference's own hides nothing.
+    hidden = [
+        p for p in kept if within(p, "params") and any(within(q, p) for q in of_batch)
+    ]
+    if hidden:
+        rule = "must return all new parameters: a step is judged by them"
+        raise TypeError(
+            requirement("step_fn(state, batch)", rule, f"None at {hidden[0]}")
+        )
     if not any(of_batch.get(path) for path in shown):
         rule = "must return a part of its state that depends on the batch"
         raise TypeError(requirement("step_fn(state, batch)", rule, "none"))
