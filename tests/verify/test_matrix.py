@@ -1,8 +1,10 @@
 """The matrix: what is judged together, what is shown of it, what is written."""
 
 import functools
+import itertools
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -158,6 +160,17 @@ def test_reductions_of_one_dtype_share_the_programs_of_their_measurements(monkey
     single, _, double, _ = programs = [each for _, each in given]
     assert programs == [single, single, double, double]
     assert single is not double
+
+
+def test_no_thread_of_a_pool_is_left_when_all_are_judged(monkeypatch):
+    """One that ends as the interpreter exits closes the pipe by which it is woken."""
+    # Builtins, so that the processes need not import JAX to find them.
+    monkeypatch.setattr(matrix, "_of_installed", itertools.product)
+    before = threading.enumerate()
+    devices = SimpleNamespace(set_up=int)
+    found = matrix.judge_in_processes("abc", ("mean",), ("float32",), 2, devices)
+    assert sorted(found) == [("mean", "float32", name) for name in "abc"]
+    assert set(threading.enumerate()) <= set(before)
 
 
 def test_a_process_that_is_killed_ends_the_judgement():
