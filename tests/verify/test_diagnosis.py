@@ -42,6 +42,33 @@ def test_a_factor_must_explain_nearly_all(leaves, rng, noise, is_named):
     assert words.startswith("off by ")
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_likeness_does_not_depend_on_magnitude(leaves, size):
+    """One entry in a hundred off is another mistake, among small numbers as well."""
+    leaves = {path: size * leaf for path, leaf in leaves.items()}
+    for found in (3 * leaves["first"], leaves["second"].copy()):
+        assert "; it is " in said(leaves, "first", found)
+        found[1, 2] *= 1.01
+        assert "; it is " not in said(leaves, "first", found)
+
+
+def test_sixteen_bits_are_compared_in_double_precision(leaves):
+    """Squares of float16 numbers above 256 are infinite in float16."""
+    large = {path: (300 * leaf).astype(np.float16) for path, leaf in leaves.items()}
+    words = said(large, "first", 2 * large["first"])
+    assert words.endswith("it is 2 times the reference")
+
+
+def test_indices_are_those_of_the_whole_leaf(leaves):
+    """Of a slice, beginning where its origin is."""
+    found = leaves["first"].copy()
+    found[2, 1] += 9
+    ratio = np.abs(leaves["first"] - found)
+    assert "bound at [6, 1]" in diagnose("first", leaves, found, ratio, (4, 0))
+    found[2, 1] = np.nan
+    assert "nan at [6, 1]" in diagnose("first", leaves, found, ratio, (4, 0))
+
+
 def test_a_conjugate_is_no_factor(rng):
     """Of complex leaves a factor is real, and the angle of every entry counts."""
     leaf = rng.normal(size=6) + 1j * rng.normal(size=6)

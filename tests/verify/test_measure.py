@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
-from jdist.verify.measure import LossPrograms, _coupling, _leading, _shares, measurer
+from jdist.verify.measure import (
+    MAGNIFIED,
+    LossPrograms,
+    _coupling,
+    _leading,
+    _shares,
+    magnified,
+    measurer,
+)
 
 BF16 = jnp.bfloat16
 
@@ -350,6 +358,33 @@ def test_drift_is_the_references_own_error(rng):
     assert np.abs(found.drift[1]).max() > 1e-4 * np.abs(exact.sum(0)).max()
 
 
+def test_errors_of_opposite_signs_cancel_in_the_drift(rng):
+    """Of an odd gradient at x and -x; their squares do not."""
+    w, x = normal(rng, 3), normal(rng, 4, 3)
+    programs = LossPrograms(lambda w, x: (x @ w) ** 3, None)
+    both = jnp.concatenate([x, -x])
+    sums = programs.gradients(w, both, np.full(8, 1 / 8), 2).sums
+    assert not sums.drift[1].any()
+    assert sums.drift_square[1].all()
+
+
+def test_an_example_that_does_not_count_may_have_no_gradient():
+    """Beside the largest loss: a root at 0, whose slope is infinite."""
+    losses = lambda w, x: jnp.sqrt(w * x)  # noqa: E731
+    w, x = jnp.float32(2), jnp.float32([3, 0, 1])
+    limit = measured(losses, w, x, reduction="max").limits["(root)"]
+    assert np.isfinite(limit.bound).all()
+
+
+def test_only_programs_all_in_float64_are_perturbed_by_more():
+    """Among others, rounding of the narrowest dtype is far above float64's."""
+    with jax.enable_x64(True):
+        wide, narrow = jnp.ones(2), jnp.ones(2, jnp.float32)
+        for given, factor in (((wide, wide), MAGNIFIED), ((wide, narrow), 1)):
+            program = jax.make_jaxpr(lambda a, b: jnp.sin(a).sum() + b)(*given)
+            assert magnified(program) == factor
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_variance_is_that_of_rounding(dtype, rng):
     """In either precision: float64 is perturbed by more, and divided by as much."""
@@ -358,6 +393,10 @@ def test_the_variance_is_that_of_rounding(dtype, rng):
         w = jnp.asarray(rng.uniform(1, 2, size=5), dtype)
         programs = LossPrograms(lambda w, x: (x * w[None, :]).sum(1) ** 2, None)
         sums = programs.gradients(w, x, np.ones(64), 16).sums
+        quarter = programs.gradients(w, x, np.full(64, 0.25), 16).sums
+    # Of errors a share is taken before they are squared.
+    for old, new in zip(sums[4:], quarter[4:], strict=True):
+        np.testing.assert_allclose(new[1], old[1] / 16, rtol=1e-12)
     unit = np.finfo(dtype).eps / 2
     relative = np.sqrt(sums.variance[1]) / np.sqrt(sums.square[1]) / unit
     assert (relative > 0.4).all()

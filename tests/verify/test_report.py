@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from jdist import VerificationError
-from jdist.verify import LeafReport, OracleCheck, Report
+from jdist.verify import Attribution, LeafReport, OracleCheck, Report
 from jdist.verify.report import SUSPICIOUSLY_LOOSE, looseness
 
-EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 1.0)
+EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 0.75)
 SAME = dataclasses.replace(EQUAL, path="b", max_abs=0.0, max_ulp=0.0, ratio=0.0)
 WRONG = dataclasses.replace(EQUAL, path="v", ratio=31.0, problem="off by 31 times")
 HIDDEN = dataclasses.replace(EQUAL, path="u", unjudged="zero would pass too")
@@ -82,6 +82,7 @@ def test_nothing_compared_is_nothing_right():
         (OracleCheck(1.0, math.nan, 1.0), False, True, "oracle WRONG"),
         (OracleCheck(math.nan, 1.0, math.inf), False, True, "oracle WRONG"),
         (OracleCheck(1.0, 1.5, 0.5), True, False, "oracle pinned"),
+        (OracleCheck(1.0, 1.5, 0.25), False, True, "oracle WRONG"),
     ],
 )
 def test_the_check_of_the_reference(check, ok, wrong, text):
@@ -105,10 +106,12 @@ def test_the_error_names_each_leaf_once_and_says_why():
 def test_the_findings_on_one_candidate():
     """With the reference's check and the notes, which are everyone's."""
     other = dataclasses.replace(WRONG, candidate="theirs")
-    report = Report((EQUAL, other, SAME), PINNED, ("a note",))
+    causes = tuple(Attribution(x, 1, "gradient", "") for x in ("mine", "theirs"))
+    report = Report((EQUAL, other, SAME), PINNED, ("a note",), causes)
     mine, theirs = report.of("mine"), report.of("theirs")
     assert mine.leaves == (EQUAL, SAME)
     assert mine.ok
+    assert (mine.attributions, theirs.attributions) == (causes[:1], causes[1:])
     assert not theirs.ok
     assert theirs.failures == (other,)
     assert (mine.oracle, mine.notes) == (PINNED, ("a note",))
@@ -149,6 +152,14 @@ def test_what_is_printed():
     table = {line.split()[1]: line for line in lines[1:5]}
     assert set(table) == {"w", "b", "v", "u"}
     assert table["w"].split()[2:4] == ["float32", "2x3"]
+    assert table["w"].split()[4:] == [
+        "1.0e-08",
+        "1.0e-07",
+        "2",
+        "0.25",
+        "2e-01",
+        "equal",
+    ]
     assert table["b"].split()[-1] == "bit-equal"
     assert table["u"].endswith("not judged")
     assert lines[5] == "mine: v: off by 31 times"
