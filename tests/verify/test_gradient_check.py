@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
+from jdist.verify.bound import Limit
+from jdist.verify.gradient_check import _apart
 from jdist.verify.problem import standard
 
 pytestmark = pytest.mark.compiled
@@ -388,6 +390,27 @@ def test_a_verdict_does_not_depend_on_its_neighbours():
     assert {row.candidate for row in both.failures} == {"wrong"}
     assert not alone.bit_equal
     assert both.of("right").leaves == alone.leaves
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ([1, 2, 3], False),
+        # Sums in another order: no excuse for a gradient that is wrong.
+        ([1, 2.0005, 3], False),
+        ([1, 2.002, 3], True),
+        ([1, -np.inf, 3], True),
+        ([1, 2], True),
+        (None, False),
+    ],
+)
+def test_answers_differ_where_an_entry_differs_by_more_than_rounding(other, told):
+    """Only then a candidate may draw random numbers."""
+    limits = {"n": None, "w": Limit(np.float64(1e-3), 1.0)}
+    other = None if other is None else jnp.asarray(other, jnp.float32)
+    first = {"n": np.int32(1), "w": jnp.float32([1, 2, 3])}
+    assert _apart(first, {"n": np.int32(2), "w": other}, limits) == told
+    assert not _apart({"w": other}, {"w": other}, limits)
 
 
 def test_candidates_may_donate_what_they_are_given():
