@@ -205,8 +205,8 @@ def pooled(x):
 
 
 def convolved(x):
-    """A convolution of 4 x 4 images by 3 x 3 kernels, of one channel."""
-    images, kernel = x.reshape(-1, 4, 4, 1), jnp.ones((3, 3, 1, 1), x.dtype)
+    """A convolution of 4 x 4 images by 3 x 3 kernels, of one channel to eight."""
+    images, kernel = x.reshape(-1, 4, 4, 1), jnp.ones((3, 3, 1, 8), x.dtype)
     layout = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
         images, kernel, (1, 1), "VALID", dimension_numbers=layout
@@ -282,6 +282,17 @@ def test_perturbations_stay_within_a_unit_and_do_not_lean(rng):
     assert abs(units.mean()) < 4 / np.sqrt(3 * x.size)
     _, twice, _ = both(lambda x: x * 3, x, amplitude=2.0)
     np.testing.assert_allclose(twice - exact, 2 * (drawn - exact), atol=1e-14)
+
+
+def test_both_parts_of_a_complex_number_are_rounded(rng):
+    """Each by itself: a real factor would leave every angle as it is."""
+    x = jnp.asarray(np.exp(1j * rng.uniform(0, 6, size=1000)), jnp.complex64)
+    _, exact, _ = both(lambda x: x * 3, x)
+    _, drawn, _ = both(lambda x: x * 3, x, amplitude=1.0)
+    units = np.asarray((drawn - exact) / exact) / 2.0**-24
+    for part in (units.real, units.imag):
+        assert 0.9 < np.std(part) * np.sqrt(3) < 1.1
+    assert abs(np.corrcoef(units.real, units.imag)[0, 1]) < 0.2
 
 
 def test_narrow_numbers_keep_their_smallest_spacing(rng):
@@ -361,6 +372,13 @@ def test_what_is_decided_is_decided_once():
     rounded, wide, _ = both(chosen, big)
     assert float(rounded) == 2**24
     assert float(wide) == 2**24 + 1
+
+    def largest(x):
+        # A tie in float32, of which the first is taken.
+        return jax.lax.top_k(jnp.stack([x, x + 1]), 1)[0]
+
+    rounded, wide, _ = both(largest, big)
+    assert (float(rounded[0]), float(wide[0])) == (2**24, 2**24)
 
     def compared(x):
         return jnp.where(x + 1 > x, x, -x)
