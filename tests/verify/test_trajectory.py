@@ -1,10 +1,12 @@
 """The limit of a leaf after steps, beside the formula of the module's docstring."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdist.verify.bound import EXTRA, confidence
-from jdist.verify.steps.trajectory import FOLLOWED, limits_of
+from jdist.verify.measure import measurer
+from jdist.verify.steps.trajectory import FOLLOWED, Training, limits_of, trajectory
 
 
 @pytest.fixture
@@ -55,3 +57,19 @@ def test_other_right_trainers_and_the_reference_are_apart(values):
     expected = np.sqrt(2) * 0.5 + 2 * np.abs(own.astype(np.float32) - after)
     found = limit(values, own, moved)
     np.testing.assert_allclose(found.bound, expected + rounding(own, way), rtol=1e-6)
+
+
+def test_others_move_by_the_bound_of_the_gradient(rng):
+    """Which is the measured one, where all start at the same parameters."""
+    x, w = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((64, 3), (3,)))
+
+    def losses(w, x):
+        return (x @ w) ** 2
+
+    # A rate at which the gradient's error is most of the new parameters'.
+    training = Training(losses, lambda w, g, s: (w - 1000 * g, s), False, "mean", None)
+    (moment,) = trajectory(training, (w, (), ()), [(x, None)])
+    own = measurer(losses, "mean", None)(w, x, None, None).limits["(root)"].bound
+    np.testing.assert_array_equal(moment.limits["gradient"].bound, own)
+    ratio = moment.limits["params"].bound / (np.sqrt(2) * 1000 * own)
+    assert ((ratio > 1) & (ratio < 2)).all()

@@ -240,6 +240,19 @@ def test_a_limit_that_binds_changes_the_plan():
     assert max(held.bytes_per_worker) <= max(free.bytes_per_worker) * 0.9
 
 
+def test_of_plans_that_take_equally_long_one_that_fits_is_read_back():
+    """Of whose stages each holds what is in flight there; a worker may be full."""
+    costs = [(3, 2, 1, 4), (3, 2, 11, 1), (2, 1, 1, 1), (3, 2, 8, 4)]
+    layers = [
+        Layer(f"l{i}", "", forward, backward, (float(output),), float(parameters))
+        for i, (forward, backward, output, parameters) in enumerate(costs)
+    ]
+    plan = partition(Profile.chain(layers), 5, 1e9, memory=26.0)
+    # As 2-1-1-1 takes as long, but 39 bytes.
+    assert plan.configuration == "1-2-1-1"
+    assert max(plan.bytes_per_worker) == 26
+
+
 # --- what the figures mean ---
 
 
