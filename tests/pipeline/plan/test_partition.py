@@ -251,6 +251,10 @@ def test_of_plans_that_take_equally_long_one_that_fits_is_read_back():
     # As 2-1-1-1 takes as long, but 39 bytes.
     assert plan.configuration == "1-2-1-1"
     assert max(plan.bytes_per_worker) == 26
+    last = [costs[int(stage.layers[-1][1:])] for stage in plan.stages]
+    assert [stage.output_bytes for stage in plan.stages] == [
+        sent for _, _, sent, _ in last
+    ]
 
 
 # --- what the figures mean ---
