@@ -12,6 +12,7 @@ import pytest
 
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import InterruptFolder, last_traceback
+from tests.plugin_notices import without_notices
 from tests.rpc.witnesses import Witnesses, await_gone
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ def launch(start):
     def run(arguments, program, **variables):
         launcher = start(arguments, program, **variables)
         output, errors = launcher.communicate(b"not for workers", timeout=240)
-        return launcher.returncode, output.decode(), errors.decode()
+        return launcher.returncode, output.decode(), without_notices(errors.decode())
 
     return run
 
@@ -163,11 +164,11 @@ def test_the_first_failure_ends_the_rest_and_is_seen_last(start, witnesses, tmp_
     _, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 1
-    seen, verdict, last = errors.decode().partition(
+    seen, verdict, last = without_notices(errors.decode()).partition(
         f"worker1 (pid {pids['rank1']}) ended with exit code 1; the others were ended. "
         f"Its log: {logs / 'worker1.log'}\n"
     )
-    assert verdict, errors.decode()
+    assert verdict, without_notices(errors.decode())
     assert "[worker1] ValueError: the second" in seen
     assert last.startswith("Traceback (most recent call last):\n")
     assert "\nKeyError: 'first'\n" in last
@@ -210,7 +211,7 @@ def test_after_a_failure_all_are_started_again(
     assert (int(port) > 0, most) == (True, "2")
     told = [
         line.partition(") ")[2].partition(str(logs))
-        for line in errors.decode().splitlines()
+        for line in without_notices(errors.decode()).splitlines()
     ]
     again = "; the others were ended. All are started again, restart"
     expected = [
@@ -237,7 +238,7 @@ def test_an_interrupt_is_no_failure(start, witnesses):
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=240)
     assert launcher.returncode == 128 + signal.SIGTERM
-    assert errors.decode() == "SIGTERM: all workers were ended.\n"
+    assert without_notices(errors.decode()) == "SIGTERM: all workers were ended.\n"
 
 
 def test_other_exit_codes_and_signals_are_passed_on(launch):
@@ -294,7 +295,9 @@ def test_no_orphan_survives_the_launcher(name, start, witnesses):
         assert launcher.returncode == -number
         return
     assert launcher.returncode == 128 + number
-    assert errors.decode().endswith(f"{name}: all workers were ended.\n")
+    assert without_notices(errors.decode()).endswith(
+        f"{name}: all workers were ended.\n"
+    )
     assert output.count(b"tidying up") == (2 if name == "SIGINT" else 0)
 
 
@@ -325,7 +328,7 @@ def test_ctrl_c_ends_a_training_with_one_line(start, witnesses, tmp_path):
     _, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 130
-    *told, last = errors.decode().splitlines()
+    *told, last = without_notices(errors.decode()).splitlines()
     assert sorted(told) == ["[worker0] tidying up", "[worker1] tidying up"]
     assert last == "SIGINT: all workers were ended."
     texts = [(logs / f"worker{rank}.log").read_text() for rank in range(2)]
