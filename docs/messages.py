@@ -72,6 +72,13 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
     return iter(sorted(each for each in found if re.search(r"\w \w", each.text)))
 
 
+_CHECKS = {
+    "check_type": ("TypeError", 3),
+    "check_sequence": ("TypeError", 3),
+    "check_number": ("ValueError", 2),
+}
+"""Functions that raise: the class, and the position of the rule among the arguments."""
+
 Known = dict[str, set[str]]
 """The texts that names may stand for."""
 
@@ -111,6 +118,11 @@ class _Reader:
         for node in own.values():
             if isinstance(node, ast.Call) and node.args:
                 self.called.append((_name(node), self._texts(node.args[0], known)))
+            if isinstance(node, ast.Call) and (check := _CHECKS.get(_name(node))):
+                error, rule = check[0], node.args[check[1]]
+                pieces = [{"`"}, self._texts(node.args[0], known), {"` "}]
+                pieces += [self._texts(rule, known), {f". Got {GAP}."}]
+                self.called.append((error, _joined(pieces)))
         match statement:
             case ast.FunctionDef(name=name, body=body):
                 self.read(body, known, name)

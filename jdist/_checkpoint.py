@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import Unavailable, extra, requirement
+from jdist._errors import Unavailable, check_type, extra, requirement
 from jdist._tree import described
 
 __all__ = [
@@ -243,10 +243,14 @@ def check_keep(call: str, keep: int | None) -> None:
     """Checks that at least one checkpoint is kept; None keeps all.
 
     Raises:
+      TypeError: `keep` is no integer.
       ValueError: `keep` is less than 1.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(requirement(f"{call}(keep=...)", "must be 1 at least", keep))
+    if keep is not None:
+        argument = f"{call}(keep=...)"
+        check_type(argument, keep, int, "must be an integer, or None for all")
+        if keep < 1:
+            raise ValueError(requirement(argument, "must be 1 at least", keep))
 
 
 def chosen(call: str, steps: list[int], step: int | None) -> int:

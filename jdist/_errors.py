@@ -7,10 +7,16 @@ failed, or hardware that is not there. All derive from `JdistError`.
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from numbers import Real
 from pathlib import Path
+from types import UnionType
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlparse
+
+Kind: TypeAlias = type | UnionType | tuple[type, ...]
+"""A type as `isinstance` takes it."""
 
 
 class JdistError(Exception):
@@ -76,6 +82,55 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
     shown = got if isinstance(got, str) else repr(got)
     message = f"`{call}` {rule}. Got {shown}."
     return f"{message} {remedy}" if remedy else message
+
+
+def check_type(call: str, value: object, kind: Kind, rule: str) -> None:
+    """Checks that a value is of a type.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      value: What was given.
+      kind: As for `isinstance`.
+      rule: What the argument must be, such as `"must be a Schedule"`.
+
+    Raises:
+      TypeError: It is of another type.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(requirement(call, rule, repr(value)))
+
+
+def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
+    """Checks that a value is a sequence, but no text, of values of a type.
+
+    Raises:
+      TypeError: It is not.
+    """
+    several = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not several or not all(isinstance(value, kind) for value in values):
+        raise TypeError(requirement(call, rule, repr(values)))
+
+
+def check_number(
+    call: str, value: Any, rule: str, holds: Callable[[Any], bool]
+) -> None:
+    """Checks that a value is a real number that keeps a rule.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      value: What was given.
+      rule: What the number must be, such as `"must be above 0"`.
+      holds: Whether a number keeps the rule; must be false for NaN if that is refused.
+
+    Raises:
+      TypeError: It is no number.
+      ValueError: It breaks the rule.
+    """
+    # NumPy's scalars are `Real` too; True is an int, and no number.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(requirement(call, f"{rule}, a number", repr(value)))
+    if not holds(value):
+        raise ValueError(requirement(call, rule, value))
 
 
 def check_choice(call: str, value: object, known: Iterable[object]) -> None:

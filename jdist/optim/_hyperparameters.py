@@ -21,7 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -90,10 +90,11 @@ class Hyperparameter:
             raise ValueError(
                 requirement(f"{call}({self.name}=...)", rule, value, remedy)
             )
+        argument = f"{call}({self.name}=...)"
         if len(self.rules) > 1:
-            resolved = tuple(_at(entry, count, dtype) for entry in value)
+            resolved = tuple(_at(argument, entry, count, dtype) for entry in value)
         else:
-            resolved = _at(value, count, dtype)
+            resolved = _at(argument, value, count, dtype)
         # The result of a schedule is not known before.
         self.check(call, resolved)
         return resolved
@@ -151,10 +152,12 @@ def resolved(
     )
 
 
-def _at(value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
+def _at(argument: str, value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
     if callable(value):
         # The leaf's own count, which does not advance where the gradient is None.
         value = value(count)
+        rule = "must return a number or a scalar array"
+        check_type(f"{argument}, a schedule,", value, _NUMERIC, rule)
     # NumPy's scalars are strongly typed and would widen a float32 leaf.
     if isinstance(value, np.generic):
         value = value.item()
@@ -164,11 +167,25 @@ def _at(value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
 
 
 def _check_number(argument: str, rule: Rule, value: object) -> None:
-    if callable(value):
-        return
+    if not callable(value):
+        kind = "must be a number, a scalar array or a schedule"
+        check_scalar(argument, rule, value, kind)
+
+
+def check_scalar(
+    argument: str,
+    rule: Rule,
+    value: object,
+    kind: str = "must be a number or a scalar array",
+) -> None:
+    """Checks that a value is a scalar and, unless it is traced, its rule.
+
+    Raises:
+      TypeError: It is no number.
+      ValueError: It is an array of several, or breaks its rule.
+    """
     # `bool` is an int, and no number.
     if isinstance(value, bool) or not isinstance(value, _NUMERIC):
-        kind = "must be a number, a scalar array or a schedule"
         remedy = "`float` makes a number of a text." if isinstance(value, str) else ""
         raise TypeError(requirement(argument, kind, repr(value), remedy))
     if np.shape(value) != ():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class DynamicLossScale:
     """The parameters of a dynamic loss scale, with the defaults of torch's GradScaler.
 
     Raises:
+      TypeError: A value is no number.
       ValueError: A value is out of range.
 
     References:
@@ -34,19 +35,14 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        rules = {
-            "init_scale": ("must be above 0", self.init_scale > 0),
-            "growth_factor": ("must be at least 1", self.growth_factor >= 1),
-            "backoff_factor": (
-                "must be above 0 and at most 1",
-                0 < self.backoff_factor <= 1,
-            ),
-            "growth_interval": ("must be at least 1", self.growth_interval >= 1),
+        rules: dict[str, Any] = {
+            "init_scale": ("must be above 0", lambda x: x > 0),
+            "growth_factor": ("must be at least 1", lambda x: x >= 1),
+            "backoff_factor": ("must be above 0 and at most 1", lambda x: 0 < x <= 1),
+            "growth_interval": ("must be at least 1", lambda x: x >= 1),
         }
-        for name, (rule, holds) in rules.items():
-            if not holds:
-                argument = f"DynamicLossScale({name}=...)"
-                raise ValueError(requirement(argument, rule, getattr(self, name)))
+        for name, rule in rules.items():
+            check_number(f"DynamicLossScale({name}=...)", getattr(self, name), *rule)
 
 
 class Precision(NamedTuple):
@@ -79,9 +75,8 @@ def scaling_of(
     """Turns a `loss_scale=` argument into a scaling; a static one has factors of 1."""
     if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
         return loss_scale
-    if not loss_scale > 0:
-        argument = f"{call}(loss_scale=...)"
-        raise ValueError(requirement(argument, "must be above 0", loss_scale))
+    argument = f"{call}(loss_scale=...)"
+    check_number(argument, loss_scale, "must be above 0", lambda x: x > 0)
     # One mechanism for both: a step that overflows is skipped under a static scale too.
     return DynamicLossScale(loss_scale, growth_factor=1.0, backoff_factor=1.0)
 

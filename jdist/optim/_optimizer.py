@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._tree import PyTree, described, is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyperparameters import (
     Hyperparameter,
@@ -238,6 +238,8 @@ def leafwise(
       >>> opt.step(params, jnp.array([3.0, -4.0]), opt.init(params))[0]
       Array([0.9, 2.1], dtype=float32)
     """
+    must = "must be a sequence of Hyperparameter"
+    check_sequence("leafwise(hyperparameters)", hyperparameters, Hyperparameter, must)
     specs = {spec.name: spec for spec in hyperparameters}
     # Before the first step, so that a wrong constructor fails where it is written.
     for spec in specs.values():
@@ -412,7 +414,13 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
     ):
         if grad is None or not is_inexact(param):
             continue
-        dtype, got = jnp.result_type(param), jnp.result_type(grad)
+        dtype = jnp.result_type(param)
+        try:
+            got = jnp.result_type(grad)
+        except (TypeError, ValueError):  # a subtree, or no array
+            rule = f"must have an array or None for its parameter at {path_of(keys)}"
+            argument = f"{name}.step(grads=...)"
+            raise ValueError(requirement(argument, rule, repr(grad))) from None
         # Without masters a wider gradient would be rounded to the parameter's dtype.
         fits = got == dtype or (masters and _widens(dtype, got))
         if jnp.shape(grad) != jnp.shape(param) or not fits:

@@ -13,9 +13,10 @@ from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._compat import is_traced, tracks_varying_axes, varying_axes
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
 
 TORCH_EPS = 1e-6
@@ -41,7 +42,7 @@ def clip_by_global_norm(
     Raises:
       ValueError: `max_norm` is negative, there is no gradient, or a leaf is known to be
         replicated over `axis_name`.
-      TypeError: A leaf is not a floating array.
+      TypeError: A leaf is not a floating array, or `max_norm` not a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,9 +55,11 @@ def clip_by_global_norm(
       recurrent neural networks, ICML 2013.
     """
     call = "clip_by_global_norm"
+    argument = f"{call}(max_norm=...)"
+    rule = "must be at least 0"
+    check_type(argument, max_norm, (int, float, np.number, jax.Array), rule)
     if not is_traced(max_norm) and not max_norm >= 0:
-        argument = f"{call}(max_norm=...)"
-        raise ValueError(requirement(argument, "must be at least 0", max_norm))
+        raise ValueError(requirement(argument, rule, max_norm))
     leaves = {k: g for k, g in named_leaves(grads).items() if g is not None}
     if not leaves:
         rule = "must have at least one gradient"
@@ -104,7 +107,8 @@ def scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
 
 def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) -> None:
     if not is_inexact(leaf):
-        got = f"{jnp.result_type(leaf)} at {path}"
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        got = f"{kind} at {path}"
         raise TypeError(requirement(argument, "must have floating leaves only", got))
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     # A replicated leaf would be counted once per member. Only shard_map with

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree
 from jdist.optim._hyperparameters import Hyperparameter
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
@@ -113,6 +113,8 @@ def by_label(
 
 def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
     argument = "by_label(optimizers=...)"
+    rule = "must be a dict from labels to optimizers"
+    check_type(argument, optimizers, Mapping, rule)
     if not optimizers:
         rule = "must have at least one optimizer"
         raise ValueError(requirement(argument, rule, optimizers))

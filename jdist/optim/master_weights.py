@@ -99,7 +99,7 @@ def with_master_weights(
       ValueError: `compute_dtype` is not real floating, the static scale is not above
         0, or `opt` has masters already. In `step`: a parameter is not of
         `compute_dtype`.
-      TypeError: `opt` is not an optimizer.
+      TypeError: `opt` is not an optimizer, or `compute_dtype` not a dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,8 +115,7 @@ def with_master_weights(
       Micikevicius et al., Mixed precision training, ICLR 2018; `torch.amp.GradScaler`.
     """
     call = "with_master_weights"
-    compute_dtype = jnp.dtype(compute_dtype)
-    _check_arguments(call, opt, compute_dtype)
+    compute_dtype = _checked_dtype(call, opt, compute_dtype)
     scaling = scaling_of(call, loss_scale)
 
     def init_tree(params: PyTree) -> MasterState:
@@ -188,14 +187,19 @@ def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
     return _all_finite(_wide_gradients(params, grads, state), None)
 
 
-def _check_arguments(call: str, opt: Optimizer, compute_dtype: jnp.dtype) -> None:
+def _checked_dtype(call: str, opt: Optimizer, given: DTypeLike) -> jnp.dtype:
     check_optimizer(f"{call}(opt=...)", opt)
+    argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
+    try:
+        compute_dtype = jnp.dtype(given)
+    except TypeError:
+        raise TypeError(requirement(argument, rule, repr(given))) from None
     if not jnp.issubdtype(compute_dtype, jnp.floating):
-        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
         raise ValueError(requirement(argument, rule, compute_dtype.name))
     if opt.name == call:
         rule, remedy = "must not have masters already", "Wrap it once."
         raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
+    return compute_dtype
 
 
 def _is_real(leaf: object) -> bool:

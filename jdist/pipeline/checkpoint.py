@@ -5,6 +5,7 @@ then deletes older steps: if a process is killed while it saves, the last comple
 is still there to resume from.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jdist._checkpoint import (
     chosen,
     descriptions,
 )
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._fit import check_state
 from jdist._tree import PyTree, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
@@ -313,6 +314,9 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         self, folder: str | Path, pipe: Pipeline, *, keep: int | None = 3
     ) -> None:
         """Open the folder."""
+        check_type("PipelineCheckpoints(pipe)", pipe, Pipeline, "must be a Pipeline")
+        rule = "must be a path"
+        check_type("PipelineCheckpoints(folder)", folder, (str, os.PathLike), rule)
         self._own = pipe.own
         self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
 

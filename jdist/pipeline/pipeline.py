@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
 from jdist._compat import Ahead
-from jdist._errors import requirement
+from jdist._errors import check_number, check_sequence, requirement
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, is_shape, shapes_of
 from jdist.optim import Optimizer
@@ -40,6 +40,7 @@ from jdist.pipeline.run.update import (
 from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
+from jdist.pipeline.schedules.replicas import replica_counts
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.place import (
@@ -175,7 +176,7 @@ class Pipeline:
         self.transfer_log: Sequence[Transfer] = ()
         self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
-        _check_arguments(schedule, self.wiring.stages, reduction)
+        _check_arguments(schedule, self.wiring.stages, loss_fn, reduction, max_norm)
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One program's ties are found at the end, after its executor has refused equal
@@ -730,21 +731,35 @@ def PipeDream(
       >>> [p.version for p in pipe.passes if p.stage == 0 and p.kind == "B"]
       [0, 0, 1, 2]
     """
+    check_sequence("PipeDream(stages)", stages, Stage, "must be a sequence of Stage")
+    counts = replica_counts("PipeDream", len(stages), replicas)
     # As many micro-batches as workers: enough for each to have one in flight.
-    workers = len(stages) if replicas is None else sum(replicas)
+    workers = sum(counts)
     made = schedule_of_epoch(policy, len(stages), workers, replicas, update_every)
     return Pipeline(stages, loss_fn, made, workers_or_devices, **options)
 
 
 def _check_arguments(
-    schedule: Schedule, stages: Sequence[Stage], reduction: str
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    loss_fn: object,
+    reduction: str,
+    max_norm: float | None,
 ) -> None:
-    """Refuse a schedule or a reduction that does not fit the stages.
+    """Refuse arguments that do not fit the stages, or are of another type.
 
     Raises:
-      TypeError: The schedule is not a `Schedule`, but its name, for example.
-      ValueError: It does not fit the stages.
+      TypeError: The schedule is not a `Schedule`, but its name, for example; the loss
+        function is not callable; or `max_norm` is no number.
+      ValueError: The schedule or the reduction does not fit the stages, or `max_norm`
+        is below 0.
     """
+    if not callable(loss_fn):
+        call = "Pipeline(loss_fn)"
+        raise TypeError(requirement(call, "must be callable", repr(loss_fn)))
+    if max_norm is not None:
+        call, rule = "Pipeline(max_norm=...)", "must be at least 0"
+        check_number(call, max_norm, rule, lambda x: x >= 0)
     _check_no_name(schedule, len(stages))
     _check_schedule(schedule, stages)
     _check_joining(stages, reduction)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
-from jdist._errors import requirement
+from jdist._errors import check_sequence, check_type, requirement
 from jdist._tree import PyTree, is_inexact, shapes_of
 from jdist.segment._lookup.cache import (
     PATIENCE,
@@ -844,14 +844,16 @@ def segment(
     """
     if not callable(fn):
         raise TypeError(requirement("segment(fn)", "must be callable", fn))
+    check_type("segment(label=...)", label, Hashable, "must be hashable")
     if not any(recompute is policy or recompute == "dots" for policy in POLICIES):
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"
         raise ValueError(requirement("segment(recompute=...)", rule, recompute))
     if isinstance(static_argnums, int):
         static_argnums = (static_argnums,)
+    rule = "must be numbers of inputs, from 1 on"
+    check_sequence("segment(static_argnums=...)", static_argnums, int, rule)
     static = tuple(dict.fromkeys(static_argnums))
     if any(type(n) is not int or n < 1 for n in static):
-        rule = "must be numbers of inputs, from 1 on"
         remedy = "Argument 0, the parameters, cannot be static."
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)

@@ -18,6 +18,7 @@ from jdist.optim._hyperparameters import (
     AT_LEAST_0,
     Hyperparameter,
     Number,
+    check_scalar,
     flag,
     known_zero,
     scheduled,
@@ -78,6 +79,8 @@ def adagrad(
       subgradient methods, JMLR 12, 2011.
     """
 
+    argument = "adagrad(initial_accumulator_value=...)"
+    check_scalar(argument, AT_LEAST_0, initial_accumulator_value)
     # A count is one more array in and out of a step for each leaf.
     counts = not known_zero(lr_decay) or scheduled(lr, weight_decay, eps)
 

@@ -20,10 +20,11 @@ The last two terms count only if `transfers` is set. All workers are used.
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_number, check_type, requirement
 from jdist.pipeline.plan.cuts import Cuts, cuts_of
 from jdist.pipeline.plan.dynamic_program import (
     ANY,
@@ -69,6 +70,7 @@ def partition(
       Stages with their layers, workers and times. Several plans may be equally good.
 
     Raises:
+      TypeError: An argument is of another type.
       ValueError: `workers` and `bandwidths` do not match or are not positive, the
         profile cannot be planned, or no plan keeps the rules.
 
@@ -82,12 +84,15 @@ def partition(
       >>> plan.bottleneck_time, [stage.layers for stage in plan.stages]
       (3.0, [('l0',), ('l1',), ('l2',)])
     """
+    check_type("partition(profile)", profile, Profile, "must be a Profile")
+    flags = {"transfers": transfers, "replicate": replicate}
+    for name, flag in flags.items():
+        check_type(f"partition({name}=...)", flag, bool, "must be True or False")
     limited = memory is not None
     levels = _levels(workers, bandwidths, transfers, replicate, limited)
-    # Written so that a NaN is refused too.
-    if memory is not None and not memory > 0:
+    if memory is not None:
         rule = "must be above 0 bytes"
-        raise ValueError(requirement("partition(memory=...)", rule, memory))
+        check_number("partition(memory=...)", memory, rule, lambda x: x > 0)
     cuts = cuts_of(profile)
     planner = Planner(cuts, levels, memory)
     # The whole model on all workers of the outermost level.
@@ -214,17 +219,23 @@ def _levels(
     replicate: bool,
     limited: bool,
 ) -> list[Level]:
-    counts = tuple(workers) if isinstance(workers, Sequence) else (workers,)
-    speeds = tuple(bandwidths) if isinstance(bandwidths, Sequence) else (bandwidths,)
+    # A text is a sequence of letters, of which each would be refused by itself.
+    several = (Sequence, np.ndarray)
+    lists: list[tuple[Any, ...]] = [
+        tuple(given)
+        if isinstance(given, several) and not isinstance(given, str | bytes)
+        else (given,)
+        for given in (workers, bandwidths)
+    ]
+    counts, speeds = lists
     if not counts or len(counts) != len(speeds):
         rule = "must have a bandwidth for each level of workers, at least one"
         got = f"{counts} and {speeds}"
         raise ValueError(requirement("partition(bandwidths=...)", rule, got))
     for count, speed in zip(counts, speeds, strict=True):
         check_counts("partition", workers=count)
-        if not speed > 0:
-            rule = "must be above 0 bytes per second"
-            raise ValueError(requirement("partition(bandwidths=...)", rule, speed))
+        rule = "must be above 0 bytes per second"
+        check_number("partition(bandwidths=...)", speed, rule, lambda x: x > 0)
     inside = (1, *counts[:-1])
     rules = (transfers, replicate, limited)
     levels = zip(counts, inside, speeds, strict=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jdist._errors import Unavailable, extra, requirement
+from jdist._errors import Unavailable, check_type, extra, requirement
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
@@ -282,8 +282,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan that `Plan.write` wrote.
 
     Raises:
+      TypeError: `path` is no path.
       ValueError: The file is of another format, or something is missing in it.
     """
+    check_type("load_plan(path)", path, (str, os.PathLike), "must be a path")
     record = json.loads(Path(path).read_text())
     found = record.get("format") if isinstance(record, Mapping) else None
     if found != FORMAT:

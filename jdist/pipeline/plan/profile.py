@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, check_type, requirement
 
 _COSTS = (
     "forward_compute_time",
@@ -33,6 +34,7 @@ _LAYER = re.compile(
     + ", ".join(rf"{cost}=(?P<{cost}>[^,]+?)" for cost in _COSTS)
     + r"(?: -- stage_id=(?P<stage>\d+))?"
 )
+_PAIR = 2
 _EDGE = re.compile(r"\t\s*(\S+) -- (\S+)")
 
 
@@ -78,6 +80,7 @@ class Profile:
       edges: Pairs of names; the second layer reads an output of the first.
 
     Raises:
+      TypeError: Something is no layer, no pair of names or no number.
       ValueError: A name occurs twice or has blanks, an edge names no layer, layers feed
         each other in a circle, or a cost is negative, infinite or NaN.
 
@@ -100,18 +103,30 @@ class Profile:
     def __post_init__(self) -> None:
         """Checks names and costs."""
         # All checks here, so that a profile that exists can be planned and written.
+        rule = "must be a sequence of Layer"
+        check_sequence("Profile(layers=...)", self.layers, Layer, rule)
         names = [layer.name for layer in self.layers]
+        rule = "must have texts as names"
+        check_sequence("Profile(layers=...)", names, str, rule)
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             rule = "must have different names"
             raise ValueError(requirement("Profile(layers=...)", rule, repeated))
         for layer in self.layers:
-            costs = (layer.seconds, layer.output_bytes, layer.parameter_bytes)
-            values = (layer.forward, layer.backward, *layer.activation_bytes, *costs)
+            rule = "must have finite costs of at least 0"
+            sizes: object = layer.activation_bytes
+            fine = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes)
+            given = [layer.forward, layer.backward, layer.parameter_bytes]
+            for value in (*given, *(layer.activation_bytes if fine else (None,))):
+                # Otherwise a sum of costs fails, which names no layer.
+                if isinstance(value, bool) or not isinstance(value, Real):
+                    got = repr(layer)
+                    raise TypeError(requirement("Profile(layers=...)", rule, got))
+            costs = (layer.seconds, layer.output_bytes)
+            values = (*given, *layer.activation_bytes, *costs)
             # False for NaN as well. Spans are differences of totals, and inf - inf is
             # NaN.
             if not all(0 <= value < math.inf for value in values):
-                rule = "must have finite costs of at least 0"
                 raise ValueError(requirement("Profile(layers=...)", rule, layer))
         known = set(names)
         # The text form separates names by blanks.
@@ -119,8 +134,11 @@ class Profile:
         if spaced:
             rule = "must have names without blanks"
             raise ValueError(requirement("Profile(layers=...)", rule, spaced))
+        rule = "must be pairs of names"
+        check_sequence("Profile(edges=...)", self.edges, Sequence, rule)
         for edge in self.edges:
-            if not known >= set(edge):
+            check_sequence("Profile(edges=...)", edge, str, rule)
+            if len(edge) != _PAIR or not known >= set(edge):
                 rule = "must join two of its layers"
                 raise ValueError(requirement("Profile(edges=...)", rule, edge))
         try:
@@ -134,6 +152,8 @@ class Profile:
     @classmethod
     def chain(cls, layers: Sequence[Layer]) -> "Profile":
         """A profile in which each layer reads the output of the one before."""
+        rule = "must be a sequence of Layer"
+        check_sequence("Profile.chain(layers)", layers, Layer, rule)
         names = [layer.name for layer in layers]
         return cls(tuple(layers), tuple(pairwise(names)))
 
@@ -166,9 +186,11 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Reads a profile in PipeDream's format.
 
     Raises:
+      TypeError: `path` is no path.
       ValueError: A line is neither a layer nor an edge, with its number; or `Profile`
         refuses the profile.
     """
+    check_type("load_profile(path)", path, (str, os.PathLike), "must be a path")
     layers: list[Layer] = []
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):

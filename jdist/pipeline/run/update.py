@@ -256,7 +256,7 @@ def optimizers_for(
         raise ValueError(requirement(call, rule, "None"))
     found: list[PyTree] = [optimizer] * stages
     # An optax transformation is a tuple of two functions, not a sequence of optimizers.
-    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
+    if isinstance(optimizer, tuple | list) and not hasattr(optimizer, "update"):
         found = list(optimizer)
     else:
         check_optimizer(call, optimizer)

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._scheduling import enter_batch_class
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
@@ -963,6 +963,8 @@ def communicator_for(
     call = "Pipeline(workers_or_devices=...)"
     given: list[Any] = []
     if not (workers_or_devices is None or isinstance(workers_or_devices, Mesh)):
+        rule = "must be a sequence of devices, meshes or names of workers, or a Mesh"
+        check_sequence(call, workers_or_devices, object, rule)
         given = list(workers_or_devices)
     named = bool(given) and all(isinstance(place, str) for place in given)
     if mesh is not None and not named:

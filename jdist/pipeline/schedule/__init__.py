@@ -2,9 +2,8 @@
 
 from jdist.pipeline.schedule.actions import Action, ScheduleError
 from jdist.pipeline.schedule.drain import split_drain
-from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.schedule import Schedule, versions_used
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
-from jdist.pipeline.schedule.versions import versions_used
 
 __all__ = [
     "Action",

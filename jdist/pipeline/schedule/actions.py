@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jdist._errors import JdistError, requirement
+from jdist._errors import JdistError, check_type, requirement
 
 ActionKind = Literal["F", "B", "W"]
 KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
@@ -79,12 +79,14 @@ class Action(NamedTuple):
         """Reads the text that `str` writes.
 
         Raises:
+          TypeError: It is not a text.
           ValueError: It is not a stage, one of F, B, W, and a micro-batch.
           ScheduleError: A number has more than 10 digits.
         """
+        rule = "must be a stage, one of F, B, W, and a micro-batch, such as 2B7"
+        check_type("Action.parse(text=...)", text, str, rule)
         found = _SPELLING.fullmatch(text)
         if not found:
-            rule = "must be a stage, one of F, B, W, and a micro-batch, such as 2B7"
             raise ValueError(requirement("Action.parse(text=...)", rule, text))
         # Python's int() refuses more than 4300 digits with a message of its own.
         if max(len(found[1]), len(found[3])) > 10:
@@ -235,7 +237,7 @@ def check_counts(call: str, least: int = 1, **counts: int) -> None:
     for name, value in counts.items():
         if not _is_integer(value) or value < least:
             rule = f"must be an integer of at least {least}"
-            raise ValueError(requirement(f"{call}({name}=...)", rule, value))
+            raise ValueError(requirement(f"{call}({name}=...)", rule, repr(value)))
 
 
 def _is_integer(value: object) -> bool:

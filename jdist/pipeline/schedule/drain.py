@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist.pipeline.schedule.actions import B, Columns, F, W
 from jdist.pipeline.schedule.schedule import Schedule, derived
 
@@ -27,6 +27,7 @@ def split_drain(schedule: Schedule) -> Schedule:
         that are split already stay as they are.
 
     Raises:
+      TypeError: It is no schedule.
       ValueError: It has no backward passes, or stages update in between.
 
     Source:
@@ -38,6 +39,7 @@ def split_drain(schedule: Schedule) -> Schedule:
       worker 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
       worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1W2
     """
+    check_type("split_drain(schedule)", schedule, Schedule, "must be a Schedule")
     if schedule.forward_only or schedule.update_policy is not None:
         rule = "must have backward passes and one update after all of them"
         call = "split_drain(schedule)"

@@ -9,8 +9,8 @@ known. The same holds for the versions of the weights that micro-batches use.
 from typing import Protocol
 
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.versions import live_versions, versions_used
+from jdist.pipeline.schedule.schedule import Schedule, versions_used
+from jdist.pipeline.schedule.versions import live_versions
 
 
 class MicroBatchStream(Protocol):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, check_type, requirement
 from jdist.pipeline.schedule import memory, rules
 from jdist.pipeline.schedule.actions import (
     Action,
@@ -33,6 +33,7 @@ from jdist.pipeline.schedule.actions import (
 from jdist.pipeline.schedule.clock import play, waits_for
 from jdist.pipeline.schedule.csv import csv_text, read_csv
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from jdist.pipeline.schedule.versions import check_versions, versions_of_stages
 
 Placement = tuple[tuple[int, ...], ...]
 """The workers of each stage: one, or several that take micro-batches in turn."""
@@ -81,6 +82,23 @@ class Schedule:
     clock_bound: int | None = None
     family: "Callable[[int], Schedule] | None" = None
 
+    def __post_init__(self) -> None:
+        """Checks the arguments, but no rule of a schedule; see `validate`."""
+        check_counts("Schedule", micro_batches=self.micro_batches)
+        _check_placement("Schedule", self.placement)
+        rule = "must be Columns; `Schedule.of` makes them from actions"
+        check_type("Schedule(columns=...)", self.columns, Columns, rule)
+        _check_policy("Schedule", self.update_policy)
+        _check_length("given_clock", self.given_clock, len(self.columns), "action")
+        workers = self.columns.workers
+        _check_length("activation_bound", self.activation_bound, workers, "worker")
+        if self.clock_bound is not None:
+            check_counts("Schedule", least=0, clock_bound=self.clock_bound)
+        family: object = self.family
+        if family is not None and not callable(family):
+            rule = "must be a function from a number of micro-batches to a schedule"
+            raise TypeError(requirement("Schedule(family=...)", rule, repr(family)))
+
     @classmethod
     def of(
         cls,
@@ -105,7 +123,8 @@ class Schedule:
         Raises:
           ScheduleError: It is not "complete", or workers wait for each other in a
             circle ("dependencies").
-          TypeError: Something is neither an action nor a text.
+          TypeError: Something is neither an action nor a text, or an argument is of
+            another type.
           ValueError: There is no action, an action's text does not parse, a stage has
             several workers and no placement was given, the placement names a worker of
             a stage twice, or clocks and actions differ in number.
@@ -116,6 +135,17 @@ class Schedule:
           worker 0 | 0F0 0F1  .  0B0  .  0B1
           worker 1 |  .  1F0 1B0 1F1 1B1  .
         """
+        call, rule = "Schedule.of(programs=...)", "must be a list of actions per worker"
+        check_sequence(call, programs, Sequence, rule)
+        for program in programs:
+            check_sequence(call, program, object, rule)
+        _check_policy("Schedule.of", update_policy)
+        if placement is not None:
+            _check_placement("Schedule.of", placement)
+            # A worker that takes two turns would wait for its own gradient.
+            if any(len(set(workers)) < len(workers) for workers in placement):
+                call, rule = "placement=...", "must name each worker of a stage once"
+                raise ValueError(requirement(f"Schedule.of({call})", rule, placement))
         # Text and actions may be mixed.
         read = [[_action(a) for a in program] for program in programs]
         columns = Columns.of(read)
@@ -130,13 +160,6 @@ class Schedule:
         rules.check_size(columns, stages, micro_batches)
         if placement is None:
             placement = _placement_of(columns)
-        elif not all(placement):
-            rule = "must have a worker for each stage"
-            raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
-        # A worker that takes two turns would wait for its own gradient.
-        elif any(len(set(workers)) < len(workers) for workers in placement):
-            rule = "must name each worker of a stage once"
-            raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
         made = cls(
             name,
             micro_batches,
@@ -177,6 +200,7 @@ class Schedule:
         Raises:
           ScheduleError: It breaks a rule; or a backward pass is written as `I` without
             a `W`, or as `B` with one ("complete").
+          TypeError: The source is neither a path nor a text.
           ValueError: A cell is none of torch's; names its row and column.
 
         Example:
@@ -184,6 +208,8 @@ class Schedule:
           worker 0 | 0F0  .   .  0B0
           worker 1 |  .  1F0 1B0  .
         """
+        rule = "must be a path or a text"
+        check_type("Schedule.from_csv(source)", source, (str, os.PathLike), rule)
         # A text of several cells or rows has one of these, and is no path.
         text = os.fspath(source)
         if "," not in text and "\n" not in text:
@@ -267,7 +293,15 @@ class Schedule:
         return workers[micro_batch % len(workers)]
 
     def actions(self, worker: int) -> list[Action]:
-        """The actions of a worker, in order."""
+        """The actions of a worker, in order.
+
+        Raises:
+          ValueError: There is no worker of this number.
+        """
+        check_counts("Schedule.actions", least=0, worker=worker)
+        if worker >= self.workers:
+            rule = f"must be one of {self.workers} workers"
+            raise ValueError(requirement("Schedule.actions(worker)", rule, worker))
         return self.columns.actions(worker)
 
     @cached_property
@@ -317,9 +351,13 @@ class Schedule:
           the stage before; B of the stage after and F of its own; W its own B.
         - "live activations": no worker exceeds `activation_bound`.
         - "clock count": no clock lies at or beyond `clock_bound`.
+        - "versions": under an update policy a micro-batch enters a stage after the
+          updates that made the weights that it uses; with a flush, a stage has finished
+          all earlier micro-batches at each update.
 
         Raises:
           ScheduleError: With the first rule broken, its worker and its action.
+          ValueError: The update policy does not fit the schedule; see `versions_used`.
         """
         # Without completeness the clock may not exist.
         self._check_complete()
@@ -328,6 +366,8 @@ class Schedule:
         rules.check_dependencies(columns, clock, self.stages, self.micro_batches)
         rules.check_live_activations(columns, self.activation_bound)
         rules.check_clock_count(columns, clock, self.clock_bound)
+        if self.update_policy is not None:
+            check_versions(columns, self.update_policy)
         return self
 
     def _check_complete(self) -> None:
@@ -418,6 +458,35 @@ class Schedule:
         )
 
 
+def versions_used(schedule: Schedule) -> np.ndarray:
+    """The version that each micro-batch uses at each stage, forward and backward.
+
+    Where a stage has several workers, each counts its own updates.
+
+    Returns:
+      int32, `(stages, micro_batches)`; all 0 for a synchronous schedule.
+
+    Raises:
+      TypeError: It is no schedule.
+      ValueError: A worker's backward passes have another order than its forward passes,
+        or a stage has several workers under "vertical_sync" or "2bw".
+
+    Example:
+      >>> from jdist.pipeline import pipedream
+      >>> versions_used(pipedream(3, 6))
+      array([[0, 0, 0, 1, 2, 3],
+             [0, 0, 1, 2, 3, 4],
+             [0, 1, 2, 3, 4, 5]], dtype=int32)
+    """
+    check_type("versions_used(schedule)", schedule, Schedule, "must be a Schedule")
+    found = np.zeros((schedule.stages, schedule.micro_batches), np.int32)
+    if schedule.update_policy is not None:
+        stages = versions_of_stages(schedule.columns, schedule.update_policy)
+        for passes, used in stages:
+            found[passes.stage, passes.micro_batch] = used
+    return found
+
+
 def derived(
     change: Callable[[Schedule], Schedule],
     family: Callable[[int], Schedule],
@@ -439,7 +508,9 @@ def _action(given: object) -> Action:
 def _flat_clock(
     clock: Sequence[Sequence[int]], programs: Sequence[Sequence[Action]]
 ) -> np.ndarray:
-    lengths = [len(row) for row in clock]
+    rows = clock if isinstance(clock, Sequence | np.ndarray) else [clock]
+    several = (list, tuple, range, np.ndarray)
+    lengths = [len(row) if isinstance(row, several) else None for row in rows]
     if lengths != [len(program) for program in programs]:
         rule = "must have one number for each action of each worker"
         raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
@@ -447,6 +518,36 @@ def _flat_clock(
     flat = [number for row in clock for number in row]
     check_int32("one action", flat)
     return np.array(flat, np.int64)
+
+
+def _check_placement(call: str, placement: Placement) -> None:
+    """Refuses what names no workers of stages."""
+    argument = f"{call}(placement=...)"
+    rule = "must be a tuple of the numbers of the workers of each stage"
+    check_sequence(argument, placement, Sequence, rule)
+    for workers in placement:
+        check_sequence(argument, workers, int | np.integer, rule)
+    if not placement or not all(placement):
+        rule = "must have a worker for each stage"
+        raise ValueError(requirement(argument, rule, placement))
+
+
+def _check_policy(call: str, policy: UpdatePolicy | None) -> None:
+    rule = "must be an UpdatePolicy, or None for one update after all micro-batches"
+    check_type(f"{call}(update_policy=...)", policy, UpdatePolicy | None, rule)
+
+
+def _check_length(
+    name: str, numbers: Sequence[int] | np.ndarray | None, count: int, of: str
+) -> None:
+    """Refuses numbers that are not one integer each."""
+    if numbers is None:
+        return
+    array = np.asarray(numbers, None if isinstance(numbers, np.ndarray) else object)
+    integers = all(isinstance(n, int | np.integer) for n in array.flat)
+    if array.shape != (count,) or not integers:
+        rule = f"must have an integer for each {of}, {count} in all"
+        raise ValueError(requirement(f"Schedule({name}=...)", rule, repr(numbers)))
 
 
 def _placement_of(columns: Columns) -> Placement:

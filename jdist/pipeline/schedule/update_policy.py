@@ -7,7 +7,7 @@ A policy also says which weights a micro-batch uses. It is a field of a schedule
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jdist._errors import requirement
+from jdist._errors import check_choice
 from jdist.pipeline.schedule.actions import check_counts
 
 UpdateRule = Literal["stashing", "vertical_sync", "2bw", "flush"]
@@ -40,10 +40,7 @@ class UpdatePolicy:
     def __post_init__(self) -> None:
         """Checks the rule and the number."""
         check_counts("UpdatePolicy", every=self.every)
-        if self.rule not in get_args(UpdateRule):
-            shown = ", ".join(map(repr, get_args(UpdateRule)))
-            rule = f"must be one of {shown}"
-            raise ValueError(requirement("UpdatePolicy(rule=...)", rule, self.rule))
+        check_choice("UpdatePolicy(rule=...)", self.rule, get_args(UpdateRule))
 
     @property
     def one_version(self) -> bool:

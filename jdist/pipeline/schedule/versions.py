@@ -12,8 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import B, Columns, F
-from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.actions import (
+    Action,
+    B,
+    Columns,
+    F,
+    ScheduleError,
+)
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 
@@ -31,32 +36,6 @@ class _StagePasses(NamedTuple):
     stage: int
     micro_batch: np.ndarray
     forward: np.ndarray
-
-
-def versions_used(schedule: Schedule) -> np.ndarray:
-    """The version that each micro-batch uses at each stage, forward and backward.
-
-    Where a stage has several workers, each counts its own updates.
-
-    Returns:
-      int32, `(stages, micro_batches)`; all 0 for a synchronous schedule.
-
-    Raises:
-      ValueError: A worker's backward passes have another order than its forward passes,
-        or a stage has several workers under "vertical_sync" or "2bw".
-
-    Example:
-      >>> from jdist.pipeline import pipedream
-      >>> versions_used(pipedream(3, 6))
-      array([[0, 0, 0, 1, 2, 3],
-             [0, 0, 1, 2, 3, 4],
-             [0, 1, 2, 3, 4, 5]], dtype=int32)
-    """
-    found = np.zeros((schedule.stages, schedule.micro_batches), np.int32)
-    if schedule.update_policy is not None:
-        for passes, used in _used(schedule.columns, schedule.update_policy):
-            found[passes.stage, passes.micro_batch] = used
-    return found
 
 
 def live_versions(columns: Columns, policy: UpdatePolicy | None) -> np.ndarray:
@@ -77,12 +56,38 @@ def live_versions(columns: Columns, policy: UpdatePolicy | None) -> np.ndarray:
         # A synchronous schedule has one version until its only update.
         found[columns.stage, columns.worker_of_each()] = 1
         return found
-    for passes, used in _used(columns, policy):
+    for passes, used in versions_of_stages(columns, policy):
         found[passes.stage, passes.worker] = _kept(passes, used, policy).max()
     return found
 
 
-def _used(
+def check_versions(columns: Columns, policy: UpdatePolicy) -> None:
+    """Checks that the weights that a micro-batch uses exist when it enters a stage.
+
+    With a flush, that a stage has finished all earlier micro-batches at each update.
+
+    Raises:
+      ScheduleError: They do not, or it has not ("versions").
+      ValueError: As in `versions_used`.
+    """
+    for passes, used in versions_of_stages(columns, policy):
+        needed = used
+        if policy.rule == "flush":
+            # Forward pass k waits for the update after the k // every whole blocks
+            # before it, so that none is in flight at an update.
+            needed = np.arange(len(used)) // policy.every
+        updates = np.cumsum(~passes.forward) // policy.every
+        early = np.flatnonzero(updates[passes.forward] < needed)
+        if early.size:
+            what = f"comes before the {needed[early[0]]} updates that it must follow "
+            what += f"under {policy}"
+            if policy.rule == "flush":
+                what += ": the schedule must drain before each"
+            action = Action("F", passes.stage, int(passes.micro_batch[early[0]]))
+            raise ScheduleError("versions", what, passes.worker, action)
+
+
+def versions_of_stages(
     columns: Columns, policy: UpdatePolicy
 ) -> Iterator[tuple[_StagePasses, np.ndarray]]:
     """The passes of each stage and worker, with the version each micro-batch uses."""

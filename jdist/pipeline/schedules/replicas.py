@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Placement, Schedule
@@ -26,11 +26,15 @@ def replica_counts(
       m: Micro-batches, if every worker must have one.
 
     Raises:
+      TypeError: It is no sequence.
       ValueError: There are not n numbers, or one is below 1 or above `m`.
     """
-    counts = (1,) * n if replicas is None else tuple(replicas)
+    if replicas is None:
+        replicas = (1,) * n
+    rule = f"must have a number for each of {n} stages"
+    check_type(f"{call}(replicas=...)", replicas, (Sequence, np.ndarray), rule)
+    counts = tuple(replicas)
     if len(counts) != n:
-        rule = f"must have a number for each of {n} stages"
         raise ValueError(requirement(f"{call}(replicas=...)", rule, counts))
     for count in counts:
         check_counts(call, replicas=count)

@@ -67,9 +67,16 @@ class Costs:
         """Check the costs, and fill in defaults."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
-            array = np.asarray(value, np.float64)
+            try:
+                array = np.asarray(value)
+            except ValueError:  # rows of different lengths
+                array = np.empty((), object)
+            if array.dtype.kind not in "biuf":
+                rule = "must be a number, or an array of numbers"
+                raise TypeError(requirement(f"Costs({field.name}=...)", rule, value))
+            array = array.astype(np.float64)
             least = "above 0" if field.name == "bandwidth" else "finite and at least 0"
             fine = array > 0 if field.name == "bandwidth" else np.isfinite(array)
             # The overhead is not of a stage: a list would be taken for one per action.

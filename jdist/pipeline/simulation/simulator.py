@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 
+from jdist._errors import check_type
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.schedule.clock import Links, play, waits_for
 from jdist.pipeline.schedule.memory import held, peaks
@@ -40,6 +41,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
       ScheduleError: The schedule has a deadlock, or an action waits for one that is
         missing.
+      TypeError: An argument is of another type.
       ValueError: A cost was given for another number of stages.
 
     Example:
@@ -49,7 +51,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
       >>> simulate(zero_bubble(4, 8)).makespan
       27.0
     """
-    costs = costs or Costs()
+    check_type("simulate(schedule)", schedule, Schedule, "must be a Schedule")
+    if costs is None:
+        costs = Costs()
+    check_type("simulate(costs=...)", costs, Costs, "must be Costs")
     columns = schedule.columns
     shape = (schedule.stages, schedule.micro_batches)
     waits = waits_for(columns, *shape)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist.pipeline.schedule import memory
 from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -96,12 +96,18 @@ class Timeline:
           update_policy: See `Schedule`.
 
         Raises:
+          TypeError: Something is no record.
           ValueError: There are none, one has a worker below 0 or ends before it starts,
             or two of one worker overlap.
         """
+        argument = "Timeline.from_records(records=...)"
+        rule = "must be an iterable of Record"
+        check_type(argument, records, Iterable, rule)
+        records = list(records)
+        for record in records:
+            check_type(argument, record, Record, rule)
         # By worker and time, so that neighbours in the list are neighbours in time.
         ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
-        argument = "Timeline.from_records(records=...)"
         if not ordered:
             raise ValueError(requirement(argument, "must not be empty", "none"))
         # The first has the lowest worker.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._tree import PyTree
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.stage_program import StageProgram
@@ -83,12 +83,13 @@ def with_ends(
       last: The function after the last one.
 
     Raises:
-      TypeError: An end is not a `Stage`.
+      TypeError: A stage or an end is not a `Stage`.
       ValueError: An end has a state; the only output of `first` is not the only input
         of the first stage, or the only input of `last` not the only output of the last
         stage; one part has a function for evaluation, and another one has none and
         takes a key.
     """
+    check_sequence("Pipeline(stages)", stages, Stage, "must be a sequence of Stage")
     made = list(stages)
     if first is not None:
         _check_end("first", first)

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist import targets
 from jdist._compat import Ahead
-from jdist._errors import requirement
+from jdist._errors import check_sequence, check_type, requirement
 from jdist._tree import PyTree, is_inexact, shapes_of
 from jdist.pipeline.plan.profile import Layer, Profile
 from jdist.pipeline.schedule.actions import check_counts
@@ -54,6 +54,7 @@ def profile(
       (or input) to those that read its outputs.
 
     Raises:
+      TypeError: An argument is of another type.
       ValueError: There are no layers, two have one name, one reads a value that was
         never written, or returns another number of outputs than it names; or one alone
         does not fit the target's chip.
@@ -69,6 +70,13 @@ def profile(
       ((40.0,), 32.0, (('input_x', 'a'), ('a', 'b')))
     """
     check_counts("profile", repeats=repeats)
+    rule = "must be a sequence of Module"
+    check_sequence("profile(layers=...)", layers, Module, rule)
+    rule = "must be a dict from names to values"
+    check_type("profile(batch=...)", batch, Mapping, rule)
+    if target is not None:
+        rule = "must be hardware, from `targets.target`"
+        check_type("profile(target=...)", target, targets.Hardware, rule)
     if not layers:
         raise ValueError(
             requirement("profile(layers=...)", "must not be empty", "none")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._tree import PyTree, named_leaves
 from jdist.pipeline.plan import Plan
 from jdist.pipeline.stages.module import Module
@@ -352,10 +352,10 @@ def _wanted(
     """The inputs of the loss, by the names that values have between stages."""
     if loss_inputs is None:
         return calls[-1].writes
-    unknown = [name for name in loss_inputs if name not in newest]
-    if isinstance(loss_inputs, str) or unknown or not loss_inputs:
-        rule = f"must be names of values, which are {sorted(newest)}"
-        call = "stages_from_modules(loss_inputs=...)"
+    rule = f"must be names of values, which are {sorted(newest)}"
+    call = "stages_from_modules(loss_inputs=...)"
+    check_sequence(call, loss_inputs, str, rule)
+    if not loss_inputs or any(name not in newest for name in loss_inputs):
         raise ValueError(requirement(call, rule, loss_inputs))
     return tuple(newest[name] for name in loss_inputs)
 
@@ -391,8 +391,13 @@ def _stages_by_name(
             rule = f"must be a plan for the modules {names}"
             raise ValueError(requirement(call, rule, sorted(planned)))
         return {name: planned[name] for name in names}
-    # Numbers of NumPy or JSON become plain ones.
-    numbers = [int(number) for number in given]
+    rule = f"must be a plan, or a stage's number for each of {len(names)} modules"
+    several: Any = given
+    if isinstance(several, np.ndarray):
+        several = several.tolist()
+    check_sequence(call, several, int | np.integer, rule)
+    # Numbers of NumPy become plain ones.
+    numbers = [int(number) for number in several]
     if len(numbers) != len(names):
         rule = f"must have a number for each of the {len(names)} modules"
         raise ValueError(requirement(call, rule, numbers))
@@ -404,6 +409,7 @@ def _stages_by_name(
 
 def _check_modules(modules: Sequence[Module]) -> None:
     call = "stages_from_modules(modules)"
+    check_sequence(call, modules, Module, "must be a sequence of Module")
     if not modules:
         raise ValueError(requirement(call, "must not be empty", "none"))
     # Parameters and states are dicts by name, in which one of two would be lost.

@@ -1,6 +1,6 @@
 """Stages: pure functions with named inputs and outputs, compiled as segments."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,7 +78,8 @@ class Stage:
         for given in ("inputs", "outputs"):
             names = getattr(self, given)
             call = f"Stage({given}=...)"
-            if isinstance(names, str) or not all(isinstance(n, str) for n in names):
+            several = isinstance(names, Iterable) and not isinstance(names, str)
+            if not several or not all(isinstance(n, str) for n in names):
                 raise TypeError(requirement(call, "must be a tuple of names", names))
             # The class is frozen, and a list would make it unhashable.
             object.__setattr__(self, given, tuple(names))

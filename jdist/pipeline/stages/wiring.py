@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist.pipeline.stages.stage import Stage
 
 BATCH = -1
@@ -56,6 +56,7 @@ def wire(
         the last stage.
 
     Raises:
+      TypeError: `loss_inputs` are no names.
       ValueError: Two stages have one output, a stage takes the output of a later one,
         or nothing takes an output.
 
@@ -67,6 +68,9 @@ def wire(
       >>> wiring.source[2], wiring.consumers[0]
       ({'m': 1, 'skip': 0}, {'h': (1,), 'skip': (2,)})
     """
+    if loss_inputs is not None:
+        rule = "must be a sequence of names"
+        check_sequence("Pipeline(loss_inputs=...)", loss_inputs, str, rule)
     if not stages:
         raise ValueError(requirement("Pipeline(stages)", "must not be empty", "[]"))
     wanted = tuple(stages[-1].outputs if loss_inputs is None else loss_inputs)

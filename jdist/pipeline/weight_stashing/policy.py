@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from jdist._errors import requirement
+from jdist._errors import check_choice, requirement
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdateRule
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -36,9 +36,7 @@ def schedule_of_epoch(
       >>> schedule_of_epoch("2bw", 3, 12, None, None).update_policy
       UpdatePolicy(rule='2bw', every=3)
     """
-    if policy not in get_args(UpdateRule):
-        rule = f"must be one of {', '.join(map(repr, get_args(UpdateRule)))}"
-        raise ValueError(requirement("PipeDream(policy=...)", rule, policy))
+    check_choice("PipeDream(policy=...)", policy, get_args(UpdateRule))
     if policy == "stashing":
         every = 1 if update_every is None else update_every
         return pipedream(n, m, replicas=replicas, update_every=every)

@@ -8,7 +8,8 @@ from jdist.pipeline.schedule.open_schedule import (
     OpenSchedule,
     steady_length,
 )
-from jdist.pipeline.schedule.versions import live_versions, versions_used
+from jdist.pipeline.schedule.schedule import versions_used
+from jdist.pipeline.schedule.versions import live_versions
 from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 
 CASES = [
