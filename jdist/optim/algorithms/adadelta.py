@@ -93,7 +93,11 @@ def adadelta(
         grad = penalized(param, grad, h)
         square = average(state.square_avg, grad * grad, h.rho)
         # eps in both roots: at the first step acc_delta is 0 and nothing would move.
-        delta = jnp.sqrt(state.acc_delta + h.eps) / jnp.sqrt(square + h.eps) * grad
+        # The barrier keeps XLA from making a product with a reciprocal root of the
+        # quotient: on CPU it then wrote both roots to memory, and a large leaf took
+        # more than twice as long.
+        root = jax.lax.optimization_barrier(jnp.sqrt(square + h.eps))
+        delta = jnp.sqrt(state.acc_delta + h.eps) / root * grad
         # Of the step before lr, so that an override of lr does not change later steps.
         acc_delta = average(state.acc_delta, delta * delta, h.rho)
         new = AdadeltaState(counted(state.step), square, acc_delta)
