@@ -851,7 +851,7 @@ def segment(
     if isinstance(static_argnums, int):
         static_argnums = (static_argnums,)
     rule = "must be numbers of inputs, from 1 on"
-    check_sequence("segment(static_argnums=...)", static_argnums, int, rule)
+    check_sequence("segment(static_argnums=...)", static_argnums, object, rule)
     static = tuple(dict.fromkeys(static_argnums))
     if any(type(n) is not int or n < 1 for n in static):
         remedy = "Argument 0, the parameters, cannot be static."
