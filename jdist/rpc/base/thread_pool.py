@@ -1,8 +1,8 @@
 """A pool of threads that grows on demand, with a limit for users' functions.
 
 A task goes to the thread that became idle last, because its stack is warm; without an
-idle thread a new one starts. A thread that is idle for 10 s ends, and sooner if several
-are.
+idle thread a new one starts. Few threads stay idle, for 10 s. Of the others those that
+ran users' functions stay for 2 s, and the rest end at once.
 
 Two kinds of tasks differ in one point. Users' functions (`run_limited`) share a fixed
 number of places and wait in order when all are taken. The library's own tasks (`run`)
@@ -20,7 +20,9 @@ __all__ = ["ThreadPool"]
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 _FEW_IDLE = 2
-# Of the threads beyond a few that a burst leaves.
+# Of the threads beyond a few that ran users' functions. The next burst of functions
+# that wait needs them all again: to start a thread takes some 100 us more than to wake
+# one.
 _SURPLUS_SECONDS = 2.0
 
 Task = Callable[[], None]
@@ -166,9 +168,10 @@ class ThreadPool:
     def _work(self, idle: "_IdleThread") -> None:
         task, idle.task = idle.task, None
         while task is not None:
+            limited = task == self._run_waiting
             self._attempt(task)
             task = None  # nothing of it is kept while the thread is idle
-            task = self._next(idle)
+            task = self._next(idle, limited)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -179,14 +182,16 @@ class ThreadPool:
             # Tasks report their own failures; this is a failure to report one.
             _log.exception("A task of %s raised an exception.", self._name)
 
-    def _next(self, idle: "_IdleThread") -> Task | None:
+    def _next(self, idle: "_IdleThread", limited: bool) -> Task | None:
         with self._lock:
             if self._closed:
                 return None
             idle.task = None
-            surplus = len(self._idle) >= _FEW_IDLE
+            few = len(self._idle) < _FEW_IDLE
+            if not few and not limited:
+                return None
             self._idle.append(idle)
-        if idle.ready.acquire(timeout=_SURPLUS_SECONDS if surplus else _IDLE_SECONDS):
+        if idle.ready.acquire(timeout=_IDLE_SECONDS if few else _SURPLUS_SECONDS):
             return idle.task
         with self._lock:
             if idle in self._idle:

@@ -297,10 +297,14 @@ class Connection:
             self._is_silent = self._reason is None
         if self._is_silent:
             descriptor = self._stream.fileno()
-            if silent.add(descriptor, self._read, reader.pool):
+            if silent.add(descriptor, self._read, self._has_ended, reader.pool):
                 return None
         self._is_silent = False
         return self.receive()
+
+    def _has_ended(self) -> bool:
+        """Whether a receive would find it closed."""
+        return self._reason is not None or self._stream.ended()
 
     def _next(self, deadline: float | None, begin: float | None) -> Frame:
         if self._reason is not None:

@@ -45,6 +45,7 @@ class _Silent(NamedTuple):
     """A connection without a thread."""
 
     read: Read
+    ended: Callable[[], bool]
     pool: ThreadPool
 
 
@@ -98,12 +99,15 @@ class SilentConnections:
             except (RuntimeError, MemoryError):  # the system refuses a new thread
                 self._follow()
 
-    def add(self, descriptor: int, read: Read, pool: ThreadPool) -> bool:
+    def add(
+        self, descriptor: int, read: Read, ended: Callable[[], bool], pool: ThreadPool
+    ) -> bool:
         """Has `read` called, by the thread that leads, once the descriptor can be read.
 
         Args:
           descriptor: Of a connection that this thread reads no longer.
           read: See there.
+          ended: Whether all that `read` would find is that the connection has closed.
           pool: Lends the thread that leads next.
 
         Returns:
@@ -116,7 +120,7 @@ class SilentConnections:
                 if self._selector is None:
                     self._selector = selectors.DefaultSelector()
                     leave_to_parent(self._selector)
-                silent = _Silent(read, pool)
+                silent = _Silent(read, ended, pool)
                 self._selector.register(descriptor, selectors.EVENT_READ, silent)
             except OSError:
                 return False  # no more files
@@ -179,7 +183,9 @@ class SilentConnections:
                     selector.unregister(key.fd)
                     self._silent -= 1
                     self._readable.append(key.data)
-        if more:
+        # To end a connection takes less than to start a thread, and when a worker or a
+        # whole group ends, hundreds close at once. So this thread leads again after it.
+        if more and not next_.ended():
             # If the system refuses a new thread, this one leads when it has read.
             with contextlib.suppress(RuntimeError, MemoryError):
                 next_.pool.start(self._follow)

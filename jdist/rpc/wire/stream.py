@@ -173,6 +173,9 @@ class ByteStream(Protocol):
     def silent(self) -> bool:
         """Whether it is open and nothing has come that was not received."""
 
+    def ended(self) -> bool:
+        """Whether the other side has closed it and all that came was received."""
+
     def fileno(self) -> int:
         """The socket's descriptor, which can be read once something comes."""
 
@@ -329,6 +332,15 @@ class Stream:
     def silent(self) -> bool:
         """Whether it is open and nothing has come that was not received."""
         return not self._look()
+
+    def ended(self) -> bool:
+        """Whether the other side has closed it and all that came was received."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | _NOW)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def fileno(self) -> int:
         """The socket's descriptor."""

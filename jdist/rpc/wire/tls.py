@@ -193,6 +193,10 @@ class TlsStream:
         """Whether it is open and nothing has come that was not received."""
         return self._stream.silent()
 
+    def ended(self) -> bool:
+        """Whether the other side has closed it and all that came was received."""
+        return self._stream.ended()
+
     def fileno(self) -> int:
         """The socket's descriptor."""
         return self._stream.fileno()

@@ -83,6 +83,23 @@ def test_of_the_threads_that_a_burst_leaves_few_stay(pool, monkeypatch):
     assert len(pool._idle) == thread_pool._FEW_IDLE
 
 
+def test_threads_that_ran_users_functions_stay_for_longer(pool, monkeypatch):
+    """The next burst needs them; library tasks of a burst leave no more than few."""
+    monkeypatch.setattr(thread_pool, "_SURPLUS_SECONDS", PATIENCE)
+    tasks, others = Tasks(), Tasks()
+    for _ in range(3):
+        pool.run_limited(tasks)
+    for _ in range(5):
+        pool.run(others)
+    await_begun(tasks, 3)
+    await_begun(others, 5)
+    others.go_on.set()
+    few = thread_pool._FEW_IDLE
+    wait_until(lambda: len(pool._threads) == 3 + few)
+    tasks.go_on.set()
+    wait_until(lambda: len(pool._idle) == 3 + few)
+
+
 def test_an_idle_thread_ends(pool, monkeypatch):
     monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 0.01)
     done = threading.Event()

@@ -1,10 +1,16 @@
 """Handlers that run on the thread that reads a connection, and what is kept off it."""
 
+import threading
+
+import numpy as np
 import pytest
 
 from jdist import pipeline, rpc
 from jdist.rpc.base import current
+from jdist.rpc.calls.callee import ServedConnection
+from jdist.rpc.wire.frame import Frame
 from tests.rpc.hosts import names
+from tests.rpc.sockets import connected_pair, soon
 
 KIND = "test.inline"
 ONE, OTHER = names(2)
@@ -75,6 +81,56 @@ def test_one_that_waits_is_refused(agents, handler):
 def test_users_functions_are_never_inline(agents):
     with pytest.raises(ValueError, match="must not run users' functions"):
         agents[0].register(KIND, told, limited=True, inline=True)
+
+
+def test_an_answer_waits_for_a_peer_that_reads_slowly(agents, monkeypatch):
+    """Requests behind it wait too; other connections and the pool do not."""
+    one, other = agents
+    count, handled = 40, []
+
+    def answer(caller, body, meta):
+        handled.append(body)
+        return np.full(1 << 15, float(body))
+
+    other.register(KIND, answer, inline=True)
+    other.register("test.pool", told)
+
+    def send(channel):
+        for number in range(1, count + 1):
+            channel.send(Frame(KIND, number, {}, number, [], shared=True), soon())
+
+    full = threading.Event()
+    with connected_pair() as (near, far):
+        wait_for_room = far._stream._wait_for_room
+
+        def wait(*args):
+            full.set()
+            wait_for_room(*args)
+
+        monkeypatch.setattr(far._stream, "_wait_for_room", wait)
+        serving = ServedConnection(other, far, one.info, lambda channel: None)
+        threads = [
+            threading.Thread(target=serving.read),
+            threading.Thread(target=send, args=(near,)),
+        ]
+        for thread in threads:
+            thread.start()
+        # The first answers fill the socket. Then nothing more is handled.
+        assert full.wait(PATIENCE)
+        waiting = len(handled)
+        assert asked(one, 0)[0] == 0.0
+        assert not asked(one, 0, "test.pool")
+        handled.remove(0)
+        assert len(handled) == waiting < count
+        for number in range(1, count + 1):
+            frame = near.receive(soon())
+            assert (frame.kind, frame.id) == ("reply", number)
+            assert {*np.asarray(frame.leaves[0])} == {float(number)}
+        assert handled == [*range(1, count + 1)]
+        near.close()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
 
 
 def test_the_librarys_own(agents):

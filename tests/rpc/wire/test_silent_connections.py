@@ -264,6 +264,26 @@ def test_closing_a_silent_connection_ends_it_at_once(served, impatient, route):
         assert peers.there._connections == set()
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_thread_that_waits_ends_all_that_close(
+    served, impatient, pool, route, monkeypatch
+):
+    """It starts no thread for any of them, and takes what came before the end."""
+    started, start = [], pool.start
+    with Peers(route, on_channel=served) as peers:
+        channels = [peers.connect() for _ in range(20)]
+        wait_until(all_silent(peers.there, 20))
+        monkeypatch.setattr(pool, "start", lambda task: started.append(task))
+        for channel in channels[:10]:
+            channel.close()
+        wait_until(lambda: len(served.ends) == 10)
+        for channel in served.channels[:20]:
+            channel.close()
+        wait_until(lambda: len(served.ends) == 20)
+        assert started == []
+        monkeypatch.setattr(pool, "start", start)
+
+
 def _other(channels):
     """The one of which the other end was closed."""
     found = []
