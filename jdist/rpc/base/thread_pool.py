@@ -1,8 +1,8 @@
 """A pool of threads that grows on demand, with a limit for users' functions.
 
 A task goes to the thread that became idle last, because its stack is warm; without an
-idle thread a new one starts. Few threads stay idle, for 10 s. Of the others those that
-ran users' functions stay for 2 s, and the rest end at once.
+idle thread a new one starts. Few threads stay idle, for 10 s. Of the others some, and
+those that ran users' functions, stay for 2 s, and the rest end at once.
 
 Two kinds of tasks differ in one point. Users' functions (`run_limited`) share a fixed
 number of places and wait in order when all are taken. The library's own tasks (`run`)
@@ -20,10 +20,11 @@ __all__ = ["ThreadPool"]
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 _FEW_IDLE = 2
-# Of the threads beyond a few that ran users' functions. The next burst of functions
-# that wait needs them all again: to start a thread takes some 100 us more than to wake
-# one.
+# Of the threads beyond a few, while they are not many or if they ran users' functions:
+# the next burst of functions that wait needs them all again, and to start a thread
+# takes some 100 us more than to wake one.
 _SURPLUS_SECONDS = 2.0
+_MANY_IDLE = 8
 
 Task = Callable[[], None]
 
@@ -188,7 +189,7 @@ class ThreadPool:
                 return None
             idle.task = None
             few = len(self._idle) < _FEW_IDLE
-            if not few and not limited:
+            if len(self._idle) >= _MANY_IDLE and not limited:
                 return None
             self._idle.append(idle)
         if idle.ready.acquire(timeout=_IDLE_SECONDS if few else _SURPLUS_SECONDS):
