@@ -120,7 +120,7 @@ def test_other_policies_have_no_replicas(policy):
 
 
 def test_a_policy_that_is_unknown():
-    match = r"policy=...\).*'stashing', 'vertical_sync', '2bw', 'flush'. Got gpipe"
+    match = r"policy=...\).*'stashing', 'vertical_sync', '2bw', 'flush'. Got 'gpipe'"
     with pytest.raises(ValueError, match=match):
         schedule_of_epoch("gpipe", 2, 7, None, None)
 
