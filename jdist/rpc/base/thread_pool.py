@@ -1,8 +1,8 @@
 """A pool of threads that grows on demand, with a limit for users' functions.
 
 A task goes to the thread that became idle last, because its stack is warm; without an
-idle thread a new one starts. Few threads stay idle, for 10 s. Of the others some, and
-those that ran users' functions, stay for 2 s, and the rest end at once.
+idle thread a new one starts. A thread that is idle for 10 s ends, and sooner if several
+are.
 
 Two kinds of tasks differ in one point. Users' functions (`run_limited`) share a fixed
 number of places and wait in order when all are taken. The library's own tasks (`run`)
@@ -20,11 +20,8 @@ __all__ = ["ThreadPool"]
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 _FEW_IDLE = 2
-# Of the threads beyond a few, while they are not many or if they ran users' functions:
-# the next burst of functions that wait needs them all again, and to start a thread
-# takes some 100 us more than to wake one.
+# Of the threads beyond a few that a burst leaves.
 _SURPLUS_SECONDS = 2.0
-_MANY_IDLE = 8
 
 Task = Callable[[], None]
 
@@ -169,10 +166,9 @@ class ThreadPool:
     def _work(self, idle: "_IdleThread") -> None:
         task, idle.task = idle.task, None
         while task is not None:
-            limited = task == self._run_waiting
             self._attempt(task)
             task = None  # nothing of it is kept while the thread is idle
-            task = self._next(idle, limited)
+            task = self._next(idle)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -183,16 +179,14 @@ class ThreadPool:
             # Tasks report their own failures; this is a failure to report one.
             _log.exception("A task of %s raised an exception.", self._name)
 
-    def _next(self, idle: "_IdleThread", limited: bool) -> Task | None:
+    def _next(self, idle: "_IdleThread") -> Task | None:
         with self._lock:
             if self._closed:
                 return None
             idle.task = None
-            few = len(self._idle) < _FEW_IDLE
-            if len(self._idle) >= _MANY_IDLE and not limited:
-                return None
+            surplus = len(self._idle) >= _FEW_IDLE
             self._idle.append(idle)
-        if idle.ready.acquire(timeout=_IDLE_SECONDS if few else _SURPLUS_SECONDS):
+        if idle.ready.acquire(timeout=_SURPLUS_SECONDS if surplus else _IDLE_SECONDS):
             return idle.task
         with self._lock:
             if idle in self._idle:

@@ -74,7 +74,6 @@ def test_an_idle_thread_is_used_again(pool, monkeypatch):
 
 def test_of_the_threads_that_a_burst_leaves_few_stay(pool, monkeypatch):
     monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", PATIENCE)
-    monkeypatch.setattr(thread_pool, "_SURPLUS_SECONDS", 0.01)
     tasks = Tasks()
     for _ in range(12):
         pool.run(tasks)
@@ -82,23 +81,6 @@ def test_of_the_threads_that_a_burst_leaves_few_stay(pool, monkeypatch):
     tasks.go_on.set()
     wait_until(lambda: len(pool._threads) == thread_pool._FEW_IDLE)
     assert len(pool._idle) == thread_pool._FEW_IDLE
-
-
-def test_of_many_idle_threads_those_that_ran_users_functions_stay(pool, monkeypatch):
-    """The next burst of these needs them; others end at once."""
-    monkeypatch.setattr(thread_pool, "_SURPLUS_SECONDS", PATIENCE)
-    monkeypatch.setattr(thread_pool, "_MANY_IDLE", 4)
-    tasks, others = Tasks(), Tasks()
-    for _ in range(3):
-        pool.run_limited(tasks)
-    for _ in range(7):
-        pool.run(others)
-    await_begun(tasks, 3)
-    await_begun(others, 7)
-    others.go_on.set()
-    wait_until(lambda: len(pool._threads) == 3 + 4)
-    tasks.go_on.set()
-    wait_until(lambda: len(pool._idle) == 3 + 4)
 
 
 def test_an_idle_thread_ends(pool, monkeypatch):
