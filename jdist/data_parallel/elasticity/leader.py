@@ -329,11 +329,18 @@ class Leader:
 
     def _holders(self, without: int | None = None) -> list[int]:
         """Replicas with a state that leads to the present, the best source first."""
-        # Fetches are spread over the holders; then the state with most steps is the
-        # best, since the fewest gradients have to be applied to it.
+        # Fetches are spread over the holders. Then rank 0 is the last, which serves all
+        # others already; and the state with most steps is the best, since the fewest
+        # gradients have to be applied to it.
         fetching = [seat.source for seat in self._seats.values()]
         found = [
-            (fetching.count(replica), -(seat.held or 0), -replica, replica)
+            (
+                fetching.count(replica),
+                replica == self._own,
+                -(seat.held or 0),
+                -replica,
+                replica,
+            )
             for replica, seat in self._seats.items()
             if replica != without
             and not (seat.expelled or seat.restoring)

@@ -14,7 +14,9 @@ import contextlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +89,9 @@ class LeaderService:
     def __init__(
         self, agent: Agent, terms: RunTerms, agreed: dict[str, str], work: ReplicaWork
     ) -> None:
-        self._leader = Leader(terms, incarnation_of(agent.info))
+        self._timer, self._pool = agent.timer, agent.pool
+        self._own = incarnation_of(agent.info)
+        self._leader = Leader(terms, self._own)
         self._terms = terms
         self._agreed = agreed
         self._work = work
@@ -171,11 +175,32 @@ class LeaderService:
                 failed = str(error)
             except Exception as error:  # noqa: BLE001 - all replicas have to know
                 failed = f"Rank 0 could not add up a step's gradient: {error!r}"
-        # Outside the lock: completing an answer runs the callbacks that send it.
-        for answer, value in orders:
-            answer.set_result(value)
+        self._send(orders)
         if failed is not None:
             self.fail(failed)
+
+    def _send(self, orders: list[tuple[Future[Answer], Answer]]) -> None:
+        """Completes answers, which sends them; outside the lock, because it may block.
+
+        Args:
+          orders: The answers; that of rank 0's own replica is the last.
+        """
+        left, pool = deque(orders), self._pool
+
+        def rest() -> Iterator[tuple[Future[Answer], Answer]]:
+            with contextlib.suppress(IndexError):  # the last one is taken
+                while True:
+                    yield left.popleft()
+
+        def hand_over() -> None:
+            for answer, value in rest():
+                pool.run(partial(answer.set_result, value))
+
+        if len(orders) > 1:
+            # A peer that has stopped reading must not hold up the others for long.
+            self._timer.later(self._terms.deadline / 4, hand_over)
+        for answer, value in rest():
+            answer.set_result(value)
 
     def _too_few(self, ready: int) -> str:
         terms = self._terms
@@ -213,7 +238,10 @@ class LeaderService:
         if self._leader.is_over:
             self._ended.notify_all()
         # A replica that was lost meanwhile has no pending answer.
-        known = self._answers.keys() & orders.keys()
+        known = [each for each in self._answers if each in orders]
+        # Rank 0's own last: where its computation shares a core with the thread that
+        # sends, the others would get theirs only once its share is computed.
+        known.sort(key=lambda each: each == self._own)
         return [(self._answers.pop(each), orders[each]) for each in known]
 
 
@@ -256,7 +284,7 @@ class ElasticRuns:
         self._followers: dict[str, Follower[TrainState, Partial]] = {}
         # A report handled after the loss of its replica must not admit it again.
         self._gone: set[int] = set()
-        self._timer = agent.timer
+        self._timer, self._pool = agent.timer, agent.pool
         agent.register(_REPORT, self._on_report)
         agent.register(_STATE, self._on_state)
         agent.extension_state.on_gone(self._on_gone)
@@ -329,7 +357,16 @@ class ElasticRuns:
                 f"The elastic run {message.run!r} is over on rank 0; its last "
                 "checkpoint, if it writes any, has the state."
             )
-        leader.report(replica, message, answer)
+
+        def report() -> None:
+            with self._lock:
+                gone = replica in self._gone
+            if not gone:
+                leader.report(replica, message, answer)
+
+        # In another thread: completed before it is returned, the answer would be sent
+        # after those of the other replicas.
+        self._pool.run(report)
         return answer
 
     def _give_up(self, message: Message, replica: int) -> None:

@@ -164,6 +164,21 @@ def test_the_first_step_waits_for_rank_0():
     run.check_end()
 
 
+def test_rank_0_hands_out_its_state_last():
+    leader = Leader(RunTerms(3, lambda step: 16, 10.0), 4)
+    for replica in (4, 2, 7):
+        leader.report(replica, ReplicaReport(), 0.0)
+    leader.report(4, ReplicaReport(1, 0), 0.0)
+    for replica in (2, 7):
+        leader.report(replica, ReplicaReport(1, 0), 0.0)
+    found = []
+    for _ in range(3):
+        effects = leader.report(9, ReplicaReport(1), 1.0)
+        found += [each.instruction.fetch for each in effects if each.replica == 9]
+        leader.gone(found[-1], 1.0)
+    assert found == [7, 2, 4]
+
+
 def test_a_run_that_waits_too_long_for_replicas_is_abandoned():
     leader = Leader(RunTerms(3, lambda step: 16, 10.0, least=2, patience=100.0), 4)
     assert leader.next_deadline() is None

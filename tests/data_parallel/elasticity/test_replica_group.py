@@ -1,9 +1,22 @@
-"""What a replica may send to rank 0."""
+"""What a replica may send to rank 0, and in which order rank 0 answers."""
 
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import jax
 import pytest
 
-from jdist.data_parallel.elasticity.replica_group import _unpacked
-from jdist.rpc import ProtocolError
+from jdist.data_parallel.elasticity.leader import RunTerms
+from jdist.data_parallel.elasticity.replica_group import (
+    LeaderService,
+    Message,
+    _unpacked,
+)
+from jdist.rpc import Future, ProtocolError, WorkerInfo
+from jdist.rpc.base.thread_pool import ThreadPool
+from jdist.rpc.base.timer import Timer
+from jdist.rpc.extension import call_when_done
 
 REPORT = (0, None, 3, ((0, 2), (4, 5)), None, 7)
 
@@ -36,3 +49,62 @@ def test_anything_else_is_refused(body):
     """A request that waits for the leader would else wait for ever."""
     with pytest.raises(ProtocolError, match="A report of an elastic run has a name"):
         _unpacked(body)
+
+
+OWN, PEERS = 4, (2, 7)
+
+
+@pytest.fixture
+def leader():
+    """A leader of runs of one step, with a deadline of 0.4 s, on replica 4."""
+    pool = ThreadPool("leader", 1)
+    timer = Timer("leader", pool)
+    info = WorkerInfo("worker0", 0, OWN)
+    terms = RunTerms(1, lambda step: 3, 0.4, least=3)
+    work = SimpleNamespace(sum_structure=jax.tree.structure(()))
+    yield LeaderService(
+        SimpleNamespace(pool=pool, timer=timer, info=info), terms, {}, work
+    )
+    timer.close()
+    pool.close(60)
+
+
+def begin(leader, answers):
+    """The first replica restores the state, and the last one's report begins a step."""
+    for replica in answers:
+        leader.report(replica, message(0, None), Future())
+    for replica, answer in answers.items():
+        leader.report(replica, message(1, 0), answer)
+
+
+def message(generation, held):
+    report = (generation, held, None, (), None, None)
+    return Message("run", {}, 9.0, report, [])
+
+
+@pytest.mark.parametrize("last", [OWN, *PEERS])
+def test_rank_0_has_its_own_answer_last(leader, last):
+    """The others' answers would wait for the core on which its share is computed."""
+    order = []
+    answers = {
+        replica: Future()
+        for replica in sorted((OWN, *PEERS), key=lambda each: each == last)
+    }
+    for replica, answer in answers.items():
+        call_when_done(answer, partial(order.append, replica))
+    begin(leader, answers)
+    assert sorted(order[:2]) == sorted(PEERS)
+    assert order[2:] == [OWN]
+
+
+def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
+    gone_on, blocked = threading.Event(), []
+    answers = {replica: Future() for replica in (OWN, *PEERS)}
+    call_when_done(answers[OWN], gone_on.set)
+    for replica in PEERS:
+        # Each of their sends waits for room in its socket.
+        call_when_done(answers[replica], lambda: blocked.append(gone_on.wait(60)))
+    begin(leader, answers)
+    for answer in answers.values():
+        answer.wait(60)
+    assert blocked[0]
