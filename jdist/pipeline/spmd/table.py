@@ -224,7 +224,7 @@ def _spaced(schedule: Schedule, workers: np.ndarray) -> np.ndarray:
     # A worker makes one result per clock, so that messages never queue for a link.
     links = Links(np.full(len(columns), NOTHING), nothing, leaves.astype(float))
     waits = waits_for(columns, schedule.stages, schedule.micro_batches)
-    return play(columns, waits, nothing + 1, links)
+    return play(columns, waits, nothing + 1, links).astype(np.int64)
 
 
 def _messages(

@@ -1,6 +1,7 @@
 """What workers tell about themselves."""
 
 import threading
+import time
 
 from jdist import rpc
 
@@ -34,14 +35,24 @@ def information():
     return rpc.debug_info()
 
 
+def relaying():
+    """Information once `relay` has returned, which may be after its call has begun."""
+    until = time.monotonic() + PATIENCE
+    while not (told := rpc.debug_info())["agent.server_active_async_calls"]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return told
+
+
 def look(name):
     """worker0 waits for worker1, which waits for worker2 without a thread."""
     me = rpc.get_worker_info().name
     future = rpc.rpc_async("worker1", relay, args=("worker2", name))
     rpc.rpc_sync("worker2", has_begun, args=(name,))
+    asked = {"worker0": information, "worker1": relaying, "worker2": information}
     told = {
-        to: rpc.debug_info() if to == me else rpc.rpc_sync(to, information)
-        for to in ("worker0", "worker1", "worker2")
+        to: rpc.debug_info() if to == me else rpc.rpc_sync(to, ask)
+        for to, ask in asked.items()
     }
     rpc.rpc_sync("worker2", open_gate, args=(name,))
     future.wait()
