@@ -544,7 +544,11 @@ def _check_length(
     if numbers is None:
         return
     array = np.asarray(numbers, None if isinstance(numbers, np.ndarray) else object)
-    integers = all(isinstance(n, int | np.integer) for n in array.flat)
+    # The dtype tells it of an array: a large schedule has millions of clocks.
+    integers = np.issubdtype(array.dtype, np.integer) or (
+        array.dtype == object
+        and all(isinstance(n, int | np.integer) for n in array.flat)
+    )
     if array.shape != (count,) or not integers:
         rule = f"must have an integer for each {of}, {count} in all"
         raise ValueError(requirement(f"Schedule({name}=...)", rule, repr(numbers)))
