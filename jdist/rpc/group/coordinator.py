@@ -78,6 +78,7 @@ class Coordinator:
         self._rounds: dict[RoundKey, list[BarrierRound]] = {}
         self._stalemate = Stalemate()
         self._leaving: str | None = None
+        self._ended = False
         self._farewells: dict[Member, _Farewell] = {}
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
@@ -138,6 +139,7 @@ class Coordinator:
     def close(self, reason: str) -> None:
         """Ends the group and sends the remaining members the reason."""
         with self._lock:
+            self._ended = True
             self._post(self._membership.fail(reason))
             for member in self._membership.present():
                 member.post(Frame("group.end", 0, {"reason": reason}, None, []))
@@ -356,7 +358,9 @@ class Coordinator:
 
     def _gone(self, member: Member, reason: str, announce: bool = True) -> None:
         with self._lock:
-            if member.gone is not None:
+            # The channels are closed one by one at the end, and those still open must
+            # not bring the news that a worker is lost whose channel has just closed.
+            if member.gone is not None or (self._ended and not member.left):
                 return
             member.gone = reason
             belonged = self._membership.has(member)

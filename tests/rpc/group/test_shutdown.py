@@ -15,6 +15,7 @@ from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.calls.callee import ServedConnection
 from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.wire.connection import Connection
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
@@ -297,6 +298,29 @@ def test_the_coordinators_worker_leaves(hosts):
     for rank in range(4):
         with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
             hosts.run(rank, rpc.get_worker_info)
+
+
+def leave_slowly():
+    real = Connection.close
+
+    def close(connection, reason):
+        real(connection, reason)
+        time.sleep(0.1)
+
+    Connection.close = close
+    try:
+        rpc.shutdown(graceful=False)
+    finally:
+        Connection.close = real
+
+
+def test_an_ending_coordinator_reports_no_losses(hosts):
+    """It closes one control channel after another while the others are still open."""
+    hosts.everywhere(become_worker)
+    hosts.run(0, leave_slowly)
+    assert [hosts.run(rank, lost_workers) for rank in (1, 2, 3)] == [{}] * 3
+    for rank in (1, 2, 3):
+        hosts.run(rank, rpc.shutdown, graceful=False)
 
 
 def waiting_caller(name):
