@@ -220,12 +220,12 @@ def prepared(
         params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int | None
     ) -> Prepared:
         expected = reference(params, batch, weights)
-        measured = measure(params, batch, weights, seed)
+        measured = measure(params, batch, weights, expected[1], seed)
 
         # Measured on the first failure, for all candidates together.
         @cache
         def measured_again() -> Measured:
-            return measure(params, batch, weights, None, SECOND_LOOK)
+            return measure(params, batch, weights, expected[1], None, SECOND_LOOK)
 
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {

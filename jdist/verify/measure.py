@@ -9,6 +9,10 @@ On the way the examples' losses are compared with those of the whole batch: if t
 differ, examples influence each other (batch statistics), and no split of the batch can
 give the same gradient; the report says so. An example alone then says nothing of the
 batch's gradient, so that the batch is measured as one term, as with a scalar loss.
+
+Losses can hide it, as those of `f - stop_gradient(f)` do. So the batch's gradient and
+the sum of its examples' own are compared in float64 where a wrong gradient might pass
+for it: where it is small beside the bound, or further than the bound from that sum.
 """
 
 import math
@@ -24,10 +28,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
+    BLIND,
     Limit,
     Sums,
     accumulated,
     confidence,
+    in_double,
     measured_bound,
     unit_roundoff,
     wide_of,
@@ -38,6 +44,10 @@ from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
 COUPLED = math.sqrt(unit_roundoff("float64"))
+
+# Most bounds are some tens of roundings of the gradient wide; and in float64 they would
+# be narrower by the ratio of the units. Both with room to spare.
+ROUNDINGS = 2.0**10
 
 # Draws of every term's error, all examples together, and at most for one example.
 DRAWS, DRAWS_EACH = 128, 32
@@ -97,11 +107,13 @@ def measurer(
         params: PyTree,
         batch: PyTree,
         weights: ArrayLike | None,
+        gradient: PyTree,
         seed: int | None,
         more: int = 1,
     ) -> Measured:
         """Measures the bounds, and pins the oracle unless `seed` is None.
 
+        `gradient` is that of the whole batch, as the candidates are compared with it;
         `more` is by how much the number of draws is multiplied.
         """
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
@@ -114,15 +126,25 @@ def measurer(
         examples = int(np.count_nonzero(shares))
         draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
-        if apart and (coupled := _coupling(losses.exact, found.losses)):
-            notes += coupled
-            terms, examples, draws = _leading(batch), 1, more * DRAWS_EACH
-            w = None if weights is None else jnp.asarray(weights, losses.dtype)
-            found = of_whole.gradients(params, (batch, w), np.ones(()), draws)
-        notes += found.notes + _accumulates(params, accumulation)
         loss_limit, limits = _limits(
             params, losses.dtype, found.sums, terms, draws * examples, accumulation
         )
+
+        def as_one_term(draws: int) -> _ExampleSums:
+            w = None if weights is None else jnp.asarray(weights, losses.dtype)
+            return of_whole.gradients(params, (batch, w), np.ones(()), draws)
+
+        coupled = _coupling(losses.exact, found.losses) if apart else ()
+        if apart and not coupled and _is_doubtful(gradient, found.sums, limits):
+            exact = as_one_term(0).sums
+            coupled = _hidden_coupling(exact, found.sums, gradient, limits)
+        if coupled:
+            terms, draws = _leading(batch), more * DRAWS_EACH
+            found = as_one_term(draws)
+            loss_limit, limits = _limits(
+                params, losses.dtype, found.sums, terms, draws, accumulation
+            )
+        notes += coupled + found.notes + _accumulates(params, accumulation)
         oracle = None if seed is None else check(params, batch, weights, seed)
         return Measured(limits, loss_limit, oracle, notes, draws)
 
@@ -348,6 +370,53 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
         f"{together[example]:.6g} in the batch and of {alone[example]:.6g} alone. No "
         f"split of the batch reproduces this gradient.",
     )
+
+
+def _is_doubtful(
+    gradient: PyTree, alone: _Collected, limits: dict[str, Limit | None]
+) -> bool:
+    """Whether a wrong gradient might pass, should the examples influence each other."""
+    leaves = named_leaves(gradient)
+    known = [(path, limit) for path, limit in limits.items() if limit is not None]
+    for (path, limit), total in zip(known, alone.total[1:], strict=True):
+        leaf, measured = in_double(leaves[path]), np.isfinite(limit.bound)
+        # A NaN is no sum's, and is reported where it is compared.
+        off = np.abs(leaf - total) > limit.bound
+        share = min(BLIND, ROUNDINGS * unit_roundoff(leaves[path].dtype))
+        width = np.linalg.norm(limit.bound[measured])
+        wide = width > share * np.linalg.norm(leaf[measured])
+        # An unused leaf has a gradient of 0, and a bound for numbers near it.
+        used = leaf.any() or total.any()
+        if off.any() or (wide and used):
+            return True
+    return False
+
+
+def _hidden_coupling(
+    together: _Collected,
+    alone: _Collected,
+    gradient: PyTree,
+    limits: dict[str, Limit | None],
+) -> tuple[str, ...]:
+    """A note if the batch's exact gradient is not the sum of its examples' own."""
+    leaves = named_leaves(gradient)
+    known = [(path, limit) for path, limit in limits.items() if limit is not None]
+    for (path, limit), whole, total in zip(
+        known, together.total[1:], alone.total[1:], strict=True
+    ):
+        unit = unit_roundoff(leaves[path].dtype)
+        finer = min(1, ROUNDINGS * unit_roundoff("float64") / unit)
+        apart = np.abs(whole - total)
+        if (apart > finer * limit.bound).any():
+            # Decisions are those of the rounded programs (see `lockstep`), and that of
+            # the batch may round otherwise.
+            return (
+                f"examples influence each other, or rounding takes a decision in the "
+                f"batch otherwise than alone: the batch's exact gradient at {path} and "
+                f"the sum of its examples' own are {apart.max():.1e} apart. No split "
+                f"of the batch reproduces this gradient.",
+            )
+    return ()
 
 
 def _shares(

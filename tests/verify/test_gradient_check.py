@@ -255,8 +255,18 @@ def test_examples_that_influence_each_other_are_noted(rng):
     assert not any("influence" in note for note in quiet.notes)
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda losses: losses,
+        # Losses that say nothing of it, each equal to what it is alone.
+        lambda losses: losses - jax.lax.stop_gradient(losses) + 1,
+        lambda losses: losses + 1e9,
+    ],
+    ids=["plain", "detached", "constant"],
+)
 @pytest.mark.parametrize("given", [None, [1.0, 0.0, 2.0, 1.0, 3.0, 1.0, 1.0]])
-def test_examples_that_influence_each_other_are_judged_together(given, rng):
+def test_examples_that_influence_each_other_are_judged_together(given, shown, rng):
     """Alone, an example divides by almost 0, and zero would be near its gradient."""
     x, w = (
         jnp.asarray(rng.normal(size=(7, 3)), jnp.float32),
@@ -266,7 +276,7 @@ def test_examples_that_influence_each_other_are_judged_together(given, rng):
 
     def by_range(w, x):
         y = x @ w
-        return 3 * jnp.tanh(y / (y.max() - y.min() + 1e-6)) ** 2
+        return shown(3 * jnp.tanh(y / (y.max() - y.min() + 1e-6)) ** 2)
 
     def times(factor):
         def candidate(w, x):
@@ -281,6 +291,29 @@ def test_examples_that_influence_each_other_are_judged_together(given, rng):
     report = verify.gradients(by_range, w, x, candidates, weights=given, seed=None)
     assert [report.of(name).ok for name in candidates] == [True, False, False, False]
     assert all(report.of(name).failures for name in ("0", "-1", "1.00003"))
+    assert any("examples influence each other" in note for note in report.notes)
+
+
+def test_a_gradient_near_zero_hides_no_influence(rng):
+    """Where terms cancel the bound is wide, and the examples' sum is the batch's."""
+    x, y = jnp.asarray(rng.normal(size=(9, 3))), jnp.asarray(rng.normal(size=9))
+    w = jnp.asarray(np.linalg.lstsq(np.asarray(x), np.asarray(y))[0], jnp.float32)
+    batch = (x.astype(jnp.float32), y.astype(jnp.float32))
+    traces = []
+
+    def losses(w, batch):
+        traces.append(batch[0].shape)
+        return (batch[0] @ w - batch[1]) ** 2
+
+    def right(w, batch):
+        return jax.value_and_grad(lambda w: ((batch[0] @ w - batch[1]) ** 2).mean())(w)
+
+    report = verify.gradients(losses, w, batch, {"jax": right}, seed=None)
+    assert report.ok
+    assert not any("influence" in note for note in report.notes)
+    at_an_optimum, traces[:] = len(traces), []
+    assert verify.gradients(losses, w + 1, batch, {"jax": right}, seed=None).ok
+    assert at_an_optimum > len(traces), "only a small gradient is computed once more"
 
 
 def test_ties_and_near_ties_of_a_maximum_are_noted():

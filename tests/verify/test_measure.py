@@ -21,6 +21,7 @@ from jdist.verify.measure import (
     magnified,
     measurer,
 )
+from jdist.verify.oracle import differentiated, reduced
 
 BF16 = jnp.bfloat16
 
@@ -318,7 +319,10 @@ def test_foreign_code_is_named():
 
 def measured(losses, params, batch, weights=None, reduction="mean", seed=None, more=1):
     """What is known of a problem before anything is judged."""
-    return measurer(losses, reduction, None)(params, batch, weights, seed, more)
+    reference = jax.jit(differentiated(reduced(losses, reduction)))
+    _, gradient = reference(params, batch, weights)
+    measure = measurer(losses, reduction, None)
+    return measure(params, batch, weights, gradient, seed, more)
 
 
 def test_the_sums_are_those_of_the_examples(rng):

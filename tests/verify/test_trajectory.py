@@ -1,5 +1,6 @@
 """The limit of a leaf after steps, beside the formula of the module's docstring."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,7 +70,9 @@ def test_others_move_by_the_bound_of_the_gradient(rng):
     # A rate at which the gradient's error is most of the new parameters'.
     training = Training(losses, lambda w, g, s: (w - 1000 * g, s), False, "mean", None)
     (moment,) = trajectory(training, (w, (), ()), [(x, None)])
-    own = measurer(losses, "mean", None)(w, x, None, None).limits["(root)"].bound
+    gradient = jax.grad(lambda w: losses(w, x).mean())(w)
+    measured = measurer(losses, "mean", None)(w, x, None, gradient, None)
+    own = measured.limits["(root)"].bound
     np.testing.assert_array_equal(moment.limits["gradient"].bound, own)
     ratio = moment.limits["params"].bound / (np.sqrt(2) * 1000 * own)
     assert ((ratio > 1) & (ratio < 2)).all()

@@ -160,7 +160,7 @@ def trajectory(
         params, opt_state, states = state
         # At the reference's parameters: the others are moved in lockstep with it.
         _, gradient, new = gradient_of(params, batch, own, states)
-        measured = measure(state, batch, own)
+        measured = measure(state, batch, own, gradient)
         known = [x for x in measured.limits.values() if x is not None]
         taken = _Taken(state, gradient, (batch, own), known)
         traced = (
@@ -207,7 +207,7 @@ def _measurement(training: Training) -> Callable[..., Measured]:
     reduction, accumulation = training.reduction, training.accumulation
     if not training.stateful:
         measure = measurer(training.loss_fn, reduction, accumulation)
-        return lambda state, batch, own: measure(state[0], batch, own, None)
+        return lambda state, *given: measure(state[0], *given, None)
 
     def whole(params: PyTree, given: PyTree) -> jax.Array:
         batch, own, states = given
@@ -215,8 +215,8 @@ def _measurement(training: Training) -> Callable[..., Measured]:
 
     # Batch statistics couple the examples, so the loss is measured as a whole.
     measure = measurer(whole, "mean", accumulation)
-    return lambda state, batch, own: measure(
-        state[0], (batch, own, state[2]), None, None
+    return lambda state, batch, own, gradient: measure(
+        state[0], (batch, own, state[2]), None, gradient, None
     )
 
 
