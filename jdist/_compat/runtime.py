@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -151,13 +152,12 @@ def placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
     return jax.device_put(array, before.sharding) if before.committed else array
 
 
-def let_go() -> None:
-    """Gives back the NumPy memory of arrays that are gone.
+let_go: Callable[[], None] = _jax.collect_garbage
+"""Gives back the NumPy memory of arrays that are gone.
 
-    JAX keeps what `placed` gave it until it next collects, which without this is when
-    something else is placed. 0.1 us when there is nothing.
-    """
-    _jax.collect_garbage()
+JAX keeps what `placed` gave it until it next collects, which without this is when
+something else is placed.
+"""
 
 
 @functools.lru_cache(1024)

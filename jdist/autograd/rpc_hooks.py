@@ -159,9 +159,9 @@ class RpcHooks:
         if header.slots:
             _refuse_untrainable(call.function)
         if header.slots and is_pure(call.function):
-            kind, function, args, kwargs = call
             # Recorded as one function, compiled; an eager one gets recorded values.
-            call = Invocation(kind, _Applied(function), args, kwargs)
+            applied = _Applied(call.function)
+            call = Invocation(call.kind, applied, call.args, call.kwargs)
         with Recording(context, header.message):
             value = run(call)
         answer: dict[str, object] = {META: _row(context.id, header.message, 0)}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
@@ -176,7 +177,7 @@ class RemoteFunctions:
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
         # Errors must name the user's function, not `perform`.
         described = Described("remote_call", target.function)
-        return self._agent.exchange(outgoing._replace(operation=described))
+        return self._agent.exchange(replace(outgoing, operation=described))
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:

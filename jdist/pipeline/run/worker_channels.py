@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from msgspec.structs import replace
 
 from jdist._errors import check_sequence, requirement
 from jdist._scheduling import enter_batch_class
@@ -470,7 +471,7 @@ class WorkerChannels:
             if self._members.joint:
                 self._computed(value)
             sent = agent.outgoing(to, _VALUE, value, self._limit, meta)
-            agent.request(sent._replace(ended=self._ended))
+            agent.request(replace(sent, ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
             self._failed(error)
 

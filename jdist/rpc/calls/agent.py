@@ -7,7 +7,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Deadline, Meta, Operation, moment
@@ -49,7 +51,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Invocation(NamedTuple):
+class Invocation(msgspec.Struct, frozen=True):
     """A function about to be called on another worker (or being called here)."""
 
     kind: str

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -204,7 +204,7 @@ Handler = Callable[[WorkerInfo, Any, Meta], Any]
 """`handler(caller, body, meta)`: a value, a `Reply`, or a Future of either."""
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, frozen=True):
     """A handler's answer when it has metadata too."""
 
     value: Any
@@ -424,12 +424,12 @@ class Callee:
         return result
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
-        value, meta = result if type(result) is Reply else (result, {})
-        message = MessageContext(execution.caller, meta, execution.operation)
-        tree, leaves = self._agent.encode(value, message)
+        reply = result if type(result) is Reply else Reply(result, {})
+        message = MessageContext(execution.caller, reply.meta, execution.operation)
+        tree, leaves = self._agent.encode(reply.value, message)
         if message.forks:
             self._agent.references.answer(execution, message)
-        return Frame(REPLY, number, meta, tree, leaves)
+        return Frame(REPLY, number, reply.meta, tree, leaves)
 
     def _defer(
         self, execution: Execution, number: int, result: Future[Any]

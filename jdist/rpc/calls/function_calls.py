@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
@@ -136,7 +137,7 @@ def execute(agent: Agent, caller: WorkerInfo, call: Invocation, meta: Meta) -> A
       Exception: Whatever the function raised.
     """
     if isinstance(call.function, UnboundFunction):
-        call = call._replace(function=call.function.bound())
+        call = msgspec.structs.replace(call, function=call.function.bound())
     _execution().operation = Operation(call.kind, call.function)
     if agent.interceptor is None:
         return run(call)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from jdist.rpc.base.current import Deadline, Meta, Operation, RunningCall, with_deadline
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
@@ -210,7 +212,7 @@ class Submitted(NamedTuple):
     number: int
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True):
     """A request to be sent, and its destination.
 
     For an asynchronous call, `ended` is called with the error or None on the receiving

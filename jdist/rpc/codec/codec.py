@@ -147,8 +147,8 @@ class Encoding:
         encoder = self._encoders.get(type(value), self._otherwise)
         return value if encoder is None else encoder(self, value)
 
-    def node(self, head: list[Tree], values: Iterable[Any]) -> list[Tree]:
-        """Appends the trees of values, one level deeper, to `head`.
+    def node(self, values: Iterable[Any], code: int, *more: Tree) -> list[Tree]:
+        """Makes a node: its code, what else is given, and the trees of values.
 
         Raises:
           ValueError: There is no level left: the value probably contains itself.
@@ -158,13 +158,14 @@ class Encoding:
             raise ValueError(requirement("rpc(value)", rule, "one level too many"))
         # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
+        node: list[Tree] = [code, *more]
         encoder_of, otherwise = self._encoders.get, self._otherwise
         for value in values:
             # As in `tree`, without a call for each value.
             encoder = encoder_of(type(value), otherwise)
-            head.append(value if encoder is None else encoder(self, value))
+            node.append(value if encoder is None else encoder(self, value))
         self.depth += 1
-        return head
+        return node
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuses keys of a dictionary, or elements of a set, that change their type.
@@ -414,7 +415,7 @@ class Codec:
 
         def encoder(encoding: Encoding, value: Any) -> Tree:
             other = encode(value, encoding.message)
-            return encoding.node([codes.REGISTERED, code], (other,))
+            return encoding.node((other,), codes.REGISTERED, code)
 
         self._encoders[kind] = encoder
         self._registered[code] = decode
@@ -523,20 +524,16 @@ def _raw(encoding: Encoding, code: int, data: bytes) -> Tree:
 
 
 def _three(code: int, encoding: Encoding, value: Any) -> Tree:
-    return encoding.node([code], (value.start, value.stop, value.step))
-
-
-def _sequence(code: int, encoding: Encoding, values: Iterable[Any]) -> Tree:
-    return encoding.node([code], values)
+    return encoding.node((value.start, value.stop, value.step), code)
 
 
 def _set(code: int, encoding: Encoding, elements: Collection[Any]) -> Tree:
     encoding.check_keys(elements)
-    return encoding.node([code], elements)
+    return encoding.node(elements, code)
 
 
 def _mapping(code: int, encoding: Encoding, mapping: Mapping[Any, Any]) -> Tree:
-    return encoding.node([code], _items(encoding, mapping))
+    return encoding.node(_items(encoding, mapping), code)
 
 
 def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
@@ -547,7 +544,7 @@ def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
 
 def _default_dict(encoding: Encoding, value: defaultdict[Any, Any]) -> Tree:
     items = _items(encoding, value)
-    return encoding.node([codes.DEFAULT_DICT], chain((value.default_factory,), items))
+    return encoding.node(chain((value.default_factory,), items), codes.DEFAULT_DICT)
 
 
 def _decoded_bytes(decoding: Decoding, node: list[Tree]) -> bytes:
@@ -637,7 +634,7 @@ def _any_jax_array(encoding: Encoding, value: jax.Array) -> Tree:
         return _jax_array(encoding, value)
     # A key array has no bytes of its own; its implementation travels by name.
     data = jax.random.key_data(value)
-    return encoding.node([codes.KEY, str(jax.random.key_impl(value))], (data,))
+    return encoding.node((data,), codes.KEY, str(jax.random.key_impl(value)))
 
 
 def _scalar(encoding: Encoding, value: np.generic) -> Tree:
@@ -696,12 +693,12 @@ def _method(encoding: Encoding, value: types.MethodType) -> Tree:
     if encoding.functions.method(owner, name) != value:
         rule = "must be what its name means in the class of its object"
         raise ValueError(requirement("rpc(method)", rule, value))
-    return encoding.node([codes.METHOD], (owner, name))
+    return encoding.node((owner, name), codes.METHOD)
 
 
 def _partial(encoding: Encoding, value: partial) -> Tree:
     inner = (value.func, value.args, value.keywords)
-    return encoding.node([codes.PARTIAL], inner)
+    return encoding.node(inner, codes.PARTIAL)
 
 
 def _referenced(decoding: Decoding, node: list[Tree]) -> Any:
@@ -743,13 +740,12 @@ def _dataclass(encoding: Encoding, value: Any) -> Tree:
         rule = "must not be a dataclass with contents beside its fields"
         raise TypeError(requirement("rpc(value)", rule, name, f"{error}.")) from error
     fields = [field.name for field in dataclasses.fields(value)]
-    trees = encoding.node([], (getattr(value, field) for field in fields))
-    pairs = zip(fields, trees, strict=True)
-    return [codes.DATACLASS, name, *(part for pair in pairs for part in pair)]
+    pairs = ((field, getattr(value, field)) for field in fields)
+    return encoding.node(chain.from_iterable(pairs), codes.DATACLASS, name)
 
 
 def _namedtuple(encoding: Encoding, value: Any) -> Tree:
-    return encoding.node([codes.NAMEDTUPLE, _name_of(encoding, value)], value)
+    return encoding.node(value, codes.NAMEDTUPLE, _name_of(encoding, value))
 
 
 def _enum(encoding: Encoding, value: enum.Enum) -> Tree:
@@ -757,17 +753,17 @@ def _enum(encoding: Encoding, value: enum.Enum) -> Tree:
     # A combination of flags has no name among the members.
     if value.name in type(value).__members__:
         return [codes.ENUM, name, value.name]
-    return encoding.node([codes.FLAG, name], (value.value,))
+    return encoding.node((value.value,), codes.FLAG, name)
 
 
 def _pytree(encoding: Encoding, value: Any) -> Tree:
     name = _name_of(encoding, value)
     children, static = value.tree_flatten()
-    return encoding.node([codes.PYTREE, name], (static, *children))
+    return encoding.node((static, *children), codes.PYTREE, name)
 
 
 def _exception(encoding: Encoding, value: BaseException) -> Tree:
-    return encoding.node([codes.EXCEPTION], (describe(value, ""),))
+    return encoding.node((describe(value, ""),), codes.EXCEPTION)
 
 
 def _future(encoding: Encoding, value: Any) -> Tree:
@@ -913,8 +909,8 @@ _ENCODERS: dict[type, Encoder | None] = {
     range: partial(_three, codes.RANGE),
     slice: partial(_three, codes.SLICE),
     type(...): lambda e, v: [codes.ELLIPSIS],
-    tuple: partial(_sequence, codes.TUPLE),
-    list: partial(_sequence, codes.LIST),
+    tuple: partial(Encoding.node, code=codes.TUPLE),
+    list: partial(Encoding.node, code=codes.LIST),
     set: partial(_set, codes.SET),
     frozenset: partial(_set, codes.FROZENSET),
     dict: partial(_mapping, codes.DICT),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
@@ -70,9 +72,9 @@ class Creation:
         name = (rref.packed(), fork.packed(), low_water_mark)
         body, place = (name, *self._outgoing.body), handle.owner_value
         if place is None:
-            outgoing = self._outgoing._replace(body=body, ended=self._end)
+            outgoing = replace(self._outgoing, body=body, ended=self._end)
             return agent.submit(outgoing).submitted
-        asked = agent.request(self._outgoing._replace(body=body))
+        asked = agent.request(replace(self._outgoing, body=body))
         call_when_done(asked, lambda: self._end_here(asked, place))
         return None
 
@@ -172,9 +174,9 @@ def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
 
 def _filled(owner_value: OwnerValue, result: Any) -> Reply:
     """Stores a function's result as the owner's value."""
-    value, meta = result if type(result) is Reply else (result, {})
-    fill(owner_value, value)
-    return Reply(None, meta)
+    reply = result if type(result) is Reply else Reply(result, {})
+    fill(owner_value, reply.value)
+    return Reply(None, reply.meta)
 
 
 def _parts(body: Any) -> tuple[_Name, Invocation]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from jdist.rpc.base.current import DEFAULT, Meta, Operation
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
@@ -93,7 +94,7 @@ def fetch(
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # a value that has not been created by then will not be
         limit = until
-    outgoing = outgoing._replace(deadline=limit, after=asked)
+    outgoing = replace(outgoing, deadline=limit, after=asked)
     try:
         return _fetch_created(agent, outgoing, creation)
     except RpcError as error:
@@ -128,7 +129,7 @@ def _intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing
     info = outgoing.peer.info
     _, meta = interceptor.request(info, call)
     receive = functools.partial(interceptor.reply, info)
-    return outgoing._replace(meta=meta, receive=receive)
+    return replace(outgoing, meta=meta, receive=receive)
 
 
 def local(owner_value: OwnerValue, agent: Agent, timeout: float) -> Any:

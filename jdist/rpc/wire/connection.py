@@ -157,28 +157,17 @@ class Connection:
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
                 packed = pack(frame, None, devices)
-        # Nearly all frames are small, and these two lengths say so.
-        header = len(packed.head) - PREFIX_BYTES
-        if frame.leaves or header > self._terms.limits.header_bytes:
-            try:
-                self._check_size(packed, len(frame.leaves))
-            except ValueError:
-                memory.close_all(descriptors)
-                raise
-        return packed, descriptors
-
-    def _check_size(self, packed: Packed, leaves: int) -> None:
-        header = len(packed.head) - PREFIX_BYTES
-        body = sum(map(len, packed.body))
+        header, body = len(packed.head) - PREFIX_BYTES, sum(map(len, packed.body))
         if packed.apart:
             body += sum(map(len, packed.apart))
+        leaves, most = len(frame.leaves), self._terms.limits
+        if header > most.header_bytes or body > most.body_bytes or leaves > most.leaves:
+            memory.close_all(descriptors)
+            self._refuse_size(header, body, leaves)
+        return packed, descriptors
+
+    def _refuse_size(self, header: int, body: int, leaves: int) -> None:
         most = self._terms.limits
-        if (
-            header <= most.header_bytes
-            and body <= most.body_bytes
-            and leaves <= most.leaves
-        ):
-            return
         for what, size, limit in (
             ("a header of", header, most.header_bytes),
             ("arrays of together", body, most.body_bytes),
@@ -318,11 +307,20 @@ class Connection:
         limits = self._terms.limits
         try:
             sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
-            header = parse_header(self._parse(sizes.header, deadline), sizes, limits)
+            # A small body comes out of the buffer with its header.
+            small = sizes.body if sizes.body <= _COPIED else 0
+            parsed = self._parse(sizes.header + small, deadline)
+            header = parse_header(parsed[: sizes.header], sizes, limits)
             if not header.leaves:
                 return assemble(header, (), None)
             buffers = allocate(header)
-            self._receive_body(buffers, sizes.body, deadline)
+            if small:
+                rest = parsed[sizes.header :]
+                for buffer in buffers:
+                    buffer[:] = rest[: len(buffer)]
+                    rest = rest[len(buffer) :]
+            else:
+                self._receive_body(buffers, deadline)
             apart = self._claim(header) if sizes.apart else ()
             return assemble(header, buffers, self._terms.device, apart)
         except TimeoutError as error:
@@ -353,15 +351,7 @@ class Connection:
         self._buffer[: len(kept)] = bytes(kept)
         self._start, self._end = 0, len(kept)
 
-    def _receive_body(
-        self, buffers: list[memoryview], size: int, deadline: float | None
-    ) -> None:
-        if size <= _COPIED:
-            rest = self._parse(size, deadline)
-            for buffer in buffers:
-                buffer[:] = rest[: len(buffer)]
-                rest = rest[len(buffer) :]
-            return
+    def _receive_body(self, buffers: list[memoryview], deadline: float | None) -> None:
         for buffer in buffers:
             there = min(len(buffer), self._end - self._start)
             buffer[:there] = self._buffer[self._start : self._start + there]

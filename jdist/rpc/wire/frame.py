@@ -424,9 +424,8 @@ def aligned(nbytes: int) -> memoryview:
 
 def allocate(header: Header) -> list[memoryview]:
     """Allocate the memory to receive the body into, in order; no piece is empty."""
-    memory = [aligned(nbytes) for nbytes in header.large]
-    if header.slab:
-        memory.insert(0, memoryview(bytearray(header.slab)))
+    memory = [memoryview(bytearray(header.slab))] if header.slab else []
+    memory += map(aligned, header.large)
     return memory
 
 
