@@ -11,7 +11,9 @@ wherever in a message it meets a recorded value.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
@@ -54,7 +56,12 @@ Row = list[Any]
 """A header as a list, to which the codec adds."""
 
 
-class CrossingHeader(NamedTuple):
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CrossingHeader(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """The metadata of a message within a context.
 
     Attributes:
@@ -66,11 +73,11 @@ class CrossingHeader(NamedTuple):
         among them; None if there are too many.
     """
 
-    context: int
-    answers: int
-    message: int
-    slots: int = 0
-    reach: list[int] | None = None
+    context: _Id
+    answers: _Id
+    message: _Id
+    slots: _Id
+    reach: list[_Id] | None
 
     @classmethod
     def of(cls, meta: dict[str, object]) -> "CrossingHeader | None":
@@ -82,13 +89,16 @@ class CrossingHeader(NamedTuple):
         row = meta.get(META)
         if row is None or type(row) is cls:
             return row
-        if type(row) is list and len(row) == len(cls._fields):
-            *numbers, reach = row
-            beyond = [] if reach is None else reach
-            if type(beyond) is list and _are_ids(numbers + beyond):
-                header = meta[META] = cls(*row)  # the next caller finds it checked
-                return header
-        raise ProtocolError("The autograd part of a message is malformed.")
+        malformed = "The autograd part of a message is malformed"
+        try:
+            header = msgspec.convert(row, cls)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"{malformed}: {error}.") from error
+        ids = (header.context, header.answers, header.message, *(header.reach or ()))
+        if max(ids) >> 64:  # a bound that msgspec cannot express
+            raise ProtocolError(f"{malformed}: ids have 64 bits.")
+        meta[META] = header  # the next caller finds it checked
+        return header
 
 
 def _row(context: int, answers: int, message: int) -> Row:

@@ -549,7 +549,8 @@ class LocalPass:
         """Passes received gradients to the send functions of their messages."""
         sweep = self._sweep
         assert sweep is not None
-        for message_id, cotangents in gradients:
+        for gradient in gradients:
+            message_id, cotangents = gradient.message_id, gradient.cotangents
             node = self._awaited.get(message_id) or self._no_send(message_id)
             # A second gradient for one message is an error, and not a second summand.
             del self._awaited[message_id]
@@ -688,8 +689,8 @@ class LocalPass:
 
     def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
         """Waits until the gradients are computed on their device."""
-        for _, cotangents in gradients:
-            for cotangent in cotangents:
+        for gradient in gradients:
+            for cotangent in gradient.cotangents:
                 if isinstance(cotangent, jax.Array):
                     # Before it is sent: what fails on a device here must not appear as
                     # the receiver's.

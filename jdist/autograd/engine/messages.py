@@ -6,8 +6,10 @@ caller's. Arrays go in the body; everything else, and which cotangents are absen
 in the metadata. An absent cotangent is a missing position and takes no bytes at all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeGuard
+
+import msgspec
 
 from jdist.autograd.recording.errors import BackwardError
 from jdist.autograd.recording.node import Cotangent, Numbers, light
@@ -27,7 +29,7 @@ _FIELD = "gradients"
 _INT = {int}
 
 
-class MessageGradient(NamedTuple):
+class MessageGradient(msgspec.Struct, frozen=True):
     """The cotangents of the recorded arrays of one message.
 
     Attributes:
@@ -85,6 +87,25 @@ class PassTerms(NamedTuple):
     retain_graph: bool
 
 
+_Row = tuple[int, int, list[int]]
+"""A gradient without its arrays: message id, size, positions that are not absent."""
+
+
+class _RequestHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The metadata of a request with gradients."""
+
+    terms: PassTerms
+    marks: list[int] | None
+    rows: list[_Row]
+
+
+class _AnswerHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The metadata of an answer, with the reports of workers by their names."""
+
+    rows: list[_Row]
+    told: list[tuple[str, StarvationReport]]
+
+
 class PassFailure(NamedTuple):
     """An error and the worker on which it was raised; it travels as a value.
 
@@ -124,7 +145,7 @@ class PassFailure(NamedTuple):
         return cls(worker, error)
 
 
-class GradientRequest(NamedTuple):
+class GradientRequest(msgspec.Struct, frozen=True):
     """A message with gradients.
 
     Attributes:
@@ -147,7 +168,7 @@ class GradientRequest(NamedTuple):
         if to_numpy:
             arrays = list(map(light, arrays))
         marks = None if self.marks is None else list(self.marks)
-        return arrays, {_FIELD: [*self.terms, marks, rows]}
+        return arrays, {_FIELD: [self.terms, marks, rows]}
 
     @classmethod
     def unpack(cls, body: object, meta: dict[str, object]) -> "GradientRequest":
@@ -156,18 +177,14 @@ class GradientRequest(NamedTuple):
         Raises:
           ProtocolError: The message is malformed.
         """
-        found = meta.get(_FIELD)
-        if type(found) is not list or len(found) != 6:
-            raise ProtocolError("Gradients came without saying for which pass.")
-        *terms, marks, rows = found
-        if tuple(map(type, terms)) != (int, int, bool, bool):
-            raise ProtocolError("The terms of a backward pass are two ids and modes.")
-        if marks is not None and not _are_ids(marks):
-            raise ProtocolError("Marked messages are named by their ids.")
-        return cls(PassTerms(*terms), marks, _restored(rows, body))
+        try:
+            header = msgspec.convert(meta.get(_FIELD), _RequestHeader)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"No request with gradients: {error}.") from error
+        return cls(header.terms, header.marks, _restored(header.rows, body))
 
 
-class GradientAnswer(NamedTuple):
+class GradientAnswer(msgspec.Struct, frozen=True):
     """The answer to a message with gradients.
 
     Attributes:
@@ -186,8 +203,7 @@ class GradientAnswer(NamedTuple):
         if self.failure is not None:
             return Reply(tuple(self.failure), {_FIELD: None})
         rows, arrays = _flat(self.gradients)
-        told = _rows(self.reports) if self.reports else []
-        return Reply(arrays, {_FIELD: [rows, told]})
+        return Reply(arrays, {_FIELD: [rows, list(self.reports.items())]})
 
     @classmethod
     def unpack(cls, body: object, meta: dict[str, object]) -> "GradientAnswer":
@@ -199,10 +215,12 @@ class GradientAnswer(NamedTuple):
         found = meta.get(_FIELD, ())
         if found is None:
             return cls((), {}, PassFailure.unpack(body))
-        if type(found) is not list or len(found) != 2:
-            raise ProtocolError("An answer to gradients has gradients and reports.")
-        rows, told = found
-        return cls(_restored(rows, body), _reports(told) if told else {})
+        try:
+            header = msgspec.convert(found, _AnswerHeader)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"No answer to gradients: {error}.") from error
+        told = {worker: StarvationReport(*report) for worker, report in header.told}
+        return cls(_restored(header.rows, body), told)
 
 
 def unpack_end(body: object) -> tuple[int, int, PassFailure]:
@@ -240,31 +258,24 @@ def unpack_reached(body: object) -> tuple[set[int], set[int]]:
     raise ProtocolError("The answer has ids of messages.")
 
 
-def _flat(
-    gradients: Sequence[MessageGradient],
-) -> tuple[list[list[object]], list[Numbers]]:
-    rows: list[list[object]] = []
+def _flat(gradients: Sequence[MessageGradient]) -> tuple[list[_Row], list[Numbers]]:
+    rows: list[_Row] = []
     arrays: list[Numbers] = []
-    for message_id, cotangents in gradients:
+    for gradient in gradients:
         there = []
-        for position, value in enumerate(cotangents):
+        for position, value in enumerate(gradient.cotangents):
             if value is not None:
                 there.append(position)
                 arrays.append(value)
-        rows.append([message_id, len(cotangents), there])
+        rows.append((gradient.message_id, len(gradient.cotangents), there))
     return rows, arrays
 
 
-def _restored(rows: object, arrays: object) -> list[MessageGradient]:
-    if type(rows) is not list or type(arrays) is not list:
+def _restored(rows: Sequence[_Row], arrays: object) -> list[MessageGradient]:
+    if type(arrays) is not list:
         raise ProtocolError("Gradients are rows and arrays.")
     taken, gradients = 0, []
-    for row in rows:
-        if type(row) is not list or len(row) != 3:
-            raise ProtocolError("A gradient has an id, a size and positions.")
-        message_id, size, there = row
-        if type(message_id) is not int or type(size) is not int or not _are_ids(there):
-            raise ProtocolError("A gradient has an id, a size and positions.")
+    for message_id, size, there in rows:
         # Checked before anything is allocated: the sender may be hostile.
         twice = len(set(there)) < len(there)
         if twice or (there and not 0 <= min(there) <= max(there) < size):
@@ -279,24 +290,6 @@ def _restored(rows: object, arrays: object) -> list[MessageGradient]:
     if taken < len(arrays):
         raise ProtocolError("There are more arrays than gradients have positions.")
     return gradients
-
-
-def _rows(reports: Reports) -> list[list[object]]:
-    return [
-        [worker, report.number, [list(one) for one in report.starving]]
-        for worker, report in reports.items()
-    ]
-
-
-def _reports(told: Iterable[Sequence[Any]]) -> Reports:
-    reports = {}
-    try:
-        for worker, number, starving in told:
-            listed = tuple(StarvingSend(*one) for one in starving)
-            reports[worker] = StarvationReport(number, listed)
-    except TypeError as error:
-        raise ProtocolError("A report is a number and send functions.") from error
-    return reports
 
 
 def _are_ids(values: object) -> TypeGuard[list[int]]:

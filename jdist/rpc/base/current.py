@@ -66,6 +66,8 @@ class Deadline(msgspec.Struct, frozen=True):
 
 NEVER = Deadline()
 
+_NUMBERS = (float, int)  # a tuple: a union would be made anew in each call
+
 LONGEST = 1e6
 """Seconds. Longer timeouts count as no limit: poll(2) counts milliseconds in 31 bits,
 and a lock refuses to wait for more than some centuries."""
@@ -102,7 +104,7 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
 
 def check_timeout(call: str, timeout: object) -> None:
     """Check that a timeout is -1 or a finite, non-negative number of seconds."""
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+    if not isinstance(timeout, _NUMBERS) or isinstance(timeout, bool):
         raise TypeError(requirement(call, "must be a number of seconds", timeout))
     if timeout != DEFAULT and not 0 <= timeout < math.inf:
         rule = "must be finite and RPC Timeout must be non-negative"
@@ -124,7 +126,7 @@ def with_deadline(meta: Meta, deadline: Deadline) -> Meta:
 def from_meta(meta: Meta) -> Deadline:
     """Read the deadline in metadata; a value that is no number counts as none."""
     seconds = meta.get("deadline")
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not isinstance(seconds, _NUMBERS) or not math.isfinite(seconds):
         return NEVER
     # A peer may send any number; a lock refuses to wait for some.
     at = time.monotonic() + min(seconds, LONGEST)

@@ -1,6 +1,7 @@
 """The hook around calls, for parts built upon rpc."""
 
 import pytest
+from msgspec.structs import replace
 
 from jdist import rpc
 from jdist.rpc.base import current
@@ -32,7 +33,7 @@ class Doubling:
     def request(self, to, call):
         self.log.append(("request", to.name, call.kind, call.function.__name__))
         doubled = tuple(2 * x for x in call.args)
-        return call._replace(args=doubled), {"note": "out"}
+        return replace(call, args=doubled), {"note": "out"}
 
     def execute(self, caller, call, meta, run):
         self.log.append(("execute", caller.name, meta["note"]))
