@@ -38,6 +38,7 @@ from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
     LOCAL_BITS,
     Agent,
+    Peer,
     ReliableDelivery,
     call_when_done,
     current,
@@ -295,7 +296,7 @@ class Container:
         with self._lock:  # one for all threads: two would give out the same ids
             return vars(self).setdefault("ids", made)
 
-    def worker(self, incarnation: int) -> WorkerInfo:
+    def peer(self, incarnation: int) -> Peer:
         """Finds the worker of an incarnation.
 
         Raises:
@@ -307,7 +308,7 @@ class Container:
                 f"Could not find the worker of number {incarnation}: it was gone "
                 f"before {self.agent.info.name!r} joined."
             )
-        return peer.info
+        return peer
 
     def is_gone(self, incarnation: int | None) -> bool:
         """Whether the worker of this incarnation has left or was lost."""

@@ -25,6 +25,7 @@ from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.callee import NEEDS, Reply
 from jdist.rpc.calls.function_calls import is_asynchronous, named
 from jdist.rpc.calls.outstanding_calls import Outgoing
+from jdist.rpc.calls.peers import Peer
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "current_agent",
     "current",
     "Scope",
+    "Peer",
     "incarnation_of",
     "LOCAL_BITS",
     # The state that a package keeps for each worker, and its installer.

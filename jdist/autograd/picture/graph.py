@@ -177,7 +177,7 @@ def _others(
         asked = []
         # Sorted, because the iteration order of a set differs between runs.
         for number in sorted(ask):
-            worker = context.container.worker(number)
+            worker = context.container.peer(number).info
             answer = agent.call_async(worker, _KIND, body, timeout)
             # All are asked before one is waited for, so that they work in parallel.
             asked.append((worker, answer))
