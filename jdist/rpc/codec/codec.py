@@ -50,7 +50,7 @@ from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.codec import codes, nnx
-from jdist.rpc.codec.codes import Tree, dtype_name, dtype_named
+from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
 
@@ -597,7 +597,8 @@ def _decoded_default_dict(decoding: Decoding, node: list[Tree]) -> Any:
 
 
 def _numpy_array(encoding: Encoding, value: np.ndarray) -> Tree:
-    dtype_name(value.dtype)  # raises here, so that no transport accepts more
+    if value.dtype not in DTYPE_NAMES:
+        dtype_name(value.dtype)  # raises here, so that no transport accepts more
     return encoding.leaf(value)
 
 

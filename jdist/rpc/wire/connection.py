@@ -157,7 +157,7 @@ class Connection:
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
                 packed = pack(frame, None, devices)
-        header, body = len(packed.head) - PREFIX_BYTES, sum(map(len, packed.body))
+        header, body = len(packed.head) - PREFIX_BYTES, packed.size
         if packed.apart:
             body += sum(map(len, packed.apart))
         leaves, most = len(frame.leaves), self._terms.limits

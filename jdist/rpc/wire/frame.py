@@ -182,11 +182,13 @@ class Packed(msgspec.Struct, frozen=True):
       head: Prefix and header.
       body: The pieces of the body; of large leaves their own memory, not a copy.
       apart: The leaves to be sent as memory descriptors, in order.
+      size: Bytes of the body.
     """
 
     head: bytes
     body: list[memoryview]
     apart: list[memoryview]
+    size: int
 
 
 _Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
@@ -288,7 +290,7 @@ def pack(
     body = [memoryview(b"".join(slab)), *large] if filled else large
     size = sum(map(len, body))
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
-    return Packed(prefix + header, body, separate)
+    return Packed(prefix + header, body, separate, size)
 
 
 def host(leaf: Any) -> np.ndarray:
