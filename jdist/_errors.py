@@ -114,7 +114,7 @@ def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
 def check_number(
     call: str, value: Any, rule: str, holds: Callable[[Any], bool]
 ) -> None:
-    """Checks that a value is a real number that keeps a rule.
+    """Checks that a value is a real number, or a scalar array, that keeps a rule.
 
     Args:
       call: Function and argument, as for `requirement`.
@@ -126,11 +126,12 @@ def check_number(
       TypeError: It is no number.
       ValueError: It breaks the rule.
     """
-    # NumPy's scalars are `Real` too; True is an int, and no number.
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number = value.item() if getattr(value, "shape", None) == () else value
+    # True is an int, and no number.
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(requirement(call, f"{rule}, a number", repr(value)))
-    if not holds(value):
-        raise ValueError(requirement(call, rule, value))
+    if not holds(number):
+        raise ValueError(requirement(call, rule, number))
 
 
 def check_choice(call: str, value: object, known: Iterable[object]) -> None:

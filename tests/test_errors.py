@@ -7,6 +7,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import __main__ as command
@@ -53,6 +55,19 @@ def test_an_extra_of_an_installed_package(installed, tmp_path, monkeypatch):
 
     monkeypatch.setattr(metadata, "distribution", unknown)
     assert _errors.extra("tls") == "pip install 'jdist[tls]'"
+
+
+@pytest.mark.parametrize("value", [2, 0.5, np.float32(1), np.array(3), jnp.ones(())])
+def test_a_number_may_be_a_scalar_array(value):
+    _errors.check_number("f(x=...)", value, "must be above 0", lambda x: x > 0)
+    with pytest.raises(ValueError, match=r"^`f\(x=...\)` must be above 9. Got \d"):
+        _errors.check_number("f(x=...)", value, "must be above 9", lambda x: x > 9)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, np.array(True), "2", np.ones(1), 1j])
+def test_what_is_no_number(value):
+    with pytest.raises(TypeError, match=r"^`f\(x=...\)` must be above 0, a number. G"):
+        _errors.check_number("f(x=...)", value, "must be above 0", lambda x: x > 0)
 
 
 def test_what_there_is():

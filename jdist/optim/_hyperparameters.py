@@ -177,6 +177,7 @@ def check_scalar(
     rule: Rule,
     value: object,
     kind: str = "must be a number or a scalar array",
+    remedy: str = "For a value per parameter use `by_label`.",
 ) -> None:
     """Checks that a value is a scalar and, unless it is traced, its rule.
 
@@ -186,11 +187,10 @@ def check_scalar(
     """
     # `bool` is an int, and no number.
     if isinstance(value, bool) or not isinstance(value, _NUMERIC):
-        remedy = "`float` makes a number of a text." if isinstance(value, str) else ""
-        raise TypeError(requirement(argument, kind, repr(value), remedy))
+        of_text = "`float` makes a number of a text." if isinstance(value, str) else ""
+        raise TypeError(requirement(argument, kind, repr(value), of_text))
     if np.shape(value) != ():
         got = f"an array of shape {np.shape(value)}"
-        remedy = "For a value per parameter use `by_label`."
         raise ValueError(requirement(argument, "must be a scalar", got, remedy))
     # The value of a tracer is unknown.
     if not is_traced(value) and not rule.holds(value):

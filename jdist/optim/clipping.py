@@ -13,11 +13,11 @@ from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jdist._compat import is_traced, tracks_varying_axes, varying_axes
-from jdist._errors import check_type, requirement
+from jdist._compat import tracks_varying_axes, varying_axes
+from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
+from jdist.optim._hyperparameters import AT_LEAST_0, check_scalar
 
 TORCH_EPS = 1e-6
 
@@ -40,8 +40,8 @@ def clip_by_global_norm(
       gradient the norm is infinite or NaN and all gradients are 0 or NaN, as in torch.
 
     Raises:
-      ValueError: `max_norm` is negative, there is no gradient, or a leaf is known to be
-        replicated over `axis_name`.
+      ValueError: `max_norm` is negative or an array of several numbers, there is no
+        gradient, or a leaf is known to be replicated over `axis_name`.
       TypeError: A leaf is not a floating array, or `max_norm` not a number.
 
     Example:
@@ -55,11 +55,7 @@ def clip_by_global_norm(
       recurrent neural networks, ICML 2013.
     """
     call = "clip_by_global_norm"
-    argument = f"{call}(max_norm=...)"
-    rule = "must be at least 0"
-    check_type(argument, max_norm, (int, float, np.number, jax.Array), rule)
-    if not is_traced(max_norm) and not max_norm >= 0:
-        raise ValueError(requirement(argument, rule, max_norm))
+    check_scalar(f"{call}(max_norm=...)", AT_LEAST_0, max_norm, remedy="")
     leaves = {k: g for k, g in named_leaves(grads).items() if g is not None}
     if not leaves:
         rule = "must have at least one gradient"

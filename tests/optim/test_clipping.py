@@ -96,6 +96,11 @@ def test_refusals():
         clip_by_global_norm(jnp.ones(2), -1.0)
     with pytest.raises(ValueError, match=r"must be at least 0. Got nan"):
         clip_by_global_norm(jnp.ones(2), float("nan"))
+    with pytest.raises(TypeError, match=r"must be a number or a scalar array. Got Tr"):
+        clip_by_global_norm(jnp.ones(2), True)
+    several = r"must be a scalar. Got an array of shape \(2,\)\.(\n|$)"
+    with pytest.raises(ValueError, match=several):
+        jax.jit(clip_by_global_norm)(jnp.ones(2), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match=r"grads=...\)` must have at least one grad"):
         clip_by_global_norm({"w": None}, 1.0)
     with pytest.raises(TypeError, match=r"floating leaves only. Got int32 at n"):

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import Ahead, alike
-from jdist._errors import requirement
+from jdist._errors import check_number, requirement
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, examples_in, is_shape, shapes_of
 from jdist.data_parallel.gradient.buckets import Cap
@@ -369,7 +369,9 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     replicas = replicas_of(mesh, axis, call)
     check_optimizer(f"{call}(optimizer=...)", optimizer)
     _check_accumulate(call, accumulate)
-    _check_max_norm(call, max_norm)
+    if max_norm is not None:
+        argument, rule = f"{call}(max_norm=...)", "must be at least 0"
+        check_number(argument, max_norm, rule, lambda norm: norm >= 0)
     options = _checked_options(call, synchronization)
     # The other options are those of `Communication`.
     rule = options.pop("states", "mean")
@@ -548,10 +550,3 @@ def _check_accumulate(call: str, count: Any) -> None:
         raise TypeError(requirement(argument, rule, count))
     if count < 1:
         raise ValueError(requirement(argument, rule, count))
-
-
-def _check_max_norm(call: str, max_norm: Any) -> None:
-    if max_norm is not None and not max_norm >= 0:
-        raise ValueError(
-            requirement(f"{call}(max_norm=...)", "must be at least 0", max_norm)
-        )
