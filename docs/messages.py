@@ -76,6 +76,7 @@ _CHECKS = {
     "check_type": ("TypeError", 3),
     "check_sequence": ("TypeError", 3),
     "check_number": ("ValueError", 2),
+    "check_scalar": ("ValueError", 1),
 }
 """Functions that raise: the class, and the position of the rule among the arguments."""
 
