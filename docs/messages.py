@@ -50,9 +50,11 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
         path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))
     }
     worded: dict[str, set[str]] = {}  # by functions that return a message
+    rules: Known = {}
     for tree in trees.values():
         reader = _Reader({})
-        reader.read(tree.body, {})
+        constants = reader.read(tree.body, {})
+        rules |= {name: texts for name, texts in constants.items() if name in RULES}
         for name, texts in reader.returned.items():
             worded.setdefault(name, set()).update(texts)
     del worded["requirement"]  # its arguments say more than its form
@@ -61,7 +63,7 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
         folders = path.relative_to(package).parts[:-1]
         part = folders[0].lstrip("_") if folders else package.name
         reader = _Reader(worded)
-        reader.read(tree.body, {})
+        reader.read(tree.body, rules)
         found |= {
             Message(part, error, " ".join(text.split()))
             for error, texts in reader.called
@@ -71,6 +73,9 @@ def messages(package: Path, public: set[str]) -> Iterator[Message]:
     # A single word is an argument of a class that words its message itself.
     return iter(sorted(each for each in found if re.search(r"\w \w", each.text)))
 
+
+RULES = {"AT_LEAST_0"}
+"""The constants of `jdist.optim` that other modules give to `check_scalar`."""
 
 _CHECKS = {
     "check_type": ("TypeError", 3),
@@ -151,7 +156,10 @@ class _Reader:
                 found = {text}
             case ast.JoinedStr(values=parts):
                 found = _joined([self._texts(part, known) for part in parts])
-            case ast.FormattedValue(value=ast.Name() | ast.IfExp() as value):
+            case (
+                ast.FormattedValue(value=ast.Name() | ast.IfExp() as value)
+                | ast.Call(func=ast.Name(id="Rule"), args=[value, *_])
+            ):
                 found = self._texts(value, known)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 found = _joined([self._texts(left, known), self._texts(right, known)])
