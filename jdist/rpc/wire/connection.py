@@ -124,8 +124,9 @@ class Connection:
                 if self._reason is not None:
                     raise NotSent(self._reason)
                 self._stream.send([packed.head, *packed.body], deadline, descriptors)
-            except TimeoutError as error:
-                # Without a byte sent the channel is as good as before.
+            except (TimeoutError, NotSent) as error:
+                # Without a byte sent the channel is as good as before. If the peer has
+                # gone, an answer of it may be there to be read, and the end behind it.
                 if isinstance(error, CutOff):
                     self._cut(f"a frame was cut off: {error}")
                 raise

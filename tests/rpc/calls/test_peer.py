@@ -155,7 +155,7 @@ def test_what_was_not_sent_says_so():
             left.send(call(1))
         with pytest.raises(NotSent, match="its connection broke"):
             left.send(call(2))
-        with pytest.raises(ChannelClosed, match="its connection broke") as caught:
+        with pytest.raises(ChannelClosed, match="its connection closed") as caught:
             left.receive()
         assert type(caught.value) is ChannelClosed
     with raw_pair() as (connection, theirs):

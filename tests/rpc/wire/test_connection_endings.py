@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.connection import Terms
 from jdist.rpc.wire.frame import PREFIX_BYTES, pack
 from tests.rpc.sockets import (
@@ -45,6 +45,23 @@ def raw():
 def _bytes(frame):
     packed = pack(frame)
     return b"".join([packed.head, *packed.body])
+
+
+# --- the peer has gone ---
+
+
+def test_what_a_peer_sent_before_it_closed_is_read(pair):
+    """Also by a thread that begins to read after another one could not send."""
+    left, right = pair
+    for number in (1, 2):
+        right.send(call(number, np.arange(number)))
+    right.close("done")
+    for number in (3, 4):
+        with pytest.raises(NotSent, match="its connection broke"):
+            left.send(call(number))
+    assert [left.receive(soon()).id for _ in range(2)] == [1, 2]
+    with pytest.raises(ChannelClosed, match="its connection closed"):
+        left.receive(soon())
 
 
 # --- deadlines ---
