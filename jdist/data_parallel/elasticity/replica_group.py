@@ -115,8 +115,17 @@ class LeaderService:
 
         self._alarm = agent.timer.alarm(due)
 
-    def report(self, replica: int, message: Message, answer: Future[Answer]) -> None:
-        """Handles a report; completes `answer` when the leader has a directive."""
+    def report(
+        self,
+        replica: int,
+        message: Message,
+        answer: Future[Answer],
+        is_current: Callable[[], bool],
+    ) -> None:
+        """Handles a report; completes `answer` when the leader has a directive.
+
+        Nothing happens if `is_current` says that the replica has gone since.
+        """
         for name in sorted(self._agreed.keys() | message.terms.keys()):
             here, there = (t.get(name) for t in (self._agreed, message.terms))
             if here != there:
@@ -129,6 +138,10 @@ class LeaderService:
         report = report._replace(parts=tuple(Part(*part) for part in report.parts))
 
         def reported(now: float) -> list[Effect]:
+            # Here, where no departure is handled at the same time: this would give the
+            # replica its seat back.
+            if not is_current():
+                return []
             self._answers[replica] = answer
             self._keep(report, message.sums)
             return self._leader.report(replica, report, now)
@@ -282,7 +295,9 @@ class ElasticRuns:
         # Reports that arrived before rank 0 began the run, by run and replica.
         self._early: dict[str, dict[int, tuple[Message, Future[Answer]]]] = {}
         self._followers: dict[str, Follower[TrainState, Partial]] = {}
-        # A report handled after the loss of its replica must not admit it again.
+        # The answer to the latest report of each replica that is in a run, by run. A
+        # report is handled on another thread than the departure that follows it.
+        self._latest: dict[str, dict[int, Future[Answer]]] = {}
         self._gone: set[int] = set()
         self._timer, self._pool = agent.timer, agent.pool
         agent.register(_REPORT, self._on_report)
@@ -317,7 +332,9 @@ class ElasticRuns:
             self._leaders[name] = leader
             early = self._early.pop(name, {})
         for replica, (message, answer) in early.items():
-            leader.report(replica, message, answer)
+            leader.report(
+                replica, message, answer, self._is_latest(message, replica, answer)
+            )
 
     def end(self, name: str, reason: str) -> None:
         """Ends a run that this worker leads."""
@@ -325,6 +342,7 @@ class ElasticRuns:
             # None stays under the name, so that late reports learn that the run is
             # over.
             leader, self._leaders[name] = self._leaders[name], None
+            self._latest.pop(name, None)
         assert leader is not None
         leader.fail(reason)
 
@@ -338,6 +356,10 @@ class ElasticRuns:
                 raise RpcError(f"{caller.name!r} was given up by the group.")
             begun = message.run in self._leaders
             leader = self._leaders.get(message.run)
+            if message.report is None:
+                self._latest.get(message.run, {}).pop(replica, None)
+            elif leader is not None or not begun:
+                self._latest.setdefault(message.run, {})[replica] = answer
             if not begun:
                 early = self._early.setdefault(message.run, {})
                 if message.report is None:
@@ -358,16 +380,17 @@ class ElasticRuns:
                 "checkpoint, if it writes any, has the state."
             )
 
-        def report() -> None:
-            with self._lock:
-                gone = replica in self._gone
-            if not gone:
-                leader.report(replica, message, answer)
-
+        is_latest = self._is_latest(message, replica, answer)
         # In another thread: completed before it is returned, the answer would be sent
         # after those of the other replicas.
-        self._pool.run(report)
+        self._pool.run(partial(leader.report, replica, message, answer, is_latest))
         return answer
+
+    def _is_latest(
+        self, message: Message, replica: int, answer: Future[Answer]
+    ) -> Callable[[], bool]:
+        """Whether a replica has not gone since it sent this report."""
+        return lambda: self._latest.get(message.run, {}).get(replica) is answer
 
     def _give_up(self, message: Message, replica: int) -> None:
         """Fails a report for which rank 0 has not begun the run in time."""
@@ -400,6 +423,8 @@ class ElasticRuns:
             self._gone.add(replica)
             for early in self._early.values():
                 early.pop(replica, None)
+            for latest in self._latest.values():
+                latest.pop(replica, None)
             leaders = [each for each in self._leaders.values() if each is not None]
         for leader in leaders:
             leader.gone(replica)

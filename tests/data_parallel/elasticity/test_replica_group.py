@@ -9,11 +9,12 @@ import pytest
 
 from jdist.data_parallel.elasticity.leader import RunTerms
 from jdist.data_parallel.elasticity.replica_group import (
+    ElasticRuns,
     LeaderService,
     Message,
     _unpacked,
 )
-from jdist.rpc import Future, ProtocolError, WorkerInfo
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from jdist.rpc.extension import call_when_done
@@ -72,9 +73,9 @@ def leader():
 def begin(leader, answers):
     """The first replica restores the state, and the last one's report begins a step."""
     for replica in answers:
-        leader.report(replica, message(0, None), Future())
+        leader.report(replica, message(0, None), Future(), lambda: True)
     for replica, answer in answers.items():
-        leader.report(replica, message(1, 0), answer)
+        leader.report(replica, message(1, 0), answer, lambda: True)
 
 
 def message(generation, held):
@@ -108,3 +109,33 @@ def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
     for answer in answers.values():
         answer.wait(60)
     assert blocked[0]
+
+
+LEAVING = [
+    lambda runs, worker: runs._on_report(worker, ("run", {}, 9.0, None, []), {}),
+    lambda runs, worker: runs._on_gone(worker, "it is lost"),
+]
+
+
+@pytest.mark.parametrize("leave", LEAVING, ids=["goodbye", "loss"])
+def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
+    """It is handled on another thread than the departure that came after it."""
+    tasks, peers = [], [WorkerInfo(f"worker{each}", each, each) for each in PEERS]
+    agent = SimpleNamespace(
+        pool=SimpleNamespace(run=tasks.append),
+        timer=None,
+        register=lambda kind, handler: None,
+        extension_state=SimpleNamespace(on_gone=lambda listener: None),
+    )
+    runs = ElasticRuns(agent)
+    runs.lead("run", leader)
+    answers = [runs._on_report(each, tuple(message(0, None)), {}) for each in peers]
+    leave(runs, peers[0])
+    for task in tasks:
+        task()
+    # The first one in the run is told at once to restore the state.
+    assert [answer.done() for answer in answers] == [False, True]
+    runs.end("run", "it is over")
+    with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
+        runs._on_report(peers[0], tuple(message(0, None)), {})
+    assert runs._latest == {}
