@@ -60,7 +60,9 @@ class ThreadPool:
         All connections are closed before the pool is, so a task then finds nothing to
         wait for. If the system refuses a new thread, this one runs the task too.
         """
-        if not self._try_to_hand_over(task):
+        with self._lock:
+            given = self._try_to_give(task)
+        if not given:
             task()
 
     def start(self, task: Task) -> None:
@@ -69,27 +71,31 @@ class ThreadPool:
         Raises:
           RuntimeError: The system refuses a new thread.
         """
-        if not self._hand_over(task):
+        with self._lock:
+            given = self._give(task)
+        if not given:
             task()
 
-    def _hand_over(self, task: Task) -> bool:
-        """Gives a task to an idle thread or a new one; False after `close`."""
-        with self._lock:
-            # The thread that became idle last: its stack is still in the caches.
-            if self._idle:
-                idle = self._idle.pop()
-                idle.task = task
-                idle.ready.release()
-            elif self._closed:
-                return False
-            else:
-                self._start(task)
-            return True
+    def _give(self, task: Task) -> bool:
+        """Gives a task to an idle thread or a new one; False after `close`.
 
-    def _try_to_hand_over(self, task: Task) -> bool:
-        """As `_hand_over`; False also if the system refuses a new thread."""
+        Under the lock.
+        """
+        # The thread that became idle last: its stack is still in the caches.
+        if self._idle:
+            idle = self._idle.pop()
+            idle.task = task
+            idle.ready.release()
+        elif self._closed:
+            return False
+        else:
+            self._start(task)
+        return True
+
+    def _try_to_give(self, task: Task) -> bool:
+        """As `_give`; False also if the system refuses a new thread."""
         try:
-            return self._hand_over(task)
+            return self._give(task)
         # Raised here, either would leave a thread announced that never comes.
         except (RuntimeError, MemoryError):
             return False
@@ -98,9 +104,11 @@ class ThreadPool:
         """Runs `task()` on another thread once one of the places is free."""
         with self._lock:
             self._waiting.append(task)
-            if not self._take_place():
-                return
-        self.run(self._run_waiting)
+            # Under one lock: `close` waits for the tasks that threads have, and this
+            # one would be in between.
+            given = not self._take_place() or self._try_to_give(self._run_waiting)
+        if not given:
+            self._run_waiting()
 
     def close(self, timeout: float) -> list[threading.Thread]:
         """Ends the threads; returns those still busy after `timeout` seconds."""
@@ -142,10 +150,8 @@ class ThreadPool:
                 self._taken -= 1
                 return None
             task = self._waiting.popleft()
-            another = self._take_place()
-        if another and not self._try_to_hand_over(self._run_waiting):
-            # Without one more thread, those that run take the tasks in turn.
-            with self._lock:
+            if self._take_place() and not self._try_to_give(self._run_waiting):
+                # Without one more thread, those that run take the tasks in turn.
                 self._coming = False
                 self._taken -= 1
         return task

@@ -73,6 +73,7 @@ class CoordinatorClient:
         self._agent = agent
         self._beats = beats
         self._head = "the coordinator"
+        self._head_incarnation: int | None = None
         self._ended: str | None = None
         self._alone: str | None = None
         self._left = False
@@ -120,6 +121,7 @@ class CoordinatorClient:
             raise kind(str(frame.meta["error"]))
         members = [PeerRecord.of_row(row) for row in frame.meta["members"]]
         self._head = members[0].info.name
+        self._head_incarnation = members[0].info.incarnation
         self._agent.meet(members)
         if self._beats:
             # Joining may have taken longer than the heartbeat's timeout.
@@ -433,13 +435,14 @@ class CoordinatorClient:
         self._agent.pool.run(say)
 
     def _closed(self, reason: str) -> None:
-        if self._left or self._head not in self._agent.directory:
+        if self._left or self._head_incarnation is None:
             return
         ended = self._ended
         if self.elastic:
             self._alone = reason
         kind = "group.lost" if ended is None else "group.left"
-        head = self._agent.directory.find(self._head)
+        # Not by name, which would wait for a successor of that name to be admitted.
+        head = self._agent.directory.of_incarnation(self._head_incarnation)
         self._blame_itself()
         self._part(kind, head, ended or f"its control channel closed ({reason})")
 

@@ -168,7 +168,7 @@ def test_a_place_goes_on_to_the_task_that_has_waited_for_longest(pool):
 def test_of_a_burst_one_thread_at_a_time_is_called(pool, monkeypatch):
     """Each calls the next one when it takes a task; those that are awake go on."""
     called, ran = [], []
-    monkeypatch.setattr(pool, "_hand_over", lambda run: called.append(run) or True)
+    monkeypatch.setattr(pool, "_give", lambda run: called.append(run) or True)
     for number in range(5):
         pool.run_limited(lambda number=number: ran.append((number, len(called))))
     assert (len(called), ran) == (1, [])
@@ -198,7 +198,7 @@ def test_behind_a_task_that_waits_each_other_task_gets_a_thread(pool):
 
 def test_no_task_is_left_when_the_system_gives_no_further_thread(pool, monkeypatch):
     """The thread that could not call another one takes the other tasks too."""
-    hand_over, ran = pool._hand_over, []
+    give, ran = pool._give, []
     gate, done = threading.Event(), threading.Semaphore(0)
 
     def refuse(run):
@@ -210,13 +210,13 @@ def test_no_task_is_left_when_the_system_gives_no_further_thread(pool, monkeypat
         done.release()
 
     pool.run_limited(lambda: note(0))
-    monkeypatch.setattr(pool, "_hand_over", refuse)
+    monkeypatch.setattr(pool, "_give", refuse)
     for number in (1, 2):
         pool._waiting.append(lambda number=number: note(number))
     gate.set()
     for _ in range(3):
         assert done.acquire(timeout=PATIENCE)
-    monkeypatch.setattr(pool, "_hand_over", hand_over)
+    monkeypatch.setattr(pool, "_give", give)
     assert [number for number, _ in ran] == [0, 1, 2]
     assert len({thread for _, thread in ran}) == 1
     wait_until(lambda: pool.free == 3)
@@ -230,6 +230,32 @@ def test_after_the_end_the_tasks_that_wait_run_one_after_the_other():
     pool.run_limited(lambda: None)
     assert len(depths) == 3
     assert len(set(depths)) == 1
+
+
+class ClosingLock:
+    """A pool's lock; closes the pool as soon as it is first released."""
+
+    def __init__(self, pool, done):
+        self._pool, self._lock, self._done = pool, pool._lock, done
+        self.left = self.done_by_then = None
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *details):
+        self._lock.release()
+        if self.left is None:
+            self.left = ()
+            self.left = self._pool.close(PATIENCE)
+            self.done_by_then = list(self._done)
+
+
+def test_the_end_waits_for_every_task_that_was_given():
+    """Also for one that no thread had yet when its place was taken."""
+    pool, ran = ThreadPool("pool", 3), []
+    pool._lock = lock = ClosingLock(pool, ran)
+    pool.run_limited(lambda: ran.append(0))
+    assert (lock.left, lock.done_by_then) == ([], [0])
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
