@@ -137,5 +137,5 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
     assert [answer.done() for answer in answers] == [False, True]
     runs.end("run", "it is over")
     with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
-        runs._on_report(peers[0], tuple(message(0, None)), {})
+        runs._on_report(peers[1], tuple(message(0, None)), {})
     assert runs._latest == {}
