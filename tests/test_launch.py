@@ -480,6 +480,7 @@ def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
 
 TRACE = "Traceback (most recent call last):"
 DURING = "During handling of the above exception, another exception occurred:"
+CAUSE = "The above exception was the direct cause of the following exception:"
 LOST = (
     "jdist.rpc.base.errors.WorkerLost: "
     "Lost worker 'worker1' during rpc_sync: it closed."
@@ -490,6 +491,10 @@ def trace(error):
     return [TRACE, '  File "p.py", line 1, in <module>', "    f()", error]
 
 
+BROKEN = trace("jdist.rpc.wire.channel.ChannelClosed: its connection closed")
+INTERRUPTED = trace("KeyboardInterrupt")
+
+
 @pytest.mark.parametrize(
     ("lines", "shown"),
     [
@@ -497,6 +502,9 @@ def trace(error):
         (trace("KeyboardInterrupt"), []),
         ([*trace("KeyboardInterrupt"), "", DURING, "", *trace(LOST)], []),
         ([*trace(LOST), *trace("KeyboardInterrupt")], []),
+        # It noticed that the other one had gone before it was interrupted itself.
+        ([*BROKEN, "", CAUSE, "", *trace(LOST)], []),
+        ([*BROKEN, "", CAUSE, "", *trace(LOST), "", DURING, "", *INTERRUPTED], []),
         (["", DURING, "  x"], ["", DURING, "  x"]),
     ],
 )
@@ -513,6 +521,8 @@ def test_consequences_of_an_interrupt_are_not_shown(lines, shown):
         trace("OSError: no space left"),
         [*trace("KeyboardInterrupt"), "", DURING, "", *trace("OSError: full")],
         [*trace("OSError: full"), "", DURING, "", *trace("KeyboardInterrupt")],
+        [*BROKEN, "", DURING, "", *trace(LOST)],
+        [*trace(LOST), "", CAUSE, "", *trace("OSError: full")],
         [*trace("ValueError: of several"), "lines", "", "more"],
         [TRACE, "  a line and no end"],
     ],

@@ -35,9 +35,10 @@ _CONNECTED = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"
 )
+_CAUSE = "The above exception was the direct cause of the following exception:"
 _LINKS = (
     "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
+    _CAUSE,
 )
 
 
@@ -214,13 +215,14 @@ class InterruptFolder:
     """Filters tracebacks that are consequences of a Ctrl-C.
 
     These are tracebacks in whose chain every exception is a `KeyboardInterrupt`, or the
-    loss of another worker, which was interrupted as well. An exception that a program
-    raises during its cleanup is shown, with all of its causes.
+    loss of another worker, which was interrupted as well, or the direct cause of one of
+    these. An exception that a program raises during its cleanup is shown, with all of
+    its causes.
     """
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        self._consequence = True
+        self._expected: list[bool] = []  # of each exception that caused no other one
         self._inside = False
 
     def feed(self, line: str) -> list[str]:
@@ -235,9 +237,11 @@ class InterruptFolder:
             # The first line without indentation names the exception.
             self._inside = line.startswith(" ")
             if not self._inside:
-                self._consequence &= line.startswith(_INTERRUPTED)
+                self._expected.append(line.startswith(_INTERRUPTED))
         elif not line or line in _LINKS:
             self._held.append(line)
+            if line == _CAUSE:
+                del self._expected[-1:]
         else:
             return [*self.end(), line]
         return []
@@ -245,8 +249,8 @@ class InterruptFolder:
     def end(self) -> list[str]:
         """Ends the current traceback; returns the lines of it to show."""
         # An incomplete traceback names no exception; it is shown.
-        shown = [] if self._consequence and not self._inside else self._held
-        self._held, self._consequence, self._inside = [], True, False
+        shown = [] if all(self._expected) and not self._inside else self._held
+        self._held, self._expected, self._inside = [], [], False
         return shown
 
 
