@@ -134,10 +134,11 @@ def measurer(
             w = None if weights is None else jnp.asarray(weights, losses.dtype)
             return of_whole.gradients(params, (batch, w), np.ones(()), draws)
 
-        coupled = _coupling(losses.exact, found.losses) if apart else ()
-        if apart and not coupled and _is_doubtful(gradient, found.sums, limits):
-            exact = as_one_term(0).sums
-            coupled = _hidden_coupling(exact, found.sums, gradient, limits)
+        coupled: tuple[str, ...] = ()
+        if apart:
+            coupled = _coupling(losses.exact, found.losses) or _hidden_coupling(
+                gradient, found.sums, limits, lambda: as_one_term(0).sums
+            )
         if coupled:
             terms, draws = _leading(batch), more * DRAWS_EACH
             found = as_one_term(draws)
@@ -372,38 +373,25 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
     )
 
 
-def _is_doubtful(
-    gradient: PyTree, alone: _Collected, limits: dict[str, Limit | None]
-) -> bool:
-    """Whether a wrong gradient might pass, should the examples influence each other."""
-    leaves = named_leaves(gradient)
-    known = [(path, limit) for path, limit in limits.items() if limit is not None]
-    for (path, limit), total in zip(known, alone.total[1:], strict=True):
-        leaf, measured = in_double(leaves[path]), np.isfinite(limit.bound)
-        # A NaN is no sum's, and is reported where it is compared.
-        off = np.abs(leaf - total) > limit.bound
-        share = min(BLIND, ROUNDINGS * unit_roundoff(leaves[path].dtype))
-        width = np.linalg.norm(limit.bound[measured])
-        wide = width > share * np.linalg.norm(leaf[measured])
-        # An unused leaf has a gradient of 0, and a bound for numbers near it.
-        used = leaf.any() or total.any()
-        if off.any() or (wide and used):
-            return True
-    return False
-
-
 def _hidden_coupling(
-    together: _Collected,
-    alone: _Collected,
     gradient: PyTree,
+    alone: _Collected,
     limits: dict[str, Limit | None],
+    exact: Callable[[], _Collected],
 ) -> tuple[str, ...]:
-    """A note if the batch's exact gradient is not the sum of its examples' own."""
+    """A note if the batch's exact gradient is not the sum of its examples' own.
+
+    `exact` computes that of the batch, and is called only where it may matter.
+    """
     leaves = named_leaves(gradient)
     known = [(path, limit) for path, limit in limits.items() if limit is not None]
-    for (path, limit), whole, total in zip(
-        known, together.total[1:], alone.total[1:], strict=True
+    sums = alone.total[1:]
+    if not any(
+        _is_doubtful(leaves[path], total, limit)
+        for (path, limit), total in zip(known, sums, strict=True)
     ):
+        return ()
+    for (path, limit), total, whole in zip(known, sums, exact().total[1:], strict=True):
         unit = unit_roundoff(leaves[path].dtype)
         finer = min(1, ROUNDINGS * unit_roundoff("float64") / unit)
         apart = np.abs(whole - total)
@@ -417,6 +405,19 @@ def _hidden_coupling(
                 f"split of the batch reproduces this gradient.",
             )
     return ()
+
+
+def _is_doubtful(given: jax.Array, total: Any, limit: Limit) -> bool:
+    """Whether a wrong leaf might pass, should the examples influence each other."""
+    leaf, measured = in_double(given), np.isfinite(limit.bound)
+    # A NaN is no sum's, and is reported where it is compared.
+    off = np.abs(leaf - total) > limit.bound
+    share = min(BLIND, ROUNDINGS * unit_roundoff(given.dtype))
+    width = np.linalg.norm(limit.bound[measured])
+    wide = width > share * np.linalg.norm(leaf[measured])
+    # An unused leaf has a gradient of 0, and a bound for numbers near it.
+    used = leaf.any() or total.any()
+    return bool(off.any() or (wide and used))
 
 
 def _shares(
