@@ -7,22 +7,32 @@ that is killed while it writes leaves the last complete checkpoint.
 import ast
 import contextlib
 import importlib
+import os
+import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import Unavailable, check_type, extra, requirement
+from jdist._errors import (
+    Unavailable,
+    check_number,
+    check_type,
+    extra,
+    requirement,
+)
 from jdist._tree import described
 
 __all__ = [
     "Checkpoints",
     "Closing",
     "StepFolder",
+    "check_after",
+    "check_folder",
     "check_keep",
     "check_same",
     "chosen",
@@ -69,7 +79,7 @@ class Checkpoints(Closing, Generic[State]):
         """Writes the state under its step, and returns when it is on disk.
 
         Raises:
-          ValueError: That step was saved before.
+          ValueError: That step, or one after it, was saved before.
           TypeError: It is no state, but the parameters, for example.
         """
 
@@ -150,16 +160,16 @@ class StepFolder(Closing):
         """
         return chosen(call, self.steps(), step)
 
-    def check_new(self, call: str, step: int) -> None:
-        """Refuses a step that was saved before.
+    def check_next(self, call: str, step: int) -> None:
+        """Refuses a step that does not come after those that were saved.
 
         Raises:
-          ValueError: It was.
+          TypeError: It is no integer.
+          ValueError: It is below 0, or not above the last one that was saved.
         """
-        if step in (steps := self.steps()):
-            rule = f"must be a step that is not among those saved, {steps}"
-            remedy = "Go on from the last one, or use another folder."
-            raise ValueError(requirement(call, rule, step, remedy))
+        check_number(call, step, "must be 0 at least", lambda n: n >= 0, whole=True)
+        # The last step is the one to go on from, and must not be another run's.
+        check_after(call, self.steps(), step)
 
     def write(self, step: int, arrays: Arrays, description: Any) -> None:
         """Writes arrays and description; returns when both are on disk."""
@@ -239,6 +249,24 @@ def _orbax() -> Any:
         ) from error
 
 
+def check_folder(argument: str, folder: Any) -> None:
+    """Checks that a folder of checkpoints is a path, and no address of a store.
+
+    Raises:
+      TypeError: It is no path.
+      ValueError: It is empty, or begins like `gs://bucket`.
+    """
+    check_type(argument, folder, (str, os.PathLike), "must be a path")
+    path = os.fspath(folder)
+    # `Path` would make of these the working directory, and a folder `gs:` in it.
+    if not path or re.match(r"\w\w+:/", path):
+        rule = "must be a folder that this machine can reach by a path"
+        remedy = "The working directory is '.'."
+        if path:
+            remedy = "Mount the bucket, or copy a local folder to it."
+        raise ValueError(requirement(argument, rule, repr(path), remedy))
+
+
 def check_keep(call: str, keep: int | None) -> None:
     """Checks that at least one checkpoint is kept; None keeps all.
 
@@ -247,28 +275,39 @@ def check_keep(call: str, keep: int | None) -> None:
       ValueError: `keep` is less than 1.
     """
     if keep is not None:
-        argument = f"{call}(keep=...)"
-        check_type(argument, keep, int, "must be an integer, or None for all")
-        if keep < 1:
-            raise ValueError(requirement(argument, "must be 1 at least", keep))
+        argument, rule = f"{call}(keep=...)", "must be 1 at least"
+        check_number(argument, keep, rule, lambda n: n >= 1, whole=True)
+
+
+def check_after(call: str, steps: Sequence[int], step: int) -> None:
+    """Checks that a step comes after those that were saved.
+
+    Raises:
+      ValueError: It does not.
+    """
+    if steps and step <= steps[-1]:
+        rule = f"must come after the last step that was saved, {steps[-1]}"
+        remedy = "Go on from there, or use another folder."
+        raise ValueError(requirement(call, rule, step, remedy))
 
 
 def chosen(call: str, steps: list[int], step: int | None) -> int:
     """Returns the step, which must be one of those saved; the last one for None.
 
     Raises:
+      TypeError: It is no integer.
       ValueError: It is none of them.
     """
     if step is None and steps:
         return steps[-1]
-    if not steps:
+    argument = f"{call}(step=...)"
+    if step is None or not steps:
         rule = "must find a step that was saved, and the folder has none"
         remedy = "Is it the right one? At the first start there is nothing to restore."
-        raise ValueError(requirement(f"{call}(step=...)", rule, step, remedy))
-    if step not in steps:
-        rule = f"must be a step that was saved, {steps}"
-        raise ValueError(requirement(f"{call}(step=...)", rule, step))
-    return step
+        raise ValueError(requirement(argument, rule, step, remedy))
+    rule = f"must be a step that was saved, {steps}"
+    check_number(argument, step, rule, lambda n: n in steps, whole=True)
+    return int(step)
 
 
 # --- descriptions of leaves on disk ---

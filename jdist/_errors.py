@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeAlias
@@ -112,7 +112,12 @@ def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
 
 
 def check_number(
-    call: str, value: Any, rule: str, holds: Callable[[Any], bool]
+    call: str,
+    value: Any,
+    rule: str,
+    holds: Callable[[Any], bool],
+    *,
+    whole: bool = False,
 ) -> None:
     """Checks that a value is a real number, or a scalar array, that keeps a rule.
 
@@ -121,15 +126,17 @@ def check_number(
       value: What was given.
       rule: What the number must be, such as `"must be above 0"`.
       holds: Whether a number keeps the rule; must be false for NaN if that is refused.
+      whole: Whether it must be an integer.
 
     Raises:
-      TypeError: It is no number.
+      TypeError: It is no number, or no integer where it must be one.
       ValueError: It breaks the rule.
     """
     number = value.item() if getattr(value, "shape", None) == () else value
     # True is an int, and no number.
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(requirement(call, f"{rule}, a number", repr(value)))
+    if isinstance(number, bool) or not isinstance(number, Integral if whole else Real):
+        kind = "an integer" if whole else "a number"
+        raise TypeError(requirement(call, f"{rule}, {kind}", repr(value)))
     if not holds(number):
         raise ValueError(requirement(call, rule, number))
 

@@ -45,8 +45,14 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/") or "(root)"
 
 
-def named_leaves(tree: PyTree) -> dict[str, PyTree]:
-    """All leaves by path, in JAX's order; a None in the place of a leaf is kept.
+def named_leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = is_none
+) -> dict[str, PyTree]:
+    """All leaves by path, in JAX's order; a None in the place of a leaf counts as one.
+
+    Args:
+      tree: Any pytree.
+      is_leaf: As in `jax.tree.leaves`, which drops None unless this keeps it.
 
     Raises:
       ValueError: Two leaves have one path, as `{"a/b": 1, "a": {"b": 2}}`.
@@ -55,7 +61,7 @@ def named_leaves(tree: PyTree) -> dict[str, PyTree]:
       >>> named_leaves({"w": 1.0, "b": None})
       {'b': None, 'w': 1.0}
     """
-    pairs = jax.tree.leaves_with_path(tree, is_leaf=is_none)
+    pairs = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
     named: dict[str, PyTree] = {}
     for keys, leaf in pairs:
         path = path_of(keys)

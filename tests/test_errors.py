@@ -70,6 +70,18 @@ def test_what_is_no_number(value):
         _errors.check_number("f(x=...)", value, "must be above 0", lambda x: x > 0)
 
 
+@pytest.mark.parametrize("value", [2.0, np.float32(2), np.inf, "2", True, np.ones(1)])
+def test_what_is_no_integer(value):
+    for whole in (2, np.int64(2), np.array(2), jnp.int32(2)):
+        _errors.check_number(
+            "f(n=...)", whole, "must be 2", lambda n: n == 2, whole=True
+        )
+    with pytest.raises(TypeError, match=r"^`f\(n=...\)` must be 2, an integer\. Got "):
+        _errors.check_number(
+            "f(n=...)", value, "must be 2", lambda n: n == 2, whole=True
+        )
+
+
 def test_what_there_is():
     """In a checkout all four commands, a line each, and the version."""
     done = subprocess.run(

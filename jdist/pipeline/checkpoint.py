@@ -5,7 +5,6 @@ then deletes older steps: if a process is killed while it saves, the last comple
 is still there to resume from.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ from jdist._checkpoint import (
     Checkpoints,
     Closing,
     StepFolder,
+    check_after,
+    check_folder,
     check_keep,
     check_same,
     chosen,
@@ -131,7 +132,7 @@ class StageCheckpoints(Closing):
         self._folders: dict[int, StepFolder] = {}
         try:
             with saved.opened("PipelineCheckpoints") as channels:
-                check_keep("StageCheckpoints", keep)
+                check_keep("PipelineCheckpoints", keep)
                 _check_writers(saved.writers)
                 # Also stages of others, if this process writes them.
                 for j in {*saved.own, *saved.written}:
@@ -160,11 +161,7 @@ class StageCheckpoints(Closing):
         """
         with self._saved.opened("PipelineCheckpoints.save") as channels:
             channels.identify(step)
-            if self._complete and step <= self._complete[-1]:
-                last = self._complete[-1]
-                rule = f"must come after the last step that was saved, {last}"
-                remedy = "Go on from there, or use another folder."
-                raise ValueError(requirement("save(step)", rule, step, remedy))
+            check_after("save(step)", self._complete, step)
             channels.begin()
             # All stages in one order, not only own ones: the gathers below are
             # collectives, and the writer receives stages one by one.
@@ -315,8 +312,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
     ) -> None:
         """Open the folder."""
         check_type("PipelineCheckpoints(pipe)", pipe, Pipeline, "must be a Pipeline")
-        rule = "must be a path"
-        check_type("PipelineCheckpoints(folder)", folder, (str, os.PathLike), rule)
+        check_folder("PipelineCheckpoints(folder)", folder)
         self._own = pipe.own
         self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
 

@@ -136,6 +136,10 @@ def test_only_the_last_are_kept(tmp_path):
         assert int(checkpoints.restore(trees(0), step=3)[1][1][0]) == 3
         with pytest.raises(ValueError, match=r"that was saved, \[3, 4\]. Got 2"):
             checkpoints.restore(trees(0), step=2)
+        with pytest.raises(
+            TypeError, match=r"that was saved, .*, an integer. Got 3\.0"
+        ):
+            checkpoints.restore(trees(0), step=3.0)
         with pytest.raises(ValueError, match=r"after the last step .* 4. Got 4"):
             checkpoints.save(4, trees(4))
 
@@ -190,6 +194,13 @@ def test_parameters_are_no_state(tmp_path):
 def test_what_cannot_be_kept_or_found(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
         StageCheckpoints(tmp_path, ALONE, keep=0)
+    rule = r"PipelineCheckpoints\(keep=...\)` must be 1 at least, an integer\. Got"
+    for keep in (True, 2.0, "2"):
+        with pytest.raises(TypeError, match=rule):
+            StageCheckpoints(tmp_path, ALONE, keep=keep)
+    for folder in ("", "gs://bucket/run"):
+        with pytest.raises(ValueError, match=r"`PipelineCheckpoints\(folder\)` must"):
+            PipelineCheckpoints(folder, made())
     with (
         StageCheckpoints(tmp_path, ALONE) as checkpoints,
         pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._checkpoint import StepFolder
+from jdist._checkpoint import StepFolder, check_folder, check_keep
 from jdist._errors import requirement
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts import here
@@ -210,14 +210,16 @@ class DistributedOptimizer:
 
         Args:
           folder: On this worker's machine; made if it is not there.
-          step: The number to save under, not used before.
+          step: The number to save under, above those used before.
           keep: How many of the last checkpoints stay; None for all.
 
         Raises:
           Unavailable: orbax-checkpoint is not installed.
-          ValueError: That step was saved before.
+          ValueError: That step, or one after it, was saved before.
           ExceptionGroup: Some owners failed.
         """
+        check_folder(f"{_CALL}.save(folder)", folder)
+        check_keep(f"{_CALL}.save", keep)
         _write(folder, step, self.state(), keep)
 
     def restore(self, folder: str | Path, step: int | None = None) -> int:
@@ -232,6 +234,7 @@ class DistributedOptimizer:
           ValueError: There is none, or it is of another optimizer (see `load_state`).
           ExceptionGroup: Some owners failed.
         """
+        check_folder(f"{_CALL}.restore(folder)", folder)
         found, state = _read(folder, step)
         self.load_state(state)
         return found
@@ -302,7 +305,7 @@ def _write(folder: str | Path, step: int, state: State, keep: int | None) -> Non
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
-      ValueError: That step was saved before.
+      ValueError: That step, or one after it, was saved before.
     """
     entries = [
         (worker, path, array)
@@ -313,7 +316,7 @@ def _write(folder: str | Path, step: int, state: State, keep: int | None) -> Non
     arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
     description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
     with StepFolder(folder, keep) as saved:
-        saved.check_new("DistributedOptimizer.save(step)", step)
+        saved.check_next("DistributedOptimizer.save(step)", step)
         saved.write(step, {"arrays": arrays}, {"leaves": description})
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, path_of, unworded, words
+from jdist._tree import PyTree, described, named_leaves, unworded, words
 from jdist.autograd.contexts import here
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import (
@@ -202,7 +202,7 @@ def _refuse_if_given_up() -> None:
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
-    return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+    return named_leaves(tree, is_leaf=None)
 
 
 def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:

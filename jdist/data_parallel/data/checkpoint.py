@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._checkpoint import (
     Checkpoints,
     StepFolder,
+    check_folder,
     check_keep,
     check_same,
     descriptions,
@@ -26,7 +27,7 @@ from jdist._checkpoint import (
 )
 from jdist._errors import requirement
 from jdist._fit import check_state
-from jdist._tree import PyTree, path_of, unworded, words
+from jdist._tree import PyTree, named_leaves, unworded, words
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 
@@ -45,7 +46,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
-      ValueError: `keep` is less than 1.
+      ValueError: `keep` is less than 1; or `folder` is empty, or an address of a store.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -69,6 +70,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
 
     def __init__(self, folder: str | Path, *, keep: int | None = 3) -> None:
         """Opens the folder."""
+        check_folder("TrainCheckpoints(folder)", folder)
         check_keep("TrainCheckpoints", keep)
         self._folder = StepFolder(folder, keep)
 
@@ -76,11 +78,11 @@ class TrainCheckpoints(Checkpoints[TrainState]):
         """Writes the state under its step, and returns when it is on disk.
 
         Raises:
-          ValueError: That step was saved before.
+          ValueError: That step, or one after it, was saved before.
           TypeError: It is no state, but the parameters, for example.
         """
         check_state("save(state)", state, TrainState, "step")
-        self._folder.check_new("save(state)", int(state.step))
+        self._folder.check_next("save(state)", int(state.step))
         leaves = _leaves(state)
         saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
         # Waits for the disk: the next step donates the buffers that are being read.
@@ -143,8 +145,7 @@ def _is_sharded(leaf: object) -> bool:
 
 def _leaves(state: TrainState) -> dict[str, Any]:
     """Leaves by path; a sharded array has the path that it has when undivided."""
-    pairs = jax.tree.leaves_with_path(state, is_leaf=_is_sharded)
-    return {path_of(keys): leaf for keys, leaf in pairs}
+    return named_leaves(state, is_leaf=_is_sharded)
 
 
 def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -191,16 +191,16 @@ class ReplicaWork:
         return self._writer.submit(self.write, step, state)
 
     def write(self, step: int, state: TrainState) -> None:
-        """Writes a checkpoint, unless another replica has written that step."""
+        """Writes a checkpoint, unless another replica has written that step or more."""
         assert self.folder is not None
         with TrainCheckpoints(self.folder) as saved:
-            if step in saved.steps():
+            if step <= (saved.latest() or 0):
                 return
             try:
                 saved.save(state)
             except Exception:
                 # A live replica that counted as lost may have written it as well.
-                if step not in saved.steps():
+                if step > (saved.latest() or 0):
                     raise
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import jax
 
 from jdist._checkpoint import descriptions
 from jdist._errors import requirement
-from jdist._tree import PyTree, path_of
+from jdist._tree import PyTree, named_leaves
 
 __all__ = ["check_hook_rows", "structured"]
 
@@ -39,8 +39,7 @@ def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
     Raises:
       ValueError: They are not the leaves of such a tree; the message names the first.
     """
-    pairs = jax.tree.leaves_with_path(like)
-    wanted = {path_of(keys): leaf for keys, leaf in pairs}
+    wanted = named_leaves(like, is_leaf=None)
     here, there = descriptions(wanted), descriptions(kept)
     for path in sorted(here.keys() | there.keys()):
         want, got = (each.get(path, "no leaf") for each in (here, there))

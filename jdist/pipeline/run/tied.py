@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, path_of, wide_dtype
+from jdist._tree import PyTree, named_leaves, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.stage_channels import (
@@ -304,7 +304,7 @@ def leaves_at(
       ValueError: There is no such path.
     """
     numbered = structure.unflatten(range(structure.num_leaves))
-    names = {path_of(keys): i for keys, i in jax.tree.leaves_with_path(numbered)}
+    names = named_leaves(numbered, is_leaf=None)
     found = {
         name.removeprefix(path): i
         for name, i in sorted(names.items())

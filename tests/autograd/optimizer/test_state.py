@@ -98,7 +98,7 @@ def others(folder):
     rrefs, dist_opt = made(optim.adam, VALUES, lr=0.05)
     steps(dist_opt, rrefs, range(1))
     dist_opt.save(folder, 7, keep=2)
-    with pytest.raises(ValueError, match=r"saved, \[7\]. Got 7"):
+    with pytest.raises(ValueError, match=r"last step that was saved, 7. Got 7"):
         dist_opt.save(folder, 7)
     with pytest.raises(ValueError, match=r"that was saved, \[7\]. Got 8"):
         dist_opt.restore(folder, 8)

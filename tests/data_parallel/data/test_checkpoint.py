@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,10 @@ def test_another_state_is_refused(tmp_path, params, opt, message):
             saved.restore(train_step(losses, opt, 1).init(params))
         with pytest.raises(ValueError, match=r"saved, \[0\]. Got 7"):
             saved.restore(step.init({"w": np.ones((2, 3))}), step=7)
+        for other in (True, 0.0, "0"):
+            rule = r"`restore\(step=...\)` must be a step .*, \[0\], an integer\. Got"
+            with pytest.raises(TypeError, match=rule):
+                saved.restore(step.init({"w": np.ones((2, 3))}), step=other)
 
 
 def test_an_empty_folder(tmp_path):
@@ -209,15 +214,19 @@ def test_an_empty_folder(tmp_path):
 
 
 def test_a_step_is_saved_once(tmp_path):
-    """The second time nothing on disk changes."""
+    """Then come later ones: one before them may be of another run."""
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     state, other = step.init(np.float64(4)), step.init(np.float64(7))
     with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
-        message = r"`save\(state\)` must be .* not among those saved, \[0\]\. Got 0\."
+        message = r"`save\(state\)` must come after the last .* saved, 0\. Got 0\."
         with pytest.raises(ValueError, match=message):
             saved.save(other)
         assert float(saved.restore(other).params) == 4.0
+        saved.save(other._replace(step=jnp.int32(3)))
+        with pytest.raises(ValueError, match=r"that was saved, 3\. Got 2\. Go on"):
+            saved.save(state._replace(step=jnp.int32(2)))
+        assert saved.steps() == [0, 3]
 
 
 def test_parameters_are_no_state(tmp_path):
@@ -252,6 +261,36 @@ def test_one_checkpoint_is_kept_at_least(tmp_path):
             state, _ = step(state, np.ones(2))
             saved.save(state)
         assert (saved.steps(), saved.latest()) == ([2, 3], 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "folder", "keep"),
+    [
+        (TypeError, r"`TrainCheckpoints\(folder\)` must be a path\. Got None", None, 3),
+        (ValueError, r"by a path\. Got ''\. The working dir", "", 3),
+        (ValueError, r"by a path\. Got 'gs://a/b'\. Mount", "gs://a/b", 3),
+        (ValueError, r"by a path\. Got 's3:/a'\. Mount", Path("s3://a"), 3),
+        (TypeError, r"\(keep=...\)` must be 1 at least, an integer\. Got T", "a", True),
+        (TypeError, r"\(keep=...\)` must be 1 at least, an integer\. Got 2", "a", 2.0),
+    ],
+)
+def test_where_and_how_many(tmp_path, monkeypatch, error, message, folder, keep):
+    """Nothing is made, neither here nor in a folder of the name of a store."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        TrainCheckpoints(folder, keep=keep)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path):
+    """Only the second would be on disk."""
+    step = train_step(lambda w, x: w["a"]["b"] * x, optim.sgd(lr=0.5), 1)
+    twins = {"a/b": np.float64(1), "a": {"b": np.float64(2)}}
+    state = step.init({"a": {"b": np.float64(2)}})._replace(params=twins)
+    with TrainCheckpoints(tmp_path) as saved:
+        with pytest.raises(ValueError, match=r"Got params/a/b twice\."):
+            saved.save(state)
+        assert saved.steps() == []
 
 
 COME_AND_GO = """
