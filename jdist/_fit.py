@@ -1,7 +1,7 @@
 """Training over many batches: metrics, the loop, checkpoints and a progress bar."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
@@ -15,13 +15,13 @@ from rich.progress import (
 )
 
 from jdist._checkpoint import Checkpoints
-from jdist._errors import requirement
+from jdist._errors import check_number, check_type, requirement
 from jdist._tree import PyTree
 from jdist.reduction import check_reduction
 
 __all__ = [
     "Metrics",
-    "check_save_every",
+    "check_fit",
     "check_state",
     "fitted",
     "over_epoch",
@@ -134,11 +134,49 @@ def check_state(call: str, state: object, kind: type, maker: str) -> None:
         raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
-def check_save_every(save_every: int) -> None:
-    """Checks that the number of steps between checkpoints is at least 1."""
-    if save_every < 1:
-        call = "fit(save_every=...)"
-        raise ValueError(requirement(call, "must be 1 at least", save_every))
+def check_fit(
+    batches: object,
+    total: object,
+    checkpoints: object,
+    save_every: object,
+    console: object,
+    kind: type[Checkpoints[Any]] = Checkpoints,
+) -> None:
+    """Checks arguments of `fit` before the first step, and not when they are used.
+
+    Args:
+      batches: The argument of `fit`, as the following ones.
+      total: As above.
+      checkpoints: As above.
+      save_every: As above.
+      console: As above.
+      kind: What the checkpoints must be.
+
+    Raises:
+      TypeError: One is of another type.
+      ValueError: `total` is negative, or `save_every` is less than 1.
+    """
+    rule = "must be 1 at least"
+    check_number("fit(save_every=...)", save_every, rule, lambda n: n >= 1, whole=True)
+    if total is not None:
+        rule = "must be 0 at least"
+        check_number("fit(total=...)", total, rule, lambda n: n >= 0, whole=True)
+    # What has `__getitem__` alone can be read from too, as torch's data sets can.
+    several = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    # One batch by names, which would be taken for a list of its names.
+    if not several or isinstance(batches, str | bytes | Mapping):
+        rule, got = (
+            "must be batches, one after the other",
+            f"a {type(batches).__name__}",
+        )
+        remedy = "Of a single one make a list."
+        raise TypeError(requirement("fit(batches)", rule, got, remedy))
+    if checkpoints is not None:
+        rule = f"must be a {kind.__name__}, or None"
+        check_type("fit(checkpoints=...)", checkpoints, kind, rule)
+    if console is not None:
+        rule = "must be a rich.console.Console, or None"
+        check_type("fit(console=...)", console, Console, rule)
 
 
 def fitted(
@@ -185,8 +223,19 @@ def fitted(
 
 
 def pair(given: PyTree) -> tuple[PyTree, Any]:
-    """A batch and its weights; None for those of a plain batch."""
-    batch, weights = given if isinstance(given, tuple) else (given, None)
+    """A batch and its weights; None for those of a plain batch.
+
+    Raises:
+      ValueError: A tuple that is no pair.
+    """
+    if not isinstance(given, tuple):
+        return given, None
+    if len(given) != 2:
+        rule = "must be batches, or pairs of a batch and its weights"
+        remedy = "Of a batch that is a tuple make a pair with None."
+        got = f"a tuple of {len(given)}"
+        raise ValueError(requirement("batches", rule, got, remedy))
+    batch, weights = given
     return batch, weights
 
 

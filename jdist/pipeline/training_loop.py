@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sized
 from numpy.typing import ArrayLike
 from rich.console import Console
 
-from jdist._fit import Metrics, check_save_every, fitted, pair
+from jdist._errors import check_type
+from jdist._fit import Metrics, check_fit, check_state, fitted, pair
 from jdist._tree import PyTree
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
@@ -44,7 +45,8 @@ def fit(
       The last state, and the metrics of every step; see `over_epoch`.
 
     Raises:
-      ValueError: `save_every` is less than 1.
+      TypeError: An argument is of another type.
+      ValueError: `save_every` is less than 1, or `total` is negative.
       Exception: What `train_step` and `PipelineCheckpoints.save` raise; and what
         `batches` raises, which is then raised on all workers. All workers must have
         equally many batches.
@@ -63,8 +65,10 @@ def fit(
       >>> state.step, round(pipeline.over_epoch(found).loss, 3)
       (3, 9.844)
     """
+    check_type("fit(pipe)", pipe, Pipeline, "must be a Pipeline")
     with pipe.communicator.opened("fit") as channels:
-        check_save_every(save_every)
+        check_fit(batches, total, checkpoints, save_every, console, PipelineCheckpoints)
+        check_state("fit(state)", state, PipelineState, "pipe")
         # Saving is a call of all workers, so they must do it at the same steps.
         saves = save_every if checkpoints is not None else 0
         channels.identify(None, {"save_every": saves})

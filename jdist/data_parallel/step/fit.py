@@ -10,7 +10,15 @@ import numpy as np
 from rich.console import Console
 
 from jdist._checkpoint import Checkpoints
-from jdist._fit import Metrics, check_save_every, fitted, over_epoch, pair, progress
+from jdist._fit import (
+    Metrics,
+    check_fit,
+    check_state,
+    fitted,
+    over_epoch,
+    pair,
+    progress,
+)
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import Weights, unbound
 from jdist.data_parallel.step.train_state import TrainState
@@ -50,7 +58,8 @@ def fit(
       The last state, and the metrics of every step; see `over_epoch`.
 
     Raises:
-      ValueError: `save_every` is less than 1.
+      TypeError: An argument is of another type.
+      ValueError: `save_every` is less than 1, or `total` is negative.
       Exception: What the step, `TrainCheckpoints.save` and `batches` raise.
 
     Example:
@@ -64,7 +73,8 @@ def fit(
       >>> int(state.step), data_parallel.over_epoch(found)[:3]
       (2, (15.1875, 3, 3.0))
     """
-    check_save_every(save_every)
+    check_fit(batches, total, checkpoints, save_every, console)
+    check_state("fit(state)", state, TrainState, "step")
     if total is None and isinstance(batches, Sized):
         total = len(batches)
 

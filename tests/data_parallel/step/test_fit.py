@@ -187,6 +187,21 @@ def test_what_is_refused(data):
     state = step.init(START)
     with pytest.raises(ValueError, match=r"fit\(save_every=...\)` must be 1 at least"):
         fit(step, state, [], save_every=0)
+    for name, wrong in {
+        "save_every": 2.5,
+        "total": "2",
+        "batches": {"x": data[0]},
+        "checkpoints": "folder",
+        "console": True,
+        "state": START,
+    }.items():
+        given = {"step": step, "state": state, "batches": [], name: wrong}
+        with pytest.raises(TypeError, match=rf"^`fit\({name}(=...)?\)` must .*Got "):
+            fit(**given)
+    with pytest.raises(
+        ValueError, match=r"`batches` must be .*Got a tuple of 3\. Of a"
+    ):
+        fit(step, state, [(*data, None)])
     assert fit(step, state, []) == (state, [])
     with pytest.raises(ValueError, match=r"must have one entry at least\. Got none"):
         evaluate(step, state, [])

@@ -91,3 +91,28 @@ def test_what_cannot_be_joined_or_saved():
     pipe = made()
     with pytest.raises(ValueError, match=r"save_every=.* 1 at least. Got 0"):
         fit(pipe, None, [], save_every=0)
+
+
+WRONG = {
+    "save_every": ([True, 2.5, float("nan"), "2", None], [0, -3]),
+    "total": ([True, 2.5, float("nan"), "2"], [-1]),
+    "batches": ([None, 3, "ab", {"x": 1}], []),
+    "checkpoints": (["folder", 3], []),
+    "console": ([True, "stdout"], []),
+    "state": ([None, {"w": 1}], []),
+    "pipe": ([None, "pipe"], []),
+}
+"""For each argument of `fit` wrong types, and numbers out of range."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named_before_the_first_step(name):
+    pipe = made()
+    given = {"pipe": pipe, "state": start(pipe), "batches": [batch_of(0)]}
+    for error, values in zip((TypeError, ValueError), WRONG[name], strict=True):
+        for value in values:
+            with pytest.raises(error, match=rf"^`fit\({name}(=...)?\)` must .*Got "):
+                fit(**{**given, name: value})
+    assert given["state"].step == 0
+    # Nothing was donated.
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given["state"].params))
