@@ -22,7 +22,7 @@ from jax.sharding import (
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import PyTree, path_of
+from jdist._tree import PyTree, is_shape, path_of
 from jdist.segment._programs import backward
 from jdist.segment._programs.backward import Layout
 from jdist.segment._programs.deferred import Deferral
@@ -269,23 +269,30 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
     raise ValueError(requirement(f"{call}(params=...)", rule, got, remedy))
 
 
-def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
-    """Raises an error that names the deleted array, if one made JAX fail."""
+def explain(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
+    """Raises an error that names the leaf, if one that JAX cannot read made it fail."""
     # Searched after the failure: before each call it would cost more than the call.
-    # JAX raises one of two types, depending on whether the call took its fast path.
+    # JAX raises one of two types for a deleted array, depending on whether the call
+    # took its fast path.
     for name, tree in trees.items():
+        argument = f"{call}({name}=...)"
         for path, leaf in _leaves_by_path(tree):
-            is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)
-            if is_array and leaf.is_deleted():
+            if is_shape(leaf) or is_traced(leaf):
+                continue
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 rule = "must be alive: a backward pass that is pending needs it"
                 got = f"a buffer that was donated or deleted, at {path}"
                 remedy = (
                     "Donate parameters, inputs and outputs of a segment only after "
                     "the backward passes of all forward passes that used them."
                 )
-                argument = f"{call}({name}=...)"
                 message = requirement(argument, rule, got, remedy)
                 raise ValueError(message) from error
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                rule, got = "must be a tree of arrays", f"{leaf!r} at {path}"
+                raise TypeError(requirement(argument, rule, got)) from error
 
 
 def _leaves_by_path(tree: PyTree) -> list[tuple[str, Any]]:

@@ -48,7 +48,7 @@ from jdist.segment._residuals import (
     Residuals,
     Rest,
     check_version,
-    explain_deleted,
+    explain,
     layout_of,
     refuse_origin,
     version_of,
@@ -501,9 +501,11 @@ class Segment:
           ValueError: The parameters are not those of the forward pass; an array that is
             needed was donated or deleted; the residuals are of another segment; or
             `d_outputs` does not fit the outputs.
-          TypeError: `residuals` is not what `forward` returned.
+          TypeError: `residuals` is not what `forward` returned, `fold` is no `Fold`, or
+            a leaf is no array.
         """
         arguments = (params, residuals, d_outputs)
+        _check_fold("Segment.backward", fold)
         half = "backward" if fold is None else "folding_backward"
         return self._pull_back("Segment.backward", half, arguments, fold or _NO_FOLD)
 
@@ -541,10 +543,12 @@ class Segment:
         Raises:
           ValueError: An array that is needed was donated or deleted; or the rest is of
             another segment.
-          TypeError: `rest` is not what `backward_inputs` returned.
+          TypeError: `rest` is not what `backward_inputs` returned, or `fold` is no
+            `Fold`.
         """
         call = "Segment.backward_params"
         home = self._home(call, rest, Rest)
+        _check_fold(call, fold)
         second = home.second if fold is None else home.folding_second
         finished: Any = []
         # Without a fold, all gradients may be in the rest already: the call is saved.
@@ -552,7 +556,7 @@ class Segment:
             try:
                 finished = self._invoke(second, *(fold or _NO_FOLD), rest, rest.layout)
             except (RuntimeError, ValueError) as error:
-                explain_deleted(call, error, {"rest": rest})
+                explain(call, error, {"rest": rest})
                 raise
         if fold is not None:
             return finished
@@ -621,10 +625,10 @@ class Segment:
         compiled = getattr(home, half)
         try:
             return self._invoke(compiled, *fold, *arguments, residuals.layout)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             # JAX's own error names neither the argument nor the leaf.
             names = ("params", "residuals", "d_outputs")
-            explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
+            explain(call, error, dict(zip(names, arguments, strict=True)))
             raise
 
     def _home(self, call: str, value: PyTree, kind: PyTree) -> Halves:
@@ -679,7 +683,7 @@ def backward_arrays(
         _, d_inputs = halves.backward(*_NO_FOLD, *arguments, residuals.layout)
     except (RuntimeError, ValueError) as error:
         names = {"residuals": residuals, "d_outputs": d_outputs}
-        explain_deleted("Segment.backward", error, names)
+        explain("Segment.backward", error, names)
         raise
     return tuple(d_inputs)
 
@@ -744,9 +748,15 @@ def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) ->
                 # The carry was donated: the next program takes the one that came back.
                 fold = fold._replace(carry=carry)
     except (RuntimeError, ValueError) as error:
-        explain_deleted(call, error, {"deferred": list(deferred)})
+        explain(call, error, {"deferred": list(deferred)})
         raise
     return fold.carry
+
+
+def _check_fold(call: str, fold: object) -> None:
+    if fold is not None and not (isinstance(fold, Fold) and callable(fold.fn)):
+        rule = "must be a Fold of a function, or None"
+        raise TypeError(requirement(f"{call}(fold=...)", rule, repr(fold)))
 
 
 def _static(place: int, value: PyTree) -> StaticValue:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.segment import segment
+from jdist.segment import Fold, segment
 from tests.segment.cases import assert_close, assert_same_bits, normal
 from tests.segment.test_halves import products
 
@@ -446,3 +446,33 @@ def test_residuals_of_another_kind(heads):
         other.backward_inputs(params, residuals, d_outputs)
     with pytest.raises(ValueError, match=message):
         other.backward_params(rest)
+
+
+@pytest.mark.parametrize("fold", [0, (), lambda *given: given, Fold("sum", None)])
+def test_a_fold_of_another_kind(heads, fold):
+    """Also where no fold would be left of it: nothing is compiled."""
+    params, inputs, d_outputs = heads
+    seg = segment(_two_heads)
+    _, residuals = seg.forward(params, *inputs)
+    _, rest = seg.backward_inputs(params, residuals, d_outputs)
+    rule = r"\(fold=...\)` must be a Fold of a function, or None\. Got "
+    with pytest.raises(TypeError, match=rf"^`Segment.backward{rule}"):
+        seg.backward(params, residuals, d_outputs, fold=fold)
+    with pytest.raises(TypeError, match=rf"^`Segment.backward_params{rule}"):
+        seg.backward_params(rest, fold=fold)
+
+
+@pytest.mark.parametrize("wrong", ["text", np.array(["text"]), object()])
+def test_leaves_that_are_no_arrays(heads, wrong):
+    """Named by argument and path, by both ways to the cotangents of the inputs."""
+    params, inputs, d_outputs = heads
+    seg = segment(_two_heads)
+    _, residuals = seg.forward(params, *inputs)
+    moved = jax.tree.unflatten(*jax.tree.flatten(residuals)[::-1])
+    for half in (seg.backward, seg.backward_inputs):
+        rule = r"=...\)` must be a tree of arrays\. Got .* at "
+        with pytest.raises(TypeError, match=rf"\(d_outputs{rule}b/0"):
+            half(params, residuals, {**d_outputs, "b": (wrong, None)})
+        # Residuals that were taken apart know no version of the parameters.
+        with pytest.raises(TypeError, match=rf"\(params{rule}a"):
+            half({**params, "a": wrong}, moved, d_outputs)
