@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -409,11 +410,25 @@ def test_a_reader_that_goes_away_does_not_stop_the_workers(start, witnesses, tmp
         ("--nproc 2 --grace nan -m x", "--grace: must be seconds, at least 0, not nan"),
         ("--nproc 2 --grace soon -m x", "must be seconds, at least 0, not soon"),
         ("--nproc 2 -m --no-python x", "not allowed with argument"),
+        (
+            "--nproc 2 ''",
+            "`program` must name a script, a module or a command. Got noth",
+        ),
+        (f"--nproc 2 {ROOT}/tests", f"`program` must be a file. Got {ROOT}/tests. For"),
+        ("--nproc 2 --log-dir= -m x", "--log_dir: must be a path, not nothing"),
+        (
+            f"--nproc 2 --log-dir {__file__} -m x",
+            "--log_dir: must be a folder, not the",
+        ),
+        ("--nproc 2 --key-file= -m x", "--key-file: must be a path, not nothing"),
+        ("--nproc 2 --master-addr= -m x", "or address, without a port, not ''"),
+        ("--nproc 2 --master-addr a:2 -m x", "must be a host's name or address, with"),
+        ("--nproc 2 --master-addr 'a b' -m x", "without a port, not 'a b'"),
     ],
 )
 def test_misuse(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        parse(arguments.split())
+        parse(shlex.split(arguments))
     assert message in capsys.readouterr().err
 
 
@@ -465,6 +480,17 @@ def test_the_key_of_a_run(tmp_path):
     file.write_text("")
     with pytest.raises(ValueError, match=r"at least 16 bytes\. Got 0 characters"):
         cluster_key(file, 1, environment)
+    file.write_bytes(b"\xff" * 32)  # of `openssl rand` without -hex
+    for other in (file, tmp_path / "nowhere", tmp_path):
+        rule = r"` must be a file of text that can be read\. Got .*\. Make one by"
+        with pytest.raises(ValueError, match=re.escape(f"`--key-file {other}") + rule):
+            cluster_key(other, 1, environment)
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "node-0.local", "10.0.0.1"])
+def test_hosts_by_name_and_address(host):
+    where = ["--nnodes", "2", "--node-rank", "0", "--master-addr", host]
+    assert parse(["--nproc", "2", *where, "-m", "x"]).master_addr == host
 
 
 def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
@@ -475,7 +501,8 @@ def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
     arguments = ["--nproc", 1, "--master-port", witnesses.port, "program.py"]
     status, _, errors = launch(arguments, "")
     assert status == 2
-    assert "Address already in use" in errors
+    said = "error: `--master-port` must be a port that is free here. Got "
+    assert f"{said}{witnesses.port}: Address already in use. Without --ma" in errors
 
 
 TRACE = "Traceback (most recent call last):"

@@ -11,7 +11,7 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from jdist._errors import JdistError
+from jdist._errors import JdistError, requirement
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
 from jdist.rpc.extension import (
@@ -62,8 +62,8 @@ def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous
     # Across machines no port can be reserved: the others must know the ports before
     # machine 0 is reached.
     if options.nnodes == 1:
-        port = stack.enter_context(ReservedPort(port or 0)).port
-        jax_port = stack.enter_context(ReservedPort(jax_port or 0)).port
+        port = _reserved("--master-port", port, stack)
+        jax_port = _reserved("--jax-port", jax_port, stack)
     return Rendezvous(
         nprocs=options.nproc,
         nnodes=options.nnodes,
@@ -73,6 +73,16 @@ def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous
         jax_port=jax_port,
         key=key,
     )
+
+
+def _reserved(option: str, port: int | None, stack: ExitStack) -> int:
+    """Reserves a port, a free one for None."""
+    try:
+        return stack.enter_context(ReservedPort(port or 0)).port
+    except OSError as error:
+        rule, got = "must be a port that is free here", f"{port}: {error.strerror}"
+        remedy = "Without --master-port and --jax-port free ones are chosen."
+        raise ValueError(requirement(option, rule, got, remedy)) from error
 
 
 def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:

@@ -3,7 +3,9 @@
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from jdist._errors import requirement
@@ -98,6 +100,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
     )
     add(
         *("--master-addr", "--master_addr"),
+        type=_host,
         metavar="HOST",
         help="address of machine 0, as the others reach it",
     )
@@ -116,7 +119,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
     add(
         # A file, because all users of a machine can read its command lines.
         "--key-file",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help=f"holds the run's secret; or set {KEY_VARIABLE}",
     )
@@ -134,7 +137,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     )
     add(
         *("--log-dir", "--log_dir"),
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="also write each worker's output to a file here",
     )
@@ -194,6 +197,31 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _host(text: str) -> str:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        # What has a port would be taken for an address of IPv6.
+        if not re.fullmatch(r"[^\s:/]+", text):
+            rule = "must be a host's name or address, without a port"
+            raise argparse.ArgumentTypeError(f"{rule}, not {text!r}") from None
+    return text
+
+
+def _path(text: str) -> Path:
+    # Nothing, as an unset variable of a shell gives, would be this folder.
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, not nothing")
+    return Path(text)
+
+
+def _folder(text: str) -> Path:
+    folder = _path(text)
+    if folder.exists() and not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, not the file {text}")
+    return folder
+
+
 def _across_machines(options: argparse.Namespace) -> None:
     """Checks and completes the options for several machines."""
     if options.nnodes > 1:
@@ -230,13 +258,19 @@ def _across_machines(options: argparse.Namespace) -> None:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
+    # Nothing, as an unset variable of a shell gives, would be this folder.
+    if not options.program:
+        rule = "must name a script, a module or a command"
+        raise ValueError(requirement("program", rule, "nothing"))
     rest = [options.program, *options.arguments]
     if options.no_python:
         return rest
     if options.module:
         return [*interpreter(), "-m", *rest]
     # Checked once here; otherwise every worker would fail with the same error.
-    if not Path(options.program).exists():
+    path = Path(options.program)
+    no_program = path.is_dir() and not (path / "__main__.py").is_file()
+    if no_program or not path.exists():
         rule, remedy = "must be a file", "For a module, give --module before its name."
         raise ValueError(requirement("program", rule, options.program, remedy))
     return [*interpreter(), *rest]
@@ -256,9 +290,8 @@ def cluster_key(
     """The secret of the run, from the file, the environment, or fresh on one machine.
 
     Raises:
-      ValueError: There are several machines and no key, the key is too short, or
-        others on this machine may read the file.
-      OSError: The file cannot be read.
+      ValueError: There are several machines and no key, the key is too short, the file
+        cannot be read, or others on this machine may read it.
     """
     if file is not None:
         return _checked(f"--key-file {file}", _private_text(file))
@@ -271,16 +304,23 @@ def cluster_key(
 
 
 def _private_text(file: Path) -> str:
-    with file.open() as opened:
-        # The mode of the open file: the path may lead to another file by then.
-        mode = os.fstat(opened.fileno()).st_mode & 0o777
-        if mode & 0o077:
-            rule = "must be readable by its owner alone"
-            remedy = f"Try `chmod 600 {file}`."
-            raise ValueError(
-                requirement(f"--key-file {file}", rule, f"mode {mode:o}", remedy)
-            )
-        return opened.read().strip()
+    try:
+        with file.open() as opened:
+            # The mode of the open file: the path may lead to another file by then.
+            mode = os.fstat(opened.fileno()).st_mode & 0o777
+            if mode & 0o077:
+                rule = "must be readable by its owner alone"
+                remedy = f"Try `chmod 600 {file}`."
+                raise ValueError(
+                    requirement(f"--key-file {file}", rule, f"mode {mode:o}", remedy)
+                )
+            return opened.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "must be a file of text that can be read"
+        got = str(error)
+        raise ValueError(
+            requirement(f"--key-file {file}", rule, got, _NEW_KEY)
+        ) from error
 
 
 def _checked(origin: str, key: str) -> str:
