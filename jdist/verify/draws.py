@@ -212,7 +212,11 @@ def _inside_of(value: Any) -> list[object] | None:
         inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
     # A function that assigns to outer names may keep tracers in them.
     elif isinstance(value, types.FunctionType) and not _assigns(value.__code__):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = []
+        for cell in value.__closure__ or ():
+            # A name that is not bound yet, or no longer, has an empty cell.
+            with contextlib.suppress(ValueError):
+                inside.append(cell.cell_contents)
         inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         known = value.__globals__
         # These packages handle tracers in their own globals.
@@ -243,7 +247,9 @@ def _restored(containers: list[Any]) -> Iterator[None]:
 
 def _identities(container: Collection[object]) -> list[int]:
     # By id, because arrays have no single truth value to compare by.
-    held = container.values() if isinstance(container, dict) else container
+    held = list(container)
+    if isinstance(container, dict):
+        held += container.values()
     return list(map(id, held))
 
 
@@ -335,10 +341,13 @@ def _walk(
         inside = list(_inside(equation, operands))
         walked = [_walk(inner, own, loops + length) for inner, own, length in inside]
         found += [draw for draws, _ in walked for draw in draws]
-        # Any of several programs may be the branch that is taken.
+        # Any of several programs may be the branch that is taken, and the batch may
+        # choose it.
         if walked and all(len(own) == len(results) for _, own in walked):
+            chosen = equation.primitive.name == "cond" and operands[0]
             results = [
-                any(each) for each in zip(*(own for _, own in walked), strict=True)
+                chosen or any(each)
+                for each in zip(*(own for _, own in walked), strict=True)
             ]
         known.update(zip(equation.outvars, results, strict=True))
     return found, [depends(atom) for atom in jaxpr.outvars]

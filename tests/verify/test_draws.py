@@ -351,3 +351,43 @@ def test_what_one_branch_makes_of_the_batch_is_made_of_it(turned):
 
     given = jnp.ones(3), jnp.ones((4, 3))
     assert made_of_batch(step, *given) == [True, False]
+
+
+def test_what_the_batch_chooses_is_made_of_it():
+    """As a count of steps that were skipped where the gradient was not finite."""
+
+    def step(count, x):
+        return jax.lax.cond(x.sum() > 0, lambda: count, lambda: count + 1), count + 1
+
+    assert made_of_batch(step, jnp.int32(0), jnp.ones(3)) == [True, False]
+
+
+def test_a_cell_that_holds_nothing_is_passed_over():
+    """A name of an outer function that is bound later, if at all."""
+
+    def outer():
+        def candidate(w, batch):
+            return w if batch is not None else later(w)
+
+        if candidate is None:
+            later = abs
+        return candidate
+
+    assert draws_of_its_own(outer(), *given()) is False
+
+
+def test_containers_are_left_as_they_were():
+    """Their keys too, where all values are the same."""
+    kept = {"first": [1, 2], "second": {3}}
+
+    def candidate(w, batch):
+        kept["third"] = kept.pop("first")
+        kept["third"].append(w)
+        kept["second"].add(4)
+        return w
+
+    assert draws_of_its_own(candidate, *given()) is False
+    assert kept == {"first": [1, 2], "second": {3}}
+    renames = lambda w, batch, kept=kept: kept.update(last=kept.pop("first")) or w  # noqa: E731
+    assert draws_of_its_own(renames, *given()) is False
+    assert list(kept) == ["first", "second"]

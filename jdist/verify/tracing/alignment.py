@@ -156,7 +156,8 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     for i, j in np.argwhere(np.triu(near, 1)):
         if _within(expected[i], expected[j], bounds[i] + bounds[j]):
             # Two classes become one where a row is equal to rows of both.
-            label[label == label[j]] = label[i]
+            first, second = sorted((label[i], label[j]))
+            label[label == second] = first
     return label
 
 

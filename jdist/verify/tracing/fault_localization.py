@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree
 from jdist.verify.gradient_check import LOSS, Candidate, check_arguments, prepared
 from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, joined
@@ -145,7 +145,7 @@ def tracer(
         if not (apart and reduction in ("mean", "sum")):
             return None
         each = w / w.sum() if reduction == "mean" else w
-        found = example_gradients(loss_fn, params, batch, len(w))
+        found = example_gradients(loss_fn, params, batch)
         return {path: x * each[:, None] for path, x in found.items()}
 
     def judged(candidate: Candidate) -> Trace:
@@ -230,7 +230,7 @@ def _beyond_taps(
 
 def _examples(batch: PyTree) -> int | None:
     """How many examples the batch has; None if its leaves differ in that."""
-    lengths = {np.shape(leaf)[:1] for leaf in named_leaves(batch).values()}
+    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     return lengths.pop()[0] if len(lengths) == 1 and () not in lengths else None
 
 

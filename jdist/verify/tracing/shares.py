@@ -30,15 +30,14 @@ DEVIATIONS = 4
 
 
 def example_gradients(
-    loss_fn: LossFn, params: PyTree, batch: PyTree, examples: int
+    loss_fn: LossFn, params: PyTree, batch: PyTree
 ) -> dict[str, np.ndarray]:
     """Each example's gradient by leaf, `(examples, entries)`: some entries of each.
 
     Args:
       loss_fn: Of which the sum is differentiated.
       params: At which.
-      batch: Of so many examples.
-      examples: How many.
+      batch: Each leaf `(examples, ...)`.
     """
     picks = _picks(params)
 

@@ -138,3 +138,9 @@ def test_classes_are_those_of_all_pairs(rng):
     values = centres[members] + bounds * rng.uniform(-0.9, 0.9, size=(40, 3))
     first = {m: np.flatnonzero(members == m)[0] for m in set(members.tolist())}
     assert _classes(values, bounds).tolist() == [first[m] for m in members]
+
+
+def test_a_class_has_the_name_of_its_first_row():
+    """Also where only a later row is equal to both."""
+    values = np.array([[0.0], [3.0], [1.5], [9.0]]) * BOUND
+    assert _classes(values, np.full((4, 1), BOUND)).tolist() == [0, 0, 0, 3]

@@ -340,6 +340,17 @@ def test_weights_may_be_numpys_own(rng):
     assert trace.raise_if_failed().difference is None
 
 
+def test_a_batch_may_have_none_in_the_place_of_an_array(rng):
+    x = jnp.asarray(rng.normal(size=(7, 3)), jnp.float32)
+    w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": None}
+    loss = lambda w, rows: verify.tap(rows["x"] @ w, "y") ** 2  # noqa: E731
+    doubled = lambda w, rows: loss(2 * w, rows)  # noqa: E731
+    judged = verify.tracer(loss, w, rows, seed=None)
+    assert judged(parts_of(loss, 2, 5)).raise_if_failed().difference is None
+    found = judged(parts_of(loss, 2, 5, own=lambda part: part and doubled)).difference
+    assert (found.tap, found.examples) == ("y", (2, 3, 4, 5, 6))
+
+
 def test_equal_examples_in_parts_of_other_sizes(rng):
     """Each part takes its own mean: which cotangent is whose cannot be told."""
     x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
