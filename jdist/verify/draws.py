@@ -276,12 +276,13 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _assigns(code: types.CodeType) -> bool:
-    """Whether code assigns to names outside of its function."""
+    """Whether code, or a function inside it, assigns to names outside of all of it."""
     outside = ("STORE_GLOBAL", "DELETE_GLOBAL")
     return any(
         step.opname in outside
         or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
-        for step in dis.get_instructions(code)
+        for each in _codes(code)
+        for step in dis.get_instructions(each)
     )
 
 
@@ -378,12 +379,12 @@ def _inside(
         if counts is not None:
             own = _carried(inner, list(operands), *counts)
             yield inner, own, (equation.params["length"],)
+        elif equation.primitive.name == "cond":  # The first operand chooses a branch.
+            yield inner, operands[1:], ()
         # A while loop's operands are constants of two programs and the carry: equal
         # counts do not mean that they correspond.
         elif count == len(operands) and equation.primitive.name != "while":
             yield inner, operands, ()
-        elif count == len(operands) - 1:  # A branch: the first operand chooses it.
-            yield inner, operands[1:], ()
         else:
             # An unknown correspondence: any argument may depend on the batch.
             yield inner, [any(operands)] * count, ()

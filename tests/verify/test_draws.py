@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.random import threefry_2x32
 
 from jdist import VerificationError, data_parallel, verify
 from jdist.verify.draws import (
@@ -55,6 +56,28 @@ def layers(w, b):
     return jax.vmap(one)(b["x"], b["key"])
 
 
+def in_pairs(w, b, own):
+    """Of an even number of examples only, with their own keys or with one."""
+    if len(b["x"]) % 2:
+        raise ValueError("an example too many")
+    if own:
+        return verify.keyed(dropout)(w, (b["x"], b["key"]))
+    return dropout(w, b["x"], KEY)
+
+
+def repeated(w, b):
+    """Two draws for each example, in a loop that does not know its length."""
+
+    def one(x, key):
+        def body(state):
+            n, h = state
+            return n + 1, h + dropout(w, x, jax.random.fold_in(key, n))
+
+        return jax.lax.while_loop(lambda state: state[0] < 2, body, (0, x[0]))[1]
+
+    return jax.vmap(one)(b["x"], b["key"])
+
+
 LOSSES = {
     "none": (False, lambda w, b: b["x"] @ w),
     "one key": (True, lambda w, b: dropout(w, b["x"], KEY)),
@@ -87,6 +110,37 @@ LOSSES = {
     ),
     "keyed in a loop": (False, lambda w, b: scanned(w, b, own=True)),
     "keyed layers": (False, layers),
+    "one key, in pairs": (True, lambda w, b: in_pairs(w, b, own=False)),
+    "keyed, in pairs": (False, lambda w, b: in_pairs(w, b, own=True)),
+    "one of the batch's, split": (
+        True,
+        lambda w, b: jax.vmap(lambda x, k: dropout(w, x, k))(
+            b["x"], jax.random.split(b["key"][0], len(b["x"]))
+        ),
+    ),
+    "gamma by place": (
+        True,
+        lambda w, b: jax.vmap(
+            lambda i, x: jax.random.gamma(jax.random.fold_in(KEY, i), jnp.exp(x @ w))
+        )(jnp.arange(len(b["x"])), b["x"]),
+    ),
+    "words of rbg": (
+        True,
+        lambda w, b: (
+            jax.lax.rng_bit_generator(jnp.arange(4, dtype="uint32"), (len(b["x"]),))[1]
+            * (b["x"] @ w).astype("uint32")
+        ),
+    ),
+    "words of threefry": (
+        True,
+        lambda w, b: (
+            threefry_2x32(
+                jnp.arange(2, dtype="uint32"), jnp.arange(len(b["x"]), dtype="uint32")
+            )
+            * (b["x"] @ w).astype("uint32")
+        ),
+    ),
+    "keyed in a while loop": (False, repeated),
     "noise on parameters": (
         False,
         lambda w, b: b["x"] @ (w + jax.random.normal(KEY, w.shape, w.dtype)),
@@ -114,6 +168,24 @@ def test_what_depends_on_the_split_is_read_off_the_program(name):
         second = jax.tree.map(lambda x: x[4:], batch)
         assert not np.allclose(loss(w, second), loss(w, batch)[4:])
     assert draws_nothing(loss, *given()) == (name == "none")
+
+
+def test_one_example_is_not_split():
+    """Its key is its own, though one key serves all there are."""
+    w, batch = given()
+    one = jax.tree.map(lambda x: x[:1], batch)
+    assert split_dependent(LOSSES["keyed"][1], w, one) == ""
+
+
+def test_a_key_beside_the_examples_is_no_example_s_own():
+    """What is folded from it by place is another key after a split."""
+    w, batch = given()
+
+    def loss(w, b):
+        keys = jax.vmap(lambda i: jax.random.fold_in(b["run"], i))(jnp.arange(EXAMPLES))
+        return jax.vmap(lambda x, key: dropout(w, x, key))(b["x"], keys[: len(b["x"])])
+
+    assert split_dependent(loss, w, {**batch, "run": KEY})
 
 
 def halves(losses, change=lambda part, batch: part):
@@ -270,6 +342,86 @@ def decides(w, batch):
     return w if w.sum() > 0 else -w
 
 
+def keeps_inside(value):
+    """The same, by a function in it."""
+
+    def candidate(w, batch):
+        def keep():
+            nonlocal value
+            value = w
+
+        keep()
+        return w
+
+    return candidate
+
+
+SOURCE = iter("ab")
+
+
+def reads(w, batch):
+    """What may be another thing at each call."""
+    return w if SOURCE else None
+
+
+def reads_inside(w, batch):
+    """The same, by a function in it."""
+    return (lambda: w if SOURCE else None)()
+
+
+def assigns(w, batch):
+    """Keeps the last parameters."""
+    global LAST
+    LAST = w
+    return w
+
+
+def takes_away(w, batch):
+    """What is there once."""
+    global LAST
+    del LAST
+    return w
+
+
+def own_cells(w, batch):
+    """Assigns to nothing but its own names."""
+    total = w
+
+    def add():
+        nonlocal total
+        total = total + w
+
+    add()
+    return total
+
+
+class Named(dict):
+    """May have attributes."""
+
+
+class Timed:
+    """A wrapper that may keep something, of a function that shows all it does."""
+
+    def __init__(self, wrapped):
+        self.__wrapped__ = wrapped
+
+
+NAMED = Named()
+CYCLE = []
+CYCLE.append(CYCLE)
+
+
+@dataclasses.dataclass
+class Thawed:
+    """A trainer whose attributes may be assigned to."""
+
+    scale: float
+
+    def gradient(self, w, batch):
+        """Draws."""
+        return self.scale * jax.random.normal(KEY, w.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     """A trainer that keeps nothing."""
@@ -304,6 +456,20 @@ class Open:
         (lambda w, b, kept={}: kept.setdefault("w", w), False),
         (functools.partial(lambda keys, w, b: w, iter("ab")), None),
         (decides, None),
+        (keeps_inside(1.0), None),
+        (reads, None),
+        (reads_inside, None),
+        (assigns, None),
+        (takes_away, None),
+        (own_cells, False),
+        (lambda w, b, kept=SOURCE: w, None),
+        (lambda w, b, *, kept=SOURCE: w, None),
+        (lambda w, b, kept=NAMED: w, None),
+        (lambda w, b, kept=CYCLE: w, False),
+        (functools.partial(keeps(1.0)), None),
+        (functools.partial(lambda w, b, kept: w, kept=iter("a")), None),
+        (Thawed(2.0).gradient, None),
+        (Timed(lambda w, b: jax.random.normal(KEY, w.shape)), True),
     ],
 )
 def test_what_a_candidate_draws_is_seen_only_where_it_keeps_nothing(candidate, seen):
@@ -338,6 +504,34 @@ def test_a_loss_that_wants_a_key_is_refused_with_the_remedy():
     )
     with pytest.raises(TypeError, match=rule):
         verify.gradients(dropout, *given(), {"any": lambda w, b: (w, w)})
+
+
+MADE = {
+    "one operand": (lambda w, x: (w + x[0], 2 * w), [True, False]),
+    "the next turn's": (
+        lambda w, x: jax.lax.scan(
+            lambda c, _: ((x[0], c[0], c[2]), None), (w, w, w), None, length=3
+        )[0],
+        [True, True, False],
+    ),
+    "what a turn gives": (
+        lambda w, x: jax.lax.scan(lambda c, v: (c + v, v * x[0, 0]), w[0], w),
+        [False, True],
+    ),
+    "a loop without a length": (
+        lambda w, x: jax.lax.while_loop(
+            lambda c: c[0].sum() < 1, lambda c: (c[1], c[1] + x[0]), (w, w)
+        ),
+        [True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_the_batch(name):
+    """By one operand of several, and by turns of a loop."""
+    step, made = MADE[name]
+    assert made_of_batch(step, jnp.ones(3), jnp.ones((4, 3))) == made
 
 
 @pytest.mark.parametrize("turned", [False, True])

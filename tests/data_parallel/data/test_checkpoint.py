@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdist import Unavailable, optim
+from jdist._checkpoint import StepFolder
 from jdist.data_parallel import Sharded, TrainCheckpoints, shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ
 
@@ -291,6 +292,16 @@ def test_two_leaves_of_one_path_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"Got params/a/b twice\."):
             saved.save(state)
         assert saved.steps() == []
+
+
+def test_a_folder_that_another_one_writes_to(tmp_path):
+    """What is written elsewhere is seen; a step before it, written since, stays."""
+    with StepFolder(tmp_path) as first, StepFolder(tmp_path) as second:
+        for folder, step in ((second, 5), (first, 3)):
+            folder.write(step, {"arrays": {"w": np.full(2, step)}}, {"at": step})
+            assert first.steps() == sorted({5, step})
+        assert second.steps() == [3, 5]
+        assert second.description(3) == {"at": 3}
 
 
 COME_AND_GO = """
