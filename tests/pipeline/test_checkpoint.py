@@ -6,10 +6,13 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import Unavailable, optim
+from jdist._checkpoint import StepFolder
 from jdist.pipeline import PipelineCheckpoints
+from jdist.pipeline import checkpoint as module
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
 from jdist.pipeline.run.stage_channels import alone
 from tests.pipeline import worlds
@@ -164,6 +167,48 @@ def test_another_state_is_refused(history, tmp_path, options, message):
         pytest.raises(ValueError, match=message),
     ):
         saved.restore(start(other))
+
+
+def test_steps_are_in_order_and_those_that_are_kept(tmp_path):
+    with StageCheckpoints(tmp_path, ALONE, keep=2) as checkpoints:
+        for step in (2, 7, 8):
+            checkpoints.save(step, trees(step))
+        assert checkpoints.steps() == [7, 8]
+        assert int(checkpoints.restore(trees(0))[1][1][0]) == 8
+
+
+def test_what_raises_on_opening_leaves_nothing_open(tmp_path, monkeypatch):
+    """orbax has threads by then."""
+    opened, closed = [], []
+
+    class Folder(StepFolder):
+        def __init__(self, *given, **options):
+            opened.append(self)
+            super().__init__(*given, **options)
+
+        def steps(self):
+            raise OSError("planted")
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(module, "StepFolder", Folder)
+    with pytest.raises(OSError, match="planted"):
+        StageCheckpoints(tmp_path, ALONE)
+    assert len(opened) == 2
+    assert closed == opened
+
+
+def test_a_restored_array_is_a_copy():
+    """On CPU it would be the memory that was read into, and the next step's to give."""
+    memory = np.zeros(64 + 8, np.float64)
+    start = -memory.ctypes.data % 64 // 8  # JAX takes over what begins at such a place.
+    found = memory[start : start + 64]
+    array = module._placed(found, jnp.zeros(64))
+    array.block_until_ready()
+    found[:] = 1
+    np.testing.assert_array_equal(array, np.zeros(64))
 
 
 def test_another_number_of_stages_is_refused(tmp_path):

@@ -97,6 +97,7 @@ def test_on_another_number_of_devices(start, mesh, rng, tmp_path, replicas):
     found, expected = undivided(after), undivided(before)
     for path, leaf in expected.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+    assert after.key.sharding == step.init(params, **rest).key.sharding
     moment = after.opt_state["w"].exp_avg
     share = {1: (5, 6), 2: (5, 3), 4: (5, 2)}[replicas]
     assert moment.array.addressable_shards[0].data.shape == share

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jdist import optim
 from jdist.data_parallel import (
@@ -116,6 +117,28 @@ def test_a_hooks_state_is_saved(problem, mesh, tmp_path):
     # The hook counts: what was left out shows in the next step but one.
     anew, _ = step(left_out[0], *shards)
     assert not np.array_equal(anew.params["w"], state.params["w"])
+
+
+def test_a_hooks_state_is_restored_on_other_devices(problem, mesh, tmp_path):
+    params, batch = problem
+    hook = hooks.error_feedback(hooks.bf16())
+    others = jax.devices()[2:4]
+    elsewhere = Mesh(np.array(others), ("data",))
+    steps = [
+        train_step(losses_of, optim.sgd(lr=0.1), place, hook=hook)
+        for place in (mesh(2), elsewhere)
+    ]
+    state, _ = steps[0](steps[0].init(params), *shard_batch(batch, mesh(2)))
+    with TrainCheckpoints(tmp_path) as saved:
+        saved.save(state)
+        again = saved.restore(steps[1].init(params))
+    found = jax.tree.leaves(again.hook_state)
+    assert [[x.data.shape[0] for x in leaf.addressable_shards] for leaf in found] == (
+        [[1, 1]] * len(found)
+    )
+    assert {d for leaf in found for d in leaf.devices()} == set(others)
+    same(again.hook_state, state.hook_state)
+    steps[1](again, *shard_batch(batch, elsewhere))
 
 
 def same(one, other):

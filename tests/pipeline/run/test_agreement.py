@@ -353,3 +353,33 @@ def test_training_with_other_settings(threads):
         assert "must be 1 at least. Got 0" in refused
         assert "fit (save_every=5)" in other or "fit (save_every=6)" in other
     assert len({tuple(curve) for _, curve in found}) == 1
+
+
+def test_another_step_or_state_to_restore_is_refused_on_all(threads, tmp_path):
+    """Also where it fits what this worker has; and the next call is not affected."""
+
+    def body():
+        pipe, rank = made(NAMES), own_rank()
+        state, errors = start(pipe), []
+        other = state._replace(
+            params=jax.tree.map(lambda x: x.astype("bfloat16"), state.params)
+        )
+        with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
+            for step in (1, 2):
+                saved.save(state._replace(step=step))
+            for like, step in (
+                (state, 1 if rank == 1 else 2),
+                (other if rank == 1 else state, None),
+            ):
+                try:
+                    saved.restore(like, step)
+                except ValueError as error:
+                    errors.append(error)
+            return errors, saved.restore(state).step
+
+    for errors, step in outcomes(threads, body):
+        assert step == 2
+        apart, unlike = texts(errors)
+        assert "PipelineCheckpoints.restore" in apart
+        assert "must be like the state that was saved, float32" in unlike
+        assert "Got bfloat16" in unlike
