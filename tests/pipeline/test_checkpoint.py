@@ -205,10 +205,11 @@ def test_a_restored_array_is_a_copy():
     memory = np.zeros(64 + 8, np.float64)
     start = -memory.ctypes.data % 64 // 8  # JAX takes over what begins at such a place.
     found = memory[start : start + 64]
-    array = module._placed(found, jnp.zeros(64))
-    array.block_until_ready()
-    found[:] = 1
-    np.testing.assert_array_equal(array, np.zeros(64))
+    for like in (jnp.zeros(64), jax.device_put(np.zeros(64), jax.devices()[0])):
+        array = module._placed(found, like)
+        array.block_until_ready()
+        found += 1
+        np.testing.assert_array_equal(array, found - 1)
 
 
 def test_another_number_of_stages_is_refused(tmp_path):

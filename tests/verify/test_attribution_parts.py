@@ -18,6 +18,7 @@ from jdist.verify.steps.attribution import (
     STALE,
     UNKNOWN,
     Accumulator,
+    _accumulators,
     _decay,
     _factor,
     attributed,
@@ -110,10 +111,12 @@ def test_without_a_gradient_a_leaf_that_none_can_change_condemns_the_update():
         "optimizer update",
         "state/count, which does not depend on the gradient, is wrong",
     )
-    # Nothing can be read off a state of another shape.
-    other = {**shown, "state/mu/w": W.T}
-    (cause,) = attributed(rows(other, "state/mu/w"), other, wanted, 2)
-    assert cause.part == UNKNOWN
+    # Nothing can be read off a state of another shape, or with a leaf that is none.
+    wanted = moment(SHOWN | {"state/mu/v": None})
+    for part in ({"state/mu/w": W.T}, {"state/mu/v": W}):
+        other = {**shown, **part}
+        (cause,) = attributed(rows(other, "state/mu/w"), other, wanted, 2)
+        assert cause.part == UNKNOWN
     assert cause.why == f"state/mu/w: state/mu/w is off. {SHOW}"
 
 
@@ -183,6 +186,14 @@ def test_only_a_moment_of_the_parameters_own_name_and_shape_tells(change):
     assert cause.part == UNKNOWN
 
 
+def test_a_moment_that_no_batch_makes_tells_nothing():
+    """As a copy of the first parameters, from which a decay pulls."""
+    of_batch = OF_BATCH | {"opt_state/0/mu/w": False}
+    given = rows(WHOLE, "params/w"), WHOLE, moment(WHOLE), 1
+    (cause,) = attributed_of_whole(of_batch, *given)
+    assert cause.part == UNKNOWN
+
+
 def test_every_wrong_parameter_needs_a_moment_of_its_own():
     """A right one of one says nothing of another's gradient."""
     found = {p: x for p, x in WHOLE.items() if p != "opt_state/0/mu/b"}
@@ -204,17 +215,21 @@ def composed():
     def leaves():
         return {"b": rng.normal(size=3), "w": rng.normal(size=(2, 3))}
 
-    params, gradient, buffer = leaves(), leaves(), leaves()
-    program = jax.make_jaxpr(momentum)(params, gradient, buffer)
-    after = momentum(params, gradient, buffer)
+    inputs = leaves(), leaves(), leaves()
+    return composed_of(momentum, inputs), inputs
+
+
+def composed_of(update, inputs):
+    """A step of that update, of which all is known."""
+    params, gradient, buffer = inputs
+    program = jax.make_jaxpr(update)(*inputs)
+    after = update(*inputs)
     tree = {"gradient": gradient, "params": after[0], "state": after[1]}
     wanted = {p: np.asarray(x) for p, x in named_leaves(tree).items()}
     before = named_leaves({"params": params, "state": buffer})
-    old = {f"gradient/{x}": rng.normal(size=np.shape(gradient[x])) for x in gradient}
-    inputs = (params, gradient, buffer)
+    old = {f"gradient/{x}": gradient[x][::-1] / 2 for x in gradient}
     limits = dict.fromkeys(wanted, Limit(np.float64(1e-9), 1.0))
-    own = Moment(before, wanted, limits, {}, {}, Composed(inputs, program), old)
-    return own, inputs
+    return Moment(before, wanted, limits, {}, {}, Composed(inputs, program), old)
 
 
 def momentum(params, gradient, buffer):
@@ -250,6 +265,42 @@ def test_a_wrong_gradient_is_read_off_the_state_and_described(composed):
     _, why = inferred(own, shown(*momentum(params, both, buffer)))
     assert "of another gradient, of b: off by" in why
     assert why.endswith("; it is 3 times the reference")
+
+
+def test_one_entry_a_few_bounds_away_is_another_gradient(composed):
+    own, (params, gradient, buffer) = composed
+    off = gradient["w"].copy()
+    off[1, 2] += 5e-9
+    found = shown(*momentum(params, gradient | {"w": off}, buffer))
+    assert inferred(own, found)[0] == "gradient"
+    # What is left of a parameter is within its bound, and a tenth of what it is off by.
+    off[1, 2] += 5e-8
+    after, buffer = momentum(params, gradient | {"w": off}, buffer)
+    found = shown(after | {"w": after["w"] + 0.5e-9}, buffer)
+    assert inferred(own, found)[0] == "gradient"
+
+
+def test_a_leaf_that_no_state_remembers_leaves_no_gradient(composed):
+    _, (params, gradient, buffer) = composed
+
+    def partly(params, gradient, buffer):
+        kept = {"b": HEAVY * buffer["b"] + gradient["b"]}
+        return jax.tree.map(lambda p, g: p - RATE * g, params, gradient), kept
+
+    inputs = params, gradient, {"b": buffer["b"]}
+    assert _accumulators(composed_of(partly, inputs)) is None
+
+
+def test_squares_of_a_gradient_of_equal_entries_are_not_linear_in_it():
+    """All their slopes are alike too, but not at two gradients."""
+
+    def squares(params, gradient, buffer):
+        buffer = jax.tree.map(lambda v, g: HEAVY * v + g**2, buffer, gradient)
+        return jax.tree.map(lambda p, g: p - RATE * g, params, gradient), buffer
+
+    inputs = tuple({"w": np.full(3, x)} for x in (3.0, 2.0, 1.0))
+    assert _accumulators(composed_of(squares, inputs)) is None
+    assert list(_accumulators(composed_of(momentum, inputs))) == ["gradient/w"]
 
 
 def test_a_gradient_of_the_step_before_is_called_stale(composed):
@@ -350,13 +401,13 @@ def test_a_decay_is_one_rate_for_all_leaves(rng):
 
     assert _decay(added(0.25, 0.25), step) == pytest.approx(0.25, rel=1e-12)
     assert _decay(added(0.25, 0.2505), step) == pytest.approx(0.25, rel=1e-2)
-    assert _decay(added(0.25, 0.3), step) is None
+    assert _decay(added(0.25, 0.26), step) is None
     assert _decay(added(0.25, 0.25, noise=0.1), step) is None
     # A part beside the multiple, at right angles to it, does not move the factor.
     other = rng.normal(size=(2, 3))
     own = params["params/w"]
     other -= np.vdot(own, other) / np.vdot(own, own) * own
-    for size, rate in ((1e-5, 0.25), (0.1, None)):
+    for size, rate in ((1e-5, 0.25), (0.02, None)):
         extra = {"gradient/w": 0.25 * own + size * other}
         assert _decay(extra, step) == (rate and pytest.approx(rate, rel=1e-12))
     # Of one number any other is a multiple; of zeros none is.

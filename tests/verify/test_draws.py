@@ -369,6 +369,9 @@ def reads_inside(w, batch):
     return (lambda: w if SOURCE else None)()
 
 
+LAST = 1.0
+
+
 def assigns(w, batch):
     """Keeps the last parameters."""
     global LAST

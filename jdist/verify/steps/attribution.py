@@ -144,23 +144,22 @@ def _of_update(
     fixed = [path for path in failing if not of_batch.get(path)]
     if fixed:
         return update, f"{fixed[0]}, which does not depend on the batch, is wrong"
-    right = [
+    moments = [
         path for path in found
-        if path not in failing and of_batch.get(path)
-        and path.partition("/")[0] in _OPTIMIZER
+        if of_batch.get(path) and path.partition("/")[0] in _OPTIMIZER
     ]  # fmt: skip
     # An optimizer leaf with a parameter's name and shape is its moment. If it is right,
-    # so is the gradient.
+    # so is the gradient: if all that fails are parameters, all moments are right.
     kept = [
         any(
             path.endswith(f"/{_bare(p)}")
             and np.shape(found[path]) == moment.wanted[p].shape
-            for path in right
+            for path in moments
         )
         for p in failing
         if within(p, "params")
     ]
-    if kept and all(kept) and len(kept) == len(failing):
+    if all(kept) and len(kept) == len(failing):
         return update, f"its optimizer state is right; {first}"
     return UNKNOWN, f"{first}. {COMPOSE}"
 

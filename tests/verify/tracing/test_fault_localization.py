@@ -351,6 +351,40 @@ def test_a_batch_may_have_none_in_the_place_of_an_array(rng):
     assert (found.tap, found.examples) == ("y", (2, 3, 4, 5, 6))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "scalar"])
+def test_shares_are_of_sums_over_examples(rng, reduction):
+    """A maximum has none, nor a loss that has been reduced."""
+    x = jnp.asarray(rng.normal(size=(4, 12)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=12), jnp.float32)
+    losses = lambda w, x: verify.tap(x @ w, "y") ** 2  # noqa: E731
+    mean = lambda w, x: losses(w, x).mean()  # noqa: E731
+    loss, options = (losses, {"reduction": reduction})
+    if reduction == "scalar":
+        loss, options = mean, {}
+    total = {"sum": jnp.sum, "max": jnp.max}.get(reduction, jnp.mean)
+
+    def doubled(w, x):
+        value, slope = jax.value_and_grad(lambda w: total(losses(w, x)))(w)
+        return value, 2 * slope
+
+    found = verify.trace(loss, w, x, doubled, seed=None, **options).difference
+    assert found.direction == "gradient"
+    counted = found.words.startswith("all examples count 2 times; ")
+    assert counted == (reduction in ("mean", "sum"))
+    assert found.words.endswith("it is 2 times the reference")
+
+
+def test_what_cannot_be_traced_is_refused(rng):
+    loss = lambda w, x: verify.tap(x @ w, "y") ** 2  # noqa: E731
+    w, x = jnp.ones(3), jnp.asarray(rng.normal(size=(4, 3)))
+    for options, message in (
+        ({"weights": -np.ones(4)}, "must be finite, at least 0"),
+        ({"reduction": "median"}, "must be one of 'mean'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify.trace(loss, w, x, None, seed=None, **options)
+
+
 def test_equal_examples_in_parts_of_other_sizes(rng):
     """Each part takes its own mean: which cotangent is whose cannot be told."""
     x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
