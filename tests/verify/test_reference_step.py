@@ -1,6 +1,7 @@
 """Steps that are one function, judged by another: no loss and no gradient is known."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import verify
+from jdist.verify.steps.reference_step import ReferenceStep
 
 RATE = optax.linear_schedule(0.02, 0.2, 4)
 LARGEST = 1.5
@@ -274,6 +276,22 @@ STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
             "Got a new state that does not depend on the batch. It may keep what",
         ),
         (
+            lambda s, b: {"count": s["count"], "weights": s["params"] - b.mean(0)}, {},
+            TypeError, r"Got no such leaf at params for float32 of shape \(3,\)",
+        ),
+        (
+            lambda s, b: ({**s, "params": s["params"] - b.mean(0)}, 0.0, 0.0), {},
+            TypeError, r"`step\(reference_step=...\)` must return a state like the one",
+        ),
+        (
+            lambda s, b: (b.mean(0), 0.0), {}, TypeError,
+            r"`step\(reference_step=...\)` must return a state like the one",
+        ),
+        (
+            lambda s, b: {**s, "count": s["count"] + (b > 0).sum(dtype="int32")}, {},
+            ValueError, "must make numbers of its new state of the batch",
+        ),
+        (
             lambda s, b: {**s, "params": s["params"] - b.mean(0)},
             {"weights": [jnp.ones(4)]}, ValueError,
             r"`step\(weights=..., reduction=...\)` need a loss and candidates",
@@ -344,6 +362,48 @@ def test_a_step_without_its_metrics_is_refused():
     beside = lambda s, b: (plain(s, b), 0.0)  # noqa: E731
     with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
         verify.step(plain, beside, STATE, [BATCH])
+    more = lambda s, b: (plain(s, b), 0.0, 0.0)  # noqa: E731
+    with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
+        verify.step(more, beside, STATE, [BATCH])
+
+
+class Pair(NamedTuple):
+    """A state with names of its own."""
+
+    first: jax.Array
+    second: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [
+        (lambda *x: x[:2], ["params", "state"]),
+        (lambda *x: list(x), ["params", "state", "states"]),
+        (lambda *x: Pair(*x[:2]), ["first", "second"]),
+    ],
+)
+def test_parts_of_a_state_have_their_names(kind, paths):
+    """Those of parameters, optimizer and model, if it is no more than a tuple."""
+    state = kind(*(jnp.full(3, x, jnp.float32) for x in (1, 2, 3)))
+
+    def step(state, batch):
+        return jax.tree.map(lambda x: x - batch.mean(0), state)
+
+    report = verify.step(step, step, state, [BATCH])
+    assert [row.path for row in report.leaves] == paths
+    assert report.ok
+
+
+def test_bounds_are_in_proportion_to_the_precision():
+    """Also where the parts of a step cancel; its perturbations are magnified then."""
+    bounds = {}
+    for dtype in ("float32", "float64"):
+        batch = jnp.asarray(np.random.default_rng(0).integers(-999, 999, 64), dtype)
+        state = {"params": jnp.ones((), dtype)}
+        step = lambda s, b: {"params": s["params"] + (b - b.mean()).sum()}  # noqa: E731
+        (found,) = ReferenceStep(step, state, batch).moments(state, [batch], None)
+        bounds[dtype] = float(found.limits["params"].bound)
+    assert 0.2 < bounds["float64"] / bounds["float32"] * 2**29 < 5
 
 
 def centered(state, batch, rate=0.1, late=False, factor=1.0):

@@ -122,8 +122,6 @@ def _matched(
     found: np.ndarray, expected: np.ndarray, bounds: np.ndarray, label: np.ndarray
 ) -> np.ndarray:
     """The class of each row."""
-    if not len(found):
-        return np.zeros(0, int)
     # A row with NaN matches no example; as 0 it does not disturb the distances.
     numbers = ~np.isnan(found).any(axis=1)
     known = np.where(numbers[:, None], found, 0)

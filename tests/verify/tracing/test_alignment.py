@@ -46,9 +46,11 @@ def test_only_what_is_within_the_bound_is_an_example(rng):
     values = rng.normal(size=(4, 5))
     inside, outside = values[:1] + 0.9 * BOUND, values[:1].copy()
     outside[0, 2] += 1.1 * BOUND
+    below = values[:1] - 1.1 * BOUND
     broken = np.where(np.arange(5) == 3, np.nan, values[1:2])
-    found = aligned(values, *map(record, (inside, outside, broken)))
-    assert found.forward.found.tolist() == [0, NONE, NONE]
+    found = aligned(values, *map(record, (inside, outside, below, broken)))
+    assert found.forward.found.tolist() == [0, NONE, NONE, NONE]
+    assert NONE not in found.label
 
 
 def test_infinities_are_matched_by_their_signs():
@@ -61,7 +63,7 @@ def test_infinities_are_matched_by_their_signs():
 
 def test_numbers_whose_squares_overflow_are_matched(rng):
     """As of a loss near its end in float64; the bounds are as large as they."""
-    values = 1e250 * rng.normal(size=(4, 3))
+    values = -1e250 * rng.uniform(1, 2, size=(4, 3))
     found = align(
         [0], [passage(values, bound=1e240)], [record(values[::-1]), record(values / 2)]
     )
@@ -144,3 +146,14 @@ def test_a_class_has_the_name_of_its_first_row():
     """Also where only a later row is equal to both."""
     values = np.array([[0.0], [3.0], [1.5], [9.0]]) * BOUND
     assert _classes(values, np.full((4, 1), BOUND)).tolist() == [0, 0, 0, 3]
+
+
+def test_rows_within_a_wide_bound_differ_by_a_narrow_one():
+    """Their distance is small beside the bounds; the entries decide."""
+    values = np.array([[0.0, 0.0], [0.0, 0.1]])
+    assert _classes(values, np.full((2, 2), [1.0, BOUND])).tolist() == [0, 1]
+
+
+def test_a_row_with_an_infinity_is_far_from_those_without():
+    found = _distances(np.array([[np.inf, 1.0]]), np.array([[0.0, 1.0]]))
+    assert found.tolist() == [[np.inf]]
