@@ -297,6 +297,11 @@ STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
             r"`step\(weights=..., reduction=...\)` need a loss and candidates",
         ),
         (
+            lambda s, b: {**s, "params": s["params"] - b.mean(0)},
+            {"reduction": "sum"}, ValueError,
+            r"`step\(weights=..., reduction=...\)` need a loss and candidates",
+        ),
+        (
             lambda s, b: {**s, "params": s["params"] * float(b.mean())}, {},
             jax.errors.ConcretizationTypeError, "",
         ),

@@ -194,6 +194,16 @@ def test_bfloat16_parameters():
         ({"reduction": "median"}, ValueError, "must be one of 'mean', 'sum'"),
         ({"candidates": {}}, ValueError, "must name at least one function"),
         (
+            # The second batch's, before any step of the first is taken.
+            {
+                "batches": problem(steps=2, examples=3)[1],
+                "weights": [np.ones(3), -np.ones(3)],
+                "candidates": {"any": None},
+            },
+            ValueError,
+            "must be finite, at least 0",
+        ),
+        (
             {"candidates": {"bare": lambda p, s, b: p}},
             TypeError,
             r"candidates\['bare'\].*must return \(params, opt_state\). Got a dict",
@@ -208,6 +218,14 @@ def test_refusals(options, error, message):
     arguments = {"batches": batches, "candidates": candidates, **options}
     with pytest.raises(error, match=message):
         verify.step(losses, opt.step, (params, opt.init(params)), **arguments)
+
+
+def test_a_loss_that_wants_a_key_is_refused():
+    opt = optim.sgd(lr=0.1)
+    params, batches = problem(examples=3)
+    wants = lambda p, b, key: losses(p, b)  # noqa: E731
+    with pytest.raises(TypeError, match=r"^`step\(loss_fn=...\)` .*verify\.keyed"):
+        verify.step(wants, opt.step, (params, opt.init(params)), batches, {"any": None})
 
 
 OPTIMIZER_DEFECTS = {
