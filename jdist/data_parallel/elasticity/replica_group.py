@@ -139,8 +139,8 @@ class LeaderService:
 
         def reported(now: float) -> list[Effect]:
             # Here, where no departure is handled at the same time: this would give the
-            # replica its seat back.
-            if not is_current():
+            # replica its seat back. After `fail` it has not gone: it gets the error.
+            if self._failed is None and not is_current():
                 return []
             self._answers[replica] = answer
             self._keep(report, message.sums)
@@ -342,9 +342,12 @@ class ElasticRuns:
             # None stays under the name, so that late reports learn that the run is
             # over.
             leader, self._leaders[name] = self._leaders[name], None
-            self._latest.pop(name, None)
         assert leader is not None
         leader.fail(reason)
+        with self._lock:
+            # After the failure, or a report that is handled in between would count as
+            # of a replica that has gone, and its answer would never come.
+            self._latest.pop(name, None)
 
     def _on_report(
         self, caller: WorkerInfo, body: Any, meta: Mapping[str, Any]

@@ -117,17 +117,26 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize("leave", LEAVING, ids=["goodbye", "loss"])
-def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
-    """It is handled on another thread than the departure that came after it."""
-    tasks, peers = [], [WorkerInfo(f"worker{each}", each, each) for each in PEERS]
+def runs_with(tasks):
+    """The runs of a worker, whose pool keeps the tasks that it is given."""
     agent = SimpleNamespace(
         pool=SimpleNamespace(run=tasks.append),
         timer=None,
         register=lambda kind, handler: None,
         extension_state=SimpleNamespace(on_gone=lambda listener: None),
     )
-    runs = ElasticRuns(agent)
+    return ElasticRuns(agent)
+
+
+def workers():
+    return [WorkerInfo(f"worker{each}", each, each) for each in PEERS]
+
+
+@pytest.mark.parametrize("leave", LEAVING, ids=["goodbye", "loss"])
+def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
+    """It is handled on another thread than the departure that came after it."""
+    tasks, peers = [], workers()
+    runs = runs_with(tasks)
     runs.lead("run", leader)
     answers = [runs._on_report(each, tuple(message(0, None)), {}) for each in peers]
     leave(runs, peers[0])
@@ -139,3 +148,33 @@ def test_a_report_that_is_handled_late_gives_no_seat_back(leader, leave):
     with pytest.raises(RpcError, match="The elastic run 'run' is over on rank 0"):
         runs._on_report(peers[1], tuple(message(0, None)), {})
     assert runs._latest == {}
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_a_report_that_is_handled_late_learns_that_the_run_has_ended(
+    leader, monkeypatch, when
+):
+    """Also where the leader's failure comes between the end and the report."""
+    tasks, fail = [], leader.fail
+
+    def failing(reason):
+        monkeypatch.setattr(leader, "fail", fail)
+        if when == "before":
+            tasks.pop()()
+        fail(reason)
+        if when == "within":
+            tasks.pop()()
+
+    runs = runs_with(tasks)
+    runs.lead("run", leader)
+    # The first one in the run is told at once to restore the state, and then waits for
+    # two others.
+    leader.report(PEERS[0], message(0, None), Future(), lambda: True)
+    answer = runs._on_report(workers()[0], tuple(message(1, 0)), {})
+    monkeypatch.setattr(leader, "fail", failing)
+    runs.end("run", "rank 0 has left it")
+    for task in tasks:
+        task()
+    assert answer.done()
+    with pytest.raises(RpcError, match="rank 0 has left it"):
+        answer.wait(0)
