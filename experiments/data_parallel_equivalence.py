@@ -14,7 +14,9 @@ curve".
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +36,7 @@ BATCH = 96
 REPLICAS = (2, 4, 8)
 MISTAKEN = 8
 """The number of replicas for which the mean of means is judged."""
+MISTAKE = "mean of means"
 ORDERS = 3
 ACCURACY = 0.95
 # Drift grows from random rounding: two runs of one kind differ by a small factor.
@@ -88,16 +91,23 @@ def run(settings: Settings, progress: Progress) -> Result:
     task = digits(settings.seed, plan.steps, BATCH)
     rng = np.random.default_rng(settings.seed)
     step = plain_step(task)
-    alone = train_alone(task, step, "1 device", progress)
-    orders = [
-        train_alone(task, step, f"1 device, order {i + 1}", progress, rng)
-        for i in range(ORDERS)
-    ]
-    judged = verify.judge(task.losses)
-    runs = [
-        train_replicas(task, mesh, name, progress, judged, plan, count == MISTAKEN)
-        for count, mesh, name in replicas(settings.devices, plan.counts)
-    ]
+    thread = ThreadPoolExecutor(1)
+    try:
+        # In a thread: most of its time is XLA's, which meanwhile compiles for training.
+        judge = partial(thread.submit, verify.judge(task.losses))
+        trained = [
+            train_replicas(task, mesh, name, progress, judge, plan, count == MISTAKEN)
+            for count, mesh, name in replicas(settings.devices, plan.counts)
+        ]
+        alone = train_alone(task, step, "1 device", progress)
+        orders = [
+            train_alone(task, step, f"1 device, order {i + 1}", progress, rng)
+            for i in range(ORDERS)
+        ]
+        runs = [judged(run, reports, progress) for run, reports in trained]
+    finally:
+        # After an error or Ctrl-C the remaining gradients are not judged.
+        thread.shutdown(cancel_futures=True)
     spread = {
         r.name: dict(zip(("low", "median", "high"), _quartiles(r.ratios), strict=True))
         for r in runs
@@ -191,20 +201,23 @@ def train_replicas(
     mesh: Mesh | int,
     name: str,
     progress: Progress,
-    judged: Callable[..., verify.Report],
+    judge: Callable[..., Future[verify.Report]],
     plan: Plan,
     mistaken_too: bool,
-) -> Run:
-    """Trains the same over replicas, with judgements.
+) -> tuple[Run, list[Future[verify.Report]]]:
+    """Trains the same over replicas; has the gradients judged meanwhile.
 
     Args:
       task: Data, model and batches.
       mesh: The devices; or a number of replicas on one device.
       name: The name of the run.
       progress: Shows a bar.
-      judged: The judge.
+      judge: Begins a judgement.
       plan: The schedule of judgements.
       mistaken_too: Whether to judge the mean of means as well.
+
+    Returns:
+      The run without what the judge finds, and its judgements in order.
     """
     count = mesh if isinstance(mesh, int) else mesh.size
     gradient = data_parallel.value_and_grad(task.losses, mesh)
@@ -217,7 +230,7 @@ def train_replicas(
         # program.
         params, state = data_parallel.replicate((params, state), mesh)
     run = Run(name, [], 0.0, [])
-    caught = []
+    reports = []
     for t, batch in enumerate(progress.track(task.batches, description=name)):
         sizes = shard_sizes(count, t)
         found = gradient(params, *data_parallel.shard_batch(batch, mesh, sizes))
@@ -225,20 +238,28 @@ def train_replicas(
             # The judge computes on one device.
             here = jax.device_put(jax.device_get(params), jax.devices()[0])
             candidates = {name: returning(found)}
-            watched = mistaken_too and t % plan.judge_mistake_every == 0
-            if watched:
-                candidates["mean of means"] = returning(mistaken(here, batch, sizes))
-            report = judged(here, batch, candidates, seed=0 if t == 0 else None)
-            run.ratios.append(report.of(name).worst)
-            if watched:
-                caught.append(report.of("mean of means").worst)
-            if report.oracle is not None:
-                run.oracle = str(report.oracle)
+            if mistaken_too and t % plan.judge_mistake_every == 0:
+                candidates[MISTAKE] = returning(mistaken(here, batch, sizes))
+            seed = 0 if t == 0 else None
+            reports.append(judge(here, batch, candidates, seed=seed))
         params, state = optimize(params, found[1], state)
         run.losses.append(float(found[0]))
         run.identical += replicas_identical((params, state))
-    run.caught = tuple(caught)
     run.accuracy = task.accuracy(jax.device_get(params))
+    return run, reports
+
+
+def judged(
+    run: Run, reports: Sequence[Future[verify.Report]], progress: Progress
+) -> Run:
+    """The run with what the judge found at each judged step."""
+    for pending in progress.track(reports, description=f"{run.name}, judged"):
+        report = pending.result()
+        run.ratios.append(report.of(run.name).worst)
+        if any(row.candidate == MISTAKE for row in report.leaves):
+            run.caught = (*run.caught, report.of(MISTAKE).worst)
+        if report.oracle is not None:
+            run.oracle = str(report.oracle)
     return run
 
 
