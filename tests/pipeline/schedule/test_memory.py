@@ -1,6 +1,5 @@
 """What workers hold between two actions: promised, simulated, and alive in a run."""
 
-import gc
 import itertools
 from collections import Counter
 
@@ -218,11 +217,15 @@ class Census(ActionTimer):
     def __init__(self, shapes, workers):
         super().__init__()
         self.shapes, self.workers = shapes, workers
+        # Other tests may have left arrays of these shapes: in a cache, in a thread that
+        # is about to end. Kept, or a new array could have the identity of one of them.
+        self.before = {id(x): x for x in jax.live_arrays()}
         self.most = Counter()
 
     def time(self, worker, action, do, runs):
         super().time(worker, action, do, runs)
-        alive = Counter(x.shape for x in jax.live_arrays())
+        arrays = (x for x in jax.live_arrays() if id(x) not in self.before)
+        alive = Counter(x.shape for x in arrays)
         for rank in range(self.workers):
             own = sum(
                 alive[s] * size for (r, s), size in self.shapes.items() if r == rank
@@ -254,7 +257,6 @@ def built(schedule, **options):
 def most_alive(pipe, params, batch, shapes):
     """Per worker, the most of arrays of some shapes, each counted for its size."""
     pipe.action_timer = census = Census(shapes, pipe.schedule.workers)
-    gc.collect()  # Arrays of other tests may be of these shapes.
     pipe.value_and_grad(params, batch)
     return tuple(census.most[w] for w in range(pipe.schedule.workers))
 
