@@ -129,10 +129,12 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
       `gradcheck` compare with finite differences only.
     """
-    judged = judge(
-        loss_fn, reduction=reduction, accumulation=accumulation, timeout=timeout
-    )
-    return judged(params, batch, candidates, weights=weights, seed=seed)
+    prepare = prepared("gradients", loss_fn, reduction, accumulation)
+    with joined(timeout) as peers:
+        check_arguments(
+            "gradients", loss_fn, params, batch, candidates, weights, reduction
+        )
+        return prepare(params, batch, weights, seed)(candidates, peers)
 
 
 def judge(
@@ -171,7 +173,7 @@ def judge(
       >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
       (True, False)
     """
-    prepare = prepared(loss_fn, reduction, accumulation)
+    prepare = prepared("judge", loss_fn, reduction, accumulation)
 
     def judged(
         params: PyTree,
@@ -183,7 +185,9 @@ def judge(
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
-            check_arguments(loss_fn, params, batch, candidates, weights, reduction)
+            check_arguments(
+                "judge(...)", loss_fn, params, batch, candidates, weights, reduction
+            )
             return prepare(params, batch, weights, seed)(candidates, peers)
 
     return judged
@@ -194,6 +198,7 @@ Prepared = Callable[[Mapping[str, Candidate], Peers], Report]
 
 
 def prepared(
+    call: str,
     loss_fn: LossFn,
     reduction: str,
     accumulation: DTypeLike | None,
@@ -201,7 +206,8 @@ def prepared(
 ) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
     """Builds a two-stage judge: measure the reference, then judge candidates by it.
 
-    Judges of one loss for several reductions may share `programs`.
+    Judges of one loss for several reductions may share `programs`. `call` is the public
+    function that asks, for the errors' text.
 
     Returns:
       `prepare(params, batch, weights, seed)`; its result judges any number of
@@ -210,7 +216,7 @@ def prepared(
     Raises:
       ValueError: An unknown reduction or accumulation.
     """
-    check_options(reduction, accumulation)
+    check_options(call, reduction, accumulation)
     scalar = reduced(loss_fn, reduction)
     reference = jax.jit(differentiated(scalar))
     # Compiled parts are kept in the closure, for every step of a run.
@@ -219,19 +225,17 @@ def prepared(
     def prepare(
         params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int | None
     ) -> Prepared:
-        expected = reference(params, batch, weights)
-        measured = measure(params, batch, weights, expected[1], seed)
+        given = params, batch
+        expected = reference(*given, weights)
+        measured = measure(*given, weights, expected[1], seed)
 
         # Measured on the first failure, for all candidates together.
         @cache
         def measured_again() -> Measured:
-            return measure(params, batch, weights, expected[1], None, SECOND_LOOK)
+            return measure(*given, weights, expected[1], None, SECOND_LOOK)
 
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
-            found = {
-                name: _call(name, candidate, params, batch, peers)
-                for name, candidate in candidates.items()
-            }
+            found = {n: _call(call, n, x, *given, peers) for n, x in candidates.items()}
             rows = _rows(expected, found, measured, peers)
             notes = measured.notes
             failing = {row.candidate for row in rows if row.ratio > 1}
@@ -241,7 +245,7 @@ def prepared(
                 # Random numbers of its own may explain a candidate's difference.
                 condemned = {n: x for n, x in found.items() if n in failing}
                 excuses, unsure = _excuses(
-                    loss_fn, (params, batch), candidates, condemned, again, peers
+                    call, loss_fn, given, candidates, condemned, again, peers
                 )
                 second = _rows(expected, condemned, again, peers, excuses)
                 notes += unsure
@@ -317,16 +321,16 @@ def agreed(report: Report, peers: Peers) -> Report:
     )
 
 
-def check_options(reduction: str, accumulation: DTypeLike | None) -> None:
+def check_options(call: str, reduction: str, accumulation: DTypeLike | None) -> None:
     """Raises for an unknown reduction, or an accumulation that is no floating dtype."""
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
         got = repr(reduction)
-        raise ValueError(requirement("gradients(reduction=...)", rule, got))
+        raise ValueError(requirement(f"{call}(reduction=...)", rule, got))
     if accumulation is not None and not _is_floating(accumulation):
         rule = "must be a floating dtype or None"
         got = repr(accumulation)
-        raise ValueError(requirement("gradients(accumulation=...)", rule, got))
+        raise ValueError(requirement(f"{call}(accumulation=...)", rule, got))
 
 
 def _is_floating(dtype: DTypeLike) -> bool:
@@ -363,6 +367,7 @@ def _rows(
 
 
 def _excuses(
+    call: str,
     loss_fn: LossFn,
     given: tuple[PyTree, PyTree],
     candidates: Mapping[str, Candidate],
@@ -380,7 +385,8 @@ def _excuses(
         ) -> Iterator[Mapping[str, PyTree]]:
             yield named_leaves(first)
             while True:
-                yield named_leaves(_call(name, candidates[name], *given, peers)[1])
+                _, own = _call(call, name, candidates[name], *given, peers)
+                yield named_leaves(own)
 
         drawn = (loss_fn, *given)
         excuses[name], own = excuse(
@@ -466,12 +472,17 @@ def lent(tree: PyTree) -> PyTree:
 
 
 def _call(
-    name: str, candidate: Candidate, params: PyTree, batch: PyTree, peers: Peers
+    call: str,
+    name: str,
+    candidate: Candidate,
+    params: PyTree,
+    batch: PyTree,
+    peers: Peers,
 ) -> tuple[Any, Any]:
     try:
         result: Any = candidate(*lent((params, batch)))
     except Exception as error:
-        error.add_note(f"raised by the candidate {name!r} of verify.gradients")
+        error.add_note(f"raised by the candidate {name!r} of verify.{call}")
         raise
     if not isinstance(result, tuple) or len(result) != 2:
         rule = "must return (loss, gradient)"
@@ -491,21 +502,27 @@ def _kept(leaf: ArrayLike) -> ArrayLike:
 
 
 def check_arguments(
+    call: str,
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
     candidates: Mapping[str, Any],
     weights: ArrayLike | None,
     reduction: str,
+    names: tuple[str, str] = ("params", "batch"),
 ) -> None:
-    """Raises for arguments that cannot be judged."""
+    """Raises for arguments that cannot be judged.
+
+    `call` is the public function that asks, `names` its arguments with the parameters
+    and the batch, for the errors' text.
+    """
     if not candidates:
         rule = "must name at least one function"
-        raise ValueError(requirement("gradients(candidates=...)", rule, candidates))
+        raise ValueError(requirement(f"{call}(candidates=...)", rule, candidates))
     if not any(map(is_inexact, jax.tree.leaves(params))):
         rule = "must have a floating leaf: there is no gradient else"
-        raise ValueError(requirement("gradients(params=...)", rule, "none"))
-    check_loss("gradients", loss_fn, params, batch)
+        raise ValueError(requirement(f"{call}({names[0]}=...)", rule, "none"))
+    check_loss(call, loss_fn, params, batch)
     shape = jax.eval_shape(loss_fn, params, batch).shape
     if shape == ():
         # A scalar has been reduced already, so these would have no effect.
@@ -513,24 +530,24 @@ def check_arguments(
             rule = "need one loss per example"
             raise ValueError(
                 requirement(
-                    "gradients(weights=..., reduction=...)",
+                    f"{call}(weights=..., reduction=...)",
                     rule,
                     "a scalar loss",
                     "Return the losses before their mean.",
                 )
             )
         return
-    count = examples_in(batch, "gradients(batch=...)")
+    count = examples_in(batch, f"{call}({names[1]}=...)")
     if not count:
         rule, got = "must have at least one example", "none"
-        raise ValueError(requirement("gradients(batch=...)", rule, got))
+        raise ValueError(requirement(f"{call}({names[1]}=...)", rule, got))
     if weights is None:
         return
     if np.shape(weights) != (count,):
         rule = f"must be one per example, shape ({count},)"
         got = f"shape {np.shape(weights)}"
-        raise ValueError(requirement("gradients(weights=...)", rule, got))
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
     values = np.asarray(weights, np.float64)
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
         rule = "must be finite, at least 0, and not all 0"
-        raise ValueError(requirement("gradients(weights=...)", rule, values.tolist()))
+        raise ValueError(requirement(f"{call}(weights=...)", rule, values.tolist()))

@@ -230,7 +230,7 @@ class _Columns:
     def _reference(self, reduction: str) -> Prepared:
         problem = self._problem
         prepare = prepared(
-            problem.loss_fn, reduction, problem.accumulation, self._programs
+            "judge", problem.loss_fn, reduction, problem.accumulation, self._programs
         )
         return prepare(problem.params, problem.batch, problem.weights, problem.seed)
 

@@ -1,6 +1,7 @@
 """The judge of functions: right answers pass, planted mistakes do not."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -391,6 +392,40 @@ def test_refusals(options, message):
     ]
     with pytest.raises(ValueError, match=message):
         verify.gradients(*positional, **arguments)
+
+
+@pytest.mark.parametrize("name", ["gradients", "judge", "trace"])
+def test_a_refusal_names_the_function_that_was_called(name):
+    """Also where what it returned was called, and in notes on candidates that raise."""
+    x, w = jnp.arange(3.0), jnp.array(1.0)
+
+    def loss(w, x):
+        return verify.tap((x["x"] if isinstance(x, dict) else x) * w, "product")
+
+    def broken(w, x):
+        raise KeyError("lost")
+
+    def called(x=x, reduction="mean", weights=None):
+        if name == "judge":
+            judged = verify.judge(loss, reduction=reduction)
+            return judged(w, x, {"candidate": broken}, weights=weights, seed=None)
+        candidate = broken if name == "trace" else {"candidate": broken}
+        options = {"reduction": reduction, "weights": weights, "seed": None}
+        return getattr(verify, name)(loss, w, x, candidate, **options)
+
+    with pytest.raises(ValueError, match=rf"^`{name}\(reduction=...\)` must be one of"):
+        called(reduction="median")
+    made = re.escape("judge(...)" if name == "judge" else name)
+    with pytest.raises(ValueError, match=rf"^`{made}\(weights=...\)` must be one per"):
+        called(weights=np.ones(2))
+    with pytest.raises(
+        ValueError, match=rf"^`{made}\(batch=...\)` needs a batch whose"
+    ):
+        called(x={"x": x, "y": x[:2]})
+    with pytest.raises(KeyError, match="lost") as caught:
+        called()
+    note = f"raised by the candidate 'candidate' of verify.{name}"
+    assert caught.value.__notes__ == [note]
 
 
 def test_candidates_that_misbehave_are_named():

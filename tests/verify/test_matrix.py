@@ -102,9 +102,9 @@ def test_a_reference_is_measured_once_and_each_strategy_judged_by_itself(monkeyp
     measured = []
     prepare = matrix.prepared
 
-    def counted_preparation(loss_fn, reduction, *rest):
+    def counted_preparation(call, loss_fn, reduction, *rest):
         measured.append(reduction)
-        return prepare(loss_fn, reduction, *rest)
+        return prepare(call, loss_fn, reduction, *rest)
 
     monkeypatch.setattr(matrix, "prepared", counted_preparation)
     asked = []
@@ -149,7 +149,7 @@ def test_reductions_of_one_dtype_share_the_programs_of_their_measurements(monkey
     """What is measured is compiled once for each dtype, whatever it is reduced by."""
     given = []
 
-    def preparation(loss_fn, reduction, accumulation, programs):
+    def preparation(call, loss_fn, reduction, accumulation, programs):
         given.append((reduction, programs))
         return lambda *problem: lambda candidates, peers: None
 

@@ -1,5 +1,6 @@
 """Steps that are one function, judged by another: no loss and no gradient is known."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import verify
+from jdist.verify.bound import EXTRA, confidence
 from jdist.verify.steps.reference_step import ReferenceStep
 
 RATE = optax.linear_schedule(0.02, 0.2, 4)
@@ -257,62 +259,73 @@ def test_code_that_cannot_be_seen_has_a_note():
 
 
 STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
+ALIKE = "must return a state like the one that it is given. Got "
+OF_BATCH = "must make numbers of its new state of the batch. Got a new state that does "
 
 
 @pytest.mark.parametrize(
-    ("reference", "options", "error", "message"),
+    ("reference", "error", "message"),
     [
         (
-            lambda s, b: s["params"] - b.mean(0), {}, TypeError,
-            r"must return a state like the one that it is given. Got no such leaf at "
-            r"count for int32 of shape \(\)",
+            lambda s, b: s["params"] - b.mean(0), TypeError,
+            ALIKE + "no such leaf at count for int32 of shape ()",
         ),
         (
-            lambda s, b: s | {"params": s["params"].astype("bfloat16")}, {}, TypeError,
-            "Got bfloat16 of shape .3,. at params for float32",
+            lambda s, b: s | {"params": s["params"].astype("bfloat16")}, TypeError,
+            ALIKE + "bfloat16 of shape (3,) at params for float32",
         ),
         (
-            lambda s, b: {**s, "count": s["count"] + 1}, {}, ValueError,
-            "Got a new state that does not depend on the batch. It may keep what",
+            lambda s, b: {**s, "count": s["count"] + 1}, ValueError,
+            OF_BATCH + "not depend on the batch. It may keep what it learns to itself",
         ),
         (
-            lambda s, b: {"count": s["count"], "weights": s["params"] - b.mean(0)}, {},
-            TypeError, r"Got no such leaf at params for float32 of shape \(3,\)",
+            lambda s, b: {"count": s["count"], "weights": s["params"] - b.mean(0)},
+            TypeError, ALIKE + "no such leaf at params for float32 of shape (3,)",
         ),
         (
-            lambda s, b: ({**s, "params": s["params"] - b.mean(0)}, 0.0, 0.0), {},
-            TypeError, r"`step\(reference_step=...\)` must return a state like the one",
+            lambda s, b: ({**s, "params": s["params"] - b.mean(0)}, 0.0, 0.0),
+            TypeError, ALIKE + "no such leaf at count for int32 of shape ()",
         ),
         (
-            lambda s, b: (b.mean(0), 0.0), {}, TypeError,
-            r"`step\(reference_step=...\)` must return a state like the one",
+            lambda s, b: (b.mean(0), 0.0), TypeError,
+            ALIKE + "no such leaf at count for int32 of shape ()",
         ),
         (
-            lambda s, b: {**s, "count": s["count"] + (b > 0).sum(dtype="int32")}, {},
-            ValueError, "must make numbers of its new state of the batch",
-        ),
-        (
-            lambda s, b: {**s, "params": s["params"] - b.mean(0)},
-            {"weights": [jnp.ones(4)]}, ValueError,
-            r"`step\(weights=..., reduction=...\)` need a loss and candidates",
-        ),
-        (
-            lambda s, b: {**s, "params": s["params"] - b.mean(0)},
-            {"reduction": "sum"}, ValueError,
-            r"`step\(weights=..., reduction=...\)` need a loss and candidates",
-        ),
-        (
-            lambda s, b: {**s, "params": s["params"] * float(b.mean())}, {},
-            jax.errors.ConcretizationTypeError, "",
+            lambda s, b: {**s, "count": s["count"] + (b > 0).sum(dtype="int32")},
+            ValueError, OF_BATCH,
         ),
     ],
 )  # fmt: skip
-def test_references_that_cannot_be_judged_by(reference, options, error, message):
-    with pytest.raises(error, match=message or None) as raised:
-        verify.step(lambda s, b: s, reference, STATE, [BATCH], **options)
-    if not message:
-        notes = " ".join(raised.value.__notes__)
-        assert "a function of the state and the batch that JAX can trace" in notes
+def test_references_that_cannot_be_judged_by(reference, error, message):
+    refusal = "^" + re.escape(f"`step(reference_step=...)` {message}")
+    with pytest.raises(error, match=refusal):
+        verify.step(lambda s, b: s, reference, STATE, [BATCH])
+
+
+def test_another_state_is_refused_by_its_path_or_its_containers():
+    state = {"a": (STATE["params"], STATE["params"]), "b": ()}
+    for new, got in (
+        ({**state, "a": (STATE["count"], BATCH[0])}, "int32 of shape () at a/0 for fl"),
+        ({**state, "a": list(state["a"])}, "a dict of other containers"),
+    ):
+        message = re.escape(f"`step(reference_step=...)` {ALIKE}{got}")
+        with pytest.raises(TypeError, match=f"^{message}"):
+            verify.step(plain, lambda s, b, new=new: new, state, [BATCH])
+
+
+def test_a_reference_that_cannot_be_traced_is_named():
+    concrete = lambda s, b: {**s, "params": s["params"] * float(b.mean())}  # noqa: E731
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="float") as raised:
+        verify.step(plain, concrete, STATE, [BATCH])
+    notes = " ".join(raised.value.__notes__)
+    assert "a function of the state and the batch that JAX can trace" in notes
+
+
+@pytest.mark.parametrize("options", [{"weights": [jnp.ones(4)]}, {"reduction": "sum"}])
+def test_a_reference_step_has_its_own_weights_and_reduction(options):
+    message = r"^`step\(weights=..., reduction=...\)` need a loss and candidates"
+    with pytest.raises(ValueError, match=message):
+        verify.step(plain, plain, STATE, [BATCH], **options)
 
 
 def plain(state, batch):
@@ -322,15 +335,21 @@ def plain(state, batch):
 @pytest.mark.parametrize(
     ("step_fn", "batches", "error", "message"),
     [
-        (plain, {"x": 1}, ValueError, "one for each step. Got dict"),
-        ({}, [BATCH], ValueError, "a function, or name at least one"),
+        (
+            plain, {"x": 1}, ValueError,
+            r"^`step\(batches=...\)` must be .*, one for each step. Got dict",
+        ),
+        (
+            {}, [BATCH], ValueError,
+            r"^`step\(step_fn=...\)` must be a function, or name at least one. Got {}",
+        ),
         (
             lambda s, b: {"params": None, "count": s["count"]}, [BATCH],
             None, "is missing",
         ),
         (
             lambda s, b: None, [BATCH], TypeError,
-            "must return a part of its state that depends on the batch",
+            r"^`step_fn\(state, batch\)` must return a part of its state that depends ",
         ),
     ],
 )  # fmt: skip
@@ -365,11 +384,15 @@ def test_parameters_cannot_be_kept_to_themselves():
 
 def test_a_step_without_its_metrics_is_refused():
     beside = lambda s, b: (plain(s, b), 0.0)  # noqa: E731
-    with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
-        verify.step(plain, beside, STATE, [BATCH])
     more = lambda s, b: (plain(s, b), 0.0, 0.0)  # noqa: E731
-    with pytest.raises(TypeError, match=r"\(state, anything else\), as the reference"):
-        verify.step(more, beside, STATE, [BATCH])
+    message = (
+        r"^`step_fn\(state, batch\)` must return \(state, anything else\), as the "
+    )
+    for step_fn, got in ((plain, "dict"), (more, "tuple")):
+        with pytest.raises(
+            TypeError, match=rf"{message}reference step does. Got a {got}"
+        ):
+            verify.step(step_fn, beside, STATE, [BATCH])
 
 
 class Pair(NamedTuple):
@@ -382,14 +405,16 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     ("kind", "paths"),
     [
-        (lambda *x: x[:2], ["params", "state"]),
-        (lambda *x: list(x), ["params", "state", "states"]),
-        (lambda *x: Pair(*x[:2]), ["first", "second"]),
+        (lambda *x: x[:1], ["0/w"]),
+        (lambda *x: x[:2], ["params/w", "state/m"]),
+        (lambda *x: list(x[:3]), ["params/w", "state/m", "states/n"]),
+        (lambda *x: x, ["0/w", "1/m", "2/n", "3/k"]),
+        (lambda *x: Pair(*x[:2]), ["first/w", "second/m"]),
     ],
 )
 def test_parts_of_a_state_have_their_names(kind, paths):
-    """Those of parameters, optimizer and model, if it is no more than a tuple."""
-    state = kind(*(jnp.full(3, x, jnp.float32) for x in (1, 2, 3)))
+    """Those of parameters, optimizer and model, if it is a tuple of as many parts."""
+    state = kind(*({name: jnp.ones(3, jnp.float32)} for name in "wmnk"))
 
     def step(state, batch):
         return jax.tree.map(lambda x: x - batch.mean(0), state)
@@ -446,3 +471,90 @@ def test_terms_that_cancel_make_a_step_that_is_judged():
     assert {row.path for row in hidden.leaves if row.bit_equal or row.unjudged} == {
         "params/w", "params/b", "average/w", "average/b"
     }  # fmt: skip
+
+
+def moments(step, state, batches, accumulation=None):
+    """The steps of a reference, with the limits that are derived for others."""
+    return list(
+        ReferenceStep(step, state, batches[0]).moments(state, batches, accumulation)
+    )
+
+
+def test_a_step_without_arithmetic_is_bounded_by_roundings_of_its_way():
+    """Those of the parameters, and of the way from the start if no step is longer."""
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.normal(size=(4, 300)), jnp.float32)
+    found = moments(lambda s, b: {"params": b}, {"params": values[0]}, values[1:])
+    wide = np.asarray(values, np.float64)
+    for t, moment in enumerate(found, 1):
+        before, after = wide[t - 1], wide[t]
+        way = np.maximum(np.abs(after - wide[0]), np.abs(after - before))
+        own = np.abs(after) + np.sqrt(2 * EXTRA) * way
+        expected = confidence(300) * np.sqrt(t) * 2.0**-24 * own + EXTRA * 2.0**-126
+        np.testing.assert_allclose(moment.limits["params"].bound, expected, rtol=1e-12)
+        np.testing.assert_array_equal(moment.moves["params"], after - before)
+        np.testing.assert_array_equal(moment.before["params"], before)
+
+
+def test_each_rounding_of_each_step_is_one_of_its_own():
+    """Up to lambda deviations; the steps themselves are those in float64."""
+    rng = np.random.default_rng(0)
+    factors = jnp.asarray(rng.uniform(1, 2, (3, 4000)), jnp.float32)
+    step = lambda s, b: {"params": s["params"] * b}  # noqa: E731
+    found = moments(step, {"params": factors[0]}, factors[1:])
+    start, *rest = np.asarray(factors, np.float64)
+    wide, apart = start, []
+    for t, (moment, factor) in enumerate(zip(found, rest, strict=True), 1):
+        before, wide = wide, wide * factor
+        np.testing.assert_array_equal(moment.moves["params"], wide - before)
+        own = np.asarray(moment.wanted["params"], np.float64)
+        way = np.maximum(np.abs(wide - start), np.abs(wide - before))
+        width = confidence(4000) * 2.0**-24
+        others = moment.limits["params"].bound - 2 * np.abs(own - wide)
+        others -= width * np.sqrt(t) * (np.abs(own) + np.sqrt(2 * EXTRA) * way)
+        apart.append(others / np.sqrt(2) / width / np.abs(own))
+    # Of 16 draws from -1 to 1 the largest: if they were one draw, some would be near 0.
+    assert apart[0].min() > 0.5
+    assert 0.999 < apart[0].max() < 1.001
+    # The same draws in the second step would give twice those of the first.
+    assert 1.4 < np.median(apart[1] / apart[0]) < 1.9
+
+
+def test_sixteen_bit_sums_are_accumulated_as_it_is_said():
+    """One by one in bfloat16 is right only for who accumulates so."""
+    rng = np.random.default_rng(0)
+    batch = jnp.asarray(rng.uniform(1, 2, (600, 3)), jnp.bfloat16)
+    state = {"params": jnp.zeros(3, jnp.bfloat16)}
+
+    def one_by_one(state, batch):
+        add = lambda total, row: (total + row, None)  # noqa: E731
+        return {"params": jax.lax.scan(add, state["params"], batch)[0]}
+
+    def step(state, batch):
+        return {"params": state["params"] + jnp.ones(600, batch.dtype) @ batch}
+
+    for accumulation, right in ((None, False), (jnp.bfloat16, True)):
+        report = verify.step(
+            one_by_one, step, state, [batch], accumulation=accumulation
+        )
+        assert report.ok == right, accumulation
+        assert bool(report.failures) != right
+
+
+def test_a_step_that_rounding_hides_is_not_judged():
+    """Beside large parameters; the size of a step is that of what is added to them."""
+    rng = np.random.default_rng(0)
+    batch = jnp.asarray(rng.normal(size=(7, 3)), jnp.float32)
+    state = {"params": jnp.full(3, 1e8, jnp.float32)}
+    step = lambda s, b: {"params": s["params"] - b.sum(0)}  # noqa: E731
+    (moment,) = moments(step, state, [batch])
+    size = np.sqrt((np.asarray(batch, np.float64) ** 2).sum(0))
+    np.testing.assert_allclose(moment.sizes["params"], size, rtol=1e-12)
+
+    def nudged(state, batch):
+        return {"params": jnp.nextafter(state["params"], jnp.float32(0))}
+
+    (row,) = verify.step(nudged, step, state, [batch]).leaves
+    assert not row.problem
+    assert row.unjudged.startswith("its largest step is ")
+    assert row.unjudged.endswith("no step at all would pass too")

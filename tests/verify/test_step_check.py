@@ -185,39 +185,68 @@ def test_bfloat16_parameters():
     assert [row.path for row in report.of("out").failures] == ["params/out"]
 
 
+def scalar(p, b):
+    """A loss that has been reduced."""
+    return losses(p, b).mean()
+
+
+THREE = problem(steps=2, examples=3)
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("argument", "options", "message"),
     [
-        ({"batches": []}, ValueError, "one for each step. Got none"),
-        ({"batches": {"x": 1}}, ValueError, "one for each step. Got dict"),
-        ({"weights": [None, None]}, ValueError, "one array for each of 1 batches"),
-        ({"reduction": "median"}, ValueError, "must be one of 'mean', 'sum'"),
-        ({"candidates": {}}, ValueError, "must name at least one function"),
+        ("batches", {"batches": []}, "must be .*, one for each step. Got none"),
+        ("batches", {"batches": {"x": 1}}, "must be .*, one for each step. Got dict"),
+        (
+            "batches", {"batches": [{**THREE[1][0], "mask": np.ones(2)}]},
+            "needs a batch whose leaves all .* Got mask: 2, x: 3, y: 3",
+        ),
+        (
+            "batches", {"batches": [jax.tree.map(lambda x: x[:0], THREE[1][0])]},
+            "must have at least one example",
+        ),
+        ("weights", {"weights": [None] * 2}, "must be one array for each of 1 batches"),
+        ("weights", {"weights": [np.ones(4)]}, r"must be one per .*, shape \(3,\)"),
         (
             # The second batch's, before any step of the first is taken.
+            "weights",
             {
-                "batches": problem(steps=2, examples=3)[1],
+                "batches": THREE[1],
                 "weights": [np.ones(3), -np.ones(3)],
                 "candidates": {"any": None},
             },
-            ValueError,
             "must be finite, at least 0",
         ),
         (
-            {"candidates": {"bare": lambda p, s, b: p}},
-            TypeError,
-            r"candidates\['bare'\].*must return \(params, opt_state\). Got a dict",
+            "weights=..., reduction", {"loss_fn": scalar, "reduction": "sum"},
+            "need one loss per example. Got a scalar loss",
         ),
+        ("reduction", {"reduction": "median"}, "must be one of 'mean', 'sum'"),
+        ("accumulation", {"accumulation": "int32"}, "must be a floating dtype or None"),
+        ("candidates", {"candidates": {}}, "must name at least one function"),
+        ("state", {"params": {"n": np.int32(3)}}, "must have a floating leaf"),
     ],
-)
-def test_refusals(options, error, message):
-    """Each names the argument and the rule."""
-    opt = optim.sgd(lr=0.1)
-    params, batches = problem(examples=3)
-    candidates = {"any": lambda p, s, b: (p, s)}
-    arguments = {"batches": batches, "candidates": candidates, **options}
-    with pytest.raises(error, match=message):
-        verify.step(losses, opt.step, (params, opt.init(params)), **arguments)
+)  # fmt: skip
+def test_refusals(argument, options, message):
+    """Each names the function that was called, its argument, and the rule."""
+    given = {
+        "loss_fn": losses, "params": THREE[0], "batches": THREE[1][:1],
+        "candidates": {"any": lambda p, s, b: (p, s)}, **options,
+    }  # fmt: skip
+    loss, params = given.pop("loss_fn"), given.pop("params")
+    with pytest.raises(ValueError, match=rf"^`step\({argument}=...\)` {message}"):
+        verify.step(loss, lambda p, g, s: (p, s), (params, ()), **given)
+
+
+def test_a_candidate_that_returns_something_else_is_named():
+    message = r"^`candidates\['bare'\]\(params, opt_state, batch\)` must return "
+    message += r"\(params, opt_state\). Got a dict"
+    with pytest.raises(TypeError, match=message):
+        verify.step(
+            losses, lambda p, g, s: (p, s), (THREE[0], ()), THREE[1][:1],
+            {"bare": lambda p, s, b: p},
+        )  # fmt: skip
 
 
 def test_a_loss_that_wants_a_key_is_refused():

@@ -169,7 +169,7 @@ def step(  # noqa: PLR0913 - options, by keyword
       >>> step(in_parts, on_one_device, {"params": w}, [x, 2 * x]).ok
       True
     """
-    check_options(reduction, accumulation)
+    check_options("step", reduction, accumulation)
     with joined(timeout) as peers:
         if candidates is None:
             _check_without_loss(weights, reduction)
@@ -198,9 +198,12 @@ def _of_composed(
         own = partial(own, states=states[0])
     check_loss("step", own, state[0], batches[0][0])
     losses = partial(training.losses, states=states[0])
+    check = partial(
+        check_arguments, "step", losses, state[0], names=("state", "batches")
+    )
     # Every batch is checked before the first step of any candidate is run.
     for batch, weight in batches:
-        check_arguments(losses, state[0], batch, candidates, weight, training.reduction)
+        check(batch, candidates, weight, training.reduction)
     start = jax.tree.map(jnp.asarray, (*state[:2], *states))
     # A list, because every candidate goes through these steps.
     moments = list(trajectory(training, start, batches))

@@ -125,10 +125,10 @@ def tracer(
             remedy = "verify.gradients judges a run of several."
             got = f"one of {peers.size}"
             raise ValueError(requirement("trace(candidate=...)", rule, got, remedy))
-        check_arguments(loss_fn, params, batch, {NAME: None}, weights, reduction)
-        judge_all = prepared(loss_fn, reduction, accumulation)(
-            params, batch, weights, seed
-        )
+        named = {NAME: None}
+        check_arguments("trace", loss_fn, params, batch, named, weights, reduction)
+        prepare = prepared("trace", loss_fn, reduction, accumulation)
+        judge_all = prepare(params, batch, weights, seed)
     examples = _examples(batch)
     own = passages(loss_fn, params, batch, weights, reduction, accumulation, examples)
     if not own:
