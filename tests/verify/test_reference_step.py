@@ -247,6 +247,9 @@ def test_arrays_over_several_devices_are_compared_where_they_lie():
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
 
 
+EQUAL = "mine: every parameter is bit-equal to the reference's"
+
+
 def test_code_that_cannot_be_seen_has_a_note():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -254,8 +257,11 @@ def test_code_that_cannot_be_seen_has_a_note():
         return jax.pure_callback(lambda w: np.asarray(w), shape, state - batch.mean(0))
 
     report = verify.step(step, step, jnp.ones(3, jnp.float32), [BATCH])
-    (note,) = [note for note in report.notes if "was not measured" in note]
-    assert "pure_callback" in note
+    missed = "the rounding of pure_callback was not measured: there the bound is too na"
+    assert report.notes[-1].startswith(missed)
+    assert {row.candidate for row in report.leaves} == {"step_fn"}
+    # A step that can be seen has no note.
+    assert verify.step({"mine": plain}, plain, STATE, [BATCH]).notes == (EQUAL,)
 
 
 STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
@@ -323,7 +329,10 @@ def test_a_reference_that_cannot_be_traced_is_named():
 
 @pytest.mark.parametrize("options", [{"weights": [jnp.ones(4)]}, {"reduction": "sum"}])
 def test_a_reference_step_has_its_own_weights_and_reduction(options):
-    message = r"^`step\(weights=..., reduction=...\)` need a loss and candidates"
+    message = (
+        r"^`step\(weights=..., reduction=...\)` need a loss and candidates. Got two "
+    )
+    message += r"steps. The reference step has its own\."
     with pytest.raises(ValueError, match=message):
         verify.step(plain, plain, STATE, [BATCH], **options)
 
@@ -539,6 +548,48 @@ def test_sixteen_bit_sums_are_accumulated_as_it_is_said():
         )
         assert report.ok == right, accumulation
         assert bool(report.failures) != right
+
+
+def test_draws_excuse_any_difference_beyond_the_bound():
+    """Also one that is hardly larger than the bound; and none that repeats itself."""
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5)), jnp.float32)
+    state, step = {"params": batch[0]}, lambda s, b: {"params": b}
+    (moment,) = moments(step, state, [batch[1]])
+    apart = jnp.asarray(1.5 * moment.limits["params"].bound, jnp.float32)
+    sign = lambda key: jax.random.rademacher(key, (5,), jnp.float32)  # noqa: E731
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    candidates = {
+        "fixed": lambda s, b: {"params": b + apart},
+        "drawn": lambda s, b: {"params": b + apart * sign(jax.random.key(1))},
+        "anew": lambda s, b: {"params": b + apart * sign(next(keys))},
+    }
+    report = verify.step(candidates, step, state, [batch[1]])
+    assert all(1 < row.ratio < 2 for row in report.leaves)
+    assert {row.candidate for row in report.failures} == {"fixed"}
+    words = {row.candidate: row.unjudged for row in report.unjudged}
+    assert words["drawn"].startswith("it draws random numbers and the loss draws none")
+    assert words["anew"].startswith("three calls with the same arguments gave three")
+
+
+class Hidden:
+    """A trainer that cannot be traced; counts its calls."""
+
+    def __init__(self, factor):
+        self.factor, self.calls = factor, 0
+
+    def __call__(self, state, batch):
+        self.calls += 1
+        return {**state, "params": state["params"] - self.factor * batch.mean(0)}
+
+
+def test_a_wrong_trainer_whose_draws_cannot_be_seen_has_a_note():
+    """It is called again to see whether it repeats itself, and a right one is not."""
+    right, wrong = Hidden(1), Hidden(2)
+    report = verify.step({"right": right, "wrong": wrong}, plain, STATE, [BATCH] * 2)
+    assert {row.candidate for row in report.failures} == {"wrong"}
+    assert (right.calls, wrong.calls) == (2, 3)
+    (note,) = [note for note in report.notes if "cannot be seen" in note]
+    assert note.startswith("wrong: whether it draws random numbers of its own")
 
 
 def test_a_step_that_rounding_hides_is_not_judged():

@@ -422,10 +422,33 @@ def test_nothing_shown_is_nothing_right(shown):
 
 @pytest.mark.parametrize(
     ("state", "got"),
-    [((1.0,), "a tuple of 1"), ([1.0, (), (), ()], "a list of 4"), ({}, "dict")],
+    [
+        ((1.0,), "a tuple of 1"),
+        ([1.0, (), (), ()], "a list of 4"),
+        ({"params": 1.0, "state": ()}, "dict"),
+    ],
 )
 def test_a_state_of_another_length_is_refused(state, got):
     """With the two forms."""
-    rule = r"`step\(state=...\)` must be \(params, opt_state\), or \(params, opt"
-    with pytest.raises(ValueError, match=rf"{rule}.*Got {got}"):
+    rule = (
+        r"^`step\(state=...\)` must be \(params, opt_state\), or \(params, opt_state, "
+    )
+    remedy = r"An optimizer that keeps nothing has the state \(\)\."
+    with pytest.raises(ValueError, match=rf"{rule}.*Got {got}\. {remedy}"):
         verify.step(losses, None, state, [{}], {"any": None})
+
+
+def test_a_state_may_be_a_list_and_batches_a_tuple():
+    params, batches = problem(examples=3)
+    update = lambda p, g, s: (jax.tree.map(lambda p, g: p - g, p, g), s)  # noqa: E731
+
+    def train(p, s, b):
+        return update(p, jax.grad(lambda p: losses(p, b).mean())(p), s)
+
+    state = [params, {"n": np.int32(3)}]
+    report = verify.step(losses, update, state, tuple(batches), {"mine": train})
+    assert report.ok, str(report)
+    paths = {"state/n", *(f"params/{name}" for name in SHAPES)}
+    assert {row.path for row in report.leaves} == paths
+    with pytest.raises(ValueError, match=r"^`step\(batches=...\)` .*Got none"):
+        verify.step(losses, update, state, (), {"mine": train})

@@ -291,7 +291,7 @@ def _weighted(
         rule = "must be a list or tuple of batches, one for each step"
         got = "none" if isinstance(batches, list | tuple) else type(batches).__name__
         raise ValueError(requirement("step(batches=...)", rule, got))
-    own = [None] * len(batches) if weights is None else list(weights)
+    own = [None] * len(batches) if weights is None else weights
     if len(own) != len(batches):
         rule = f"must be one array for each of {len(batches)} batches"
         raise ValueError(requirement("step(weights=...)", rule, f"{len(own)}"))
