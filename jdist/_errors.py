@@ -7,7 +7,7 @@ failed, or hardware that is not there. All derive from `JdistError`.
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import metadata
 from numbers import Integral, Real
 from pathlib import Path
@@ -100,6 +100,39 @@ def check_type(call: str, value: object, kind: Kind, rule: str) -> None:
         raise TypeError(requirement(call, rule, repr(value)))
 
 
+def check_function(call: str, value: object, rule: str = "must be a function") -> None:
+    """Checks that a value can be called.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      value: What was given.
+      rule: What the function must be, such as `"must be a function of a batch"`.
+
+    Raises:
+      TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(requirement(call, rule, repr(value)))
+
+
+def check_flags(call: str, **flags: Any) -> None:
+    """Checks that arguments are True or False, and no truthy values.
+
+    Args:
+      call: The function, such as `"train_step"`.
+      **flags: What was given, by the argument's name.
+
+    Raises:
+      TypeError: One is anything else.
+    """
+    for name, flag in flags.items():
+        # A comparison of NumPy's numbers gives a bool of its own.
+        plain = flag.item() if getattr(flag, "shape", None) == () else flag
+        if not isinstance(plain, bool):
+            argument = f"{call}({name}=...)"
+            raise TypeError(requirement(argument, "must be True or False", repr(flag)))
+
+
 def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
     """Checks that a value is a sequence, but no text, of values of a type.
 
@@ -153,6 +186,8 @@ def check_choice(call: str, value: object, known: Iterable[object]) -> None:
       ValueError: It is none of them.
     """
     # An iterator can be read only once, and the message lists the names too.
-    if value not in (known := tuple(known)):
+    known = tuple(known)
+    # An array, compared element by element, has no truth: it cannot be hashed either.
+    if not isinstance(value, Hashable) or value not in known:
         rule = f"must be one of {', '.join(map(repr, known))}"
         raise ValueError(requirement(call, rule, repr(value)))

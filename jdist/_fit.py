@@ -15,13 +15,14 @@ from rich.progress import (
 )
 
 from jdist._checkpoint import Checkpoints
-from jdist._errors import check_number, check_type, requirement
+from jdist._errors import check_number, check_sequence, check_type, requirement
 from jdist._tree import PyTree
 from jdist.reduction import check_reduction
 
 __all__ = [
     "Metrics",
-    "check_fit",
+    "check_batches",
+    "check_saving",
     "check_state",
     "fitted",
     "over_epoch",
@@ -85,6 +86,7 @@ def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
       Loss, examples and weight, as Python numbers.
 
     Raises:
+      TypeError: `found` is no list of metrics.
       ValueError: There are none, one does not say its weight, or `reduction` is
         unknown.
 
@@ -94,6 +96,8 @@ def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
       (3.0, 4, 4.0)
     """
     check_reduction("over_epoch", reduction)
+    rule = "must be a list of metrics, as `fit` returns it"
+    check_sequence("over_epoch(found)", found, Metrics, rule)
     if not found:
         rule = "must have one entry at least"
         raise ValueError(requirement("over_epoch(found)", rule, "none"))
@@ -134,35 +138,44 @@ def check_state(call: str, state: object, kind: type, maker: str) -> None:
         raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
-def check_fit(
-    batches: object,
-    total: object,
-    checkpoints: object,
-    save_every: object,
-    console: object,
-    kind: type[Checkpoints[Any]] = Checkpoints,
+def check_saving(
+    checkpoints: object, save_every: object, kind: type[Checkpoints[Any]] = Checkpoints
 ) -> None:
-    """Checks arguments of `fit` before the first step, and not when they are used.
-
-    Args:
-      batches: The argument of `fit`, as the following ones.
-      total: As above.
-      checkpoints: As above.
-      save_every: As above.
-      console: As above.
-      kind: What the checkpoints must be.
+    """Checks the arguments of `fit` about checkpoints, before the first step.
 
     Raises:
-      TypeError: One is of another type.
-      ValueError: `total` is negative, or `save_every` is less than 1.
+      TypeError: `checkpoints` are not of the kind, or `save_every` is no integer.
+      ValueError: `save_every` is less than 1.
     """
     rule = "must be 1 at least"
     check_number("fit(save_every=...)", save_every, rule, lambda n: n >= 1, whole=True)
+    if checkpoints is not None:
+        rule = f"must be a {kind.__name__}, or None"
+        check_type("fit(checkpoints=...)", checkpoints, kind, rule)
+
+
+def check_batches(call: str, batches: object, total: object, console: object) -> None:
+    """Checks what a loop over batches is given, before the first, and not when used.
+
+    Args:
+      call: `"fit"` or `"evaluate"`, whose arguments the others are.
+      batches: The batches.
+      total: Their number, or None.
+      console: Where a bar is shown, or None.
+
+    Raises:
+      TypeError: One is of another type.
+      ValueError: `total` is negative.
+    """
     if total is not None:
         rule = "must be 0 at least"
-        check_number("fit(total=...)", total, rule, lambda n: n >= 0, whole=True)
+        check_number(f"{call}(total=...)", total, rule, lambda n: n >= 0, whole=True)
     # What has `__getitem__` alone can be read from too, as torch's data sets can.
     several = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    # NumPy's scalars and classes of sequences have the method, and nothing to read.
+    several = (
+        several and getattr(batches, "ndim", 1) > 0 and not isinstance(batches, type)
+    )
     # One batch by names, which would be taken for a list of its names.
     if not several or isinstance(batches, str | bytes | Mapping):
         rule, got = (
@@ -170,13 +183,10 @@ def check_fit(
             f"a {type(batches).__name__}",
         )
         remedy = "Of a single one make a list."
-        raise TypeError(requirement("fit(batches)", rule, got, remedy))
-    if checkpoints is not None:
-        rule = f"must be a {kind.__name__}, or None"
-        check_type("fit(checkpoints=...)", checkpoints, kind, rule)
+        raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
     if console is not None:
         rule = "must be a rich.console.Console, or None"
-        check_type("fit(console=...)", console, Console, rule)
+        check_type(f"{call}(console=...)", console, Console, rule)
 
 
 def fitted(

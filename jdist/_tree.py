@@ -97,6 +97,29 @@ def abbreviated(leaf: Shaped) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
+def check_arrays(call: str, tree: PyTree) -> None:
+    """Checks that all leaves are arrays, numbers or shapes; None is no leaf.
+
+    Args:
+      call: Function and argument, for the error's text.
+      tree: What was given.
+
+    Raises:
+      TypeError: A leaf is something else; the message names it by its path.
+    """
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            numeric = isinstance(leaf, bool | int | float | complex)
+        else:  # Not texts, dates and objects of NumPy; keys have no kind.
+            numeric = getattr(dtype, "kind", "") not in tuple("SUTMmO")
+        if not numeric:
+            raise TypeError(
+                f"`{call}` must be a pytree of arrays and numbers. Got "
+                f"{type(leaf).__name__} at {path_of(keys)}."
+            )
+
+
 def is_inexact(leaf: object) -> bool:
     """Whether a leaf is a real or complex floating array, so that it has a gradient."""
     dtype = getattr(leaf, "dtype", None)

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import tracks_varying_axes, varying_axes
@@ -75,6 +76,7 @@ __all__ = [
     "scaled",
     "seeds",
     "share",
+    "weight_array",
     "weighted_mean",
     "wide_weights",
 ]
@@ -185,6 +187,28 @@ def normalized(
     # A total that is not usable gives NaN in the end, and must not give 0 on the way.
     usable = (total > 0) & jnp.isfinite(total)
     return weights * jnp.where(usable, _reciprocal_power(total), 1)
+
+
+def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
+    """Weights as an array; of float32 if they are a mask, or counts of tokens.
+
+    Args:
+      argument: Function and argument, for the error's text.
+      weights: What was given.
+
+    Raises:
+      TypeError: They are no numbers.
+    """
+    rule = "must be an array of numbers, one for each example"
+    try:
+        array = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+    except ValueError as error:  # Lists of unequal lengths.
+        raise TypeError(requirement(argument, rule, repr(weights))) from error
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(requirement(argument, rule, f"dtype {array.dtype}"))
+    return array.astype(np.float32)
 
 
 def wide_weights(weights: ArrayLike) -> jax.Array:

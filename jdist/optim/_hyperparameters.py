@@ -21,7 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
-from jdist._errors import check_type, requirement
+from jdist._errors import check_flags, check_type, requirement
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -62,10 +62,7 @@ class Hyperparameter:
         """Checks the kind of a value and, unless it is traced, its rule."""
         argument = f"{call}({self.name}=...)"
         if not self.rules:
-            if not isinstance(value, bool):
-                raise TypeError(
-                    requirement(argument, "must be True or False", repr(value))
-                )
+            check_flags(call, **{self.name: value})
             return
         if len(self.rules) == 1:
             _check_number(argument, self.rules[0], value)

@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
-from jdist._errors import check_sequence, requirement
+from jdist._errors import check_function, check_sequence, requirement
 from jdist._tree import PyTree, described, is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyperparameters import (
     Hyperparameter,
@@ -190,9 +190,17 @@ class Optimizer:
           loss: Any shape; widened to float32, in which its product cannot overflow.
           state: What `init` or the last step returned; `step` divides the gradients
             by the same scale.
+
+        Raises:
+          TypeError: The loss is no floating number or array.
+          ValueError: The state is not this optimizer's.
         """
         if self.loss_factor is None:
             return loss
+        if not is_inexact(loss):
+            rule = "must be a floating number or array"
+            got = described(loss) if hasattr(loss, "dtype") else repr(loss)
+            raise TypeError(requirement(f"{self.name}.scale_loss(loss)", rule, got))
         loss = jnp.asarray(loss)
         # The default scale, 65536, is itself above float16's largest number.
         wide = loss.astype(wide_dtype(loss.dtype))
@@ -219,8 +227,8 @@ def leafwise(
 
     Raises:
       ValueError: A hyperparameter breaks its rule.
-      TypeError: A hyperparameter is of the wrong kind. In `step`: `step_leaf` returned
-        something else than an `Update` and a state.
+      TypeError: A hyperparameter is of the wrong kind, or a rule is no function. In
+        `step`: `step_leaf` returned something else than an `Update` and a state.
 
     Example:
       >>> import jax.numpy as jnp
@@ -238,8 +246,7 @@ def leafwise(
       >>> opt.step(params, jnp.array([3.0, -4.0]), opt.init(params))[0]
       Array([0.9, 2.1], dtype=float32)
     """
-    must = "must be a sequence of Hyperparameter"
-    check_sequence("leafwise(hyperparameters)", hyperparameters, Hyperparameter, must)
+    _check_parts(hyperparameters, init_leaf, step_leaf)
     specs = {spec.name: spec for spec in hyperparameters}
     # Before the first step, so that a wrong constructor fails where it is written.
     for spec in specs.values():
@@ -292,6 +299,13 @@ def leafwise(
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
     return Optimizer(name, init_tree, step_tree, specs)
+
+
+def _check_parts(hyperparameters: object, init_leaf: object, step_leaf: object) -> None:
+    must = "must be a sequence of Hyperparameter"
+    check_sequence("leafwise(hyperparameters)", hyperparameters, Hyperparameter, must)
+    check_function("leafwise(init_leaf)", init_leaf)
+    check_function("leafwise(step_leaf)", step_leaf)
 
 
 @dataclass(frozen=True, slots=True)

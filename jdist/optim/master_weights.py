@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
@@ -37,7 +38,7 @@ from jdist.optim._loss_scale import (
     next_scale,
     scaling_of,
 )
-from jdist.optim._optimizer import Optimizer, check_optimizer
+from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
 
 class MasterState(NamedTuple):
@@ -60,11 +61,16 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
       params: Any pytree. Other leaves, complex ones among them, do not change.
       dtype: Such as `jnp.bfloat16`.
 
+    Raises:
+      TypeError: `dtype` is no dtype.
+      ValueError: It is not a real floating one.
+
     Example:
       >>> import jax.numpy as jnp
       >>> compute_copies({"w": jnp.array([1.001]), "n": 3}, jnp.bfloat16)
       {'n': 3, 'w': Array([1], dtype=bfloat16)}
     """
+    dtype = _floating("compute_copies(dtype)", dtype)
     return jax.tree.map(
         lambda p: jnp.asarray(p).astype(dtype) if _is_real(p) else p, params
     )
@@ -115,7 +121,8 @@ def with_master_weights(
       Micikevicius et al., Mixed precision training, ICLR 2018; `torch.amp.GradScaler`.
     """
     call = "with_master_weights"
-    compute_dtype = _checked_dtype(call, opt, compute_dtype)
+    _check_inner(call, opt)
+    compute_dtype = _floating(f"{call}(compute_dtype=...)", compute_dtype)
     scaling = scaling_of(call, loss_scale)
 
     def init_tree(params: PyTree) -> MasterState:
@@ -133,7 +140,7 @@ def with_master_weights(
         overrides: Mapping[str, Any],
         updates: bool = False,
     ) -> tuple[PyTree, MasterState]:
-        _check_state(call, state)
+        _checked(f"{call}.step(state=...)", state)
         _check_copies(call, params, compute_dtype)
         scale, elsewhere = state.loss_scale, True
         if scaling is not None:
@@ -155,7 +162,7 @@ def with_master_weights(
         return moved, MasterState(masters, inner, scale)
 
     def loss_factor(state: MasterState) -> jax.Array:
-        scale = state.loss_scale
+        scale = _checked(f"{call}.scale_loss(state)", state).loss_scale
         return jnp.ones((), jnp.float32) if scale is None else scale.scale
 
     return Optimizer(
@@ -176,6 +183,9 @@ def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
       grads: As for `step`.
       state: As for `step`.
 
+    Raises:
+      ValueError: The trees do not match, or the state has no masters.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import optim
@@ -184,22 +194,33 @@ def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
       >>> all_finite(params, jnp.array([1, jnp.inf], jnp.bfloat16), opt.init(params))
       Array(False, dtype=bool)
     """
+    call = "all_finite"
+    _checked(f"{call}(state)", state)
+    matching(call, "grads", params, grads)
+    matching(call, "state", params, state.masters)
     return _all_finite(_wide_gradients(params, grads, state), None)
 
 
-def _checked_dtype(call: str, opt: Optimizer, given: DTypeLike) -> jnp.dtype:
+def _check_inner(call: str, opt: Optimizer) -> None:
     check_optimizer(f"{call}(opt=...)", opt)
-    argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
-    try:
-        compute_dtype = jnp.dtype(given)
-    except TypeError:
-        raise TypeError(requirement(argument, rule, repr(given))) from None
-    if not jnp.issubdtype(compute_dtype, jnp.floating):
-        raise ValueError(requirement(argument, rule, compute_dtype.name))
     if opt.name == call:
         rule, remedy = "must not have masters already", "Wrap it once."
         raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
-    return compute_dtype
+
+
+def _floating(argument: str, given: DTypeLike) -> np.dtype:
+    """A dtype that 16-bit copies may have: real and floating."""
+    rule = "must be a real floating dtype"
+    try:
+        # None is float64 to NumPy; a dict would be the fields of a structure.
+        if given is None or isinstance(given, dict):
+            raise TypeError
+        dtype = jnp.dtype(given)
+    except TypeError:
+        raise TypeError(requirement(argument, rule, repr(given))) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(requirement(argument, rule, dtype.name))
+    return dtype
 
 
 def _is_real(leaf: object) -> bool:
@@ -215,11 +236,11 @@ def _master(param: ArrayLike) -> jax.Array | None:
     return jnp.array(param, dtype=wide_dtype(jnp.result_type(param)), copy=True)
 
 
-def _check_state(call: str, state: PyTree) -> None:
-    if not isinstance(state, MasterState):
-        rule = "must be what `init` or the last step returned"
-        got = type(state).__name__
-        raise ValueError(requirement(f"{call}.step(state=...)", rule, got))
+def _checked(argument: str, state: PyTree) -> MasterState:
+    if isinstance(state, MasterState):
+        return state
+    rule = "must be what `init` or the last step returned"
+    raise ValueError(requirement(argument, rule, type(state).__name__))
 
 
 def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:

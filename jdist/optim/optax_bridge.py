@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jdist._errors import Unavailable, requirement
+from jdist._errors import Unavailable, check_sequence, requirement
 from jdist._tree import PyTree, is_inexact, merge, path_of, split_inexact, wide_dtype
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
@@ -30,7 +30,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
     Raises:
       Unavailable: optax is not installed.
       TypeError: `opt` is not an optimizer of jdist.
-      ValueError: In `update`: `params` is missing.
+      ValueError: In `update`: `params` is missing, or `state` is another's.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -59,7 +59,13 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
         mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
         # By abstract evaluation, which allocates nothing.
         structure: Any = jax.tree.structure(jax.eval_shape(opt.init, params))
-        own = structure.unflatten(state)
+        leaves = jax.tree.leaves(state)
+        if len(leaves) != structure.num_leaves:
+            argument = f"as_optax({opt.name}).update(state=...)"
+            rule = f"must be the {structure.num_leaves} arrays that `init` or the last "
+            rule += "update returned for these parameters"
+            raise ValueError(requirement(argument, rule, f"{len(leaves)}"))
+        own = structure.unflatten(leaves)
         moves, own = opt.updates(params, updates, own, **mine)
         return moves, _flat(own)
 
@@ -86,8 +92,8 @@ def from_optax(
         step takes them by keyword.
 
     Raises:
-      TypeError: `tx` has no `init` and `update`. In `step`: an override of a
-        hyperparameter, which optax's functions close over.
+      TypeError: `tx` has no `init` and `update`, or `extra_args` are no names. In
+        `step`: an override of a hyperparameter, which optax's functions close over.
       ValueError: In `step`: a gradient is None. optax keeps one count and one state for
         all parameters, so no leaf can be skipped; use `optax.masked`, or give each
         group of parameters its own transformation with `by_label`.
@@ -102,6 +108,8 @@ def from_optax(
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         rule = "must be an optax transformation, with init and update"
         raise TypeError(requirement("from_optax(tx=...)", rule, tx))
+    rule = "must be a sequence of names"
+    check_sequence("from_optax(extra_args=...)", extra_args, str, rule)
     call = "from_optax(tx).step"
 
     def init_tree(params: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_function, check_type, requirement
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.simulation.timeline import Record, StageBytes, Timeline
@@ -54,6 +54,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
       >>> float(loss), [f"{r.kind}{r.micro_batch}" for r in timeline.records()]
       (4.5, ['F0', 'F1', 'B0', 'B1'])
     """
+    check_type("timed(pipe)", pipe, Pipeline, "must be a Pipeline")
+    check_function("timed(step)", step, "must be a function without arguments")
     if not pipe.executor.runs_actions:
         rule = "must have workers or devices of their own, not a mesh"
         remedy = "One program does all actions: look at it with jax.profiler."

@@ -13,7 +13,13 @@ from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
 from jdist._compat import Ahead
-from jdist._errors import check_number, check_sequence, requirement
+from jdist._errors import (
+    check_flags,
+    check_function,
+    check_number,
+    check_sequence,
+    requirement,
+)
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, is_shape, shapes_of
 from jdist.optim import Optimizer
@@ -171,6 +177,7 @@ class Pipeline:
         # Arguments are checked before anything is compiled and before this worker waits
         # for others, which an error here would leave waiting.
         check_reduction("Pipeline", reduction)
+        check_flags("Pipeline", has_aux=has_aux, overlap=overlap)
         self.wiring = wire(with_ends(stages, first, last), loss_inputs)
         self.schedule = schedule
         self.transfer_log: Sequence[Transfer] = ()
@@ -754,9 +761,7 @@ def _check_arguments(
       ValueError: The schedule or the reduction does not fit the stages, or `max_norm`
         is below 0.
     """
-    if not callable(loss_fn):
-        call = "Pipeline(loss_fn)"
-        raise TypeError(requirement(call, "must be callable", repr(loss_fn)))
+    check_function("Pipeline(loss_fn)", loss_fn)
     if max_norm is not None:
         call, rule = "Pipeline(max_norm=...)", "must be at least 0"
         check_number(call, max_norm, rule, lambda x: x >= 0)

@@ -8,7 +8,14 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 
 from jdist._errors import check_type
-from jdist._fit import Metrics, check_fit, check_state, fitted, pair
+from jdist._fit import (
+    Metrics,
+    check_batches,
+    check_saving,
+    check_state,
+    fitted,
+    pair,
+)
 from jdist._tree import PyTree
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
@@ -67,7 +74,8 @@ def fit(
     """
     check_type("fit(pipe)", pipe, Pipeline, "must be a Pipeline")
     with pipe.communicator.opened("fit") as channels:
-        check_fit(batches, total, checkpoints, save_every, console, PipelineCheckpoints)
+        check_batches("fit", batches, total, console)
+        check_saving(checkpoints, save_every, PipelineCheckpoints)
         check_state("fit(state)", state, PipelineState, "pipe")
         # Saving is a call of all workers, so they must do it at the same steps.
         saves = save_every if checkpoints is not None else 0

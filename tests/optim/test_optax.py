@@ -437,3 +437,18 @@ def test_optax_schedules_are_hyperparameters(schedule, compiled):
         )
     # The schedule itself is computed in float32 by some of optax's.
     np.testing.assert_allclose(params, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("names", [None, 3, "value", [1]])
+def test_extra_arguments_are_names(names):
+    with pytest.raises(TypeError, match=r"extra_args=...\)` must be a sequence of nam"):
+        optim.from_optax(optax.sgd(0.1), extra_args=names)
+
+
+@pytest.mark.parametrize("state", [None, 3, (), [1.0, 2.0]])
+def test_the_state_of_another_transformation(state):
+    tx, params = optim.as_optax(optim.adam()), jnp.ones(3)
+    with pytest.raises(
+        ValueError, match=r"as_optax\(adam\).update\(state=.* the 3 arr"
+    ):
+        tx.update(params, state, params)

@@ -275,3 +275,57 @@ def test_updates_refuse_what_a_step_refuses():
         opt.updates(params, {"w": jnp.ones(3)}, state)
     with pytest.raises(TypeError, match="has no hyperparameter 'eps' to override"):
         opt.updates(params, params, state, eps=1.0)
+
+
+def mixed():
+    return optim.with_master_weights(optim.sgd(), loss_scale=8.0)
+
+
+PARAMS = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.zeros(2, jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("loss", [None, "1", 1, {}, jnp.arange(2)])
+def test_a_loss_to_scale_is_floating(loss):
+    opt = mixed()
+    with pytest.raises(TypeError, match=r"scale_loss\(loss\)` must be a floating num"):
+        opt.scale_loss(loss, opt.init(PARAMS))
+
+
+@pytest.mark.parametrize("state", [None, {}, optim.sgd().init(PARAMS)])
+def test_a_state_without_masters(state):
+    with pytest.raises(ValueError, match=r"scale_loss\(state\)` must be what `init`"):
+        mixed().scale_loss(jnp.float32(1), state)
+    with pytest.raises(ValueError, match=r"all_finite\(state\)` must be what `init`"):
+        optim.all_finite(PARAMS, PARAMS, state)
+
+
+@pytest.mark.parametrize("tree", [None, {"w": 1.0}, [1.0, 2.0]])
+def test_finite_gradients_of_other_trees(tree):
+    state = mixed().init(PARAMS)
+    with pytest.raises(ValueError, match=r"all_finite\(grads=.* structure of params"):
+        optim.all_finite(PARAMS, tree, state)
+    with pytest.raises(ValueError, match=r"all_finite\(grads=.* structure of params"):
+        optim.all_finite(tree, PARAMS, state)
+
+
+@pytest.mark.parametrize("dtype", [None, 16, "float33", {"w": "f4"}, ["f4"], jnp.ones])
+def test_the_dtype_of_copies(dtype):
+    rule = "must be a real floating dtype. Got "
+    with pytest.raises(TypeError, match=r"compute_copies\(dtype\)` " + rule):
+        optim.compute_copies(PARAMS, dtype)
+    with pytest.raises(TypeError, match=r"weights\(compute_dtype=...\)` " + rule):
+        optim.with_master_weights(optim.sgd(), compute_dtype=dtype)
+    with pytest.raises(ValueError, match=rule + "int32"):
+        optim.compute_copies(PARAMS, jnp.int32)
+
+
+@pytest.mark.parametrize("rule", [None, 3, "rule"])
+def test_the_rules_of_a_leaf_are_functions(rule):
+    for name in ("init_leaf", "step_leaf"):
+        given = {"init_leaf": lambda p: (), "step_leaf": lambda p, g, s, h: None}
+        with pytest.raises(TypeError, match=rf"leafwise\({name}\)` must be a function"):
+            optim.leafwise("own", [], **given | {name: rule})
+
+
+def test_a_flag_may_be_a_comparison_of_numpy():
+    assert optim.sgd(momentum=0.9, nesterov=np.float32(2) > 1).name == "sgd"

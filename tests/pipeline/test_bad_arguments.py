@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jdist import optim, pipeline
 from jdist.pipeline import Costs, Layer, Profile, Schedule, ScheduleError, UpdatePolicy
@@ -44,6 +45,18 @@ def layer(**change):
 def pipe(**change):
     given = {"stages": STAGES, "loss_fn": loss, "schedule": pipeline.gpipe(2, 3)}
     return pipeline.Pipeline(**given | change)
+
+
+BATCH = {"x": np.arange(3.0), "t": np.ones(3)}
+
+
+def module(**change):
+    given = {"name": "l", "fn": lambda w, x: x * w, "params": 1.0}
+    return pipeline.stages_from_modules([pipeline.Module(**given | change)], [0])
+
+
+def layers():
+    return [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
 
 
 WRONG = {
@@ -101,6 +114,50 @@ WRONG = {
     "load_profile": (pipeline.load_profile, [None, 3, ["a"]]),
     "load_plan": (pipeline.load_plan, [None, 3, ["a"]]),
     "Stage(inputs": (lambda v: pipeline.Stage(loss, v), [None, 3, [1], "x"]),
+    "Stage(fn": (pipeline.Stage, [None, 3, "tanh"]),
+    "Stage(in_evaluation": (
+        lambda v: pipeline.Stage(loss, in_evaluation=v),
+        [3, "tanh", True],
+    ),
+    "Stage(stateful": (lambda v: pipeline.Stage(loss, stateful=v), [None, 1, "no"]),
+    "Stage(keyed": (lambda v: pipeline.Stage(loss, keyed=v), [None, 1, np.zeros(2)]),
+    "Stage(join_weight_gradients": (
+        lambda v: pipeline.Stage(loss, join_weight_gradients=v),
+        [None, 1, "yes"],
+    ),
+    "Pipeline(has_aux": (lambda v: pipe(has_aux=v), [None, 1, "False"]),
+    "Pipeline(overlap": (lambda v: pipe(overlap=v), [None, 0, ""]),
+    "value_and_grad(weights": (
+        lambda v: pipe().value_and_grad([1.0, 1.0], BATCH, v),
+        ["abc", [1.0, "a", 2.0], [[1.0], [2.0, 3.0]], {}, np.full(3, 1j)],
+    ),
+    "timed(pipe": (lambda v: pipeline.timed(v, dict), [None, loss]),
+    "timed(step": (lambda v: pipeline.timed(pipe(), v), [None, 3]),
+    "over_epoch(found": (pipeline.over_epoch, [3, "ab", [1.0], (1.0, 2.0)]),
+    "Module('l', fn": (lambda v: module(fn=v), [None, 3, "tanh"]),
+    "Module('l', in_evaluation": (lambda v: module(in_evaluation=v), [3, "tanh"]),
+    "Module('l', inputs": (lambda v: module(inputs=v), [None, "x", [1]]),
+    "Module('l', outputs": (lambda v: module(outputs=v), [None, "x", [1]]),
+    "Module('l', tied": (lambda v: module(tied=v), [None, "w", [("w", "v")]]),
+    "name=": (lambda v: module(name=v), [None, 3, ["l"]]),
+    "stages_from_nnx(modules": (pipeline.stages_from_nnx, [None, 3, "ab", {}]),
+    "stages_from_nnx(names": (
+        lambda v: pipeline.stages_from_nnx(layers(), v),
+        [3, "xy", [1, 2]],
+    ),
+    "stages_from_nnx(inputs": (
+        lambda v: pipeline.stages_from_nnx(layers(), inputs=v),
+        [None, 3, "x", [("x",)]],
+    ),
+    "stages_from_nnx(tied": (
+        lambda v: pipeline.stages_from_nnx(layers(), tied=v),
+        [None, 3, "w", {"w": 3}],
+    ),
+    "modules_from_nnx(layers": (pipeline.modules_from_nnx, [None, 3, "ab", layers()]),
+    "modules_from_nnx(outputs": (
+        lambda v: pipeline.modules_from_nnx({"a": layers()[0]}, outputs=v),
+        [None, 3, "x"],
+    ),
     "Pipeline(stages": (lambda v: pipe(stages=v), [None, 3, "ab", [loss, loss]]),
     "Pipeline(loss_fn": (lambda v: pipe(loss_fn=v), [None, 3, "mse"]),
     "Pipeline(loss_inputs": (lambda v: pipe(loss_inputs=v), [3, "y", [1]]),

@@ -12,16 +12,16 @@ The order depends on seed and epoch alone, so that every process computes the sa
 and a run can resume in mid-epoch.
 """
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdist._errors import requirement
+from jdist._errors import check_flags, check_number, check_sequence, requirement
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import own_replicas, replicas_of, shard_batch
 
@@ -69,10 +69,9 @@ class Sampler:
     def __post_init__(self) -> None:
         """Checks the numbers."""
         for name, least in (("examples", 1), ("batch", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                rule = f"must be an integer of at least {least}"
-                raise ValueError(requirement(f"Sampler({name}=...)", rule, value))
+            argument, rule = f"Sampler({name}=...)", f"must be at least {least}"
+            check_number(argument, getattr(self, name), rule, least.__le__, whole=True)
+        check_flags("Sampler", shuffle=self.shuffle)
 
     @property
     def steps(self) -> int:
@@ -108,9 +107,21 @@ class Sampler:
           ValueError: `start` is negative or beyond the epoch; `only` names none, or
             one that there is not.
         """
-        if not 0 <= start <= self.steps:
-            rule = f"must be from 0 to the epoch's {self.steps} steps"
-            raise ValueError(requirement("shards(start=...)", rule, start))
+        numbers: tuple[tuple[str, Any, str, Callable[[int], bool]], ...] = (
+            ("replicas", replicas, "must be at least 1", lambda n: n >= 1),
+            ("epoch", epoch, "must be at least 0", lambda n: n >= 0),
+            (
+                "start",
+                start,
+                f"must be from 0 to the epoch's {self.steps} steps",
+                lambda n: 0 <= n <= self.steps,
+            ),
+        )
+        for name, value, rule, holds in numbers:
+            check_number(f"shards({name}=...)", value, rule, holds, whole=True)
+        if only is not None:
+            rule = "must be numbers of replicas"
+            check_sequence("shards(only=...)", only, Integral, rule)
         order = self.order(epoch)
         wanted = range(replicas) if only is None else only
         if not wanted or not set(wanted) <= set(range(replicas)):
@@ -174,11 +185,11 @@ class Sampler:
         replicas = replicas_of(mesh, axis, "batches")
         only = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
         least = -(-self.batch // replicas)
-        rows = least if rows is None else operator.index(rows)
-        if rows < least:
-            rule = f"must be at least {least}, a replica's part of a batch of "
-            rule += f"{self.batch} over {replicas}"
-            raise ValueError(requirement("batches(rows=...)", rule, rows))
+        if rows is None:
+            rows = least
+        rule = f"must be at least {least}, a replica's part of a batch of {self.batch} "
+        rule += f"over {replicas}"
+        check_number("batches(rows=...)", rows, rule, least.__le__, whole=True)
         for shard in self.shards(replicas, epoch, only=only, start=start):
             taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
             yield shard_batch(

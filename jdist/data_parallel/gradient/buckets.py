@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import is_traced
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._tree import PyTree
 
 Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
@@ -52,6 +52,7 @@ def assign_buckets(
 
     Raises:
       ValueError: There are no limits, or one is negative or NaN.
+      TypeError: `leaves` are no arrays, or `limits` no numbers.
 
     Example:
       >>> import jax
@@ -64,6 +65,11 @@ def assign_buckets(
       `torch.distributed._compute_bucket_assignment_by_size`; Li et al., PyTorch
       Distributed, VLDB 2020, section 4.2.
     """
+    argument, rule = "assign_buckets(leaves=...)", "must be a list of arrays"
+    check_sequence(argument, leaves, object, rule)
+    for leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(requirement(argument, rule, repr(leaf)))
     limits = _check_limits("assign_buckets(limits=...)", limits)
     done: list[list[int]] = []
     filling: dict[Any, list[int]] = {}
@@ -202,6 +208,7 @@ def _device_of(leaf: Any) -> PyTree:
 
 
 def _check_limits(argument: str, limits: Sequence[float]) -> tuple[float, ...]:
+    check_sequence(argument, limits, Real, "must be numbers")
     limits = tuple(limits)
     if not limits:
         rule = "must have at least one limit"

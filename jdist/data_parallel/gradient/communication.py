@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
-from jdist._errors import check_choice, requirement
+from jdist._errors import check_choice, check_flags, requirement
 from jdist._tree import PyTree, described, examples_in, named_leaves, split_inexact
 from jdist.data_parallel.gradient.buckets import (
     ALONE,
@@ -122,6 +122,7 @@ class Communication:
     def __post_init__(self) -> None:
         """Checks the options."""
         reductions.check_reduction(self.call, self.reduction)
+        check_flags(self.call, debug=self.debug)
         check_choice(f"{self.call}(method=...)", self.method, METHODS)
         check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
         if self.divided:
@@ -313,8 +314,9 @@ class Communication:
             given = (
                 bucket.buffer if previous is None else after(bucket.buffer, previous)
             )
-            new, result = hook.reduce(own, bucket.replaced(given))
-            self._check_result(bucket, result)
+            new, result = self._checked(
+                bucket, hook.reduce(own, bucket.replaced(given))
+            )
             previous = result.buffer
             arrays.update(zip(indices, result.gradients(), strict=True))
             # An optimizer skips a step that is not finite. A hook's state from such a
@@ -407,15 +409,17 @@ class Communication:
                 requirement(argument, rule, _as_hook(self.hook).name, remedy)
             )
 
-    def _check_result(self, given: Bucket, found: PyTree) -> None:
+    def _checked(self, given: Bucket, result: PyTree) -> tuple[PyTree, Bucket]:
+        """The state and the bucket that a hook has returned."""
         rule = "must return (state, bucket) with a buffer of the shape and dtype given"
-        if not isinstance(found, Bucket):
-            got = f"a {type(found).__name__}"
-        elif (found.buffer.shape, found.buffer.dtype) != (
-            given.buffer.shape,
-            given.buffer.dtype,
-        ):
-            got = f"{described(found.buffer)}, not {described(given.buffer)}"
-        else:
-            return
+        match result:
+            case (_, Bucket() as found):
+                own, wanted = found.buffer, given.buffer
+                if (own.shape, own.dtype) == (wanted.shape, wanted.dtype):
+                    return result
+                got = f"{described(own)}, not {described(wanted)}"
+            case (_, other):
+                got = f"a {type(other).__name__} for the bucket"
+            case _:
+                got = f"a {type(result).__name__}"
         raise ValueError(requirement(f"{self.call}(hook=...)", rule, got))

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._errors import requirement
+from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
@@ -82,6 +82,7 @@ def value_and_grad(
       to be checked: negative, NaN or all-zero ones give NaN.
 
     Raises:
+      TypeError: An argument is of another type. On calling: weights are no numbers.
       ValueError: Unknown reduction or method; a mesh without the axis; a limit below
         0; a hook that says it leaves replicas with different gradients. On calling:
         listed buckets that do not fit the parameters; a hook that returns another
@@ -107,6 +108,7 @@ def value_and_grad(
       .DistributedDataParallel`, which divides by the number of replicas instead.
     """
     call = "value_and_grad"
+    check_function(f"{call}(loss_fn=...)", loss_fn)
     replicas = replicas_of(mesh, axis, call)
     divided = check_mesh(call, mesh, axis)
     communication = Communication(

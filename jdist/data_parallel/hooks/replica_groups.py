@@ -9,7 +9,7 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_number, requirement
 from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 from jdist.data_parallel.hooks.hook_switch import switch
@@ -40,9 +40,8 @@ def post_local_sgd(start: int, group_size: int = 1) -> Hook:
 
 def group_mean(size: int) -> Hook:
     """The gradient of each group's own examples; see `post_local_sgd`."""
-    if size < 1:
-        argument = "post_local_sgd(group_size=...)"
-        raise ValueError(requirement(argument, "must be at least 1", size))
+    argument = "post_local_sgd(group_size=...)"
+    check_number(argument, size, "must be at least 1", lambda n: n >= 1, whole=True)
 
     def mean(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         weight = group_sum(bucket.weight, bucket, size)

@@ -17,9 +17,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, requirement
 from jdist._tree import (
     PyTree,
+    check_arrays,
     described,
     is_key,
     is_shape,
@@ -29,6 +30,7 @@ from jdist._tree import (
     words,
 )
 from jdist.data_parallel.replicas.layout import is_divided
+from jdist.data_parallel.replicas.shards import replicas_of
 
 
 def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree:
@@ -50,6 +52,7 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
       those of such arrays.
 
     Raises:
+      TypeError: A leaf is no array and no number, or `mesh` is no mesh and no number.
       ValueError: Processes have trees of other structure, shapes or dtypes.
 
     Example:
@@ -58,6 +61,9 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
       >>> replicate({"w": 1.5}, mesh)["w"].sharding.is_fully_replicated
       True
     """
+    if not isinstance(mesh, Mesh):
+        replicas_of(mesh, "", "replicate")
+    check_arrays(f"replicate({name}=...)", tree)
     if any(map(is_shape, jax.tree.leaves(tree))):
         return jax.tree.map(lambda x: _shape_on(mesh, x), tree)
     divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)
@@ -85,6 +91,7 @@ def check_replicas(replicas: Sequence[PyTree], *, name: str = "params") -> None:
       name: What the trees are, for the error.
 
     Raises:
+      TypeError: They are no list of trees of arrays.
       ValueError: They differ, and the message names the leaf and the replica; or there
         are none.
 
@@ -96,9 +103,14 @@ def check_replicas(replicas: Sequence[PyTree], *, name: str = "params") -> None:
       ValueError: `check_replicas(params=...)` must agree with replica 0: float32 of
       shape (3,) at w. Got float32 of shape (4,) on replica 1.
     """
+    check_sequence(
+        "check_replicas(replicas)", replicas, object, "must be a list of trees"
+    )
     if not replicas:
         rule = "must have at least one replica"
         raise ValueError(requirement(f"check_replicas({name}=...)", rule, "none"))
+    for tree in replicas:
+        check_arrays(f"check_replicas({name}=...)", tree)
     descriptions = [_description(tree) for tree in replicas]
     _compare(descriptions, f"check_replicas({name}=...)", "replica")
 

@@ -11,9 +11,9 @@ to the loss afterwards.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -21,8 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._errors import requirement
-from jdist._tree import PyTree, Shaped, examples_in, is_shape, wide_dtype
+from jdist._errors import check_number, check_sequence, check_type, requirement
+from jdist._tree import (
+    PyTree,
+    Shaped,
+    check_arrays,
+    examples_in,
+    is_shape,
+    wide_dtype,
+)
+from jdist.reduction import weight_array
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +100,8 @@ def shard_batch(
         negative, not finite, or all are 0; the mesh has no such axis; the batch is
         empty or its leaves differ in length; `rows` is below a size, or None with
         several processes.
-      TypeError: `rows` is not an integer.
+      TypeError: `rows` is not an integer, `sizes` are no integers, `weights` no
+        numbers, or `axis` is no name.
 
     Example:
       >>> import numpy as np
@@ -102,6 +111,7 @@ def shard_batch(
     """
     call = "shard_batch"
     count = examples_in(batch, f"{call}(batch=...)")
+    check_arrays(f"{call}(batch=...)", batch)
     replicas = replicas_of(mesh, axis, call)
     own = len(own_replicas(mesh, axis)) if isinstance(mesh, Mesh) else replicas
     sizes = _check_sizes(sizes, count, own)
@@ -149,8 +159,9 @@ def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
 
     Raises:
       ValueError: The mesh has no such axis, or the number is below 1.
-      TypeError: `mesh` is neither a mesh nor an integer.
+      TypeError: `mesh` is neither a mesh nor an integer, or `axis` is no name.
     """
+    check_type(f"{call}(axis=...)", axis, str, "must be a name, a str")
     if isinstance(mesh, Mesh):
         if axis in mesh.shape:
             return int(mesh.shape[axis])
@@ -177,7 +188,7 @@ def check_rows(count: int, replicas: int) -> None:
 
 
 def _check_sizes(
-    sizes: Sequence[int] | None, count: int, replicas: int
+    sizes: Sequence[int] | np.ndarray | None, count: int, replicas: int
 ) -> tuple[int, ...]:
     argument = "shard_batch(sizes=...)"
     if count == 0:
@@ -190,7 +201,11 @@ def _check_sizes(
     if sizes is None:
         share, extra = divmod(count, replicas)
         return tuple(share + (rank < extra) for rank in range(replicas))
-    sizes = tuple(map(operator.index, sizes))
+    rule = f"must be {replicas} integers, one for each replica"
+    if isinstance(sizes, np.ndarray):
+        sizes = sizes.tolist()
+    check_sequence(argument, sizes, Integral, rule)
+    sizes = tuple(map(int, sizes))
     if len(sizes) != replicas:
         rule = f"must have one size for each of the {replicas} replicas"
         raise ValueError(requirement(argument, rule, f"{len(sizes)} sizes, {sizes}"))
@@ -215,20 +230,15 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
             f"{max(sizes)}."
         )
         raise ValueError(requirement(argument, rule, rows, remedy))
-    # Takes integers of NumPy, and refuses floats, which `int` would cut off.
-    rows = operator.index(rows)
-    if rows < max(sizes):
-        rule = "must be at least the largest size"
-        raise ValueError(requirement(argument, rule, f"{rows}, for sizes {sizes}"))
-    return rows
+    rule = f"must be at least the largest of the sizes, {sizes}"
+    check_number(argument, rows, rule, lambda n: n >= max(sizes), whole=True)
+    return int(rows)
 
 
 def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray:
     if weights is None:
         return np.ones(count, np.float32)
-    weights = np.asarray(weights)
-    if not np.issubdtype(weights.dtype, np.floating):
-        weights = weights.astype(np.float32)  # A mask, or a count of tokens.
+    weights = np.asarray(weight_array("shard_batch(weights=...)", weights))
     if weights.shape != (count,):
         rule = f"must be one per example, shape ({count},)"
         got = f"shape {weights.shape}"
@@ -264,10 +274,7 @@ def weights_given(
         weights = weights.array
     if is_shape(weights):
         return _weights_shape(call, weights, count)
-    if not isinstance(weights, jax.Array):
-        weights = np.asarray(weights)
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        weights = weights.astype(np.float32)
+    weights = weight_array(f"{call}(weights=...)", weights)
     check_one_per_row(call, weights, count)
     # Weights in device memory are not read back: that would wait for the device.
     if not isinstance(weights, jax.Array):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jdist._errors import check_function
 from jdist._tree import PyTree, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
@@ -50,6 +51,7 @@ def DataParallel(
     References:
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
+    check_function("DataParallel(fn=...)", fn)
     replicas = replicas_of(mesh, axis, "DataParallel")
     check_mesh("DataParallel", mesh, axis)
     rows = PartitionSpec(axis)

@@ -10,9 +10,11 @@ import numpy as np
 from rich.console import Console
 
 from jdist._checkpoint import Checkpoints
+from jdist._errors import check_type
 from jdist._fit import (
     Metrics,
-    check_fit,
+    check_batches,
+    check_saving,
     check_state,
     fitted,
     over_epoch,
@@ -73,8 +75,8 @@ def fit(
       >>> int(state.step), data_parallel.over_epoch(found)[:3]
       (2, (15.1875, 3, 3.0))
     """
-    check_fit(batches, total, checkpoints, save_every, console)
-    check_state("fit(state)", state, TrainState, "step")
+    _check("fit", step, state, batches, total, console)
+    check_saving(checkpoints, save_every)
     if total is None and isinstance(batches, Sized):
         total = len(batches)
 
@@ -115,7 +117,9 @@ def evaluate(
       console: Where a progress bar is shown; None for no bar.
 
     Raises:
-      ValueError: There are no batches; and what `TrainStep.evaluate` refuses.
+      TypeError: An argument is of another type.
+      ValueError: There are no batches, or `total` is negative; and what
+        `TrainStep.evaluate` refuses.
 
     Example:
       >>> import jax.numpy as jnp
@@ -126,6 +130,7 @@ def evaluate(
       >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches).loss
       42.0
     """
+    _check("evaluate", step, state, batches, total, console)
     if total is None and isinstance(batches, Sized):
         total = len(batches)
     found: list[Metrics] = []
@@ -138,6 +143,21 @@ def evaluate(
             # Auxiliary outputs of all batches may be as large as the data set.
             found.append(one._replace(aux=None))
     return over_epoch(found, step.reduction)
+
+
+def _check(
+    call: str,
+    step: object,
+    state: object,
+    batches: object,
+    total: object,
+    console: object,
+) -> None:
+    """Checks what `fit` and `evaluate` have in common."""
+    rule = "must be a TrainStep, as `train_step` makes it"
+    check_type(f"{call}(step)", step, TrainStep, rule)
+    check_state(f"{call}(state)", state, TrainState, "step")
+    check_batches(call, batches, total, console)
 
 
 def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:

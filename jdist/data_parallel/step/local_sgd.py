@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._errors import requirement
+from jdist._errors import check_function, check_number, requirement
+from jdist._fit import check_state
 from jdist._tree import PyTree, examples_in, is_shape, merge, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
@@ -150,6 +151,7 @@ class LocalSGD:
         self, call: str, state: LocalState, batch: PyTree, weights: Weights
     ) -> tuple[PyTree, PyTree]:
         """Checks batch and weights, and moves them to the devices of the program."""
+        check_state(f"{call}(state)", state, LocalState, "local")
         count = examples_in(batch, f"{call}(state, batch)")
         check_rows(count, replicas_of(self.mesh, self.axis, call))
         weights = weights_given(call, weights, count, "mean")
@@ -164,6 +166,7 @@ class LocalSGD:
 
     def average(self, state: LocalState) -> PyTree:
         """Averages the parameters over replicas, for evaluation or after the end."""
+        check_state("average(state)", state, LocalState, "local")
         check_alive("average(state=...)", state)
         return self.compiled[1](state.params, state.seen)
 
@@ -213,7 +216,7 @@ def local_sgd(
     """
     replicas_of(mesh, axis, "local_sgd")
     check_alone("local_sgd", mesh, axis)
-    _check_options(optimizer, period, start)
+    _check_options(loss_fn, optimizer, period, start)
     hooks = (all_reduce(), group_mean(group_size))
 
     def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
@@ -263,7 +266,10 @@ def local_sgd(
     return LocalSGD(optimizer, mesh, axis, compiled)
 
 
-def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+def _check_options(
+    loss_fn: object, optimizer: Optimizer, period: int, start: int
+) -> None:
+    check_function("local_sgd(loss_fn=...)", loss_fn)
     check_optimizer("local_sgd(optimizer=...)", optimizer)
     if optimizer.precision is not None:
         rule = "must have no masters, which are state and are not averaged"
@@ -271,9 +277,8 @@ def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
         argument = "local_sgd(optimizer=...)"
         raise ValueError(requirement(argument, rule, optimizer.name, remedy))
     for name, value, least in (("period", period, 1), ("start", start, 0)):
-        if value < least:
-            argument = f"local_sgd({name}=...)"
-            raise ValueError(requirement(argument, f"must be at least {least}", value))
+        rule = f"must be at least {least}"
+        check_number(f"local_sgd({name}=...)", value, rule, least.__le__, whole=True)
 
 
 def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:

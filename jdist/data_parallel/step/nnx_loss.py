@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import check_function, requirement
 from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree, path_of
 
@@ -86,6 +86,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         rule = "must be a Flax NNX module"
         got = f"a {type(model).__name__}"
         raise TypeError(requirement("from_nnx(model=...)", rule, got))
+    check_function("from_nnx(loss_fn=...)", loss_fn)
     parts = taken_apart(model)
     streams = RandomStreams.of(parts.streams)
     stateful = bool(jax.tree.leaves(parts.rest))

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import Ahead, alike
-from jdist._errors import check_number, requirement
+from jdist._errors import check_flags, check_function, check_number, requirement
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, examples_in, is_shape, shapes_of
 from jdist.data_parallel.gradient.buckets import Cap
@@ -366,9 +366,15 @@ def train_step(  # noqa: PLR0913 - options, by keyword
       .DistributedDataParallel` with `no_sync` and `find_unused_parameters`.
     """
     call = "train_step"
+    check_function(f"{call}(loss_fn=...)", loss_fn)
+    if in_evaluation is not None:
+        check_function(f"{call}(in_evaluation=...)", in_evaluation)
+    check_flags(call, has_aux=has_aux)
     replicas = replicas_of(mesh, axis, call)
     check_optimizer(f"{call}(optimizer=...)", optimizer)
-    _check_accumulate(call, accumulate)
+    rule = "must be a number of micro-batches, at least 1"
+    argument = f"{call}(accumulate=...)"
+    check_number(argument, accumulate, rule, lambda n: n >= 1, whole=True)
     if max_norm is not None:
         argument, rule = f"{call}(max_norm=...)", "must be at least 0"
         check_number(argument, max_norm, rule, lambda norm: norm >= 0)
@@ -389,7 +395,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     )
     # Master weights take gradients in float32, not rounded to 16 bits.
     masters = optimizer.precision is not None
-    loss = Loss(loss_fn, has_aux)
+    loss = Loss(loss_fn, bool(has_aux))
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
     mapped = _mapped(replica_step, mesh, axis)
     divisor = replicas * accumulate
@@ -541,12 +547,3 @@ def _checked_options(call: str, options: Any) -> dict[str, Any]:
             rule = f"may have the further arguments {', '.join(known)}"
             raise TypeError(requirement(call, rule, name))
     return dict(options)
-
-
-def _check_accumulate(call: str, count: Any) -> None:
-    argument = f"{call}(accumulate=...)"
-    rule = "must be a number of micro-batches, at least 1"
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(requirement(argument, rule, count))
-    if count < 1:
-        raise ValueError(requirement(argument, rule, count))

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, is_shape
+from jdist.reduction import weight_array
 
 
 class MicroBatch(NamedTuple):
@@ -278,7 +279,7 @@ def check_weights(
     if weights is None:
         return np.ones(examples, np.float32)
     call = f"{call}(weights=...)"
-    found = np.asarray(weights)
+    found = np.asarray(weight_array(call, weights))
     # float64 is kept for models in double precision.
     if found.dtype != np.float64:
         found = found.astype(np.float32)

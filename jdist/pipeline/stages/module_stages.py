@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdist._errors import check_sequence, requirement
+from jdist._errors import check_function, check_sequence, check_type, requirement
 from jdist._tree import PyTree, named_leaves
 from jdist.pipeline.plan import Plan
 from jdist.pipeline.stages.module import Module
@@ -412,6 +412,16 @@ def _check_modules(modules: Sequence[Module]) -> None:
     check_sequence(call, modules, Module, "must be a sequence of Module")
     if not modules:
         raise ValueError(requirement(call, "must not be empty", "none"))
+    for module in modules:
+        own = f"Module({module.name!r}"
+        check_type(f"{own}, name=...)", module.name, str, "must be a str")
+        check_function(f"{own}, fn=...)", module.fn)
+        if module.in_evaluation is not None:
+            check_function(f"{own}, in_evaluation=...)", module.in_evaluation)
+        for argument in ("inputs", "outputs"):
+            names = getattr(module, argument)
+            check_sequence(f"{own}, {argument}=...)", names, str, "must be names")
+        check_type(f"{own}, tied=...)", module.tied, Mapping, "must be a mapping")
     # Parameters and states are dicts by name, in which one of two would be lost.
     twice = [n for n, many in Counter(m.name for m in modules).items() if many > 1]
     if twice:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import check_sequence, check_type, requirement
 from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree
 from jdist.pipeline.stages.module import Module
@@ -69,6 +69,8 @@ def modules_from_nnx(
       [('norm', ('x',), ('x',), True), ('dense', ('x',), ('y',), False)]
     """
     call = "modules_from_nnx"
+    rule = "must be a mapping from names to modules"
+    check_type(f"{call}(layers)", layers, Mapping, rule)
     _check_layers(call, layers.values())
     for argument, found in (("inputs", inputs), ("outputs", outputs)):
         _check_keys(f"{call}({argument}=...)", layers, found)
@@ -135,6 +137,9 @@ def stages_from_nnx(
       ['Linear', 'Linear']
     """
     call = "stages_from_nnx"
+    check_sequence(f"{call}(modules)", modules, object, "must be a list of modules")
+    if names is not None:
+        check_sequence(f"{call}(names=...)", names, str, "must be a list of names")
     groups: list[list[Any]] = [
         list(group) if isinstance(group, list | tuple) else [group] for group in modules
     ]
@@ -197,6 +202,7 @@ def _check_layers(call: str, layers: Iterable[object]) -> None:
 def _check_keys(
     call: str, known: Collection[Key], given: Mapping[Key, Sequence[str]]
 ) -> None:
+    check_type(call, given, Mapping, "must be a mapping from layers to names")
     strange = [key for key in given if key not in known]
     if strange:
         rule = f"must be for some of the layers {list(known)}"
@@ -215,7 +221,10 @@ def _tied(
 ) -> dict[Key, dict[str, str]]:
     """Names of shared parameters, given and found, for each layer by path."""
     found: dict[Key, dict[str, str]] = {key: {} for key in layers}
+    rule = "must be a mapping from names to mappings from layers to paths"
+    check_type(f"{call}(tied=...)", given, Mapping, rule)
     for name, copies in given.items():
+        check_type(f"{call}(tied=...)", copies, Mapping, rule)
         _check_keys(f"{call}(tied=...)", layers, dict.fromkeys(copies, ()))
         for key, path in copies.items():
             found[key][path] = name

@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax
 
-from jdist._errors import requirement
+from jdist._errors import check_flags, check_function, requirement
 from jdist._tree import PyTree
 from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES
@@ -69,12 +69,9 @@ class Stage:
     join_weight_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise TypeError(requirement("Stage(fn)", "must be callable", self.fn))
-        other: object = self.in_evaluation
-        if other is not None and not callable(other):
-            call = "Stage(in_evaluation=...)"
-            raise TypeError(requirement(call, "must be callable", other))
+        check_function("Stage(fn)", self.fn)
+        if self.in_evaluation is not None:
+            check_function("Stage(in_evaluation=...)", self.in_evaluation)
         for given in ("inputs", "outputs"):
             names = getattr(self, given)
             call = f"Stage({given}=...)"
@@ -85,6 +82,12 @@ class Stage:
             object.__setattr__(self, given, tuple(names))
             if len(set(names)) != len(names):
                 raise ValueError(requirement(call, "must be different names", names))
+        check_flags(
+            "Stage",
+            stateful=self.stateful,
+            keyed=self.keyed,
+            join_weight_gradients=self.join_weight_gradients,
+        )
         _check_tied(self.tied)
         if not self.outputs:
             rule = "must name one value at least"

@@ -115,7 +115,7 @@ def test_rows_for_micro_batches(mesh):
         expected = rf"batches\(rows=...\)` must be at least 3, .* Got {rows}"
         with pytest.raises(ValueError, match=expected):
             next(sampler.batches(data, 2, rows=rows))
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match=r"rows=.*must be at least 3.*Got 3\.5"):
         next(sampler.batches(data, 2, rows=3.5))
 
 
@@ -143,7 +143,6 @@ def test_an_empty_batch_names_the_way_out():
     [
         ({"examples": 0}, r"examples=.*at least 1. Got 0"),
         ({"batch": 0}, r"batch=.*at least 1. Got 0"),
-        ({"batch": 2.0}, r"batch=.*an integer.*Got 2.0"),
         ({"seed": -1}, r"seed=.*at least 0. Got -1"),
     ],
 )

@@ -243,7 +243,7 @@ def test_streams_may_be_generators(rng):
         ([[], []], {"divide_by": "rank"}, r"divide_by=.*'active'.*Got 'rank'"),
         ([[], []], {"early_end": "stop"}, r"early_end=.*'error'. Got 'stop'"),
         ([[np.zeros((0, 2))], []], {}, r"one example or more. Got an empty batch"),
-        ([[np.zeros(3)], []], {}, r"at least the largest size. Got 2, for sizes"),
+        ([[np.zeros(3)], []], {}, r"largest of the sizes, \(3, 0\)\. Got 2"),
         ([[{"x": np.zeros(2), "y": np.zeros(1)}], []], {}, "same first dimension"),
     ],
 )

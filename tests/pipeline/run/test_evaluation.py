@@ -155,5 +155,5 @@ def test_workers_find_what_one_process_finds(cluster):
 
 
 def test_what_is_no_function():
-    with pytest.raises(TypeError, match=r"in_evaluation=.* must be callable. Got 3"):
+    with pytest.raises(TypeError, match=r"in_evaluation=.* must be a function. Got 3"):
         pipeline.Stage(steady, in_evaluation=3)

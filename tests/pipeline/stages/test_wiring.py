@@ -65,7 +65,7 @@ def test_names_that_do_not_match_up(made, message):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"fn": 3}, TypeError, r"`Stage\(fn\)` must be callable. Got 3"),
+        ({"fn": 3}, TypeError, r"`Stage\(fn\)` must be a function. Got 3"),
         ({"inputs": "x"}, TypeError, "must be a tuple of names. Got x"),
         ({"inputs": ("x", "x")}, ValueError, "must be different names"),
         ({"outputs": ()}, ValueError, "must name one value at least"),

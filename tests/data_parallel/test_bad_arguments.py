@@ -1,0 +1,202 @@
+"""What is no mesh, batch, loss or step is refused in words, with its value."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist import data_parallel, optim
+from jdist.data_parallel import Sampler, TrainCheckpoints, hooks
+
+BATCH = {"x": np.arange(6, dtype=np.float32), "t": np.ones(6, np.float32)}
+OPTIMIZER = optim.sgd(lr=0.1)
+
+
+def loss(w, batch):
+    return (w * batch["x"] - batch["t"]) ** 2
+
+
+def gradient(**change):
+    fn = data_parallel.value_and_grad(**{"loss_fn": loss, "mesh": 2} | change)
+    return fn(jnp.float32(1), BATCH)
+
+
+def step(**change):
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "mesh": 2}
+    return data_parallel.train_step(**given | change)
+
+
+def local(**change):
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "mesh": 2, "period": 2}
+    return data_parallel.local_sgd(**given | change)
+
+
+def state():
+    return step().init(jnp.float32(1))
+
+
+def shard(**change):
+    return data_parallel.shard_batch(**{"batch": BATCH, "mesh": 2} | change)
+
+
+def fit(**change):
+    given = {"step": step(), "state": state(), "batches": [BATCH]}
+    return data_parallel.fit(**given | change)
+
+
+def evaluate(**change):
+    given = {"step": step(), "state": state(), "batches": [BATCH]}
+    return data_parallel.evaluate(**given | change)
+
+
+def shards(**change):
+    return next(Sampler(6, 2).shards(**{"replicas": 2} | change))
+
+
+FUNCTIONS = [None, 3, "mse", [loss]]
+FLAGS = [None, 1, "False", np.zeros(2)]
+STATES = [None, 1.0, {"w": 1.0}, []]
+BATCHES = [None, 3, BATCH, "ab", np.float32(1), list]
+WEIGHTS = ["abcdef", [1.0, "a"], [[1.0], [2.0, 3.0]], {}, object(), np.full(6, 1j)]
+
+WRONG = {
+    "shard_batch(batch=...)` must be a pytree of arrays": (
+        lambda v: shard(batch={"x": np.array(v), "t": np.ones(2)}),
+        [["a", "b"], [b"a", b"b"], [object(), object()]],
+    ),
+    "shard_batch(mesh": (lambda v: shard(mesh=v), [None, True, 2.0, "2"]),
+    "shard_batch(sizes": (
+        lambda v: shard(sizes=v),
+        [3, "33", [1.5, 4.5], np.array([2.5, 3.5])],
+    ),
+    "shard_batch(rows": (lambda v: shard(rows=v), [3.0, "3", [3], True]),
+    "shard_batch(weights": (lambda v: shard(weights=v), WEIGHTS),
+    "shard_batch(axis": (lambda v: shard(axis=v), [None, 0, ["data"]]),
+    "value_and_grad(loss_fn": (lambda v: gradient(loss_fn=v), FUNCTIONS),
+    "value_and_grad(axis": (lambda v: gradient(axis=v), [None, 0, ["data"]]),
+    "value_and_grad(debug": (lambda v: gradient(debug=v), FLAGS),
+    "value_and_grad(bucket_cap_mb": (
+        lambda v: gradient(bucket_cap_mb=v),
+        ["1", b"1", {}, [1.0, None]],
+    ),
+    "fn(weights": (
+        lambda v: data_parallel.value_and_grad(loss, 2)(1.0, BATCH, v),
+        WEIGHTS,
+    ),
+    "train_step(loss_fn": (lambda v: step(loss_fn=v), FUNCTIONS),
+    "train_step(in_evaluation": (lambda v: step(in_evaluation=v), FUNCTIONS[1:]),
+    "train_step(has_aux": (lambda v: step(has_aux=v), FLAGS),
+    "train_step(accumulate": (lambda v: step(accumulate=v), [None, 2.0, "2", True]),
+    "fit(step": (lambda v: fit(step=v), [None, loss, local()]),
+    "fit(state": (lambda v: fit(state=v), STATES),
+    "fit(batches": (lambda v: fit(batches=v), BATCHES),
+    "fit(checkpoints": (lambda v: fit(checkpoints=v), ["folder", True]),
+    "fit(console": (lambda v: fit(console=v), [True, 0]),
+    "evaluate(step": (lambda v: evaluate(step=v), [None, loss, local()]),
+    "evaluate(state": (lambda v: evaluate(state=v), STATES),
+    "evaluate(batches": (lambda v: evaluate(batches=v), BATCHES),
+    "evaluate(total": (lambda v: evaluate(total=v), ["1", 1.0, True, []]),
+    "evaluate(console": (lambda v: evaluate(console=v), [True, 0, []]),
+    "over_epoch(found": (data_parallel.over_epoch, [3, "ab", [1.0]]),
+    "local_sgd(loss_fn": (lambda v: local(loss_fn=v), FUNCTIONS),
+    "local_sgd(period": (lambda v: local(period=v), [None, 2.0, "2", True]),
+    "local_sgd(start": (lambda v: local(start=v), [None, 2.0, "2", True]),
+    "post_local_sgd(group_size": (lambda v: local(group_size=v), [None, 1.0, "1"]),
+    "step(state": (lambda v: local().step(v, BATCH), [None, 1.0, (1, 2)]),
+    "average(state": (lambda v: local().average(v), [None, 1.0, (1, 2)]),
+    "DataParallel(fn": (lambda v: data_parallel.DataParallel(v, 2), FUNCTIONS),
+    "from_nnx(loss_fn": (
+        lambda v: data_parallel.from_nnx(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), v),
+        FUNCTIONS,
+    ),
+    "replicate(params": (
+        lambda v: step().init(v),
+        ["w", {"w": "text"}, object(), loss],
+    ),
+    "replicate(mesh": (
+        lambda v: data_parallel.replicate(1.0, v),
+        [None, True, 2.0, "2"],
+    ),
+    "check_replicas(replicas": (data_parallel.check_replicas, [3, "ab", 1.5]),
+    "check_replicas(params": (
+        data_parallel.check_replicas,
+        [["a", "b"], [{"w": object()}]],
+    ),
+    "assign_buckets(leaves": (
+        lambda v: data_parallel.assign_buckets(v, [8.0]),
+        [None, 3, "ab", [1.0]],
+    ),
+    "assign_buckets(limits": (
+        lambda v: data_parallel.assign_buckets([jnp.ones(3)], v),
+        [None, 8.0, "8", ["8"]],
+    ),
+    "Sampler(examples": (lambda v: Sampler(v, 2), [None, 6.0, "6", True]),
+    "Sampler(shuffle": (lambda v: Sampler(6, 2, shuffle=v), FLAGS),
+    "shards(replicas": (lambda v: shards(replicas=v), [None, 2.0, "2", True]),
+    "shards(epoch": (lambda v: shards(epoch=v), [None, 1.0, "1"]),
+    "shards(start": (lambda v: shards(start=v), [None, 1.0, "1"]),
+    "shards(only": (lambda v: shards(only=v), [1, "0", [0.0]]),
+}
+"""What the message names, the call, and values of wrong types."""
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_a_wrong_type(named):
+    call, values = WRONG[named]
+    for value in values:
+        with pytest.raises(TypeError, match=r"^`.*` must .*Got ") as caught:
+            call(value)
+        assert named in str(caught.value), (value, caught.value)
+
+
+OUT_OF_RANGE = {
+    r"value_and_grad\(method=...\)` must be one of .*Got array": (
+        lambda: gradient(method=np.zeros(2))
+    ),
+    r"train_step\(accumulate=...\)` must be .*at least 1. Got 0": (
+        lambda: step(accumulate=0)
+    ),
+    r"local_sgd\(period=...\)` must be at least 1. Got 0": lambda: local(period=0),
+    r"shards\(replicas=...\)` must be at least 1. Got 0": lambda: shards(replicas=0),
+    r"shards\(epoch=...\)` must be at least 0. Got -1": lambda: shards(epoch=-1),
+    r"evaluate\(total=...\)` must be 0 at least. Got -1": lambda: evaluate(total=-1),
+    r"replicate\(mesh=...\)` must be .* at least 1. Got 0": (
+        lambda: data_parallel.replicate(1.0, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("match", OUT_OF_RANGE)
+def test_a_value_out_of_range(match):
+    with pytest.raises(ValueError, match=match):
+        OUT_OF_RANGE[match]()
+
+
+@pytest.mark.parametrize(
+    ("hook", "got"),
+    [
+        (lambda state, bucket: None, "a NoneType"),
+        (lambda state, bucket: bucket, "a Bucket"),
+        (lambda state, bucket: (state, bucket.buffer), "for the bucket"),
+        (
+            lambda state, bucket: (state, bucket.replaced(bucket.buffer[1:])),
+            "not float",
+        ),
+    ],
+)
+def test_what_a_hook_returns(hook, got):
+    with pytest.raises(ValueError, match=rf"hook=.*must return \(state, .*{got}"):
+        gradient(hook=hook)
+
+
+def test_integers_of_numpy_and_an_iterator_are_taken(tmp_path):
+    """What resembles a wrong type, and is none."""
+    sampler = Sampler(np.int64(6), np.int32(3), shuffle=np.bool(False))
+    batches = sampler.batches(BATCH, 2, rows=np.int8(3))
+    made = step(accumulate=np.int64(1), has_aux=np.bool(False), hook=hooks.bf16())
+    saved = TrainCheckpoints(tmp_path)
+    last, found = data_parallel.fit(
+        made, made.init(jnp.float32(1)), batches, checkpoints=saved, total=np.int64(2)
+    )
+    assert int(last.step) == 2 == saved.latest()
+    assert data_parallel.over_epoch(tuple(found)).examples == 6
