@@ -489,11 +489,11 @@ def _call(
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
     # Computed before the next call, which may overwrite what is copied here.
-    found: tuple[Any, Any] = peers.computed(jax.tree.map(_kept, result))
+    found: tuple[Any, Any] = peers.computed(jax.tree.map(copied, result))
     return found
 
 
-def _kept(leaf: ArrayLike) -> ArrayLike:
+def copied(leaf: ArrayLike) -> ArrayLike:
     """A result as it is now: the next call may overwrite the buffer that it lies in."""
     # Arrays of JAX too: those by `from_dlpack` lie in another framework's buffers.
     if isinstance(leaf, jax.Array):

@@ -12,7 +12,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.verify.gradient_check import LOSS, Candidate, check_arguments, prepared
+from jdist.verify.gradient_check import (
+    LOSS,
+    Candidate,
+    check_arguments,
+    copied,
+    prepared,
+)
 from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
@@ -184,7 +190,8 @@ def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Ca
             result = candidate(params, batch)
             # Taps arrive while the program runs, which must end within the recording.
             jax.block_until_ready(result)
-        first.append((recording, result))
+        # A copy: the next call may overwrite it, or give its memory away.
+        first.append((recording, jax.tree.map(copied, result)))
         return result
 
     return recorded

@@ -39,7 +39,9 @@ def example_gradients(
       params: At which.
       batch: Each leaf `(examples, ...)`.
     """
-    picks = _picks(params)
+    sizes = {p: np.size(x) for p, x in named_leaves(params).items() if is_inexact(x)}
+    count = max(ENTRIES // len(sizes), 1)
+    picks = {path: _picked(size, count) for path, size in sizes.items()}
 
     def one(params: PyTree, row: PyTree) -> dict[str, jax.Array]:
         def total(own: PyTree) -> jax.Array:
@@ -68,16 +70,19 @@ def shares(
       parts: `example_gradients`, each times its weight.
       groups: Examples, each in one group.
     """
-    leaves, picks = named_leaves(gradient), _picks(gradient)
-    own = np.concatenate([in_double(leaves[p]).ravel()[picks[p]] for p in paths])
+    leaves = named_leaves(gradient)
     each = np.concatenate([parts[p] for p in paths], axis=1)
+    own = np.concatenate([
+        in_double(leaves[p]).ravel()[_picked(np.size(leaves[p]), parts[p].shape[1])]
+        for p in paths
+    ])  # fmt: skip
     # The excess over one count each is fitted, so that right groups have 0.
     difference = own - each.sum(axis=0)
     columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
     # Of few entries, any difference would be a sum of so many columns.
     if 2 * len(groups) > len(difference) or not np.isfinite(difference).all():
         return None
-    excess, *_ = np.linalg.lstsq(columns, difference, rcond=None)
+    excess, *_ = np.linalg.lstsq(columns, difference)
     rest = float(np.linalg.norm(difference - columns @ excess))
     if rest > EXPLAINED * np.linalg.norm(difference):
         return None
@@ -91,17 +96,13 @@ def shares(
     counts = [float(1 + x) for x in excess.real]
     return [
         float(round(x)) if abs(x - round(x)) <= limit else x
-        for x, limit in zip(counts, near.tolist(), strict=True)
+        for x, limit in zip(counts, near, strict=True)
     ]
 
 
-def _picks(tree: PyTree) -> dict[str, np.ndarray]:
-    """Entries of each floating leaf, the same for all trees of one structure."""
-    sizes = {p: np.size(x) for p, x in named_leaves(tree).items() if is_inexact(x)}
-    each = max(ENTRIES // max(len(sizes), 1), 1)
+def _picked(size: int, count: int) -> np.ndarray:
+    """The entries of a leaf that are fitted, whatever the other leaves are."""
+    if size <= count:
+        return np.arange(size)
     # The same entries of the gradient and of each example's part of it.
-    rng = np.random.default_rng(0)
-    return {
-        p: np.arange(n) if n <= each else np.sort(rng.choice(n, each, replace=False))
-        for p, n in sizes.items()
-    }
+    return np.sort(np.random.default_rng(0).choice(size, count, replace=False))

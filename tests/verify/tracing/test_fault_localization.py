@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
-from jdist.verify.tracing.shares import shares
+from jdist.verify.tracing import shares
 from tests.verify.tracing.model import (
     EXAMPLES,
     UNCOUNTED,
@@ -498,17 +498,54 @@ def test_a_transposed_value_is_recognised(rng):
     assert found.words.endswith("it is the reference's scores transposed")
 
 
-def test_shares_are_told_as_finely_as_the_fit_can(rng):
-    """Examples of small gradients count once, though others' rounding hides it."""
-    each = rng.normal(size=(5, 400)) * np.array(
-        [[1.0], [0.004], [0.004], [1.0], [0.004]]
-    )
-    counts = np.array([2.0, 1.0, 1.0, 1.5, 1.0])
-    found = counts @ each
-    rounded = {"w": jnp.asarray(found, jnp.bfloat16)}
-    groups = [(e,) for e in range(5)]
-    fitted, *_ = np.linalg.lstsq(each.T, np.asarray(rounded["w"], float), rcond=None)
-    assert np.abs(fitted[[1, 2, 4]] - 1).max() > 4 * 2.0**-8
-    told = shares(rounded, ["w"], {"w": each}, groups)
-    assert [told[e] for e in (0, 1, 2, 4)] == [2, 1, 1, 1]
-    assert 1.45 < told[3] < 1.55
+class Foreign:
+    """An array of another framework, which lends its memory to NumPy."""
+
+    dtype = "foreign.float32"
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __array__(self, dtype=None, copy=None):
+        return self.memory.copy() if copy else self.memory
+
+
+@pytest.mark.parametrize("kind", ["given away", "overwritten"])
+def test_a_candidate_may_use_again_what_it_returned(rng, kind):
+    """A wrong one is called again, with the memory of its first gradient."""
+    x = jnp.asarray(rng.normal(size=(4, 12)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=12), jnp.float32)
+    loss = lambda w, x: verify.tap(x @ w, "y") ** 2  # noqa: E731
+    returned, memory = [], np.zeros(12, np.float32)
+
+    def doubled(w, x):
+        memory[:] = 0
+        if returned:
+            returned[-1].delete()
+        value, slope = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
+        returned.append(2 * slope)
+        # What it computes after the first call differs, and is no matter here.
+        memory[:] = returned[-1] * (1 if len(returned) == 1 else 3)
+        return value, returned[-1] if kind == "given away" else Foreign(memory)
+
+    found = verify.trace(loss, w, x, doubled, seed=None).difference
+    assert len(returned) == 3
+    assert found.words.startswith("all examples count 2 times; ")
+
+
+def test_a_large_gradient_that_lacks_a_leaf_has_shares(monkeypatch, rng):
+    """Those of the leaves that it has: of each the same entries as in its parts."""
+    monkeypatch.setattr(shares, "ENTRIES", 48)
+    x = jnp.asarray(rng.normal(size=(4, 40)), jnp.float32)
+    w = {name: jnp.asarray(rng.normal(size=40), jnp.float32) for name in "ab"}
+
+    def loss(w, x):
+        return verify.tap(x @ w["a"] + jnp.sin(x) @ w["b"], "y") ** 2
+
+    def doubled(w, x):
+        value, slope = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
+        return value, {"a": None, "b": 2 * slope["b"]}
+
+    found = verify.trace(loss, w, x, doubled, seed=None)
+    assert {row.path for row in found.report.failures} == {"a", "b"}
+    assert found.difference.words.startswith("all examples count 2 times; ")
