@@ -144,6 +144,25 @@ def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
         raise TypeError(requirement(call, rule, repr(values)))
 
 
+def listed(call: str, values: Any, kind: Kind, rule: str) -> list[Any]:
+    """The values of an iterable, but no text, in a list.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      values: What was given.
+      kind: What each must be, as for `isinstance`.
+      rule: What the argument must be, such as `"must be names of workers"`.
+
+    Raises:
+      TypeError: It is none, or a value is of another type.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise TypeError(requirement(call, rule, repr(values)))
+    found = list(values)
+    check_sequence(call, found, kind, rule)
+    return found
+
+
 def check_number(
     call: str,
     value: Any,

@@ -13,7 +13,17 @@ from types import ModuleType
 from typing import Any
 
 from jdist import rpc
-from jdist._errors import Unavailable, check_choice, extra, requirement
+from jdist._errors import (
+    Unavailable,
+    check_choice,
+    check_flags,
+    check_function,
+    check_number,
+    check_type,
+    extra,
+    listed,
+    requirement,
+)
 from jdist.ray.worker_actor import WorkerActor, is_preparing
 from jdist.rpc.extension import (
     Rendezvous,
@@ -86,13 +96,14 @@ def cluster(  # noqa: PLR0913 - options, by keyword
       RpcError: This process is a worker already; the group did not form; at the end, a
         replacement failed.
       WorkerLost: At the end, unless `replace` is true: a worker was lost.
+      TypeError: An argument is of another type.
       ValueError: Names are not unique or missing; another argument is out of range.
 
     Source: Ray's placement groups and actors.
     """
     wanted = _checked_names(names, driver)
     bundle = _checked_resources(resources)
-    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
+    _check_run(strategy, replace, joined, timeout)
     options = _checked_options(options)
     ray = _ray()
     if is_preparing():
@@ -490,16 +501,33 @@ def _meeting(
     )
 
 
+def _check_run(
+    strategy: object, replace: object, joined: object, timeout: object
+) -> None:
+    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
+    check_flags("cluster", replace=replace)
+    if joined is not None:
+        check_function("cluster(joined=...)", joined)
+    rule = "must be a number of seconds above 0"
+    check_number("cluster(timeout=...)", timeout, rule, lambda n: n > 0)
+
+
 def _checked_names(names: Iterable[str], driver: str) -> list[str]:
-    found = list(names)
+    rule = f"must be one or more unique names, none of them {driver!r}"
+    found = listed("cluster(names)", names, str, rule)
     if not found or len({*found, driver}) != len(found) + 1:
-        rule = f"must be one or more unique names, none of them {driver!r}"
         raise ValueError(requirement("cluster(names)", rule, found))
     return found
 
 
 def _checked_resources(resources: Mapping[str, float] | None) -> dict[str, float]:
+    if resources is not None:
+        rule = "must be a mapping from Ray's names to amounts"
+        check_type("cluster(resources=...)", resources, Mapping, rule)
     found = {"CPU": 1.0} if resources is None else dict(resources)
+    for name, amount in found.items():
+        argument, rule = f"cluster(resources={{{name!r}: ...}})", "must be an amount"
+        check_number(argument, amount, rule, lambda n: True)
     if not found or not all(0 < each < math.inf for each in found.values()):
         rule = "must have a positive amount of one resource or more"
         raise ValueError(requirement("cluster(resources=...)", rule, found))
@@ -508,6 +536,7 @@ def _checked_resources(resources: Mapping[str, float] | None) -> dict[str, float
 
 def _checked_options(options: rpc.RpcOptions | None) -> rpc.RpcOptions:
     found = rpc.RpcOptions() if options is None else options
+    check_type("cluster(options=...)", found, rpc.RpcOptions, "must be an RpcOptions")
     for name in ("host", "device"):
         if (given := getattr(found, name)) is not None:
             rule = f"must have no {name}, which belongs to one worker"

@@ -855,7 +855,8 @@ def segment(
     if not callable(fn):
         raise TypeError(requirement("segment(fn)", "must be callable", fn))
     check_type("segment(label=...)", label, Hashable, "must be hashable")
-    if not any(recompute is policy or recompute == "dots" for policy in POLICIES):
+    # 1 is equal to True, and an array compared with a text has no truth.
+    if not isinstance(recompute, bool | str) or recompute not in POLICIES:
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"
         raise ValueError(requirement("segment(recompute=...)", rule, recompute))
     if isinstance(static_argnums, int):

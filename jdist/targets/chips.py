@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from jdist._errors import check_number, check_type
+
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 
@@ -80,6 +82,18 @@ class Chip:
     network_bandwidth: float = 0.0
     source: str = "given by the user"
     gpu: Gpu | None = None
+
+    def __post_init__(self) -> None:
+        check_type("Chip(name=...)", self.name, str, "must be a name, a str")
+        rule = "must be a mapping from dtypes to FLOP/s"
+        check_type("Chip(peak_flops=...)", self.peak_flops, Mapping, rule)
+        above = {f"peak_flops[{key!r}]": x for key, x in self.peak_flops.items()}
+        above |= {"memory": self.memory, "bandwidth": self.bandwidth}
+        for name, value in (above | {"links": self.links}).items():
+            check_number(f"Chip({name})", value, "must be above 0", lambda x: x > 0)
+        for name in ("link_bandwidth", "network_bandwidth"):
+            rule = "must be at least 0"
+            check_number(f"Chip({name})", getattr(self, name), rule, lambda x: x >= 0)
 
 
 XLA = (

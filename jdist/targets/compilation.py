@@ -13,7 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.stages import Compiled, Lowered
 
 from jdist._compat import equations_in
-from jdist._errors import requirement
+from jdist._errors import (
+    check_type,
+    requirement,
+)
 from jdist._tree import PyTree
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware
@@ -70,6 +73,8 @@ def compile(
       >>> found.fits, found.flops, found.bytes_per_device.outputs
       (True, 131072, 4096)
     """
+    rule = "must be a Hardware, such as targets.target('v5e:4x4')"
+    check_type("compile(target=...)", target, Hardware, rule)
     if isinstance(fn, Lowered):
         if shapes:
             rule = "must be left out where the program was lowered already"

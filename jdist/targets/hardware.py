@@ -10,7 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_sequence,
+    check_type,
+    requirement,
+)
 from jdist.targets import compilers
 from jdist.targets.chips import CHIPS, Chip
 
@@ -40,6 +44,9 @@ class Hardware:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        check_type("Hardware(chip=...)", self.chip, Chip, "must be a Chip")
+        rule = "must be a tuple of integers"
+        check_sequence("Hardware(shape=...)", self.shape, int, rule)
         lengths = {"tpu": (2, 3), "cuda": (2,), "cpu": (1,)}
         if self.chip.platform not in lengths:
             known = ", ".join(map(repr, lengths))
@@ -145,6 +152,7 @@ def target(name: str) -> Hardware:
       >>> targets.target("h100:2x8").chips
       16
     """
+    check_type("target(name)", name, str, FORM)
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     if match is None:
         raise ValueError(requirement("target(name=...)", FORM, name))

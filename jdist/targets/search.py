@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_choice,
+    check_function,
+    check_number,
+    check_type,
+    requirement,
+)
 from jdist._own_code import OwnCodeRaised
 from jdist.targets.chips import CHIPS
 from jdist.targets.hardware import Hardware, target
@@ -64,6 +70,8 @@ class SearchResult:
 
 Told = Callable[[Candidate], object]
 
+_JOB = "must be a function of the hardware, and of the batch size if it has one"
+
 
 def largest_batch(
     job: Job,
@@ -104,16 +112,16 @@ def largest_batch(
       >>> 70 < best.batch <= 10_000 // (2 * 16 * 4)
       True
     """
+    check_function("largest_batch(job=...)", job, _JOB)
+    check_type("largest_batch(hardware=...)", hardware, Hardware, "must be a Hardware")
     if not takes_batch(job):
         rule = "must have a parameter `batch`"
         raise ValueError(requirement("largest_batch(job=...)", rule, "a job without"))
     unit = hardware.chips if multiple is None else multiple
-    if unit < 1:
-        rule = "must be at least 1"
-        raise ValueError(requirement("largest_batch(multiple=...)", rule, unit))
-    if not 0 <= within < 1:
-        rule = "must be at least 0 and less than 1"
-        raise ValueError(requirement("largest_batch(within=...)", rule, within))
+    argument, rule = "largest_batch(multiple=...)", "must be at least 1"
+    check_number(argument, unit, rule, lambda n: n >= 1, whole=True)
+    argument, rule = "largest_batch(within=...)", "must be at least 0 and less than 1"
+    check_number(argument, within, rule, lambda x: 0 <= x < 1)
     tried: list[Candidate] = []
 
     def fits(count: int) -> bool:
@@ -168,9 +176,8 @@ def smallest_slice(
       ValueError: There is no such chip, or the job refuses all slices.
       OwnCodeRaised: The job raised something else than a ValueError.
     """
-    if chip not in CHIPS:
-        rule = f"must be one of {', '.join(CHIPS)}"
-        raise ValueError(requirement("smallest_slice(chip=...)", rule, chip))
+    check_function("smallest_slice(job=...)", job, _JOB)
+    check_choice("smallest_slice(chip=...)", chip, CHIPS)
     # GPUs come as hosts, not as slices.
     shapes = SLICES.get(chip, HOSTS).split()
     tried: dict[int, Candidate] = {}

@@ -40,6 +40,26 @@ def test_wrong_arguments(names, given, message):
         pytest.fail("refused")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"names": "ab"}, r"cluster\(names\)` must be one or more unique .* Got 'ab'"),
+        ({"names": 2}, r"cluster\(names\)` must be one or more unique .* Got 2"),
+        ({"names": [1]}, r"cluster\(names\)` must be one or more unique .* Got \[1\]"),
+        ({"resources": 4}, r"resources=...\)` must be a mapping from Ray's .* Got 4"),
+        ({"resources": {"CPU": "4"}}, r"resources={'CPU': ...}\)` must be .* Got '4'"),
+        ({"options": {"timeout": 5}}, r"options=...\)` must be an RpcOptions. Got {"),
+        ({"replace": "False"}, r"replace=...\)` must be True or False. Got 'False'"),
+        ({"joined": "begin"}, r"joined=...\)` must be a function. Got 'begin'"),
+        ({"timeout": None}, r"timeout=...\)` must be a number of .* Got None"),
+    ],
+)
+def test_wrong_types(given, message):
+    made = jdist.ray.cluster(**{"names": ["a"]} | given)
+    with pytest.raises(TypeError, match=message), made:
+        pytest.fail("refused")
+
+
 def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     text = r"`jdist.ray.cluster` needs Ray: pip install .*\[ray\]"

@@ -390,7 +390,7 @@ def test_cotangent_of_an_integer_is_refused(rng):
         seg.backward(x, residuals, (x, jnp.asarray(1)))
 
 
-@pytest.mark.parametrize("recompute", [1, 0, None, "all"])
+@pytest.mark.parametrize("recompute", [1, 0, None, "all", np.zeros(2)])
 def test_unknown_policy(recompute):
     """1 is not True here: a policy must be said."""
     message = r"`segment\(recompute=...\)` must be one of False, 'dots', True. Got "

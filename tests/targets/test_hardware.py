@@ -142,3 +142,84 @@ def test_variables_of_the_compiler_do_not_stay(monkeypatch):
         assert compilers.os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     assert "TPU_SKIP_MDS_QUERY" not in compilers.os.environ
     assert compilers.os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
+
+
+CHIP = {
+    "name": "mine",
+    "platform": "cpu",
+    "memory": 1024,
+    "bandwidth": 1e9,
+    "peak_flops": {"float32": 1e9},
+}
+HERE = targets.Hardware(targets.Chip(**CHIP), (1,))
+
+
+def job(hardware, batch=8):
+    return lambda x: x, jax.ShapeDtypeStruct((batch,), "float32")
+
+
+def chip(**change):
+    return targets.Chip(**CHIP | change)
+
+
+WRONG = {
+    "target(name": (targets.target, [None, 3, b"v5e:4x4", ["v5e:4x4"]]),
+    "Hardware(chip": (lambda v: targets.Hardware(v, (1,)), [None, "v5e", 3]),
+    "Hardware(shape": (
+        lambda v: targets.Hardware(chip(), v),
+        [None, 1, "1", (1.0,), ("1",)],
+    ),
+    "Chip(name": (lambda v: chip(name=v), [None, 3]),
+    "Chip(memory": (lambda v: chip(memory=v), [None, "16 GB", [1]]),
+    "Chip(peak_flops": (lambda v: chip(peak_flops=v), [None, 1e9, {"float32": "1e9"}]),
+    "Chip(links": (lambda v: chip(links=v), [None, "2"]),
+    "compile(target": (
+        lambda v: targets.compile(lambda x: x, target=v),
+        [None, "v5e:4x4", chip()],
+    ),
+    "largest_batch(job": (lambda v: targets.largest_batch(v, HERE), [None, "job", 3]),
+    "largest_batch(hardware": (
+        lambda v: targets.largest_batch(job, v),
+        [None, "v5e:4x4", chip()],
+    ),
+    "largest_batch(multiple": (
+        lambda v: targets.largest_batch(job, HERE, multiple=v),
+        ["2", 2.0, True],
+    ),
+    "largest_batch(within": (
+        lambda v: targets.largest_batch(job, HERE, within=v),
+        [None, "0.1", [0.1]],
+    ),
+    "smallest_slice(job": (lambda v: targets.smallest_slice(v, "v5e"), [None, 3]),
+}
+"""What the message names, the call, and values of wrong types."""
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_a_wrong_type(named):
+    call, values = WRONG[named]
+    for value in values:
+        with pytest.raises(TypeError, match=r"^`.*` must .*Got ") as caught:
+            call(value)
+        assert named in str(caught.value), (value, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 0}, r"Chip\(memory\)` must be above 0. Got 0"),
+        ({"bandwidth": float("nan")}, r"Chip\(bandwidth\)` must be above 0. Got nan"),
+        ({"peak_flops": {"int8": -1}}, r"peak_flops\['int8'\]\)` must be .* Got -1"),
+        ({"network_bandwidth": -1.0}, r"network_bandwidth\)` must be at least 0. Got"),
+    ],
+)
+def test_figures_out_of_range(change, message):
+    with pytest.raises(ValueError, match=message):
+        chip(**change)
+
+
+def test_an_unknown_chip_of_a_search():
+    with pytest.raises(
+        ValueError, match=r"chip=...\)` must be one of 'v5e', .*Got \[\]"
+    ):
+        targets.smallest_slice(job, [])

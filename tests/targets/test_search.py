@@ -77,7 +77,7 @@ def test_searches_are_refused_in_words(monkeypatch):
         targets.largest_batch(
             lambda hardware, batch: (lambda x: x, jnp.ones(3)), hardware(1000)
         )
-    with pytest.raises(ValueError, match=r"must be one of v5e, .*Got v9"):
+    with pytest.raises(ValueError, match=r"must be one of 'v5e', .*Got 'v9'"):
         targets.smallest_slice(fixed, "v9")
 
 

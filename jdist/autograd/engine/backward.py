@@ -12,7 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import beside, placed_at
-from jdist._errors import requirement
+from jdist._errors import (
+    check_choice,
+    check_flags,
+    requirement,
+)
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
@@ -163,9 +167,8 @@ def _pass(
 ) -> LocalPass:
     """Drives a pass to its end on all workers; for its arguments see `backward`."""
     agent, context = container.agent, container.retrieve(context_id)
-    if mode not in MODES:
-        rule = "must be 'smart' or 'fast'"
-        raise ValueError(requirement("backward(mode=...)", rule, mode))
+    check_choice("backward(mode=...)", mode, MODES)
+    check_flags("backward", retain_graph=retain_graph)
     # Within a call of another worker its deadline counts too.
     limit = resolve(timeout, agent.default_timeout, current.deadline())
     seeds = _roots(roots, cotangents)

@@ -22,7 +22,10 @@ from jax.experimental import multihost_utils
 
 from jdist import reduction
 from jdist._compat import beside
-from jdist._errors import requirement
+from jdist._errors import (
+    listed,
+    requirement,
+)
 from jdist._tree import PyTree, abbreviated, is_key, named_leaves, wide_dtype
 from jdist.autograd.contexts import Container, here
 from jdist.autograd.recording.errors import AutogradError
@@ -473,7 +476,8 @@ class ReplicaReduction:
 
 def _names(agent: Agent, group: Iterable[str]) -> tuple[str, ...]:
     """Check the trainers' names and sort them by rank."""
-    chosen = {group} if isinstance(group, str) else set(group)
+    names = [group] if isinstance(group, str) else group
+    chosen = set(listed(f"{_CALL}(group)", names, str, "must be names of workers"))
     ranks = {worker.name: worker.id for worker in agent.group.workers()}
     if agent.info.name not in chosen or not chosen <= ranks.keys():
         rule = f"must be workers of the group, {agent.info.name} among them"

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import StepFolder, check_folder, check_keep
-from jdist._errors import requirement
+from jdist._errors import (
+    listed,
+    requirement,
+)
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer
@@ -92,6 +95,8 @@ class DistributedOptimizer:
         # An unnameable function is refused here, before any owner has made its part.
         current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
+        rule = "must be a list of references to variables"
+        params_rrefs = listed(f"{_CALL}(params_rrefs)", params_rrefs, object, rule)
         for position, rref in enumerate(params_rrefs):
             if not isinstance(rref, RRef):
                 rule = "must be a reference to a variable"

@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_choice,
+    check_sequence,
+    check_type,
+)
 from jdist.autograd.contexts import Container, Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.picture.drawing import mermaid, svg
@@ -21,7 +25,7 @@ from jdist.autograd.recording.node import Node
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
-from jdist.rpc.extension import DEFAULT, incarnation_of
+from jdist.rpc.extension import DEFAULT, check_timeout, incarnation_of
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")
@@ -121,9 +125,11 @@ def graph(
       >>> found.labels()
       ['x (1)', 'send1 (1)', 'recv2 (1)', 'recv1 (1)', 'sin (1)', 'send2 (1)']
     """
-    if mode not in _MODES:
-        rule = f"must be one of {', '.join(map(repr, _MODES))}"
-        raise ValueError(requirement("graph(mode=...)", rule, mode))
+    check_choice("graph(mode=...)", mode, _MODES)
+    check_timeout("graph(timeout=...)", timeout)
+    if names is not None:
+        rule = "must be a mapping from variables to their names"
+        check_type("graph(names=...)", names, Mapping, rule)
     container = here()
     context = container.retrieve(context_id)
     starts, more = _nodes("roots", roots), _nodes("values", values)
@@ -190,9 +196,6 @@ def _others(
 
 
 def _nodes(argument: str, values: Sequence[Recorded]) -> list[Node]:
-    for value in values:
-        if not isinstance(value, Recorded):
-            raise TypeError(
-                requirement(f"graph({argument}=...)", "must be recorded values", value)
-            )
+    rule = "must be a list of recorded values"
+    check_sequence(f"graph({argument}=...)", values, Recorded, rule)
     return [value.edge.node for value in values]

@@ -92,8 +92,9 @@ class Stage:
         if not self.outputs:
             rule = "must name one value at least"
             raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
-        # `is`, because 1 == True: a 1 must be refused.
-        if not any(self.recompute is p or self.recompute == "dots" for p in POLICIES):
+        # 1 is equal to True, and an array compared with a text has no truth.
+        recompute = self.recompute
+        if not isinstance(recompute, bool | str) or recompute not in POLICIES:
             rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
             raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
 

@@ -90,7 +90,8 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
       TypeError: `timeout` is not a number.
       ValueError: `timeout` is negative and not -1, or not finite.
     """
-    if timeout == DEFAULT:
+    # An array is no number here, and compared it has no truth.
+    if isinstance(timeout, _NUMBERS) and timeout == DEFAULT:
         # A default that was set by the user is as firm as a timeout of the call.
         seconds, firm = default, default not in (DEFAULT_TIMEOUT, 0)
     else:
@@ -365,7 +366,7 @@ def use_worker(name: str) -> Iterator[None]:
       ...     rpc.get_worker_info().name
       'b'
     """
-    chosen = _workers.get(name)
+    chosen = _workers.get(name) if isinstance(name, str) else None
     if chosen is None:
         rule = f"must be a worker of this process, one of {sorted(_workers)}"
         raise ValueError(requirement("use_worker(name)", rule, name))

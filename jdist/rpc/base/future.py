@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from jdist._errors import requirement
+from jdist._errors import (
+    listed,
+    requirement,
+)
 from jdist.rpc.base import current
 from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
@@ -430,8 +433,4 @@ def _check_callback(call: str, callback: object) -> None:
 
 
 def _futures(call: str, futures: Iterable[Future[T]]) -> Sequence[Future[T]]:
-    listed = list(futures)
-    for future in listed:
-        if not isinstance(future, Future):
-            raise TypeError(requirement(call, "must be futures only", future))
-    return listed
+    return listed(call, futures, Future, "must be futures only")

@@ -5,7 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_choice,
+    check_flags,
+    check_number,
+    check_type,
+    requirement,
+)
 from jdist.rpc.base import device_maps
 
 __all__ = [
@@ -57,7 +63,8 @@ class RpcOptions:
         although all references were given up: "warn" or "error".
 
     Raises:
-      TypeError: A number of seconds is not a number; `device_maps` are no maps.
+      TypeError: A number is not one, a flag no bool, `host` no text;
+        `device_maps` are no maps.
       ValueError: A number is negative or too large, or the heartbeat's timeout is not
         longer than its interval; a device map has a device twice.
 
@@ -101,13 +108,15 @@ class RpcOptions:
             raise ValueError(
                 requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
             )
-        if self.threads < 1:
-            rule = "must be at least 1"
-            raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        argument, rule = "RpcOptions(threads=...)", "must be at least 1"
+        check_number(argument, self.threads, rule, lambda n: n >= 1, whole=True)
+        rule = "must be an address, a str"
+        check_type("RpcOptions(host=...)", self.host, str | None, rule)
+        # Any text is true: "False" would have opened what it was to close.
+        own = {name: getattr(self, name) for name in ("insecure", "allow_pickle")}
+        check_flags("RpcOptions", **own)
         device_maps.check(self.device_maps)
-        if self.leaks not in ("warn", "error"):
-            rule = 'must be "warn" or "error"'
-            raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
+        check_choice("RpcOptions(leaks=...)", self.leaks, ("warn", "error"))
 
 
 def check_seconds(call: str, seconds: object) -> None:

@@ -38,7 +38,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import (
+    listed,
+    requirement,
+)
 from jdist.rpc.base.errors import ForbiddenFunction
 
 __all__ = ["FunctionTable", "own_name"]
@@ -114,7 +117,9 @@ class FunctionTable:
     def __init__(
         self, allow: Iterable[str] = (), main: types.ModuleType | None = None
     ) -> None:
-        allow = tuple([allow] if isinstance(allow, str) else allow)
+        rule = "must be names such as 'mypkg' or 'mypkg.ops:step'"
+        allow = [allow] if isinstance(allow, str) else allow
+        allow = tuple(listed("init_rpc(allow=...)", allow, object, rule))
         _check_allow(allow)
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)

@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_type,
+    requirement,
+)
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
@@ -29,6 +32,7 @@ from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.sockets import is_loopback
+from jdist.rpc.wire.tls import TlsConfig
 
 _LEAVING_SECONDS = 2.0
 _RELEASE_SECONDS = 30.0
@@ -245,6 +249,8 @@ def _listen(request: JoinRequest, options: RpcOptions) -> Coordinator:
 def _transport(
     request: JoinRequest, options: RpcOptions, name: str, host: str, port: int = 0
 ) -> SocketTransport:
+    rule = "must be an rpc.TlsConfig, or None"
+    check_type("RpcOptions(tls=...)", options.tls, TlsConfig | None, rule)
     transport = SocketTransport(
         name,
         request.key,
@@ -442,9 +448,9 @@ def _address(given: str | tuple[str, int] | None, world_size: int) -> tuple[str,
         given = f"{host}:{port}"
     if isinstance(given, str):
         host, _, port = given.rpartition(":")
-        parts: tuple[object, object] = (host.strip("[]"), _port(port))
+        parts: object = (host.strip("[]"), _port(port))
     else:
-        parts = (given[0], given[1]) if len(given) == 2 else (None, None)
+        parts = given
     match parts:
         case (str() as host, int() as number) if host and 0 <= number <= LAST_PORT:
             return (host, number)

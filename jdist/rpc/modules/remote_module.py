@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_flags,
+    check_type,
+    requirement,
+)
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -41,6 +45,10 @@ class RemoteModule:
     """
 
     module_rref: RRef[Any]
+
+    def __post_init__(self) -> None:
+        rule = "must be a reference to a module, as `remote_module` makes it"
+        check_type("RemoteModule(module_rref)", self.module_rref, RRef, rule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, and returns what it returns.
@@ -170,6 +178,7 @@ def remote_module(
         rule = "must be a function or class that returns the module, not a future of it"
         raise TypeError(requirement("remote_module(factory)", rule, factory))
     call = "remote_module"
+    check_flags(call, trainable=trainable)
     making = (factory, positional(call, args), named(call, kwargs))
     # Looked up by name because imports run downwards: autograd registers the function,
     # and rpc cannot import autograd.

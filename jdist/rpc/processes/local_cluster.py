@@ -12,7 +12,11 @@ from typing import Any
 import jax
 
 from jdist._compat import require_backend
-from jdist._errors import requirement
+from jdist._errors import (
+    check_sequence,
+    listed,
+    requirement,
+)
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, Scope, resolve
 from jdist.rpc.base.future import Future
@@ -72,6 +76,8 @@ def local_cluster(
       ...     rpc.rpc_sync("worker1", sum, args=([1, 2],))
       3
     """
+    rule = "must be one or more unique names"
+    names = listed("local_cluster(names)", names, str, rule)
     infos = [WorkerInfo(name, rank) for rank, name in enumerate(names)]
     options = RpcOptions() if options is None else options
     check_options("local_cluster(options=...)", options)
@@ -195,8 +201,9 @@ def _places(
         require_backend()
         found = jax.local_devices()
         return [found[rank % len(found)] for rank in range(len(infos))]
+    rule = f"must be one device for each of the {len(infos)} workers"
+    check_sequence("local_cluster(devices=...)", devices, jax.Device, rule)
     if len(devices) != len(infos):
-        rule = f"must be one device for each of the {len(infos)} workers"
         raise ValueError(requirement("local_cluster(devices=...)", rule, list(devices)))
     return list(devices)
 

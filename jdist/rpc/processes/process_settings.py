@@ -12,9 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
-from jdist._errors import requirement
+from jdist._errors import (
+    check_flags,
+    check_number,
+    requirement,
+)
 from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
@@ -65,6 +70,7 @@ class ProcessSettings:
         (`OMP_NUM_THREADS` and its kin).
 
     Raises:
+      TypeError: A setting is no bool, or `callback_threads` no integer.
       ValueError: `callback_threads` is negative.
 
     Example:
@@ -81,10 +87,13 @@ class ProcessSettings:
     share_cores: bool = True
 
     def __post_init__(self) -> None:
-        if self.callback_threads < 0:
-            rule = "must be at least 0, which leaves the size to XLA"
-            call = "ProcessSettings(callback_threads=...)"
-            raise ValueError(requirement(call, rule, self.callback_threads))
+        fields = dataclasses.fields(ProcessSettings)
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields}
+        threads = own.pop("callback_threads")
+        check_flags("ProcessSettings", **own)
+        rule = "must be at least 0, which leaves the size to XLA"
+        argument = "ProcessSettings(callback_threads=...)"
+        check_number(argument, threads, rule, lambda n: n >= 0, whole=True)
 
 
 OFF = ProcessSettings(

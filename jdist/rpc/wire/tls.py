@@ -20,7 +20,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdist._errors import Unavailable, extra
+from jdist._errors import (
+    Unavailable,
+    check_type,
+    extra,
+)
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.stream import CutOff, Stream
@@ -47,6 +51,7 @@ class TlsConfig:
         not compared: the proof covers the very certificate and the worker's name.
 
     Raises:
+      TypeError: One is no path.
       ValueError: A key or authorities without a certificate.
     """
 
@@ -55,6 +60,9 @@ class TlsConfig:
     cafile: str | os.PathLike[str] = ""
 
     def __post_init__(self) -> None:
+        for name in ("certfile", "keyfile", "cafile"):
+            argument, path = f"TlsConfig({name}=...)", getattr(self, name)
+            check_type(argument, path, str | os.PathLike, "must be the path of a file")
         if not self.certfile and (self.keyfile or self.cafile):
             raise ValueError(
                 "`TlsConfig(certfile=...)` must be given with a keyfile or a cafile. "

@@ -352,7 +352,11 @@ def wrong():
                 RuntimeError,
                 "Could not find autograd context with id: 100",
             ),
-            ((context_id, [loss], "slow"), ValueError, "must be 'smart' or 'fast'"),
+            (
+                (context_id, [loss], "slow"),
+                ValueError,
+                "must be one of 'smart', 'fast'",
+            ),
             ((context_id, [loss], "fast", False, -2), ValueError, "non-negative"),
         ]
         for arguments, error, match in cases:

@@ -227,9 +227,13 @@ def test_what_is_refused(threads):
     with autograd.context() as context_id:
         with pytest.raises(ValueError, match=r"graph\(mode=...\).*'smart', 'fast'"):
             autograd.graph(context_id, mode="slow")
-        with pytest.raises(TypeError, match=r"graph\(roots=...\)` must be recorded"):
+        with pytest.raises(
+            TypeError, match=r"graph\(roots=...\)` must be a list of rec"
+        ):
             autograd.graph(context_id, [1.0])
-        with pytest.raises(TypeError, match=r"graph\(values=...\)` must be recorded"):
+        with pytest.raises(
+            TypeError, match=r"graph\(values=...\)` must be a list of rec"
+        ):
             autograd.graph(context_id, values=[leaf(1)])
     with pytest.raises(autograd.ContextNotFound, match=f"with id: {context_id}"):
         autograd.graph(context_id)
