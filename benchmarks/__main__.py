@@ -26,7 +26,12 @@ def main() -> None:
     names += _record.EXPERIMENTS
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
-    parser.add_argument("--out", type=Path, default=Path("results/bench"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/bench"),
+        help="folder of the figures (results/bench)",
+    )
     parser.add_argument(
         "--record",
         action="store_true",

@@ -36,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.devices < 1:
         parser.error(f"--devices must be at least 1, got {options.devices}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
+    try:  # Before the first experiment, whose findings could not be written.
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written, got {error}")
     mpl.use("agg")
     if options.device:
         jax.config.update("jax_platforms", options.device)
@@ -84,7 +90,9 @@ def _without_device() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m experiments", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="experiments; all; none: a list"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="shorter; says what it cannot judge"
     )
@@ -93,8 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         "--here", action="store_true", help="accelerators: run on this machine's"
     )
     parser.add_argument("--device", help="JAX platform: cpu, cuda, tpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--seed", type=int, default=0, help="of random numbers (0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results"),
+        help="folder of reports, pictures and compiled programs (results)",
+    )
     return parser
 
 

@@ -4,6 +4,7 @@ Exceptions of the user's code are kept apart from jdist's, and the exit status s
 which of the two ended the command.
 """
 
+import argparse
 import importlib
 import importlib.util
 import sys
@@ -68,6 +69,19 @@ def run_command(run: Callable[[], int], misuse: tuple[type[Exception], ...]) -> 
     console = Console(stderr=True)
     console.print("[red]error:[/red]", Text(told), highlight=False)
     return status
+
+
+def writable_file(text: str) -> Path:
+    """An option's file, which need not exist; for argparse's `type`.
+
+    Checked before the command does its work, whose findings could not be kept.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file in a folder that exists, not {text}"
+        )
+    return path
 
 
 def named(specification: str, argument: str) -> Any:

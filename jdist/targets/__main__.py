@@ -24,14 +24,13 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
-from pathlib import Path
 
 import jax
 from rich.console import Console
 from rich.text import Text
 
 from jdist._errors import JdistError
-from jdist._own_code import run_command
+from jdist._own_code import run_command, writable_file
 from jdist.targets.hardware import target
 from jdist.targets.job import Job, load, program_of
 from jdist.targets.picture import write_picture
@@ -94,8 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="find the smallest slice of each target's chip on which it fits",
     )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("--picture", type=Path, help="also draw bars into this file")
+    parser.add_argument(
+        "--json", type=writable_file, help="also write everything to this file"
+    )
+    parser.add_argument(
+        "--picture", type=writable_file, help="also draw bars into this file"
+    )
     return parser
 
 

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -27,7 +26,7 @@ from rich.text import Text
 
 from jdist._compat import require_backend
 from jdist._errors import JdistError
-from jdist._own_code import run_command
+from jdist._own_code import run_command, writable_file
 from jdist.verify import matrix
 from jdist.verify.oracle import REDUCERS
 from jdist.verify.problem import load
@@ -72,10 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("problem", nargs="?", help="module:name of a verify.Problem")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=matrix.DTYPES, default=matrix.DTYPES[:1]
+        "--dtypes",
+        nargs="+",
+        choices=matrix.DTYPES,
+        default=matrix.DTYPES[:1],
+        help="of the matrix's models (default float32)",
     )
     parser.add_argument(
-        "--reductions", nargs="+", choices=tuple(REDUCERS), default=tuple(REDUCERS)
+        "--reductions",
+        nargs="+",
+        choices=tuple(REDUCERS),
+        default=tuple(REDUCERS),
+        help="of the matrix's losses (default all)",
     )
     parser.add_argument(
         *("-k", "--rows"),
@@ -93,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         help="judge so many strategies at a time (default 2, on an accelerator 1)",
     )
     parser.add_argument(
-        "--json", type=Path, help="also write all findings to this file"
+        "--json", type=writable_file, help="also write all findings to this file"
     )
     parser.add_argument(
         "--no-finite-differences",
@@ -103,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="JAX platform: cpu, cuda, tpu")
     parser.add_argument(
-        "--cpu-devices", type=int, default=8, help="CPU devices to offer (default 8)"
+        "--cpu-devices", type=_count, default=8, help="CPU devices to offer (default 8)"
     )
     return parser
 

@@ -147,6 +147,20 @@ def test_wrong_names_are_refused(here, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["toy", "--devices", "0", *known(toy=toy(True))])
     assert "--devices must be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["toy", "--seed", "-1", *known(toy=toy(True))])
+    assert "--seed must be at least 0, got -1" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(here, capsys, tmp_path):
+    """Before an experiment whose findings would be lost."""
+    known, _ = here
+    known(toy=toy(True))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["toy", "--out", str(tmp_path / "file")])
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--out must be a folder that can be written, got [Errno 17]" in told
 
 
 def test_an_interrupt_ends_the_run(here, capsys):

@@ -39,6 +39,14 @@ def small(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_a_file_that_cannot_be_written(small, option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["own_jobs:job", "--target", "small:1", option, "none/found"])
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"argument {option}: must be a file in a folder that exists, not no" in told
+
+
 def test_what_fits(small, capsys):
     """A table for each target, a record, a picture; exit status 0."""
     arguments = ["own_jobs:job", "--target", "small:1", "small:4"]

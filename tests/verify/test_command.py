@@ -107,6 +107,22 @@ def test_a_users_problem_is_judged(module, capsys):
 
 
 @pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--json", "none/out.json"], "must be a file in a folder that exists, not no"),
+        (["--json", "."], "must be a file in a folder that exists, not ."),
+        (["--cpu-devices", "0"], "must be at least 1, not 0"),
+    ],
+)
+def test_an_option_is_refused_before_anything_is_judged(
+    module, option, message, capsys
+):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["users_own:problem", *option])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("specification", "message"),
     [
         ("users_own", "must be module:name, such as mymodule:problem. Got 'users_own'"),
