@@ -92,14 +92,12 @@ class Route(NamedTuple):
       taken: Tags of the messages that it takes.
       entries: Names of the entries of the batch that it takes.
       sent: The messages that it sends, in order.
-      split: Whether its backward pass is split in two.
     """
 
-    awaited: tuple[MessageTag, ...]
-    taken: tuple[MessageTag, ...]
-    entries: tuple[str, ...]
-    sent: tuple[RoutedMessage, ...]
-    split: bool
+    awaited: Sequence[MessageTag]
+    taken: Sequence[MessageTag]
+    entries: Sequence[str]
+    sent: Sequence[RoutedMessage]
 
 
 @final
@@ -119,7 +117,7 @@ class Routes:
         self.wiring = wiring
         self.places = places
         self._known: dict[Action, Route] = {}
-        # All actions of a schedule and its losses; more than an epoch has in flight.
+        # All actions of a schedule and its losses.
         self._most = len(places.schedule.columns) + places.schedule.micro_batches
 
     def of(self, action: Action) -> Route:
@@ -131,69 +129,65 @@ class Routes:
         """
         found = self._known.get(action)
         if found is None:
-            found = self._made(action)
-            # The micro-batches of an epoch have no limit: the oldest is dropped.
+            # The micro-batches of an epoch have no limit.
             if len(self._known) == self._most:
-                del self._known[next(iter(self._known))]
-            self._known[action] = found
+                self._known.clear()
+            found = self._known[action] = self._made(action)
         return found
 
     def _made(self, action: Action) -> Route:
         kind, stage, micro = action
-        schedule, loss = self.places.schedule, self.places.loss
+        loss = self.places.loss
         if stage == loss:
             taken = self._inputs(loss, micro)
             back = self._cotangents(loss, micro)
-            return Route(taken, taken, self._entries(loss), back, False)
-        # The bound is for epochs, whose schedule lists some of their micro-batches.
-        listed = micro < schedule.micro_batches
-        split = listed and bool(schedule.split[stage, micro])
+            return Route(taken, taken, self._entries(loss), back)
         # W needs only residuals of its own B, which comes before it in the same list.
         if kind == "W":
-            return Route((), (), (), (), split)
+            return Route([], [], [], [])
         if kind == "B":
             consumers = self.wiring.consumers[stage].items()
-            taken = tuple(
+            taken = [
                 MessageTag("B", micro, name, taker, self.places.worker(taker, micro))
                 for name, takers in consumers
                 for taker in takers
-            )
-            return Route(taken, taken, (), self._cotangents(stage, micro), split)
+            ]
+            return Route(taken, taken, [], self._cotangents(stage, micro))
         awaited = taken = self._inputs(stage, micro)
         # The loss follows the last stage at once. Without the outputs of this stage,
         # which its pass produces.
         if stage == loss - 1:
             own = self.wiring.consumers[stage]
             others = self._inputs(loss, micro)
-            awaited += tuple(tag for tag in others if tag.name not in own)
+            awaited = [*taken, *(tag for tag in others if tag.name not in own)]
         # One message for each consumer, because they may be on several workers.
-        sent = tuple(
+        sent = [
             self._message("F", micro, name, stage, taker)
             for name, takers in self.wiring.consumers[stage].items()
             for taker in takers
-        )
-        return Route(awaited, taken, self._entries(stage), sent, split)
+        ]
+        return Route(awaited, taken, self._entries(stage), sent)
 
-    def _inputs(self, stage: int, micro: int) -> tuple[MessageTag, ...]:
+    def _inputs(self, stage: int, micro: int) -> Sequence[MessageTag]:
         """Tags of the values that a stage or the loss takes from stages."""
-        return tuple(
+        return [
             MessageTag("F", micro, name, stage, self.places.worker(source, micro))
             for name, source in self.wiring.source[stage].items()
             if source != BATCH
-        )
+        ]
 
-    def _entries(self, stage: int) -> tuple[str, ...]:
+    def _entries(self, stage: int) -> Sequence[str]:
         source = self.wiring.source[stage].items()
-        return tuple(name for name, where in source if where == BATCH)
+        return [name for name, where in source if where == BATCH]
 
-    def _cotangents(self, taker: int, micro: int) -> tuple[RoutedMessage, ...]:
+    def _cotangents(self, taker: int, micro: int) -> Sequence[RoutedMessage]:
         """The messages with the cotangents of what a stage or the loss has taken."""
         # Entries of the batch have no stage that takes their cotangents.
-        return tuple(
+        return [
             self._message("B", micro, name, taker, source)
             for name, source in self.wiring.source[taker].items()
             if source != BATCH
-        )
+        ]
 
     def _message(
         self, kind: str, micro: int, name: str, source: int, destination: int
@@ -313,7 +307,7 @@ class Step(ABC):
         return None
 
     def _is_split(self, action: Action) -> bool:
-        return self._routes.of(action).split
+        return bool(self._places.schedule.split[action.stage, action.micro_batch])
 
     @abstractmethod
     def _passed_back(self, worker: int, stage: int) -> None:

@@ -6,9 +6,13 @@ one from the schedule of a longer epoch, and from that of the true length once i
 known. The same holds for the versions of the weights that micro-batches use.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Protocol
 
-from jdist.pipeline.schedule.actions import Action
+import numpy as np
+
+from jdist.pipeline.schedule.actions import Action, F
 from jdist.pipeline.schedule.schedule import Schedule, versions_used
 from jdist.pipeline.schedule.versions import live_versions
 
@@ -38,7 +42,8 @@ class OpenSchedule:
 
     def __init__(self, schedule: Schedule, stream: MicroBatchStream) -> None:
         self._stream = stream
-        self._drains: dict[int, list[Action]] = {}
+        self._ended: set[int] = set()
+        self._drained: Schedule | None = None
         # Long enough that `kept` has its final values.
         self._read(schedule.resized(steady_length(schedule)))
         self.kept = live_versions(self._longer.columns, self._longer.update_policy)
@@ -56,30 +61,34 @@ class OpenSchedule:
         """
         # Not `self._stream.length`, which another worker of the process may have found:
         # a worker's versions and updates must not depend on where the others run.
-        return worker in self._drains
+        return worker in self._ended
 
     def may_have(self, worker: int, micro: int) -> bool:
         """Whether a micro-batch may exist, as far as a worker has read."""
         length = self._stream.length
         return not self.has_ended(worker) or length is None or micro < length
 
-    def action(self, worker: int, number: int) -> Action | None:
-        """A worker's action by its number; reads the batch of a forward pass.
-
-        None after the last action of an epoch that has ended.
-        """
-        if not self.has_ended(worker):
-            while number >= self._certain[worker]:
+    def actions(self, worker: int) -> Iterator[Action]:
+        """A worker's actions in order; reads the batch of each forward pass."""
+        done = 0
+        while True:
+            while done == self._certain[worker]:
                 self._double()
-            action = self._actions[worker][number]
-            if action.kind != "F" or self._stream.reaches(action.micro_batch):
-                return action
+            span = slice(done, self._certain[worker])
+            for action in self._longer.columns.actions(worker, span):
+                if action.kind == "F" and not self._stream.reaches(action.micro_batch):
+                    self._ended.add(worker)
+                    yield from self._drain().columns.actions(worker, slice(done, None))
+                    return
+                yield action
+                done += 1
+
+    def _drain(self) -> Schedule:
+        """The schedule of the true length, the same up to the end of the batches."""
+        if self._drained is None:
             assert self._stream.length is not None
-            # The same actions up to here, and then the drain of the true length.
-            drained = self._longer.resized(self._stream.length)
-            self._drains[worker] = drained.actions(worker)
-        actions = self._drains[worker]
-        return actions[number] if number < len(actions) else None
+            self._drained = self._longer.resized(self._stream.length)
+        return self._drained
 
     def _double(self) -> None:
         # Doubling: the work for an epoch of m micro-batches stays proportional to m.
@@ -88,11 +97,11 @@ class OpenSchedule:
     def _read(self, longer: Schedule) -> None:
         self._longer = longer
         self._versions = versions_used(longer)
-        self._actions = [longer.actions(worker) for worker in range(longer.workers)]
         # Up to its last forward pass a worker does the same in every longer epoch.
+        forward = longer.columns.kind == F
         self._certain = [
-            max((i + 1 for i, a in enumerate(actions) if a.kind == "F"), default=0)
-            for actions in self._actions
+            int(np.flatnonzero(forward[start:end]).max(initial=-1)) + 1
+            for start, end in itertools.pairwise(longer.columns.first.tolist())
         ]
 
 
@@ -105,17 +114,19 @@ class OpenActions:
     """
 
     def __init__(self, schedule: OpenSchedule, worker: int) -> None:
-        self._schedule = schedule
-        self._worker = worker
-        self._done = 0
+        self._left = schedule.actions(worker)
+        self._next: Action | None = None
 
     def next(self) -> Action | None:
         """The next action, None after the last; reads the batch of a forward pass."""
-        return self._schedule.action(self._worker, self._done)
+        # Not in `advance`, which would read a batch before its pass is due.
+        if self._next is None:
+            self._next = next(self._left, None)
+        return self._next
 
     def advance(self) -> None:
         """Skips the next action."""
-        self._done += 1
+        self._next = None
 
 
 def steady_length(schedule: Schedule) -> int:

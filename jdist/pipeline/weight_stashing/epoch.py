@@ -257,14 +257,13 @@ class EpochStep(Step):
         stashed = self._stashed[worker, stage]
         # Joint updates are made at the first pass that needs them, not when messages
         # arrive: so the versions do not depend on timing.
-        while kind == "F" and stashed.stash.version < stashed.version(micro):
+        while micro not in stashed.used:
             assert self._joint is not None
             self._joint.make(worker, stage, stashed)
-        newest = stashed.stash.version
+        used, newest = stashed.used[micro], stashed.stash.version
         computed = super()._do(worker, action)
         if kind == "B":
             self._stream.forget(micro)  # All its forward passes here are done.
-        used = stashed.used[micro] if kind == "F" else stashed.used.pop(micro)
         held = len(stashed.stash.kept)
         self.passes.append(PassRecord(kind, worker, stage, micro, used, newest, held))
         return computed, stashed.arrays()
@@ -311,6 +310,8 @@ class EpochStep(Step):
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
         """Tags of other workers' contributions to the next update."""
+        if len(self._places.schedule.placement[stage]) == 1:
+            return []
         number = self._stashed[worker, stage].contributed
         return [
             MessageTag("G", number, "", stage, other)

@@ -1,7 +1,6 @@
 """The weight versions and updates of one stage during an epoch."""
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, final
@@ -63,7 +62,8 @@ class StashedStage:
       stash: All versions that are kept, and the optimizer's state.
       grown: Number of micro-batches in the accumulated gradient.
       held: Gradients that are complete here, of updates that are not made yet.
-      used: The version that each micro-batch in flight uses.
+      used: The version that each micro-batch uses whose backward pass is to come here,
+        as far as versions are made.
     """
 
     def __init__(self, run: StageRun, rule: VersionRule, opt_state: PyTree) -> None:
@@ -74,7 +74,8 @@ class StashedStage:
         self.held: deque[PyTree] = deque()
         self.used: dict[int, int] = {}
         self._rule = rule
-        self._to_come = rule.turn
+        self._next = rule.turn  # The first micro-batch whose version is not in `used`.
+        self._look_ahead()
         # In the constructor too, so that a rehearsal of the passes traces the backward
         # pass with its update.
         self._prepare()
@@ -95,8 +96,6 @@ class StashedStage:
 
     def begin_forward(self, micro: int) -> None:
         """Loads the version that a micro-batch uses."""
-        # Recorded, because the backward pass must use the same version.
-        self.used[micro] = self.version(micro)
         self._load(self.used[micro])
 
     def begin_backward(self, micro: int) -> None:
@@ -117,11 +116,11 @@ class StashedStage:
         self.grown += 1
         # Its reference would keep the version that was updated in memory.
         self.run.update = None
-        # A worker's backward passes are in the order of its micro-batches, so that
-        # earlier ones need no version any more.
-        self._to_come = micro + self._rule.replicas
-        self.stash = self._rule.stashing.release(self.stash, self._needed())
-        self._load(self.stash.version)
+        del self.used[micro]
+        # An update within the pass drops them where it appends its version.
+        if self._rule.in_backward is None:
+            self.stash = self._rule.stashing.release(self.stash, self._needed())
+            self._load(self.stash.version)
 
     def update(self, others: Mapping[int, Partial], rank: int) -> None:
         """Makes the next version, from the gradients of all workers of the stage.
@@ -186,17 +185,24 @@ class StashedStage:
         stashing, needed = self._rule.stashing, self._needed()
         self.stash = stashing.append(self.stash, params, opt_state, needed)
         self._load(self.stash.version)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Notes which micro-batches use the newest version."""
+        while self._rule.exists(self._next):
+            version = self.version(self._next)
+            # Versions do not decrease with the micro-batch.
+            if version > self.stash.version:
+                return
+            self.used[self._next] = version
+            self._next += self._rule.replicas
 
     def _needed(self) -> set[int]:
         """Existing versions that a micro-batch of this worker will still use."""
-        needed: set[int] = set()
-        for micro in itertools.count(self._to_come, self._rule.replicas):
-            # Versions do not decrease with the micro-batch, so that the search may end
-            # at the first one that is not made yet.
-            if not self._rule.exists(micro) or self.version(micro) > self.stash.version:
-                return needed
-            needed.add(self.version(micro))
-        raise AssertionError("a count has no end")
+        # The epoch may have ended before a micro-batch that was noted.
+        while self.used and not self._rule.exists(last := next(reversed(self.used))):
+            del self.used[last]
+        return set(self.used.values())
 
     def _load(self, version: int) -> None:
         self.run.params = self._rule.stashing.load_old_params(self.stash, version)

@@ -121,6 +121,18 @@ def test_the_first_total_above_0_normalizes_the_others(size):
     )
 
 
+def test_batches_without_weights_stand_between_others():
+    """Each of their examples counts 1, whatever came before."""
+    rows = [2, 2, 2, 2, 3, 2]
+    given = [[5.0, 1.0], None, [3.0, 4.0], None, None, None]
+    found = read(stream([(batch(n, n), w) for n, w in zip(rows, given, strict=True)]))
+    for i, (n, w) in enumerate(zip(rows, given, strict=True)):
+        wanted = np.ones(n) if w is None else np.array(w)
+        assert (found[i].weights * 8).tolist() == wanted.tolist()
+        assert (found[i].total * 8, found[i].given) == (wanted.sum(), wanted.sum())
+        assert (found[i].number, found[i].batch["x"][0]) == (i, n)
+
+
 def test_weights_may_come_from_an_iterator_beside_a_list():
     found = read(stream([batch(2)] * 2, iter([[1.0, 2.0], [4.0, 5.0]])))
     assert (found.length, found.totals[1] / found.totals[0]) == (2, 3.0)
