@@ -5,7 +5,7 @@ question is what sharding, weighting and reducing add. torch computes the whole 
 the same threads. `verify.judge`, without the finite difference, is timed as well.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ def measure() -> list[Case]:
         _alone(512, 4, 256, calls=2, goal=1.01),
         # Nothing to compute: this measures the call itself, in Python and in JAX.
         _alone(4, 2, 8, calls=200, goal=1.5),
+        _convolutions(32, 16, parts=4),
         _judgement(),
     ]
 
@@ -96,6 +97,64 @@ def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> C
     )
 
 
+def _convolutions(images: int, size: int, parts: int) -> Case:
+    """Three convolutions: a batch as a whole and in micro-batches, one after another.
+
+    XLA's CPU compiler computes the gradient of a kernel slowly in a loop, as a scan
+    written by hand shows.
+    """
+    rng = np.random.default_rng(0)
+    shapes = [(3, 3, 3, 16), (3, 3, 16, 32), (3, 3, 32, 32)]
+    params = [jnp.asarray(rng.normal(size=s) / 10, jnp.float32) for s in shapes]
+    batch = jnp.asarray(rng.normal(size=(images, size, size, 3)), jnp.float32)
+    opt = optim.sgd(lr=1e-3)
+
+    def losses(params: Any, x: jax.Array) -> jax.Array:
+        for window in params:
+            x = jax.nn.relu(
+                jax.lax.conv_general_dilated(
+                    x,
+                    window,
+                    (1, 1),
+                    "SAME",
+                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                )
+            )
+        return jnp.mean(x**2, axis=(1, 2, 3))
+
+    grad = jax.value_and_grad(lambda params, x: losses(params, x).mean())
+
+    def scanned(state: Any, batch: jax.Array) -> Any:
+        def turn(total: Any, x: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, grad(params, x)), None
+
+        params, opt_state = state
+        start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        rows = batch.reshape(parts, -1, *batch.shape[1:])
+        (loss, grads), _ = jax.lax.scan(turn, start, rows)
+        grads = jax.tree.map(lambda g: g / parts, grads)
+        return opt.step(params, grads, opt_state), loss / parts
+
+    contenders: dict[str, Callable[[], Any]] = {}
+    for name, count in (("whole", 1), (f"accumulate={parts}", parts)):
+        step = data_parallel.train_step(losses, opt, 1, accumulate=count)
+        contenders[f"train_step, {name}"] = _repeated(step, step.init(params), batch)
+    contenders[f"a scan over {parts} parts"] = _repeated(
+        jax.jit(scanned), (params, opt.init(params)), batch
+    )
+    contenders[f"torch, {parts} backward passes"] = _torch_convolutions(
+        params, batch, parts
+    )
+    timings = race(contenders, rounds=10)
+    whole, accumulated, *_ = timings.values()
+    return Case(
+        f"convolutions, {images} images of {size} x {size}",
+        timings,
+        note=f"SGD; torch with {torch.get_num_threads()} threads",
+        goals=[Goal("of the whole batch, accumulated", ratio(accumulated, whole), 1.1)],
+    )
+
+
 def _repeated(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Any]:
     """Repeats a training step that donates its state."""
     kept = [state]
@@ -158,5 +217,30 @@ def _torchs(params: Mapping[str, jax.Array], batch: Any) -> Callable[[], Any]:
         loss = ((hidden - y) ** 2).mean(dim=1).mean()
         loss.backward()
         return loss.item()
+
+    return step
+
+
+def _torch_convolutions(
+    params: Sequence[jax.Array], batch: jax.Array, parts: int
+) -> Callable[[], Any]:
+    kernels = [
+        torch.tensor(np.asarray(w).transpose(3, 2, 0, 1), requires_grad=True)
+        for w in params
+    ]
+    rows = torch.tensor(np.asarray(batch).transpose(0, 3, 1, 2)).chunk(parts)
+    opt = torch.optim.SGD(kernels, lr=1e-3)
+
+    def step() -> float:
+        opt.zero_grad()
+        total = 0.0
+        for x in rows:
+            for kernel in kernels:
+                x = torch.relu(torch.conv2d(x, kernel, padding="same"))
+            loss = (x**2).mean() / parts
+            loss.backward()
+            total += loss.item()
+        opt.step()
+        return total
 
     return step

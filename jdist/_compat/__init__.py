@@ -7,6 +7,7 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 """
 
 from jdist._compat.ahead import Ahead
+from jdist._compat.convolution import fast_in_loops
 from jdist._compat.layout import alike
 from jdist._compat.programs import (
     WRAPPED_FUNCTION,
@@ -82,6 +83,7 @@ __all__ = [
     "equations_for",
     "equations_in",
     "evaluate",
+    "fast_in_loops",
     "inner_programs",
     "is_computed",
     "is_partitioned",

@@ -69,31 +69,41 @@ def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
             waiting += value
 
 
-def _with_copies(program: ClosedJaxpr) -> ClosedJaxpr:
+def _with_copies(program: Any) -> Any:
     """The program with NumPy arrays of its own; their weak types stay."""
+    made = with_equations(
+        program, lambda each: [with_inner_programs(each, _with_copies)]
+    )
+    if not isinstance(made, ClosedJaxpr):
+        return made
+    consts = [x.copy() if isinstance(x, np.ndarray) else x for x in made.consts]
+    return ClosedJaxpr(made.jaxpr, consts)
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return _with_copies(value)
-        if isinstance(value, Jaxpr):
-            return replaced(value)
+
+def with_equations(
+    program: Any, change: Callable[[JaxprEqn], Sequence[JaxprEqn]]
+) -> Any:
+    """The program, open or closed, with other equations in place of each of its own."""
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    made = jaxpr.replace(eqns=[new for each in jaxpr.eqns for new in change(each)])
+    # From JAX 0.12 on there is one class.
+    return ClosedJaxpr(made, program.consts) if jaxpr is not program else made
+
+
+def with_inner_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """The equation with each program inside it, open or closed, changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return change(value)
         if type(value) in (tuple, list):
-            return type(value)(map(copied, value))
+            return type(value)(map(changed, value))
         return value
 
-    def replaced(jaxpr: Jaxpr) -> Jaxpr:
-        equations = [
-            equation.replace(
-                params={name: copied(value) for name, value in equation.params.items()}
-            )
-            if inner_programs(equation)
-            else equation
-            for equation in jaxpr.eqns
-        ]
-        return jaxpr.replace(eqns=equations)
-
-    consts = [x.copy() if isinstance(x, np.ndarray) else x for x in program.consts]
-    return ClosedJaxpr(replaced(program.jaxpr), consts)
+    if not inner_programs(equation):
+        return equation
+    params = {name: changed(value) for name, value in equation.params.items()}
+    return equation.replace(params=params)
 
 
 def trace_context() -> Any:

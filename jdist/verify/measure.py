@@ -17,6 +17,7 @@ for it: where it is small beside the bound, or further than the bound from that 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import double_precision, equations_in
+from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     BLIND,
@@ -287,7 +288,8 @@ class LossPrograms:
         start = (sums, exact, jnp.zeros(count, jnp.float64))
         # One example and draw at a time: memory does not grow with their number. The
         # bound is an argument: more draws compile nothing anew.
-        sums, _, losses = jax.lax.fori_loop(0, count * (draws + 1), step, start)
+        loop = fast_in_loops(partial(jax.lax.fori_loop, 0, count * (draws + 1), step))
+        sums, _, losses = loop(start)
         return sums, losses
 
 

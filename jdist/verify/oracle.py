@@ -28,7 +28,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
-from jdist._compat import double_precision, equations_in
+from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, wide_of
@@ -198,7 +198,8 @@ def _slopes(
         return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
 
     # A loop, so that the loss is compiled once and its memory is that of one shift.
-    losses = jax.lax.map(shifted, jnp.asarray(REACH * SHIFTS))
+    each = fast_in_loops(partial(jax.lax.map, shifted))
+    losses = each(jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
     exact = Perturbation(None, seed, None, missed)
     slope = run(gradient, [one, *at(jnp.zeros(()))], exact)

@@ -9,12 +9,14 @@ counts by the weight of its examples: the mean of k means differs if the counts 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import reduction as reductions
+from jdist._compat import fast_in_loops
 from jdist._tree import PyTree
 from jdist.data_parallel.gradient.unused import only, watched
 from jdist.data_parallel.replicas.mapping import as_row, own_row
@@ -97,5 +99,6 @@ def accumulated(
 
     start = (reductions.empty(shapes, reduction), share.states)
     # Not unrolled: activations of one micro-batch at a time, one compiled body.
-    (part, state), aux = jax.lax.scan(body, start, (indices, *rows))
+    scan = fast_in_loops(partial(jax.lax.scan, body))
+    (part, state), aux = scan(start, (indices, *rows))
     return part, state, aux

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist import reduction
+from jdist._compat import fast_in_loops
 from jdist._tree import PyTree, is_none, split_inexact, unworded, wide_dtype
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
@@ -169,7 +170,8 @@ def run(
 
     # Scanned, not unrolled: the size of the program does not grow with the schedule.
     clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.clock))
-    state, _ = jax.lax.scan(clock, device.start(), clocks)
+    scan = fast_in_loops(partial(jax.lax.scan, clock))
+    state, _ = scan(device.start(), clocks)
     grads = [
         reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
         for part, own in zip(state.partials, params, strict=True)

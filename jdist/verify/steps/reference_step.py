@@ -12,6 +12,7 @@ The limit of a leaf follows from the distances as for a composed step (`trajecto
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, fast_in_loops
 from jdist._errors import requirement
 from jdist._tree import PyTree, described, is_inexact, named_leaves
 from jdist.verify.bound import confidence
@@ -168,7 +169,8 @@ class ReferenceStep:
             return [x.wide for x in floating], list(map(size_of, floating))
 
         # A loop, so that memory does not grow with the number followed.
-        return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
+        each = fast_in_loops(partial(jax.lax.map, one))
+        return each((jnp.arange(FOLLOWED + 1), others))
 
 
 def named_state(state: PyTree) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
@@ -299,7 +299,8 @@ def _moved(
         return after, [slope.wide for slope in slopes], list(map(size_of, floating))
 
     # A loop, so that memory does not grow with the number followed.
-    return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
+    each = fast_in_loops(partial(jax.lax.map, one))
+    return each((jnp.arange(FOLLOWED + 1), others))
 
 
 def _shifted(

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.lockstep import Perturbation, Position, PrecisionPair, run
@@ -122,7 +123,8 @@ def _evaluate(
         noise = Perturbation(amplitude, seed, accumulation, observer=observe)
         return [jnp.sum(x.rounded) for x in run(program, leaves, noise)]
 
-    return jax.lax.map(one, jnp.arange(DRAWS + 1))
+    each = fast_in_loops(partial(jax.lax.map, one))
+    return each(jnp.arange(DRAWS + 1))
 
 
 class _Seen:

@@ -7,11 +7,13 @@ least squares.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._compat import fast_in_loops
 from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import EXTRA, in_double, unit_roundoff
 from jdist.verify.oracle import LossFn, differentiated
@@ -51,7 +53,7 @@ def example_gradients(
         return {path: leaves[path].ravel()[own] for path, own in picks.items()}
 
     # One example after the other: the memory is that of one gradient.
-    each = jax.jit(lambda p, rows: jax.lax.map(lambda row: one(p, row), rows))
+    each = jax.jit(fast_in_loops(lambda p, rows: jax.lax.map(partial(one, p), rows)))
     found = each(params, jax.tree.map(jnp.asarray, batch))
     return {path: in_double(x) for path, x in found.items()}
 
