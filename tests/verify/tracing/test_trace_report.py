@@ -143,6 +143,10 @@ def test_one_factor_of_all_is_said_once():
     assert told(alone, [0.5] * 6).words == "all examples count 0.5 times; " + PLACE[2]
     assert told(alone, [0.5] * 5 + [0.75]).words.startswith("examples 0 count 0.5 tim")
     assert told(alone, [1] + [0.5] * 5).words.startswith("examples 1 count 0.5 times")
+    nearly = told(alone[:2], [0.5001, 0.5004]).words
+    assert nearly.startswith("all examples count 0.5001 times")
+    apart = told(alone[:2], [0.6, 0.9]).words
+    assert apart.startswith("examples 0 count 0.6 times; examples 1 count 0.9 times")
 
 
 GROUPS = [(0, 1, 2), (3, 4), (5,)]
@@ -190,6 +194,17 @@ def test_one_factor_for_all_is_known_by_itself_alone():
     assert not _scaled_before(sums, GROUPS, [2.0] * 3, WEIGHTS)
 
 
+def test_factors_and_shares_agree_to_a_hundredth():
+    """A lost example has no factor; where none that counts once has one, none fits."""
+    alone = [(e,) for e in range(6)]
+    ones = dict.fromkeys(range(1, 6), 1.0 + 0j)
+    twice = [2.0] + [1.0] * 5
+    assert _scaled_before({0: 2.025 + 0j, **ones}, alone, twice, WEIGHTS)
+    assert not _scaled_before({0: 2.035 + 0j, **ones}, alone, twice, WEIGHTS)
+    assert _scaled_before(ones, alone, [0.0] + [1.0] * 5, WEIGHTS)
+    assert not _scaled_before({0: 2.0 + 0j}, alone, twice, WEIGHTS)
+
+
 def test_examples_without_a_call_are_groups_of_their_own():
     """Those without a weight are in none."""
     counted = np.array([True, True, False, True, True, False])
@@ -211,9 +226,9 @@ def test_the_number_of_examples_is_that_of_all_leaves(batch, count):
     assert _examples(batch) == count
 
 
-def beyond(*leaves, parts=lambda: None, gradient=None, groups=()):
+def beyond(*leaves, parts=lambda: None, gradient=None, groups=(), weights=WEIGHTS):
     report, findings = Report((RIGHT, *leaves)), Findings(groups=list(groups))
-    return _beyond_taps(report, findings, gradient, parts, WEIGHTS)
+    return _beyond_taps(report, findings, gradient, parts, weights)
 
 
 def test_where_all_taps_are_right_the_worst_leaf_is_named(rng):
@@ -227,6 +242,11 @@ def test_where_all_taps_are_right_the_worst_leaf_is_named(rng):
     found = beyond(WRONG, lost)
     assert (found.tap, found.words) == ("u", "not finite; 2 leaves are wrong")
 
+    def parts():
+        raise AssertionError("examples' parts of nothing are not computed")
+
+    assert beyond(lost, parts=parts).words == "not finite"
+
 
 def test_a_lost_call_and_a_lost_example_are_told_apart(rng):
     """First by the calls of the backward pass, then example by example."""
@@ -236,12 +256,45 @@ def test_a_lost_call_and_a_lost_example_are_told_apart(rng):
     found = beyond(WRONG, parts=lambda: each, gradient=lost, groups=calls)
     assert found.examples == (2, 4, 5)
     assert found.words == ("examples 2, 4-5 count 0 times; off by 31 times the bound")
-    # Half of a call: the calls do not explain it, the examples do.
-    half = {"w": each["w"][[0, 1, 2, 3]].sum(axis=0)}
-    found = beyond(WRONG, parts=lambda: each, gradient=half, groups=calls)
-    assert found.examples == (4, 5)
-    assert found.words.startswith("examples 4-5 count 0 times; ")
+    # Fewer numbers tell calls, and not examples.
+    few, less = {"w": each["w"][:, :8]}, {"w": lost["w"][:8]}
+    found = beyond(WRONG, parts=lambda: few, gradient=less, groups=calls)
+    assert found.examples == (2, 4, 5)
+    # A part of a call: the calls do not explain it, the examples do.
+    part = {"w": each["w"][[0, 1, 3, 4, 5]].sum(axis=0)}
+    found = beyond(WRONG, parts=lambda: each, gradient=part, groups=calls)
+    assert found.examples == (2,)
+    assert found.words.startswith("examples 2 count 0 times; ")
     # Noise has no shares.
     noise = {"w": rng.normal(size=40)}
     found = beyond(WRONG, parts=lambda: each, gradient=noise, groups=calls)
     assert (found.examples, found.words) == ((), WRONG.problem)
+
+
+def test_examples_of_one_share_are_told_together(rng):
+    """To three digits; and those that do not count are no examples."""
+    each = {"w": rng.normal(size=(6, 40))}
+    counts = np.array([1.5001, 1.5004, 1.6, 1, 1, 1])
+    found = beyond(
+        WRONG, parts=lambda: each, gradient={"w": counts @ each["w"]},
+        groups=[(0, 1, 2, 3, 4, 5)],
+    )  # fmt: skip
+    assert found.words.startswith(
+        "examples 0-1 count 1.5 times; examples 2 count 1.6 times; "
+    )
+    weights = np.array([0.5, 0, 2, 1, 0, 1])
+    each = {"w": weights[:, None] * each["w"]}
+    found = beyond(
+        WRONG, parts=lambda: each, gradient={"w": 1.5 * each["w"].sum(0)},
+        weights=weights,
+    )  # fmt: skip
+    assert found.examples == (0, 2, 3, 5)
+    assert found.words.startswith("all examples count 1.5 times; ")
+    # Four that count are told by as few as eight numbers, and six are not.
+    few = {"w": each["w"][:, :8]}
+    wrong = {"w": np.array([1.5, 1, 1.25, 1, 1, 1]) @ few["w"]}
+    found = beyond(
+        WRONG, parts=lambda: few, gradient=wrong, groups=[tuple(range(6))],
+        weights=weights,
+    )  # fmt: skip
+    assert found.examples == (0, 2)
