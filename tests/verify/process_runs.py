@@ -164,6 +164,14 @@ def stepped():
     return str(report), report.of("right").ok, causes
 
 
+def traced():
+    """The refusal of a trace."""
+    try:
+        verify.trace(losses, *given(), trainer(), seed=None)
+    except ValueError as error:
+        return str(error)
+
+
 def command(candidate):
     """`python -m jdist.verify`: its status, and what it prints."""
     told = io.StringIO()

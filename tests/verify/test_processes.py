@@ -88,6 +88,13 @@ def test_whole_steps_are_judged_where_they_lie(pair):
     assert rule in " ".join(text.split())
 
 
+def test_a_trace_is_of_one_process(pair):
+    assert same(pair.everywhere(runs.traced)) == (
+        "`trace(candidate=...)` must be called in one process. Got one of 2. "
+        "verify.gradients judges a run of several."
+    )
+
+
 @pytest.mark.parametrize(("name", "status"), [("right", 0), ("wrong", 1)])
 def test_the_command_exits_alike(pair, name, status):
     """With the same lines on every process."""

@@ -1,6 +1,7 @@
 """The judge of whole optimizer steps: by new parameters, not by what they imply."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -239,14 +240,42 @@ def test_refusals(argument, options, message):
         verify.step(loss, lambda p, g, s: (p, s), (params, ()), **given)
 
 
-def test_a_candidate_that_returns_something_else_is_named():
-    message = r"^`candidates\['bare'\]\(params, opt_state, batch\)` must return "
-    message += r"\(params, opt_state\). Got a dict"
-    with pytest.raises(TypeError, match=message):
+STATEFUL = lambda p, b, states: (losses(p, b), states)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("loss", "state", "result", "message"),
+    [
+        (losses, ((),), {}, "(params, opt_state)`. Got a dict"),
+        (losses, ((),), ((), (), ()), "(params, opt_state)`. Got a tuple"),
+        (STATEFUL, ((), ()), ((), ()), "(params, opt_state, states)`. Got a tuple"),
+    ],
+)
+def test_a_candidate_that_returns_something_else_is_named(loss, state, result, message):
+    parts, _, got = message.partition("`")
+    call = f"`candidates['mine']({parts[1:-1]}, batch)` must return {parts}{got}"
+    with pytest.raises(TypeError, match="^" + re.escape(call)):
         verify.step(
-            losses, lambda p, g, s: (p, s), (THREE[0], ()), THREE[1][:1],
-            {"bare": lambda p, s, b: p},
+            loss, lambda p, g, s: (p, s), (THREE[0], *state), THREE[1][:1],
+            {"mine": lambda *given: result},
         )  # fmt: skip
+
+
+def test_what_a_candidate_raises_is_raised_with_its_name():
+    def broken(*given):
+        raise KeyError("lost")
+
+    def check(*arguments):
+        with pytest.raises(KeyError, match="lost") as caught:
+            verify.step(*arguments)
+        note = "raised by the candidate 'mine' of verify.step"
+        assert caught.value.__notes__ == [note]
+
+    check(
+        losses, lambda p, g, s: (p, s), (THREE[0], ()), THREE[1][:1], {"mine": broken}
+    )
+    plain = lambda s, b: {"w": s["w"] + b["x"].sum(0)}  # noqa: E731
+    check({"mine": broken}, plain, {"w": jnp.ones(5, jnp.float32)}, THREE[1][:1])
 
 
 def test_a_loss_that_wants_a_key_is_refused():

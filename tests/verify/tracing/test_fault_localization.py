@@ -340,6 +340,18 @@ def test_weights_may_be_numpys_own(rng):
     assert trace.raise_if_failed().difference is None
 
 
+def test_a_tap_may_differ_in_a_right_candidate(rng):
+    """The verdict is that of the gradient, and a note says so."""
+    x = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=3), jnp.float32)
+    loss = lambda w, x, f=1.0: (verify.tap(f * (x @ w), "y") / f) ** 2  # noqa: E731
+    doubled = jax.value_and_grad(lambda w, x: loss(w, x, 2.0).mean())
+    trace = verify.trace(loss, w, x, doubled, seed=None)
+    assert trace.ok
+    assert (trace.difference.tap, trace.difference.direction) == ("y", "forward")
+    assert trace.notes == ("a tap differs, yet loss and gradient are right",)
+
+
 def test_a_batch_may_have_none_in_the_place_of_an_array(rng):
     x = jnp.asarray(rng.normal(size=(7, 3)), jnp.float32)
     w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": None}
