@@ -4,6 +4,7 @@ A module is an object that changes when it is called. A pure function builds one
 parameters, state and new random streams, calls it, and splits it again.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from jdist._tree import PyTree, is_key
 if TYPE_CHECKING:
     from flax import nnx
 
-__all__ = ["ModuleParts", "RandomStreams", "drawn", "taken_apart"]
+__all__ = ["ModuleParts", "RandomStreams", "drawn", "is_module", "taken_apart"]
 
 
 class ModuleParts(NamedTuple):
@@ -35,6 +36,13 @@ class ModuleParts(NamedTuple):
     params: PyTree
     streams: PyTree
     rest: PyTree
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a Flax NNX module; no value is, where Flax is not imported."""
+    # Another thread may be half-way through importing it.
+    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
+    return module is not None and isinstance(value, module)
 
 
 def taken_apart(module: "nnx.Module") -> ModuleParts:

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from jdist._compat import placed_as
 from jdist._errors import requirement
+from jdist._nnx import is_module
 from jdist._tree import PyTree, abbreviated, is_inexact, is_key
 from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
@@ -28,7 +29,6 @@ from jdist.rpc.extension import (
     InterruptSafeLock,
     StandIn,
     current_agent,
-    is_module,
     parameters,
 )
 

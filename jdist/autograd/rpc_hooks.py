@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from jdist._errors import requirement
+from jdist._nnx import is_module
 from jdist._tree import PyTree
 from jdist.autograd.contexts import (
     Container,
@@ -39,7 +40,6 @@ from jdist.rpc.extension import (
     NEEDS,
     Invocation,
     MessageContext,
-    is_module,
 )
 
 META = "autograd"

@@ -27,7 +27,7 @@ from jdist.rpc.calls.function_calls import is_asynchronous, named
 from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.calls.peers import Peer
 from jdist.rpc.codec.codec import MessageContext
-from jdist.rpc.codec.nnx import StandIn, is_module
+from jdist.rpc.codec.nnx import StandIn
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import (
     KEY_VARIABLE,
@@ -75,7 +75,6 @@ __all__ = [  # noqa: RUF022 - by subject
     "named",
     "is_asynchronous",
     "StandIn",
-    "is_module",
     "describe",
     "rebuild",
     "parameters",

@@ -53,6 +53,20 @@ def shards(**change):
     return next(Sampler(6, 2).shards(**{"replicas": 2} | change))
 
 
+def elastic(**change):
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "global_batch": 2}
+    return data_parallel.elastic(**given | change)
+
+
+def run(**change):
+    return elastic().run(**{"params": 1.0, "data": BATCH} | change)
+
+
+def group(**change):
+    with data_parallel.process_group(**change):
+        pytest.fail("refused")
+
+
 FUNCTIONS = [None, 3, "mse", [loss]]
 FLAGS = [None, 1, "False", np.zeros(2)]
 STATES = [None, 1.0, {"w": 1.0}, []]
@@ -130,6 +144,33 @@ WRONG = {
         lambda v: data_parallel.assign_buckets([jnp.ones(3)], v),
         [None, 8.0, "8", ["8"]],
     ),
+    "elastic(loss_fn": (lambda v: elastic(loss_fn=v), FUNCTIONS),
+    "elastic(optimizer": (lambda v: elastic(optimizer=v), [None, 3, optim.sgd]),
+    "elastic(global_batch": (lambda v: elastic(global_batch=v), [None, 2.0, "2"]),
+    "elastic(slots": (lambda v: elastic(slots=v), [2.0, "2", True]),
+    "elastic(folder": (lambda v: elastic(folder=v), [3, True, b"folder"]),
+    "elastic(deadline": (lambda v: elastic(deadline=v), [None, "60", [60.0]]),
+    "elastic(seed": (lambda v: elastic(seed=v), [None, 1.0, "0"]),
+    "elastic(shuffle": (lambda v: elastic(shuffle=v), FLAGS),
+    "elastic(name": (lambda v: elastic(name=v), [None, 3]),
+    "Elastic.run(params": (lambda v: run(params=v), ["w", {"w": object()}]),
+    "Elastic.run(weights": (lambda v: run(weights=v), WEIGHTS),
+    "Elastic.run(epochs": (lambda v: run(epochs=v), [None, 1.0, "1"]),
+    "process_group(axis": (lambda v: group(axis=v), [None, 0, ["data"]]),
+    "process_group(timeout": (lambda v: group(timeout=v), [None, "60", [60.0]]),
+    "bf16(hook": (hooks.bf16, [3, hooks.all_reduce, "fp16"]),
+    "error_feedback(hook": (hooks.error_feedback, [None, hooks.bf16]),
+    "switch(then": (
+        lambda v: hooks.switch(hooks.bf16(), v, at=2),
+        [None, hooks.all_reduce],
+    ),
+    "switch(at": (
+        lambda v: hooks.switch(hooks.bf16(), hooks.all_reduce(), at=v),
+        [None, 2.0, "2", True],
+    ),
+    "int8_per_channel(channel": (hooks.int8_per_channel, [None, 2.0, "2"]),
+    "power_sgd(rank": (lambda v: hooks.power_sgd(rank=v), [None, 2.0, "2"]),
+    "power_sgd(warm_start": (lambda v: hooks.power_sgd(warm_start=v), FLAGS),
     "Sampler(examples": (lambda v: Sampler(v, 2), [None, 6.0, "6", True]),
     "Sampler(shuffle": (lambda v: Sampler(6, 2, shuffle=v), FLAGS),
     "shards(replicas": (lambda v: shards(replicas=v), [None, 2.0, "2", True]),

@@ -37,6 +37,8 @@ OUTSIDE = {
         [None, 2.0, "8", True],
     ),
     "ProcessSettings(large_pages": (lambda v: settings(large_pages=v), FLAGS),
+    "spawn(settings": (lambda v: rpc.spawn(max, settings=v), [{}, True, "none"]),
+    "spawn(pin": (lambda v: rpc.spawn(max, pin=v), [None, 1.0, "1", True]),
     "TlsConfig(certfile": (rpc.TlsConfig, [None, 3, ["cert.pem"], np.zeros(2)]),
     "collect_all(futures": (rpc.collect_all, [None, 3, "ab", [1]]),
     "wait_all(futures": (rpc.wait_all, [None, 3, "ab", [1]]),

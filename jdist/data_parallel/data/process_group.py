@@ -41,7 +41,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
-from jdist._errors import JdistError, requirement
+from jdist._errors import JdistError, check_number, check_type, requirement
 from jdist._scheduling import in_batch_class
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def process_group(
     References:
       `torch.distributed.init_process_group`; docs/data_parallel.md, "Many processes".
     """
+    check_type("process_group(axis=...)", axis, str, "must be a name, a str")
     _check_seconds("timeout", timeout)
     _check_seconds("heartbeat", heartbeat)
     owned = _join(cluster, timeout, heartbeat)
@@ -305,9 +306,11 @@ def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
 
 
 def _check_seconds(name: str, seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        rule = "must be a positive number of seconds"
-        raise ValueError(requirement(f"process_group({name}=...)", rule, seconds))
+    argument, rule = (
+        f"process_group({name}=...)",
+        "must be a positive number of seconds",
+    )
+    check_number(argument, seconds, rule, lambda s: 0 < s < math.inf)
 
 
 # --- the end ---

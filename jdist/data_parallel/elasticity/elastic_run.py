@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,20 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
-from jdist._errors import requirement
-from jdist._tree import PyTree, described, examples_in, named_leaves
+from jdist._errors import (
+    check_flags,
+    check_function,
+    check_number,
+    check_type,
+    requirement,
+)
+from jdist._tree import PyTree, check_arrays, described, examples_in, named_leaves
 from jdist.data_parallel.data.sampler import Sampler
 from jdist.data_parallel.elasticity.follower import Snapshot
 from jdist.data_parallel.elasticity.leader import RunTerms
 from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
 from jdist.data_parallel.step.train_state import TrainState
-from jdist.optim import Optimizer
+from jdist.optim import Optimizer, check_optimizer
 
 if TYPE_CHECKING:
     from jdist.rpc.extension import Agent
@@ -100,6 +105,7 @@ class Elastic:
           The state and the losses.
 
         Raises:
+          TypeError: An argument is of another type.
           ValueError: An argument is wrong or differs from rank 0's; the run of that
             name has begun before, on this worker or rank 0.
           RpcError: This thread is no worker; the run was over before this worker had a
@@ -113,6 +119,7 @@ class Elastic:
 
         call = "Elastic.run"
         examples = examples_in(data, f"{call}(data=...)")
+        check_arrays(f"{call}(params=...)", params)
         epochs = _at_least_one(f"{call}(epochs=...)", epochs)
         counted = _checked_weights(call, weights, examples)
         sampler = Sampler(examples, self.global_batch, self.seed, self.shuffle)
@@ -221,7 +228,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
 
     Raises:
       ValueError: An argument is out of its range; `save_every` without a folder.
-      TypeError: A number of things is no integer.
+      TypeError: An argument is of another type.
 
     Example:
       >>> import jax.numpy as jnp
@@ -239,7 +246,10 @@ def elastic(  # noqa: PLR0913 - options, by keyword
       left.
     """
     call = "elastic"
+    _check_kinds(loss_fn, optimizer, name, folder, shuffle)
     reductions.check_reduction(call, reduction)
+    rule = "must be at least 0"
+    check_number(f"{call}(seed=...)", seed, rule, lambda n: n >= 0, whole=True)
     global_batch = _at_least_one(f"{call}(global_batch=...)", global_batch)
     least = _at_least_one(f"{call}(least=...)", least)
     if slots is not None:
@@ -258,9 +268,8 @@ def elastic(  # noqa: PLR0913 - options, by keyword
         "deadline": deadline,
         "join_timeout": join_timeout,
     }.items():
-        if not seconds > 0:
-            rule = "must be a positive number of seconds"
-            raise ValueError(requirement(f"{call}({argument}=...)", rule, seconds))
+        rule = "must be a positive number of seconds"
+        check_number(f"{call}({argument}=...)", seconds, rule, lambda s: s > 0)
     return Elastic(
         Programs(loss_fn, optimizer, reduction),
         optimizer,
@@ -278,18 +287,27 @@ def elastic(  # noqa: PLR0913 - options, by keyword
     )
 
 
+def _check_kinds(
+    loss_fn: object, optimizer: object, name: object, folder: object, shuffle: object
+) -> None:
+    check_function("elastic(loss_fn=...)", loss_fn)
+    check_optimizer("elastic(optimizer=...)", optimizer)
+    check_type("elastic(name=...)", name, str, "must be a name, a str")
+    if folder is not None:
+        check_type("elastic(folder=...)", folder, str | Path, "must be a path")
+    check_flags("elastic", shuffle=shuffle)
+
+
 def _at_least_one(argument: str, value: int) -> int:
-    value = operator.index(value)
-    if value < 1:
-        raise ValueError(requirement(argument, "must be at least 1", value))
-    return value
+    check_number(argument, value, "must be at least 1", lambda n: n >= 1, whole=True)
+    return int(value)
 
 
 def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.ndarray:
     argument = f"{call}(weights=...)"
     if weights is None:
         return np.ones(examples, np.float32)
-    found = np.asarray(weights, np.float32)
+    found = np.asarray(reductions.weight_array(argument, weights), np.float32)
     if found.shape != (examples,):
         rule = f"must have one weight for each example, shape {(examples,)}"
         raise ValueError(requirement(argument, rule, str(found.shape)))

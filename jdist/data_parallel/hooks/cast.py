@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
+from jdist.data_parallel.hooks.hook import Bucket, Hook, check_hook, require_real
 from jdist.data_parallel.hooks.plain_sum import all_reduce
 
 
@@ -53,6 +53,8 @@ def bf16(hook: Hook | None = None) -> Hook:
 
 
 def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
+    if hook is not None:
+        check_hook(f"{name}(hook)", hook)
     inner = hook or all_reduce()
 
     def narrow(bucket: Bucket) -> Bucket:

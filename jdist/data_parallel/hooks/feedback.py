@@ -14,7 +14,7 @@ mean of the gradients.
 import jax.numpy as jnp
 
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.hook import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook, check_hook
 
 
 def error_feedback(hook: Hook) -> Hook:
@@ -27,6 +27,8 @@ def error_feedback(hook: Hook) -> Hook:
       Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
       al., Error feedback fixes SignSGD, ICML 2019.
     """
+
+    check_hook("error_feedback(hook)", hook)
 
     def init(bucket: Bucket) -> PyTree:
         return hook.start(bucket), jnp.zeros_like(bucket.buffer)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree
 
 
@@ -111,3 +111,13 @@ def require_real(name: str, bucket: Bucket) -> None:
         rule = "must be used with real gradients"
         got = f"{bucket.buffer.dtype} at {bucket.paths[0]}"
         raise TypeError(requirement(f"hooks.{name}", rule, got))
+
+
+def check_hook(argument: str, given: object) -> None:
+    """Checks that an argument is a `Hook`, as those of `data_parallel.hooks`.
+
+    Raises:
+      TypeError: It is anything else, such as a function that makes one.
+    """
+    rule = "must be a hook, such as data_parallel.hooks.bf16()"
+    check_type(argument, given, Hook, rule)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_number
 from jdist._tree import PyTree
-from jdist.data_parallel.hooks.hook import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook, check_hook
 
 
 def switch(first: Hook, then: Hook, at: int) -> Hook:
@@ -22,8 +22,10 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
     Raises:
       ValueError: `at` is negative.
     """
-    if at < 0:
-        raise ValueError(requirement("switch(at=...)", "must be at least 0", at))
+    for argument, hook in (("first", first), ("then", then)):
+        check_hook(f"switch({argument})", hook)
+    rule = "must be at least 0"
+    check_number("switch(at=...)", at, rule, lambda n: n >= 0, whole=True)
     if at == 0:
         return then
     hooks = (first, then)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_number
 from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 from jdist.data_parallel.replicas.mapping import gathered
@@ -63,9 +63,8 @@ def int8_per_channel(channel: int = 512) -> Hook:
       `torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks
       .quantization_perchannel_hook`.
     """
-    if channel < 1:
-        argument = "int8_per_channel(channel=...)"
-        raise ValueError(requirement(argument, "must be at least 1", channel))
+    argument, rule = "int8_per_channel(channel=...)", "must be at least 1"
+    check_number(argument, channel, rule, lambda n: n >= 1, whole=True)
     return _quantizing("int8_per_channel", channel)
 
 

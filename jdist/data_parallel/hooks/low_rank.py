@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import check_flags, check_number
 from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.feedback import error_feedback as with_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
@@ -62,12 +62,13 @@ def power_sgd(
       and grows where their data differ.
     """
     for argument, value, least in (("rank", rank, 1), ("start", start, 0)):
-        if value < least:
-            rule = f"must be at least {least}"
-            raise ValueError(requirement(f"power_sgd({argument}=...)", rule, value))
-    if not min_compression_rate > 0:
-        argument = "power_sgd(min_compression_rate=...)"
-        raise ValueError(requirement(argument, "must be above 0", min_compression_rate))
+        rule = f"must be at least {least}"
+        check_number(
+            f"power_sgd({argument}=...)", value, rule, least.__le__, whole=True
+        )
+    argument = "power_sgd(min_compression_rate=...)"
+    check_number(argument, min_compression_rate, "must be above 0", lambda x: x > 0)
+    check_flags("power_sgd", error_feedback=error_feedback, warm_start=warm_start)
     low_rank = _low_rank(rank, min_compression_rate, warm_start, seed)
     compressed = with_feedback(low_rank) if error_feedback else low_rank
     return switch(all_reduce(), compressed, at=start)

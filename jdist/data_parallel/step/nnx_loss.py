@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jdist._errors import check_function, requirement
-from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
+from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
 from jdist._tree import PyTree, path_of
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
       >>> bool(jnp.all(trained.norm.mean[...] != 0))
       True
     """
-    # Imported on use: Flax is an optional dependency.
-    from flax import nnx
-
-    if not isinstance(model, nnx.Module):
+    if not is_module(model):
         rule = "must be a Flax NNX module"
         got = f"a {type(model).__name__}"
         raise TypeError(requirement("from_nnx(model=...)", rule, got))
     check_function("from_nnx(loss_fn=...)", loss_fn)
+    # Imported on use: Flax is an optional dependency.
+    from flax import nnx
+
     parts = taken_apart(model)
     streams = RandomStreams.of(parts.streams)
     stateful = bool(jax.tree.leaves(parts.rest))

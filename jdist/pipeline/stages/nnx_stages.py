@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from jdist._errors import check_sequence, check_type, requirement
-from jdist._nnx import ModuleParts, RandomStreams, drawn, taken_apart
+from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
 from jdist._tree import PyTree
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
@@ -191,9 +191,7 @@ def _chain(
 
 
 def _check_layers(call: str, layers: Iterable[object]) -> None:
-    from flax import nnx
-
-    strangers = [type(m).__name__ for m in layers if not isinstance(m, nnx.Module)]
+    strangers = [type(m).__name__ for m in layers if not is_module(m)]
     if strangers:
         rule = "must be Flax NNX modules"
         raise TypeError(requirement(f"{call}(modules)", rule, f"a {strangers[0]}"))

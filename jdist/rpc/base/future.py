@@ -388,7 +388,7 @@ def wait_all_calls() -> Iterator[list[Future[Any]]]:
     Raises:
       Exception: That of the first call that failed.
 
-    Source: `torch.distributed.rpc._wait_all`.
+    Source: `torch.distributed.rpc.api._wait_all`.
 
     Example:
       >>> from jdist import rpc

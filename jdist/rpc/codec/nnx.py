@@ -1,7 +1,7 @@
 """Support for Flax NNX modules, without importing Flax.
 
 Flax is no dependency of rpc. A process that has a module has imported it already, so
-its classes are looked up in `sys.modules`. No other module of rpc knows their names.
+its classes are looked up in `sys.modules`.
 """
 
 import sys
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist._errors import requirement
+from jdist._nnx import is_module
 from jdist.rpc.codec.functions import own_name
 
-__all__ = ["StandIn", "is_module", "method", "refusal", "variables"]
+__all__ = ["StandIn", "method", "refusal", "variables"]
 
 
 _METHODS = frozenset(("__call__", "eval", "train"))
@@ -30,13 +31,6 @@ class StandIn:
     def method(self, name: str) -> Callable[..., Any]:
         """Returns a function in place of the module's method of this name."""
         raise NotImplementedError
-
-
-def is_module(value: Any) -> bool:
-    """Whether `value` is an NNX module."""
-    # Another thread may be half-way through importing it.
-    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
-    return module is not None and isinstance(value, module)
 
 
 def refusal(value: Any) -> str:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._nnx import is_module
 from jdist._tree import described
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
@@ -130,7 +131,7 @@ def listed(module: RRef[Any], recurse: bool) -> dict[str, RRef[Any]]:
 
 def _cells(value: Any) -> Mapping[str, Any]:
     call = "RemoteModule.parameters()"
-    if nnx.is_module(value):
+    if is_module(value):
         found = nnx.variables(value)
         return {name: Parameter(name, variable) for name, variable in found.items()}
     kind = type(value).__name__

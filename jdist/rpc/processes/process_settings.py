@@ -295,9 +295,8 @@ def share_out(
       >>> share_out("spawn(pin=...)", 2, 2, cores=[0, 1, 2, 3, 4])
       [(0, 1), (2, 3)]
     """
-    if each < 0:
-        rule = "must be a number of cores per process, or 0 for no pinning"
-        raise ValueError(requirement(call, rule, each))
+    rule = "must be a number of cores per process, or 0 for no pinning"
+    check_number(call, each, rule, lambda n: n >= 0, whole=True)
     if each and not hasattr(os, "sched_setaffinity"):
         rule = f"must be 0 here: {sys.platform} cannot pin a process to a core"
         raise NotImplementedError(requirement(call, rule, each))

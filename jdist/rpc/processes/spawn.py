@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, Self, overload
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.calls.function_calls import positional
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
@@ -134,6 +134,9 @@ def spawn(
     if timeout is not None:
         check_duration("spawn(timeout=...)", timeout, least=sys.float_info.min)
     check_duration("spawn(grace=...)", grace)
+    if settings is not None:
+        rule = "must be an rpc.ProcessSettings, or None"
+        check_type("spawn(settings=...)", settings, ProcessSettings, rule)
     cores = share_out("spawn(pin=...)", nprocs, pin)
     chosen = [resolved(settings or OFF, nprocs, each) for each in cores]
     processes = Processes(_request(fn, args), chosen, timeout, grace)

@@ -3,6 +3,8 @@
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from jdist._errors import requirement
+from jdist._nnx import is_module
 from jdist._tree import PyTree
 from jdist.verify.tracing.taps import tap
 
@@ -28,7 +30,7 @@ def tapped(model: Model) -> Model:
       `nnx.vmap` made are one submodule, `layers`, whose tap is passed several times.
 
     Raises:
-      ImportError: Flax is not installed.
+      TypeError: It is no Flax NNX module.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -40,6 +42,10 @@ def tapped(model: Model) -> Model:
       >>> [(r.name, r.value.shape) for r in recording.records]
       [('layers/0', (5, 3))]
     """
+    if not is_module(model):
+        rule, got = "must be a Flax NNX module", f"a {type(model).__name__}"
+        remedy = "Mark values of other models with `verify.tap`."
+        raise TypeError(requirement("tapped(model)", rule, got, remedy))
     # Imported here, because Flax is optional.
     from flax import nnx
 

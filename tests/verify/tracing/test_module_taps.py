@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jdist import verify
@@ -129,3 +130,9 @@ def test_a_wrong_submodule_is_named_by_its_path():
     found = judged(in_two(turned)).difference
     assert (found.direction, found.tap) == ("forward", "outer")
     assert found.examples == (3, 4)
+
+
+@pytest.mark.parametrize("model", [None, 3, {"w": 1.0}, nnx.Linear, jax.nn.relu])
+def test_what_is_no_module(model):
+    with pytest.raises(TypeError, match=r"tapped\(model\)` must be a Flax NNX module"):
+        verify.tapped(model)
