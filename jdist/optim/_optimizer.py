@@ -426,7 +426,14 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
     for (keys, param), grad in zip(
         jax.tree.leaves_with_path(params), leaves, strict=True
     ):
-        if grad is None or not is_inexact(param):
+        if grad is None:
+            continue
+        if not is_inexact(param):
+            # A tree would be taken for the gradient of an integer, and passed over.
+            if not jax.tree_util.all_leaves([grad]):
+                rule = f"must have a leaf or None for {path_of(keys)}, as params have"
+                shown = str(jax.tree.structure(grad))
+                raise ValueError(requirement(f"{name}.step(grads=...)", rule, shown))
             continue
         dtype = jnp.result_type(param)
         try:

@@ -329,3 +329,14 @@ def test_the_rules_of_a_leaf_are_functions(rule):
 
 def test_a_flag_may_be_a_comparison_of_numpy():
     assert optim.sgd(momentum=0.9, nesterov=np.float32(2) > 1).name == "sgd"
+
+
+@pytest.mark.parametrize("params", [3, np.arange(2), {"w": 1.0, "n": 3}])
+def test_a_tree_is_no_gradient_of_an_integer(params):
+    """As where the arguments of a step were mixed up."""
+    opt, tree = optim.sgd(lr=0.1), {"a": 1.0}
+    grads = {"w": 1.0, "n": tree} if isinstance(params, dict) else tree
+    with pytest.raises(
+        ValueError, match=r"sgd.step\(grads=.* must have a leaf or None"
+    ):
+        opt.step(params, grads, opt.init(params))
