@@ -23,6 +23,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from jdist._compat import placed
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
@@ -299,7 +300,7 @@ def moved(value: PyTree, place: Place) -> PyTree:
         if not _is_elsewhere(leaf, place):
             return leaf
         if place is None:
-            return jax.device_put(leaf)
+            return _on_default_device(leaf)
         return _put(leaf, _target(leaf, place), _is_joint(place))
 
     return jax.tree.map(there, value)
@@ -342,6 +343,17 @@ def _is_elsewhere(leaf: object, place: Place) -> bool:
         return place is not None
     # NumPy's arrays are transferred once, here, rather than by each compiled call.
     return isinstance(leaf, np.ndarray)
+
+
+def _on_default_device(array: np.ndarray) -> jax.Array:
+    """`jax.device_put`, in a fifth of its time for the types of most batches."""
+    dtype = array.dtype
+    # `device_put` knows, and mostly refuses, what is not as simple.
+    simple = dtype.kind in "biufc" and dtype.itemsize <= 8 and dtype.isnative
+    if not simple or type(array) is not np.ndarray:
+        return jax.device_put(array)
+    narrow = jax.dtypes.canonicalize_dtype(dtype)
+    return placed(np.asarray(array, narrow, order="C"), None)
 
 
 def _differ(leaf: jax.Array, place: jax.Device | StageMesh) -> bool:
