@@ -579,7 +579,8 @@ class Hidden:
 
     def __call__(self, state, batch):
         self.calls += 1
-        return {**state, "params": state["params"] - self.factor * batch.mean(0)}
+        new = state["params"] - self.factor * batch.mean(0)
+        return {**state, "params": jnp.nextafter(new, jnp.float32(9))}
 
 
 def test_a_wrong_trainer_whose_draws_cannot_be_seen_has_a_note():
@@ -587,6 +588,7 @@ def test_a_wrong_trainer_whose_draws_cannot_be_seen_has_a_note():
     right, wrong = Hidden(1), Hidden(2)
     report = verify.step({"right": right, "wrong": wrong}, plain, STATE, [BATCH] * 2)
     assert {row.candidate for row in report.failures} == {"wrong"}
+    assert 0 < report.of("right").worst < 1
     assert (right.calls, wrong.calls) == (2, 3)
     (note,) = [note for note in report.notes if "cannot be seen" in note]
     assert note.startswith("wrong: whether it draws random numbers of its own")
