@@ -371,6 +371,12 @@ def test_steps_that_cannot_be_judged(step_fn, batches, error, message):
         verify.step(step_fn, plain, STATE, batches)
 
 
+def test_a_leaf_that_the_reference_has_not_is_wrong():
+    more = lambda s, b: {**plain(s, b), "more": s["params"]}  # noqa: E731
+    (row,) = verify.step(more, plain, STATE, [BATCH]).failures
+    assert (row.path, row.problem) == ("more", "not in the reference")
+
+
 def test_parameters_cannot_be_kept_to_themselves():
     """Neither all of them nor a part; what the reference has as None may be None."""
     state = {
