@@ -610,10 +610,25 @@ def test_a_step_that_rounding_hides_is_not_judged():
     size = np.sqrt((np.asarray(batch, np.float64) ** 2).sum(0))
     np.testing.assert_allclose(moment.sizes["params"], size, rtol=1e-12)
 
-    def nudged(state, batch):
-        return {"params": jnp.nextafter(state["params"], jnp.float32(0))}
+    candidates = {
+        "same": jax.jit(step),
+        "nudged": lambda s, _: {"params": jnp.nextafter(s["params"], jnp.float32(0))},
+        "far": lambda s, _: {"params": s["params"] + 1e4},
+    }
+    same, nudged, far = verify.step(candidates, step, state, [batch]).leaves
+    # The bits of the reference, and what is wrong by more than rounding, are judged.
+    assert (same.verdict, same.unjudged) == ("bit-equal", "")
+    assert not nudged.problem
+    assert nudged.unjudged.startswith("its largest step is ")
+    assert nudged.unjudged.endswith("no step at all would pass too")
+    assert (far.verdict, far.unjudged) == ("FAILS", "")
 
-    (row,) = verify.step(nudged, step, state, [batch]).leaves
-    assert not row.problem
-    assert row.unjudged.startswith("its largest step is ")
-    assert row.unjudged.endswith("no step at all would pass too")
+
+def test_a_leaf_that_does_not_move_is_judged():
+    """No step at all is then what is right."""
+    state = {"params": STATE["params"], "fixed": jnp.full(3, 0.7, jnp.float32)}
+    near = jnp.nextafter(state["fixed"], jnp.float32(0))
+    for fixed, verdict in ((near, "equal"), (0.999 * near, "FAILS")):
+        step_fn = lambda s, b, fixed=fixed: {**plain(s, b), "fixed": fixed}  # noqa: E731
+        rows = verify.step(step_fn, plain, state, [BATCH]).leaves
+        assert {row.path: row.verdict for row in rows}["fixed"] == verdict
