@@ -37,7 +37,7 @@ def _clean(monkeypatch):
 def test_settings_are_in_force_before_the_program_begins():
     before = os.sched_getscheduler(0), os.sched_getaffinity(0), dict(os.environ)
     cores = available_cores()[:2]
-    found = spawn(cases.settings, nprocs=len(cores), pin=True)
+    found = spawn(cases.settings, nprocs=len(cores), pin=1)
     for core, seen in zip(cores, found, strict=True):
         assert seen["class"] == os.SCHED_BATCH
         assert seen["cores"] == {core}
