@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
 from jdist.verify.bound import BLIND, Limit, bound, in_double
 from jdist.verify.diagnosis import diagnose
@@ -132,6 +132,8 @@ def renamed(
     wanted, found = named_leaves(reference), named_leaves(candidate)
     if names is None:
         return found
+    rule = "must be a mapping from the reference's paths"
+    check_type("compare(names=...)", names, Mapping, rule)
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]
@@ -355,16 +357,25 @@ def _assumed(
     if leaf is None or not is_inexact(leaf):
         return None
     # A bound that is negative or infinite would let every number pass.
-    if np.ndim(terms) or not float(terms) >= 0 or float(terms) % 1:
+    if _no_number(terms) or np.ndim(terms) or not terms >= 0 or terms % 1:
         rule = "must be a whole number, at least 0"
         got = f"{terms!r} for {path}"
         raise ValueError(requirement("compare(terms=...)", rule, got))
     if scale is None:
         scale = np.max(np.abs(in_double(leaf)), initial=0)
-    elif not ((own := np.asarray(scale)) >= 0).all() or np.isinf(own).any():
+    elif (
+        _no_number(scale)
+        or not ((own := np.asarray(scale)) >= 0).all()
+        or np.isinf(own).any()
+    ):
         rule, got = "must be finite and at least 0", f"{scale!r} for {path}"
         raise ValueError(requirement("compare(scale=...)", rule, got))
     return Limit(bound(leaf.dtype, leaf.size, int(terms), scale), scale)
+
+
+def _no_number(given: object) -> bool:
+    """Whether a value is no real number and no array of such."""
+    return np.asarray(given).dtype.kind not in "biuf"
 
 
 def _blind(expected: np.ndarray, limit: Limit) -> bool:

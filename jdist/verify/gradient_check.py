@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._errors import requirement
+from jdist._errors import (
+    check_choice,
+    check_function,
+    check_number,
+    check_type,
+    requirement,
+)
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import Limit
 from jdist.verify.comparison import compare_leaves
@@ -131,6 +137,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     """
     prepare = prepared("gradients", loss_fn, reduction, accumulation)
     with joined(timeout) as peers:
+        _check_candidates("gradients", candidates)
         check_arguments(
             "gradients", loss_fn, params, batch, candidates, weights, reduction
         )
@@ -185,6 +192,7 @@ def judge(
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
+            _check_candidates("judge(...)", candidates)
             check_arguments(
                 "judge(...)", loss_fn, params, batch, candidates, weights, reduction
             )
@@ -217,6 +225,7 @@ def prepared(
       ValueError: An unknown reduction or accumulation.
     """
     check_options(call, reduction, accumulation)
+    check_function(f"{call}(loss_fn=...)", loss_fn)
     scalar = reduced(loss_fn, reduction)
     reference = jax.jit(differentiated(scalar))
     # Compiled parts are kept in the closure, for every step of a run.
@@ -225,6 +234,7 @@ def prepared(
     def prepare(
         params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int | None
     ) -> Prepared:
+        _check_seed(call, seed)
         given = params, batch
         expected = reference(*given, weights)
         measured = measure(*given, weights, expected[1], seed)
@@ -323,20 +333,30 @@ def agreed(report: Report, peers: Peers) -> Report:
 
 def check_options(call: str, reduction: str, accumulation: DTypeLike | None) -> None:
     """Raises for an unknown reduction, or an accumulation that is no floating dtype."""
-    if reduction not in REDUCERS:
-        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
-        got = repr(reduction)
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, got))
+    check_choice(f"{call}(reduction=...)", reduction, REDUCERS)
     if accumulation is not None and not _is_floating(accumulation):
         rule = "must be a floating dtype or None"
         got = repr(accumulation)
         raise ValueError(requirement(f"{call}(accumulation=...)", rule, got))
 
 
+def _check_candidates(call: str, candidates: Mapping[str, Candidate]) -> None:
+    rule = "must be a mapping from names to functions"
+    check_type(f"{call}(candidates=...)", candidates, Mapping, rule)
+    for name, candidate in candidates.items():
+        check_function(f"{call}(candidates={{{name!r}: ...}})", candidate)
+
+
+def _check_seed(call: str, seed: int | None) -> None:
+    if seed is not None:
+        argument, rule = f"{call}(seed=...)", "must be at least 0 and below 2**31"
+        check_number(argument, seed, rule, lambda n: 0 <= n < 2**31, whole=True)
+
+
 def _is_floating(dtype: DTypeLike) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy reads a dict as the fields of a structure.
         return False
 
 
@@ -516,6 +536,7 @@ def check_arguments(
     `call` is the public function that asks, `names` its arguments with the parameters
     and the batch, for the errors' text.
     """
+    check_function(f"{call}(loss_fn=...)", loss_fn)
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement(f"{call}(candidates=...)", rule, candidates))

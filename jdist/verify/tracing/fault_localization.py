@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._errors import requirement
+from jdist._errors import check_function, requirement
 from jdist._tree import PyTree
 from jdist.verify.gradient_check import (
     LOSS,
@@ -179,6 +179,7 @@ def tracer(
 
 def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
     """Wraps a candidate: records the taps and the result of its first call."""
+    check_function("trace(candidate=...)", candidate)
 
     # Marked as a wrapper: the judge looks for random numbers in what is wrapped.
     @wraps(candidate)

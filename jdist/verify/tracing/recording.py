@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import listed, requirement
 
 under_way = jax.make_user_context(False)
 """Whether a recording is under way: for all threads, and part of JAX's cache keys.
@@ -104,12 +104,13 @@ def replay(records: Iterable[Sequence[object]]) -> None:
       ValueError: One of them does not have the four fields of a `TapRecord`.
     """
     made = []
-    for each in records:
+    rule = "must be records, each a tuple"
+    for each in listed("replay(records=...)", records, Sequence, rule):
         if len(each) != len(TapRecord._fields):
             rule = f"must be records: {', '.join(TapRecord._fields)}"
             got = f"a sequence of {len(each)}"
             raise ValueError(requirement("replay(records=...)", rule, got))
-        made.append(TapRecord(*each))  # type: ignore[arg-type]
+        made.append(TapRecord(*each))
     _add(made)
 
 

@@ -1,0 +1,94 @@
+"""What is no loss, candidate, seed or name is refused in words, with its value."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import verify
+
+BATCH = np.arange(1.0, 5.0, dtype=np.float32)
+WEIGHT = jnp.float32(0.5)
+FUNCTIONS = [None, 3, "mse", [abs]]
+
+
+def loss(w, x):
+    return (w * x) ** 2
+
+
+def tapped(w, x):
+    return verify.tap(w * x, "product") ** 2
+
+
+def right(w, x):
+    return jax.value_and_grad(lambda w: loss(w, x).mean())(w)
+
+
+def gradients(**change):
+    given = {"loss_fn": loss, "params": WEIGHT, "batch": BATCH}
+    return verify.gradients(**given | {"candidates": {"right": right}} | change)
+
+
+def judge(loss_fn=loss, candidates=None, **options):
+    return verify.judge(loss_fn)(WEIGHT, BATCH, candidates or {"r": right}, **options)
+
+
+def compare(**change):
+    tree = {"w": np.ones(3, np.float32)}
+    return verify.compare(**{"reference": tree, "candidate": tree} | change)
+
+
+WRONG = {
+    "gradients(loss_fn": (lambda v: gradients(loss_fn=v), FUNCTIONS),
+    "gradients(candidates=...)` must be a mapping": (
+        lambda v: gradients(candidates=v),
+        [None, 3, right, [right], "right"],
+    ),
+    "gradients(candidates={'own': ...})` must be a function": (
+        lambda v: gradients(candidates={"own": v}),
+        FUNCTIONS,
+    ),
+    "gradients(seed": (lambda v: gradients(seed=v), [1.0, "0", True, [0], np.zeros(2)]),
+    "timeout": (lambda v: gradients(timeout=v), [None, "300", [300]]),
+    "trace(candidate": (
+        lambda v: verify.tracer(tapped, WEIGHT, BATCH, seed=None)(v),
+        FUNCTIONS,
+    ),
+    "judge(loss_fn": (lambda v: judge(loss_fn=v), FUNCTIONS),
+    "judge(seed": (lambda v: judge(seed=v), [1.0, "0"]),
+    "compare(names": (lambda v: compare(names=v), [3, "w", ["w"], [("w", "w")]]),
+    "replay(records": (verify.replay, [None, 3, "ab", [1]]),
+}
+"""What the message names, the call, and values of wrong types."""
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_a_wrong_type(named):
+    call, values = WRONG[named]
+    for value in values:
+        with pytest.raises(TypeError, match=r"^`.*` must .*Got ") as caught:
+            call(value)
+        assert named in str(caught.value), (value, caught.value)
+
+
+OUT_OF_RANGE = {
+    r"gradients\(reduction=...\)` must be one of .* Got \[\]": (
+        lambda: gradients(reduction=[])
+    ),
+    r"gradients\(accumulation=...\)` must be a floating dtype": (
+        lambda: gradients(accumulation={"w": "f4"})
+    ),
+    r"gradients\(seed=...\)` must be at least 0 .* Got -1": lambda: gradients(seed=-1),
+    r"gradients\(seed=...\)` must be .* below 2\*\*31": lambda: gradients(seed=2**31),
+    r"`timeout` must be a positive number of seconds. Got 0": (
+        lambda: gradients(timeout=0)
+    ),
+    r"compare\(terms=...\)` must be a whole number": lambda: compare(terms="8"),
+    r"compare\(scale=...\)` must be finite": lambda: compare(scale="1.0"),
+}
+
+
+@pytest.mark.parametrize("match", OUT_OF_RANGE)
+def test_a_value_out_of_range(match):
+    with pytest.raises(ValueError, match=match):
+        OUT_OF_RANGE[match]()
