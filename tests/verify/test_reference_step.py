@@ -476,9 +476,22 @@ def test_terms_that_cancel_make_a_step_that_is_judged():
     state = {"params": params, "average": params}
     moved = jax.jit(centered)(state, batches[0])
     assert 0 < np.abs(moved["params"]["b"]).max() < 1e-6
-    candidates = {"right": jax.jit(centered), "late": partial(centered, late=True)}
+
+    def otherwise(state, batch):
+        """The bias moves by rounding alone, which is another's in another program."""
+        new = centered(state, batch)
+        return {name: {**x, "b": x["b"] / 2} for name, x in new.items()}
+
+    candidates = {
+        "right": jax.jit(centered),
+        "rounded": otherwise,
+        "late": partial(centered, late=True),
+    }
     report = verify.step(candidates, centered, state, batches)
     assert report.of("right").ok, str(report)
+    assert report.of("rounded").ok, str(report)
+    verdicts = {row.path: row.verdict for row in report.of("rounded").leaves}
+    assert (verdicts["params/b"], verdicts["average/b"]) == ("equal", "equal")
     assert [a.part for a in report.of("late").attributions] == ["average"]
     ones = jax.tree.map(jnp.ones_like, state)
     slow = partial(centered, rate=1e-12)
@@ -615,6 +628,12 @@ def test_a_step_that_rounding_hides_is_not_judged():
         "nudged": lambda s, _: {"params": jnp.nextafter(s["params"], jnp.float32(0))},
         "far": lambda s, _: {"params": s["params"] + 1e4},
     }
+    # Behind a maximum the size of a step is not known.
+    limited = lambda s, b: {"params": jnp.maximum(step(s, b)["params"], 0)}  # noqa: E731
+    (moment,) = moments(limited, state, [batch])
+    assert not moment.sizes["params"].any()
+    (row,) = verify.step(candidates["nudged"], limited, state, [batch]).leaves
+    assert row.verdict == "not judged"
     same, nudged, far = verify.step(candidates, step, state, [batch]).leaves
     # The bits of the reference, and what is wrong by more than rounding, are judged.
     assert (same.verdict, same.unjudged) == ("bit-equal", "")
