@@ -611,6 +611,8 @@ def test_a_wrong_trainer_whose_draws_cannot_be_seen_has_a_note():
     assert (right.calls, wrong.calls) == (2, 3)
     (note,) = [note for note in report.notes if "cannot be seen" in note]
     assert note.startswith("wrong: whether it draws random numbers of its own")
+    # Only parameters are said to be bit-equal, and the count is none.
+    assert report.notes == (note,)
 
 
 def test_a_step_that_rounding_hides_is_not_judged():
