@@ -436,7 +436,8 @@ def test_parts_of_a_state_have_their_names(kind, paths):
 
     report = verify.step(step, step, state, [BATCH])
     assert [row.path for row in report.leaves] == paths
-    assert report.ok
+    assert report.bit_equal
+    assert bool(report.notes) == ("params/w" in paths)
 
 
 def test_bounds_are_in_proportion_to_the_precision():
