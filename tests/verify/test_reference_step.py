@@ -261,7 +261,9 @@ def test_code_that_cannot_be_seen_has_a_note():
     assert report.notes[-1].startswith(missed)
     assert {row.candidate for row in report.leaves} == {"step_fn"}
     # A step that can be seen has no note.
-    assert verify.step({"mine": plain}, plain, STATE, [BATCH]).notes == (EQUAL,)
+    assert verify.step({"mine": jax.jit(plain)}, plain, STATE, [BATCH]).notes == (
+        EQUAL,
+    )
 
 
 STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
@@ -434,7 +436,7 @@ def test_parts_of_a_state_have_their_names(kind, paths):
     def step(state, batch):
         return jax.tree.map(lambda x: x - batch.mean(0), state)
 
-    report = verify.step(step, step, state, [BATCH])
+    report = verify.step(jax.jit(step), step, state, [BATCH])
     assert [row.path for row in report.leaves] == paths
     assert report.bit_equal
     assert bool(report.notes) == ("params/w" in paths)
