@@ -1,5 +1,6 @@
 """A pipeline's training states on disk: a step is saved when all stages of it are."""
 
+import inspect
 import shutil
 import sys
 import threading
@@ -167,6 +168,14 @@ def test_another_state_is_refused(history, tmp_path, options, message):
         pytest.raises(ValueError, match=message),
     ):
         saved.restore(start(other))
+
+
+def test_three_are_kept_unless_another_number_is_given(tmp_path):
+    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, trees(step))
+        assert checkpoints.steps() == [2, 3, 4]
+    assert inspect.signature(PipelineCheckpoints).parameters["keep"].default == 3
 
 
 def test_steps_are_in_order_and_those_that_are_kept(tmp_path):
