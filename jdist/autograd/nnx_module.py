@@ -25,12 +25,7 @@ from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
 from jdist.rpc import RRef
-from jdist.rpc.extension import (
-    InterruptSafeLock,
-    StandIn,
-    current_agent,
-    parameters,
-)
+from jdist.rpc.extension import InterruptSafeLock, StandIn, current_agent, parameters
 
 T = TypeVar("T")
 ModuleMethod = Callable[..., PyTree]

@@ -18,12 +18,7 @@ import msgspec
 from jdist._errors import requirement
 from jdist._nnx import is_module
 from jdist._tree import PyTree
-from jdist.autograd.contexts import (
-    Container,
-    Context,
-    Recording,
-    recorded_into,
-)
+from jdist.autograd.contexts import Container, Context, Recording, recorded_into
 from jdist.autograd.recording.node import (
     LAST,
     Edge,
@@ -36,11 +31,7 @@ from jdist.autograd.recording.pure import is_pure, refuse_in_pure
 from jdist.autograd.recording.recorded import Recorded, record
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
-from jdist.rpc.extension import (
-    NEEDS,
-    Invocation,
-    MessageContext,
-)
+from jdist.rpc.extension import NEEDS, Invocation, MessageContext
 
 META = "autograd"
 """The entry of a message's metadata that holds its `CrossingHeader`, as a list."""

@@ -13,10 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.stages import Compiled, Lowered
 
 from jdist._compat import equations_in
-from jdist._errors import (
-    check_type,
-    requirement,
-)
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware

@@ -10,11 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist._errors import (
-    check_sequence,
-    check_type,
-    requirement,
-)
+from jdist._errors import check_sequence, check_type, requirement
 from jdist.targets import compilers
 from jdist.targets.chips import CHIPS, Chip
 

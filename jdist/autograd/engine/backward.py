@@ -12,11 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import beside, placed_at
-from jdist._errors import (
-    check_choice,
-    check_flags,
-    requirement,
-)
+from jdist._errors import check_choice, check_flags, requirement
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines

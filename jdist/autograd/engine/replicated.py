@@ -22,10 +22,7 @@ from jax.experimental import multihost_utils
 
 from jdist import reduction
 from jdist._compat import beside
-from jdist._errors import (
-    listed,
-    requirement,
-)
+from jdist._errors import listed, requirement
 from jdist._tree import PyTree, abbreviated, is_key, named_leaves, wide_dtype
 from jdist.autograd.contexts import Container, here
 from jdist.autograd.recording.errors import AutogradError

@@ -14,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import StepFolder, check_folder, check_keep
-from jdist._errors import (
-    listed,
-    requirement,
-)
+from jdist._errors import listed, requirement
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer

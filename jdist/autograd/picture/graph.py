@@ -6,11 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import (
-    check_choice,
-    check_sequence,
-    check_type,
-)
+from jdist._errors import check_choice, check_sequence, check_type
 from jdist.autograd.contexts import Container, Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.picture.drawing import mermaid, svg

@@ -38,11 +38,7 @@ from jdist.data_parallel.gradient.scattered import (
 )
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, split
 from jdist.data_parallel.replicas.agreement import checksums
-from jdist.data_parallel.replicas.mapping import (
-    share_a_device,
-    summed,
-    summed_in_order,
-)
+from jdist.data_parallel.replicas.mapping import share_a_device, summed, summed_in_order
 from jdist.reduction import Partial
 
 

@@ -22,14 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import check_number, check_sequence, check_type, requirement
-from jdist._tree import (
-    PyTree,
-    Shaped,
-    check_arrays,
-    examples_in,
-    is_shape,
-    wide_dtype,
-)
+from jdist._tree import PyTree, Shaped, check_arrays, examples_in, is_shape, wide_dtype
 from jdist.reduction import weight_array
 
 

@@ -22,11 +22,7 @@ from jdist._tree import PyTree, add_trees
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.loss import PipelineLoss, merged, stacked
 from jdist.pipeline.run.micro_batch import MicroBatchSource, entry_of
-from jdist.pipeline.run.replicas import (
-    joined_gradient,
-    joined_states,
-    share_gradient,
-)
+from jdist.pipeline.run.replicas import joined_gradient, joined_states, share_gradient
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,

@@ -14,10 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from jdist._errors import (
-    listed,
-    requirement,
-)
+from jdist._errors import listed, requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout

@@ -38,10 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import (
-    listed,
-    requirement,
-)
+from jdist._errors import listed, requirement
 from jdist.rpc.base.errors import ForbiddenFunction
 
 __all__ = ["FunctionTable", "own_name"]

@@ -9,10 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jdist._errors import (
-    check_type,
-    requirement,
-)
+from jdist._errors import check_type, requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost

@@ -6,11 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import (
-    check_flags,
-    check_type,
-    requirement,
-)
+from jdist._errors import check_flags, check_type, requirement
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo

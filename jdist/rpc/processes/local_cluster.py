@@ -12,11 +12,7 @@ from typing import Any
 import jax
 
 from jdist._compat import require_backend
-from jdist._errors import (
-    check_sequence,
-    listed,
-    requirement,
-)
+from jdist._errors import check_sequence, listed, requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, Scope, resolve
 from jdist.rpc.base.future import Future

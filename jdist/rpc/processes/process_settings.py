@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
-from jdist._errors import (
-    check_flags,
-    check_number,
-    requirement,
-)
+from jdist._errors import check_flags, check_number, requirement
 from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed

@@ -20,11 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdist._errors import (
-    Unavailable,
-    check_type,
-    extra,
-)
+from jdist._errors import Unavailable, check_type, extra
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.stream import CutOff, Stream

@@ -113,10 +113,11 @@ def test_after_the_end_a_task_runs_at_once():
     assert seen == [threading.current_thread()]
 
 
-_gate = threading.Event()
+_gate, _begun = threading.Event(), []
 
 
 def wait_at_gate():
+    _begun.append(1)
     assert _gate.wait(PATIENCE)
     return True
 
@@ -127,9 +128,12 @@ def ask_another():
 
 def test_calls_beyond_the_places_wait_their_turn():
     _gate.clear()
+    _begun.clear()
     options = rpc.RpcOptions(threads=2)
     with rpc.local_cluster(names(3), options=options, allow=["tests"]):
         slow = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        # Later calls may come before them, over other connections.
+        wait_until(lambda: len(_begun) == options.threads)
         # Deadlines are kept although nobody is free to serve.
         late = [
             rpc.rpc_async("worker1", max, args=(1, 2), timeout=0.1) for _ in range(5)
