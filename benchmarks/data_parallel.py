@@ -111,15 +111,10 @@ def _convolutions(images: int, size: int, parts: int) -> Case:
 
     def losses(params: Any, x: jax.Array) -> jax.Array:
         for window in params:
-            x = jax.nn.relu(
-                jax.lax.conv_general_dilated(
-                    x,
-                    window,
-                    (1, 1),
-                    "SAME",
-                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                )
+            x = jax.lax.conv_general_dilated(
+                x, window, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
             )
+            x = jax.nn.relu(x)
         return jnp.mean(x**2, axis=(1, 2, 3))
 
     grad = jax.value_and_grad(lambda params, x: losses(params, x).mean())

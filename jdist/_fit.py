@@ -173,11 +173,9 @@ def check_batches(call: str, batches: object, total: object, console: object) ->
     # What has `__getitem__` alone can be read from too, as torch's data sets can.
     several = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     # NumPy's scalars and classes of sequences have the method, and nothing to read.
-    several = (
-        several and getattr(batches, "ndim", 1) > 0 and not isinstance(batches, type)
-    )
+    empty = getattr(batches, "ndim", 1) == 0 or isinstance(batches, type)
     # One batch by names, which would be taken for a list of its names.
-    if not several or isinstance(batches, str | bytes | Mapping):
+    if not several or empty or isinstance(batches, str | bytes | Mapping):
         rule, got = (
             "must be batches, one after the other",
             f"a {type(batches).__name__}",

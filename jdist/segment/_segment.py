@@ -41,7 +41,7 @@ from jdist.segment._lookup.traced import (
 from jdist.segment._programs.backward import Layout, cotangents_of, gradient
 from jdist.segment._programs.deferred import Deferral, defer
 from jdist.segment._programs.plan import ArrayLocations, ForwardPlan, plan
-from jdist.segment._programs.recompute import POLICIES, Policy
+from jdist.segment._programs.recompute import POLICIES, Policy, is_policy
 from jdist.segment._programs.split import split
 from jdist.segment._residuals import (
     Deferred,
@@ -855,8 +855,7 @@ def segment(
     if not callable(fn):
         raise TypeError(requirement("segment(fn)", "must be callable", fn))
     check_type("segment(label=...)", label, Hashable, "must be hashable")
-    # 1 is equal to True, and an array compared with a text has no truth.
-    if not isinstance(recompute, bool | str) or recompute not in POLICIES:
+    if not is_policy(recompute):
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"
         raise ValueError(requirement("segment(recompute=...)", rule, recompute))
     if isinstance(static_argnums, int):

@@ -19,7 +19,7 @@ from jdist.segment._lookup.traced import (
     signature_of,
 )
 from jdist.segment._programs.plan import ForwardPlan
-from jdist.segment._programs.recompute import POLICIES
+from jdist.segment._programs.recompute import POLICIES, is_policy
 from jdist.segment._residuals import Deferred, passed_on
 from jdist.segment._segment import (
     Fold,
@@ -51,6 +51,7 @@ __all__ = [
     "forward_arrays",
     "identity_of",
     "is_fixed",
+    "is_policy",
     "join_deferred",
     "passed_on",
     "pure_segment",

@@ -135,13 +135,10 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
       `gradcheck` compare with finite differences only.
     """
-    prepare = prepared("gradients", loss_fn, reduction, accumulation)
-    with joined(timeout) as peers:
-        _check_candidates("gradients", candidates)
-        check_arguments(
-            "gradients", loss_fn, params, batch, candidates, weights, reduction
-        )
-        return prepare(params, batch, weights, seed)(candidates, peers)
+    judged = _judge(
+        ("gradients", "gradients"), loss_fn, reduction, accumulation, timeout
+    )
+    return judged(params, batch, candidates, weights=weights, seed=seed)
 
 
 def judge(
@@ -180,7 +177,20 @@ def judge(
       >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
       (True, False)
     """
-    prepare = prepared("judge", loss_fn, reduction, accumulation)
+    names = "judge", "judge(...)"
+    return _judge(names, loss_fn, reduction, accumulation, timeout)
+
+
+def _judge(
+    names: tuple[str, str],
+    loss_fn: LossFn,
+    reduction: str,
+    accumulation: DTypeLike | None,
+    timeout: float,
+) -> Callable[..., Report]:
+    """Builds a judge; `names` are what takes the loss and what takes candidates."""
+    maker, call = names
+    prepare = prepared(maker, loss_fn, reduction, accumulation)
 
     def judged(
         params: PyTree,
@@ -192,9 +202,9 @@ def judge(
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
-            _check_candidates("judge(...)", candidates)
+            _check_candidates(call, candidates)
             check_arguments(
-                "judge(...)", loss_fn, params, batch, candidates, weights, reduction
+                call, loss_fn, params, batch, candidates, weights, reduction
             )
             return prepare(params, batch, weights, seed)(candidates, peers)
 

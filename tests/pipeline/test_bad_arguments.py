@@ -9,6 +9,7 @@ from flax import nnx
 
 from jdist import optim, pipeline
 from jdist.pipeline import Costs, Layer, Profile, Schedule, ScheduleError, UpdatePolicy
+from tests.wrong_types import refused
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 LAYERS = tuple(Layer(f"l{i}", "", 1.0, 2.0, (8.0,), 4.0) for i in range(3))
@@ -188,11 +189,7 @@ WRONG = {
 
 @pytest.mark.parametrize("named", WRONG)
 def test_a_wrong_type(named):
-    call, values = WRONG[named]
-    for value in values:
-        with pytest.raises(TypeError, match=r"^`.*` must .*Got ") as caught:
-            call(value)
-        assert named in str(caught.value), (value, caught.value)
+    refused(*WRONG[named], named)
 
 
 OUT_OF_RANGE = {

@@ -306,11 +306,10 @@ def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
 
 
 def _check_seconds(name: str, seconds: float) -> None:
-    argument, rule = (
-        f"process_group({name}=...)",
-        "must be a positive number of seconds",
+    rule = "must be a positive number of seconds"
+    check_number(
+        f"process_group({name}=...)", seconds, rule, lambda s: 0 < s < math.inf
     )
-    check_number(argument, seconds, rule, lambda s: 0 < s < math.inf)
 
 
 # --- the end ---

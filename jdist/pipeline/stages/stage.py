@@ -9,7 +9,7 @@ import jax
 from jdist._errors import check_flags, check_function, requirement
 from jdist._tree import PyTree
 from jdist.segment import Segment, segment
-from jdist.segment.internal import POLICIES
+from jdist.segment.internal import POLICIES, is_policy
 
 Recompute = bool | Literal["dots"]
 """Recomputation in a backward pass; see `jdist.segment.segment`."""
@@ -92,9 +92,7 @@ class Stage:
         if not self.outputs:
             rule = "must name one value at least"
             raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
-        # 1 is equal to True, and an array compared with a text has no truth.
-        recompute = self.recompute
-        if not isinstance(recompute, bool | str) or recompute not in POLICIES:
+        if not is_policy(self.recompute):
             rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
             raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
 

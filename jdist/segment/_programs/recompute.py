@@ -27,6 +27,12 @@ Policy = bool | str
 POLICIES: tuple[Policy, ...] = (False, "dots", True)
 
 
+def is_policy(given: object) -> bool:
+    """Whether a value is one of `POLICIES`."""
+    # 1 is equal to True, and an array compared with a text has no truth.
+    return isinstance(given, bool | str) and given in POLICIES
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
