@@ -16,7 +16,7 @@ from rich.progress import (
 
 from jdist._checkpoint import Checkpoints
 from jdist._errors import check_number, check_sequence, check_type, requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, owned
 from jdist.reduction import check_reduction
 
 __all__ = [
@@ -231,19 +231,21 @@ def fitted(
 
 
 def pair(given: PyTree) -> tuple[PyTree, Any]:
-    """A batch and its weights; None for those of a plain batch.
+    """A batch and its weights, None for those of a plain batch; NumPy arrays copied.
+
+    Loaders fill a buffer again for the next batch, while a step still reads the last.
 
     Raises:
       ValueError: A tuple that is no pair.
     """
     if not isinstance(given, tuple):
-        return given, None
+        return owned(given), None
     if len(given) != 2:
         rule = "must be batches, or pairs of a batch and its weights"
         remedy = "Of a batch that is a tuple make a pair with None."
         got = f"a tuple of {len(given)}"
         raise ValueError(requirement("batches", rule, got, remedy))
-    batch, weights = given
+    batch, weights = owned(given)
     return batch, weights
 
 

@@ -159,6 +159,37 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+def owned(tree: PyTree) -> PyTree:
+    """The tree with copies of its NumPy arrays, whose owner may then fill them again.
+
+    JAX may read a NumPy array that it is given after the call has returned, also where
+    it copies, as `jnp.array` does. On CPU it uses memory that is aligned to 64 bytes in
+    place. The copies are aligned, so that no second one is made.
+
+    Example:
+      >>> buffer = np.arange(3.0)
+      >>> batch = owned({"x": buffer})
+      >>> buffer[:] = 7.0
+      >>> batch
+      {'x': array([0., 1., 2.])}
+    """
+    # Most trees have none: to find that out takes a third of the time of `map`.
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda x: _copied(x) if isinstance(x, np.ndarray) else x, tree)
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    if array.dtype.hasobject:  # Refused by what takes the batch.
+        return array
+    # Bytes, of which there are enough to begin at a multiple of 64.
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
+
+
 def is_key(leaf: object) -> bool:
     """Whether a leaf is an array of PRNG keys, whose dtype is JAX's own."""
     dtype = getattr(leaf, "dtype", None)

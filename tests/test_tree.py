@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import _tree
+from tests.refilled import ALIGNED, UNALIGNED, buffer
 
 
 def test_paths_name_each_leaf_and_keep_none():
@@ -25,6 +26,32 @@ def test_two_leaves_of_one_path_are_refused():
     with pytest.raises(ValueError, match=r"its keys joined by /\. Got a/b twice\.$"):
         _tree.named_leaves(twins)
     assert list(_tree.named_leaves({"a/b": 1, "a": {"c": 2}})) == ["a/c", "a/b"]
+
+
+@pytest.mark.parametrize("offset", [ALIGNED, UNALIGNED])
+def test_owned_arrays_are_copies_that_jax_need_not_copy(offset, rng):
+    """Of any dtype, layout and size; arrays of JAX and a tree without others stay."""
+    first = buffer((7, 3), offset)
+    first[...] = rng.standard_normal((7, 3))
+    given = {
+        "x": first,
+        "columns": np.asfortranarray(rng.standard_normal((5, 6)))[::2],
+        "none": np.zeros((0, 3)),
+        "scalar": np.array(7, np.int16),
+        "jax": jnp.arange(3),
+        "weights": [0.5, None],
+    }
+    expected = jax.tree.map(np.array, given)
+    found = _tree.owned(given)
+    for key in ("x", "columns", "none", "scalar"):
+        assert found[key].flags.c_contiguous
+        assert found[key].ctypes.data % 64 == 0 or not found[key].size
+        assert found[key].dtype == expected[key].dtype
+    assert found["jax"] is given["jax"]
+    first[...] = np.nan
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    plain = {"x": given["jax"]}
+    assert _tree.owned(plain) is plain
 
 
 def test_split_and_merge_are_inverse():

@@ -30,7 +30,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
+from jdist._tree import PyTree, is_inexact, named_leaves, owned, wide_dtype
 from jdist.optim._loss_scale import (
     DynamicLossScale,
     LossScaleState,
@@ -233,7 +233,8 @@ def _master(param: ArrayLike) -> jax.Array | None:
     if not is_inexact(param):
         return None
     # Also of a float32 parameter: the state may be donated and the parameter not.
-    return jnp.array(param, dtype=wide_dtype(jnp.result_type(param)), copy=True)
+    dtype = wide_dtype(jnp.result_type(param))
+    return jnp.array(owned(param), dtype=dtype, copy=True)
 
 
 def _checked(argument: str, state: PyTree) -> MasterState:

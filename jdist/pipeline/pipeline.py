@@ -21,7 +21,7 @@ from jdist._errors import (
     requirement,
 )
 from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, is_shape, shapes_of
+from jdist._tree import PyTree, is_shape, owned, shapes_of
 from jdist.optim import Optimizer
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
@@ -269,7 +269,8 @@ class Pipeline:
             stage's mesh does not have, or that does not divide the array; a call inside
             `jax.jit`.
         """
-        params = trees_of("Pipeline.place(params)", params, len(self.stages))
+        # Copied, since a device may read an array of NumPy's in place.
+        params = owned(trees_of("Pipeline.place(params)", params, len(self.stages)))
         specs = trees_of("Pipeline.place(specs)", specs, len(self.stages))
         if any(device is not None for device in self._places.devices):
             check_not_traced("Pipeline.place(params)", params)

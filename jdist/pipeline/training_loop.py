@@ -32,8 +32,9 @@ def fit(
     Args:
       pipe: The pipeline.
       state: From `Pipeline.init`, or restored; its arrays are donated.
-      batches: Batches, or pairs of a batch and its weights. For a resumed run those
-        that come after `state.step` steps.
+      batches: Batches, or pairs of a batch and its weights. NumPy arrays are copied
+        before the next is asked for. For a resumed run those that come after
+        `state.step` steps.
       total: Number of batches, if `batches` has no length.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.

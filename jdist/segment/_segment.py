@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
 from jdist._errors import check_sequence, check_type, requirement
-from jdist._tree import PyTree, is_inexact, shapes_of
+from jdist._tree import PyTree, is_inexact, owned, shapes_of
 from jdist.segment._lookup.cache import (
     PATIENCE,
     PATIENCE_WITH_MODELS,
@@ -455,7 +455,9 @@ class Segment:
             plan.locations, leaves[given:arguments], leaves[arguments:], saved.arrays
         )
         # The caller may write to a NumPy array before the backward pass reads it.
-        kept = tuple([jnp.array(x) if type(x) is np.ndarray else x for x in kept])
+        kept = tuple(
+            [jax.device_put(owned(x)) if type(x) is np.ndarray else x for x in kept]
+        )
         version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
         return outputs, Residuals(plan, kept, version, layout)
 

@@ -21,7 +21,14 @@ from jdist._errors import (
     check_type,
     requirement,
 )
-from jdist._tree import PyTree, check_arrays, described, examples_in, named_leaves
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    described,
+    examples_in,
+    named_leaves,
+    owned,
+)
 from jdist.data_parallel.data.sampler import Sampler
 from jdist.data_parallel.elasticity.follower import Snapshot
 from jdist.data_parallel.elasticity.leader import RunTerms
@@ -138,7 +145,7 @@ class Elastic:
             agent: Agent, source: Callable[[int], Snapshot[TrainState]]
         ) -> ReplicaWork:
             # Copies: the caller may donate its own.
-            own = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+            own = jax.tree.map(lambda x: jnp.array(x, copy=True), owned(params))
             step = jnp.zeros((), jnp.int32)
             first = TrainState(step, own, self.optimizer.init(own))
             first = jax.device_put(first, agent.device)

@@ -26,6 +26,7 @@ from jdist._tree import (
     is_shape,
     merge,
     named_leaves,
+    owned,
     unworded,
     words,
 )
@@ -64,6 +65,8 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
     if not isinstance(mesh, Mesh):
         replicas_of(mesh, "", "replicate")
     check_arrays(f"replicate({name}=...)", tree)
+    # `jnp.copy` reads an array of NumPy's after it has returned.
+    tree = owned(tree)
     if any(map(is_shape, jax.tree.leaves(tree))):
         return jax.tree.map(lambda x: _shape_on(mesh, x), tree)
     divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jdist._errors import JdistError, check_choice, requirement
-from jdist._tree import PyTree, examples_in
+from jdist._tree import PyTree, examples_in, owned
 from jdist.data_parallel.replicas.shards import (
     BoundWeights,
     own_replicas,
@@ -135,6 +135,8 @@ class Join:
         item = next(stream, None)
         if item is None:
             return None
+        # At once: streams may share a buffer, and the last batch is read again later.
+        item = owned(item)
         batch, weights = item if self._weighted else (item, None)
         count = examples_in(batch, "Join(streams=...)")
         if not count:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import reduction as reductions
 from jdist._errors import check_function, check_number, requirement
 from jdist._fit import check_state
-from jdist._tree import PyTree, examples_in, is_shape, merge, split_inexact
+from jdist._tree import PyTree, examples_in, is_shape, merge, owned, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
@@ -109,7 +109,7 @@ class LocalSGD:
             found = jax.tree.map(lambda x: x.update(sharding=rows), found)
             first: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
             return LocalState(first, *found)
-        found = stacked(params)
+        found = stacked(owned(params))
         if rows is not None:
             found = jax.device_put(found, rows)
         return LocalState(jnp.zeros((), jnp.int32), *found)

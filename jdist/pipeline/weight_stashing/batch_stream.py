@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, owned
 from jdist.pipeline.run.identity import chained
 from jdist.pipeline.run.micro_batch import (
     MicroBatch,
@@ -79,9 +79,10 @@ class Supply:
 
     def _pair(self) -> PyTree:
         try:
-            batch = next(self._batches, _END)
+            # Copied, since the next is read before the passes of this one.
+            batch = owned(next(self._batches, _END))
             # Also after the end of the batches, to find weights that are left over.
-            own = _END if self._weights is None else next(self._weights, _END)
+            own = _END if self._weights is None else owned(next(self._weights, _END))
         except BaseException as error:
             error.add_note(f"It was raised when batch {self._read} was read.")
             raise

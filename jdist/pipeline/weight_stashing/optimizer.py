@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, owned
 from jdist.optim import Optimizer
 from jdist.pipeline.run.update import optimizers_for
 from jdist.pipeline.schedule.actions import check_counts
@@ -56,7 +56,8 @@ class WeightStashing:
     versions: int
 
     def init(self, params: PyTree) -> StashState:
-        """Makes the state of version 0, which refers to the parameters."""
+        """The state of version 0, which refers to arrays of JAX and copies NumPy's."""
+        params = owned(params)
         return StashState(0, {0: params}, self.optimizer.init(params))
 
     def load_new_params(self, state: StashState) -> PyTree:

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from jdist import data_parallel, optim
 from jdist.data_parallel import Metrics, Sampler, evaluate, fit, over_epoch, train_step
+from tests.refilled import ALIGNED, UNALIGNED, buffer, refilled
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("data",))
 MESHES = pytest.mark.parametrize("mesh", [MESH, 2], ids=["mesh", "one device"])
 START = np.array([0.5, -1.0, 2.0])
+OFFSETS = pytest.mark.parametrize("offset", [ALIGNED, UNALIGNED])
 
 
 def losses(w, batch):
@@ -218,3 +220,55 @@ def test_what_is_refused(data):
         step.evaluate(state, tuple(part[:4] for part in data))
     parts = [metrics._replace(loss=3.0, examples=1, weight=0.5)]
     assert over_epoch(parts) == Metrics(3.0, 1, 0.5)
+
+
+@MESHES
+@OFFSETS
+def test_each_batch_is_read_before_the_next_is_asked_for(mesh, offset, rng):
+    """A step of 4 MiB still runs when the loader fills its buffer again."""
+    rows = rng.standard_normal((1024, 1024)).astype(np.float32)
+    w = rng.standard_normal((1024, 64)).astype(np.float32)
+    factors = rng.uniform(1, 9, 7).astype(np.float32)
+    weights = rng.uniform(0.5, 3, 1024).astype(np.float32)
+
+    def loader():
+        memory = buffer((1024,), offset)
+        for batch, factor in zip(refilled(rows, factors, offset), factors, strict=True):
+            memory[...] = weights * factor
+            yield batch, memory
+            memory[...] = np.nan
+
+    step = train_step(lambda w, x: jnp.abs(x @ w).mean(-1), optim.sgd(lr=0.0), mesh)
+    own = np.average(np.abs(rows @ w).mean(-1), weights=weights)
+    _, found = fit(step, step.init(w), loader())
+    np.testing.assert_allclose(
+        [x.loss for x in found], own * factors, rtol=1e-5
+    )  # float32
+    total = evaluate(step, step.init(w), loader())
+    expected = own * (factors**2).sum() / factors.sum()
+    np.testing.assert_allclose(total.loss, expected, rtol=1e-5)
+
+
+@MESHES
+@OFFSETS
+def test_init_copies_the_arrays_of_numpy(mesh, offset, rng):
+    """Before it returns: the caller may write to them at once."""
+    params = buffer((1 << 20,), offset)
+    params[...] = rng.standard_normal(1 << 20)
+    expected = params.copy()
+    step = train_step(lambda w, x: x * w.sum(), optim.sgd(), mesh)
+    local = data_parallel.local_sgd(
+        lambda w, x: x * w.sum(), optim.sgd(), mesh, period=2
+    )
+    masters = optim.with_master_weights(optim.sgd(), compute_dtype=jnp.bfloat16)
+    makers = [
+        lambda: step.init(params).params,
+        lambda: data_parallel.replicate(params, mesh),
+        lambda: local.init(params).params[1],
+        lambda: masters.init(params).masters,
+    ]
+    for make in makers:
+        found = make()
+        params[...] = np.nan
+        np.testing.assert_array_equal(found, expected)
+        params[...] = expected

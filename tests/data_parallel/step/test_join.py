@@ -251,3 +251,19 @@ def test_what_is_refused(streams, options, message):
     """At once, or when the batch comes."""
     with pytest.raises(ValueError, match=message):
         list(Join(streams, 2, rows=2, **options))
+
+
+def test_streams_may_fill_one_buffer(rng):
+    """Also with what an ended one leaves: an example of it is repeated as padding."""
+    memory, batches = np.zeros((3, 2)), rng.standard_normal((3, 3, 2))
+
+    def stream(numbers):
+        for number in numbers:
+            memory[...] = batches[number]
+            yield memory
+        memory[...] = np.nan
+
+    first, second = Join([stream([0]), stream([1, 2])], 2, rows=3)
+    np.testing.assert_array_equal(first[0], np.concatenate(batches[:2]))
+    padding = np.repeat(batches[2, :1], 3, axis=0)
+    np.testing.assert_array_equal(second[0], np.concatenate([padding, batches[2]]))

@@ -9,8 +9,19 @@ import pytest
 from rich.console import Console
 
 from jdist import optim
-from jdist.pipeline import Metrics, PipelineCheckpoints, fit, over_epoch
+from jdist.pipeline import (
+    Metrics,
+    PipeDream,
+    Pipeline,
+    PipelineCheckpoints,
+    Stage,
+    fit,
+    gpipe,
+    over_epoch,
+    with_weight_stashing,
+)
 from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
+from tests.refilled import ALIGNED, UNALIGNED, buffer, refilled
 
 
 def test_it_is_the_steps_one_by_one(tmp_path):
@@ -116,3 +127,51 @@ def test_wrong_arguments_are_named_before_the_first_step(name):
     assert given["state"].step == 0
     # Nothing was donated.
     assert not any(x.is_deleted() for x in jax.tree.leaves(given["state"].params))
+
+
+@pytest.mark.parametrize("offset", [ALIGNED, UNALIGNED])
+@pytest.mark.parametrize("places", [None, jax.devices()[2:4]], ids=["one", "two"])
+def test_each_batch_is_read_before_the_next_is_asked_for(places, offset, rng):
+    """Passes of 4 MiB still run when the loader fills its buffer again."""
+    rows = rng.standard_normal((1024, 1024)).astype(np.float32)
+    params = [rng.standard_normal((1024, n)).astype(np.float32) for n in (1024, 8)]
+    factors = rng.uniform(1, 9, 6).astype(np.float32)
+    names = [(("x",), ("h",)), (("h",), ("y",))]
+    stages = [Stage(lambda w, x: x @ w, *named) for named in names]
+
+    def loss(y, batch):
+        return jnp.abs(y).mean(-1)
+
+    def loader():
+        return ({"x": x} for x in refilled(rows, factors, offset))
+
+    expected = np.abs(rows @ params[0] @ params[1]).mean() * factors
+    pipe = Pipeline(stages, loss, gpipe(2, 2), places, optimizer=optim.sgd(lr=0.0))
+    _, found = fit(pipe, pipe.init(params), loader())
+    np.testing.assert_allclose([m.loss for m in found], expected, rtol=1e-4)
+    asynchronous = PipeDream(stages, loss, optimizer=optim.sgd(lr=0.0))
+    _, found = asynchronous.train_epoch(asynchronous.init(params), loader())
+    np.testing.assert_allclose(found.losses, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [ALIGNED, UNALIGNED])
+@pytest.mark.parametrize("place", [None, jax.devices()[2]], ids=["none", "device"])
+def test_placing_copies_the_arrays_of_numpy(place, offset, rng):
+    """Before it returns, as does `init`: the caller may write to them at once."""
+    params = buffer((1 << 20,), offset)
+    params[...] = rng.standard_normal(1 << 20)
+    expected = params.copy()
+    stages = [Stage(lambda w, x: x * w.sum(), ("x",), ("y",))]
+    places = None if place is None else [place]
+    pipe = Pipeline(stages, lambda y, _: y, gpipe(1, 2), places, optimizer=optim.sgd())
+    stash = with_weight_stashing(optim.sgd(), versions=2)
+    makers = [
+        lambda: pipe.place([params])[0],
+        lambda: pipe.init([params]).params[0],
+        lambda: stash.init(params).kept[0],
+    ]
+    for make in makers:
+        found = make()
+        params[...] = np.nan
+        np.testing.assert_array_equal(found, expected)
+        params[...] = expected
