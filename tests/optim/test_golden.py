@@ -73,6 +73,26 @@ def compare_states(seen, t, leaf, expected, dtype):
             np.testing.assert_allclose(found[name], values, rtol=0, atol=bound)
 
 
+# torch 2.13 in float32: the parameters after three steps, the second of which has a
+# NaN, both infinities and a number whose square overflows.
+RARE = {
+    "rprop": [0.98, 1.9636, 3.022, 3.9636, 4.9635997],
+    "radam": [np.nan, np.nan, np.nan, -8.5841914e16, 4.9984994],
+    "adam": [np.nan, np.nan, np.nan, 3.9976807, 4.997],
+    "rmsprop": [np.nan, np.nan, np.nan, 3.8000002, 4.771087],
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_after_a_gradient_that_is_not_ordinary(name):
+    grads = [0.1, 0.2, -0.3, 0.4, 0.5], [np.nan, np.inf, -np.inf, 1e20, 0.5]
+    grads = [*grads, [0.1, 0.2, 0.3, 0.4, 0.5]]
+    problem = Problem([np.arange(1.0, 6.0)], [[np.array(row)] for row in grads])
+    seen = runs.run(BY_NAME[name](), problem, "float32").params[-1][0]
+    # A few roundings of parameters that moved by up to 2e16.
+    np.testing.assert_allclose(seen, RARE[name], rtol=20 * bounds.UNIT["float32"])
+
+
 def test_the_recorded_problem_can_tell(problem):
     """It has None in several patterns, distinct shapes, and several magnitudes."""
     missing = [tuple(g is None for g in row) for row in problem.grads]

@@ -329,6 +329,59 @@ def adopted(ours, theirs):
     )
 
 
+# NaN, both infinities, both zeros, squares that overflow in float32, and an ordinary
+# one. No subnormal numbers: XLA takes them for 0.
+RARE = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e20, -1e25, 3e38, 0.7])
+# Where they enter: the first step, the second, and one after the bias corrections.
+TIMES = (0, 1, 7)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_entries_that_are_not_ordinary(algorithm, dtype, compiled):
+    """All in one gradient, with ordinary ones in the steps before and after."""
+    for options in rare_options(algorithm):
+        # A difference of infinite squares: NaN, or infinite where the product is not
+        # rounded before it, as in torch's compiled loops.
+        fused = bool(options.get("centered")) and dtype == "float32"
+        compared = np.flatnonzero(~(fused & (np.abs(RARE) > 1e20)))
+        for time in TIMES:
+            drawn = cases.problem(17 + time, steps=12, with_none=False)
+            rows = [[np.resize(row[0], RARE.shape)] for row in drawn.grads]
+            rows[time] = [RARE]
+            problem = cases.Problem([np.resize(drawn.params[0], RARE.shape)], rows)
+            expected = torch_runs.run(algorithm.torch_name, options, problem, dtype)
+            seen = runs.run(algorithm(**options), problem, dtype, compiled=compiled)
+            for name in ("param", *seen.states[0][0]):
+                found, wanted = (history(r, name, RARE.shape) for r in (seen, expected))
+                if found is not None and wanted is not None:
+                    finite = np.where(np.isfinite(wanted), np.abs(wanted), 0.0)
+                    bound = 200 * bounds.UNIT[dtype] * np.maximum.accumulate(finite)
+                    wrong = ~np.isclose(found, wanted, 0.0, bound, equal_nan=True)
+                    assert not np.any(wrong[:, compared]), (name, options, time)
+
+
+def rare_options(algorithm):
+    """The recorded ones, and divisions by zero: without eps, without a memory."""
+    for options in algorithm.golden.values():
+        yield options
+        if "eps" in algorithm.options:
+            yield options | {"eps": 0.0}
+        if "betas" in algorithm.options:
+            yield options | {"betas": (0.0, 0.5)}
+
+
+def history(run, name, shape):
+    """A parameter, or an array of its state, after every step; None without it."""
+    if name == "param":
+        return np.stack([row[0] for row in run.params])
+    rows = [row[0].get(name) for row in run.states]
+    if any(row is None for row in rows):
+        return None
+    return np.stack([np.broadcast_to(row, shape) for row in rows])
+
+
 # --- golden files, defaults, messages, clipping, loss scale ---
 
 

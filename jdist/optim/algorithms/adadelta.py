@@ -25,7 +25,7 @@ from jdist.optim._hyperparameters import (
     scheduled,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import average, counted, penalized
+from jdist.optim.algorithms.terms import average_square, counted, penalized
 
 UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 
@@ -91,7 +91,7 @@ def adadelta(
         param: jax.Array, grad: jax.Array, state: AdadeltaState, h: SimpleNamespace
     ) -> tuple[Update, AdadeltaState]:
         grad = penalized(param, grad, h)
-        square = average(state.square_avg, grad * grad, h.rho)
+        square = average_square(state.square_avg, grad, h.rho)
         # eps in both roots: at the first step acc_delta is 0 and nothing would move.
         # The barrier keeps XLA from making a product with a reciprocal root of the
         # quotient: on CPU it then wrote both roots to memory, and a large leaf took
@@ -99,7 +99,7 @@ def adadelta(
         root = jax.lax.optimization_barrier(jnp.sqrt(square + h.eps))
         delta = jnp.sqrt(state.acc_delta + h.eps) / root * grad
         # Of the step before lr, so that an override of lr does not change later steps.
-        acc_delta = average(state.acc_delta, delta * delta, h.rho)
+        acc_delta = average_square(state.acc_delta, delta, h.rho)
         new = AdadeltaState(counted(state.step), square, acc_delta)
         return Update(-h.lr * delta), new
 

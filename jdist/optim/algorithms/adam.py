@@ -33,6 +33,7 @@ from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
+    average_square,
     decay,
     one_minus_power,
     penalized,
@@ -132,7 +133,7 @@ def adam_form(
         # In the leaf's precision: float64 parameters get float64 corrections.
         t = step.astype(param.dtype)
         m = average(state.exp_avg, grad, beta1)
-        v = average(state.exp_avg_sq, grad * grad, beta2)
+        v = average_square(state.exp_avg_sq, grad, beta2)
         largest = state.max_exp_avg_sq
         # Before the bias correction, as in the paper and in torch, not as in optax.
         largest = None if largest is None else jnp.maximum(largest, v)

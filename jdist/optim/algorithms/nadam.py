@@ -38,6 +38,7 @@ from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
+    average_square,
     decay,
     log,
     one_minus_power,
@@ -123,7 +124,7 @@ def nadam(
         )
         product = state.mu_product * mu
         m = average(state.exp_avg, grad, beta1)
-        v = average(state.exp_avg_sq, grad * grad, beta2)
+        v = average_square(state.exp_avg_sq, grad, beta2)
         of_grad = h.lr * (1 - mu) / (1 - product)
         of_m = h.lr * mu_next / (1 - product * mu_next)
         denominator = jnp.sqrt(v / one_minus_power(beta2, t)) + h.eps

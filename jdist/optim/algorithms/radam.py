@@ -39,6 +39,7 @@ from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
+    average_square,
     decay,
     log,
     one_minus_power,
@@ -111,7 +112,7 @@ def radam(
         t = step.astype(param.dtype)
         # Both averages from the first step on; only the division by v begins later.
         m = average(state.exp_avg, grad, beta1)
-        v = average(state.exp_avg_sq, grad * grad, beta2)
+        v = average_square(state.exp_avg_sq, grad, beta2)
         rho, rectifier = _rectifier(beta2, t)
         size = h.lr / one_minus_power(beta1, t)
         rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))

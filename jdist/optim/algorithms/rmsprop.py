@@ -31,7 +31,12 @@ from jdist.optim._hyperparameters import (
     scheduled,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
-from jdist.optim.algorithms.terms import average, counted, penalized
+from jdist.optim.algorithms.terms import (
+    average,
+    average_square,
+    counted,
+    penalized,
+)
 
 
 class RMSpropState(NamedTuple):
@@ -106,7 +111,7 @@ def rmsprop(
         param: jax.Array, grad: jax.Array, state: RMSpropState, h: SimpleNamespace
     ) -> tuple[Update, RMSpropState]:
         grad = penalized(param, grad, h)
-        square = average(state.square_avg, grad * grad, h.alpha)
+        square = average_square(state.square_avg, grad, h.alpha)
         mean, variance = None, square
         if state.grad_avg is not None:
             mean = average(state.grad_avg, grad, h.alpha)

@@ -1,10 +1,10 @@
 """Rprop: a step length per coordinate that grows while the gradient keeps its sign.
 
     g     <- -g                                       if maximize
-    f     =  eta+ if g * g' > 0,  eta- if g * g' < 0,  1 if it is 0
+    f     =  eta+ if g * g' > 0,  eta- if g * g' < 0,  else 1
     l     <- clamp(l * f, smallest, largest)          l = lr before the first step
     g     <- 0  where f = eta-                        no move after a change of sign
-    p     <- p - sign(g) * l
+    p     <- p - sign(g) * l                          the sign of NaN is 0
     g'    <- g                                        0 before the first step
 
 The first step moves by lr. (`optax.rprop` makes no move there.)
@@ -93,9 +93,9 @@ def rprop(
         # The zero is stored too: the product in the next step is then 0, which keeps
         # the length.
         grad = jnp.where(agreement < 0, 0, grad)
-        return Update(-jnp.sign(grad) * length), RpropState(
-            state.step + 1, grad, length
-        )
+        # By comparison: torch's sign of NaN is 0, which leaves the parameter alone.
+        sign = jnp.where(grad > 0, 1, jnp.where(grad < 0, -1, 0)).astype(param.dtype)
+        return Update(-sign * length), RpropState(state.step + 1, grad, length)
 
     return leafwise(
         "rprop",

@@ -34,7 +34,26 @@ def decay(h: SimpleNamespace) -> float | jax.Array:
 
 def average(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
     """One step of an exponential moving average: decay * old + (1 - decay) * new."""
-    return decay * old + (1 - decay) * new
+
+    # torch's `lerp`, not the sum of two products: once the average is infinite, the
+    # next number makes it NaN.
+    def below_half() -> jax.Array:
+        return old + (1 - decay) * (new - old)
+
+    def above_half() -> jax.Array:
+        return new - decay * (new - old)
+
+    if isinstance(decay, int | float):
+        return below_half() if 1 - decay < 0.5 else above_half()
+    return jnp.where(1 - decay < 0.5, below_half(), above_half())
+
+
+def average_square(
+    old: jax.Array, new: jax.Array, decay: float | jax.Array
+) -> jax.Array:
+    """One step of an exponential moving average of squares."""
+    # The factor first, as in torch: the square of 1e20 is infinite in float32.
+    return decay * old + (1 - decay) * new * new
 
 
 def counted(step: jax.Array | None) -> jax.Array | None:
