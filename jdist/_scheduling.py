@@ -31,11 +31,24 @@ def leave_batch_class() -> None:
 
 
 def enter_batch_class() -> None:
-    """Moves all threads of this process back to the class in which it began."""
+    """Moves the threads of the ordinary class to that in which the process began."""
     # All threads: one that receives a large message must not preempt a computing one.
-    if _begun_in_batch_class():
-        for thread in os.listdir("/proc/self/task"):
-            _enter(os.SCHED_BATCH, int(thread))
+    if not _begun_in_batch_class():
+        return
+    # Threads that are not moved yet may start others meanwhile, which inherit their
+    # class: done once a look finds none to move.
+    while any([_moved(int(thread)) for thread in os.listdir("/proc/self/task")]):
+        pass
+
+
+def _moved(thread: int) -> bool:
+    """Moves a thread from the ordinary to the batch class, if it is there and may."""
+    try:
+        if os.sched_getscheduler(thread) != os.SCHED_OTHER:
+            return False
+    except OSError:  # it has ended
+        return False
+    return _enter(os.SCHED_BATCH, thread)
 
 
 @contextlib.contextmanager
@@ -60,7 +73,9 @@ def _begun_in_batch_class() -> bool:
     return bool(applied.get("scheduling") == BATCH)
 
 
-def _enter(scheduling_class: int, thread: int = 0) -> None:
+def _enter(scheduling_class: int, thread: int = 0) -> bool:
     # A sandbox may forbid the call, which is then skipped; the thread may have ended.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, scheduling_class, os.sched_param(0))
+        return True
+    return False

@@ -1,6 +1,7 @@
 """What the tests let spawned processes do; without JAX, so that they start fast."""
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -44,6 +45,13 @@ def classes_of_a_worker(rank, first):
     def threads():
         return set(map(int, os.listdir("/proc/self/task")))
 
+    def classes_of(numbers):
+        found = set()
+        for thread in numbers:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                found.add(os.sched_getscheduler(thread))
+        return found
+
     def started_by(name):
         before = threads()
         acts[name]()
@@ -51,7 +59,7 @@ def classes_of_a_worker(rank, first):
         pythons = {thread.native_id for thread in threading.enumerate()}
         started = threads() - before
         own = started & pythons if name == "rpc" else started - pythons
-        return {os.sched_getscheduler(thread) for thread in own}
+        return classes_of(own)
 
     def compute():
         with data_parallel.process_group():
@@ -71,7 +79,7 @@ def classes_of_a_worker(rank, first):
         pipeline.gpipe(1, 1),
         ["worker"],
     )
-    seen["pipeline"] = {os.sched_getscheduler(thread) for thread in threads()}
+    seen["pipeline"] = classes_of(threads())
     rpc.shutdown()
     return seen
 

@@ -119,6 +119,11 @@ def test_one_that_died_when_asked_may_come_again(address):
         channel = transport.connect("", port_of(address), soon())
         told = {"name": "rank1", "rank": 1, "world_size": 3, "timeout": PATIENCE}
         channel.send(Frame("group.join", 1, told | {"address": []}, None, []))
+        # Only those that came before the last one are asked: it must not come before
+        # this one was noted, whose beat is answered after that.
+        channel.send(Frame("group.beat", 2, {}, None, []))
+        while channel.receive(soon()).id != 2:
+            pass
         last = Caller(address, 2, 3)
         while channel.receive(soon()).kind != "group.probe":
             pass

@@ -287,6 +287,47 @@ def test_where_a_class_is_forbidden_a_thread_keeps_its_own(monkeypatch):
         assert os.sched_getscheduler(0) == before
 
 
+class _Threads:
+    """Threads and their classes; those in `starting` start another when moved."""
+
+    def __init__(self, monkeypatch, classes, starting=()):
+        self.classes = dict(classes)
+        self.starting = list(starting)
+        monkeypatch.setenv(_scheduling.SETTINGS, '{"scheduling": "batch class"}')
+        monkeypatch.setattr(os, "listdir", lambda path: [*map(str, self.classes), "9"])
+        monkeypatch.setattr(os, "sched_getscheduler", self.class_of)
+        monkeypatch.setattr(os, "sched_setscheduler", self.move)
+
+    def class_of(self, thread):
+        if thread == 9:
+            raise ProcessLookupError(3, "No such process")
+        return self.classes[thread]
+
+    def move(self, thread, policy, param):
+        if self.starting:
+            self.classes[self.starting.pop()] = self.classes[thread]
+        self.classes[thread] = policy
+
+
+def test_threads_that_others_start_meanwhile_are_moved_too(monkeypatch):
+    """By a thread whose turn has not come: the new one was in no list yet."""
+    begun = {2: os.SCHED_OTHER, 3: os.SCHED_BATCH, 5: os.SCHED_OTHER, 6: os.SCHED_IDLE}
+    threads = _Threads(monkeypatch, begun, starting=[13, 11])
+    _scheduling.enter_batch_class()
+    assert threads.classes.pop(6) == os.SCHED_IDLE  # the user's own
+    assert threads.classes == dict.fromkeys((2, 3, 5, 11, 13), os.SCHED_BATCH)
+
+
+def test_threads_that_may_not_be_moved_are_left(monkeypatch):
+    def refuse(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    threads = _Threads(monkeypatch, {2: os.SCHED_OTHER, 5: os.SCHED_OTHER})
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    _scheduling.enter_batch_class()
+    assert set(threads.classes.values()) == {os.SCHED_OTHER}
+
+
 def test_physical_cores_come_before_their_second_threads(monkeypatch, tmp_path):
     for core, siblings in enumerate(["0,2", "1,3", "0,2", "1,3", "4-5", "4-5"]):
         (tmp_path / f"{core}").write_text(f"{siblings}\n")
