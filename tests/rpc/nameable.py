@@ -272,6 +272,32 @@ class FrozenError(Exception):
     number: int
 
 
+class Failures(ExceptionGroup):
+    """A group whose constructor takes something else, as in Python's documentation."""
+
+    def __new__(cls, errors, code):
+        made = super().__new__(cls, f"code {code}", errors)
+        made.code = code
+        return made
+
+    def derive(self, errors):
+        return Failures(errors, self.code)
+
+    @property
+    def exceptions(self):
+        raise AttributeError("hidden")
+
+
+class Forgetful(ExceptionGroup):
+    """A group whose constructor takes what it does not keep."""
+
+    def __new__(cls, text, errors, code):
+        return super().__new__(cls, text, errors)
+
+    def __init__(self, text, errors, code):
+        self.code = code
+
+
 class Halt(BaseException):
     pass
 

@@ -231,17 +231,17 @@ def leave_the_interpreter():
     raise SystemExit(3)
 
 
+def wait_for(to, fn, args=()):
+    future = rpc.rpc_async(to, fn, args=args)
+    return future.wait()
+
+
 @pytest.mark.parametrize("text", ["Expected error", "one\ntwo\t\\three"])
 def test_an_exception_arrives_as_its_own_type(cluster, text):
     for start in (rpc.rpc_sync, wait_for):
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
             cluster.run(1, start, "worker2", fail, (text,))
         assert str(caught.value) == text  # `match` looks at the notes as well
-
-
-def wait_for(to, fn, args=()):
-    future = rpc.rpc_async(to, fn, args=args)
-    return future.wait()
 
 
 def remote_details():
@@ -267,6 +267,28 @@ def test_an_exception_that_cannot_be_rebuilt(cluster):
         rpc.RemoteError, match=r"Original exception on remote side was.*Picky"
     ):
         cluster.run(0, rpc.rpc_sync, "worker1", picky)
+
+
+def fail_often(*texts):
+    raise ExceptionGroup("all of them", [ValueError(text) for text in texts])
+
+
+def handle_values(start):
+    """What `except*` finds on the caller; another exception would pass it by."""
+    found = None
+    try:
+        start("worker2", fail_often, args=("five", "six"))
+    except* KeyError:
+        raise
+    except* ValueError as group:
+        found = [(str(error), error.remote_worker) for error in group.exceptions]
+    return found
+
+
+@pytest.mark.parametrize("start", [rpc.rpc_sync, wait_for])
+def test_a_group_of_exceptions_is_handled_one_by_one(cluster, start):
+    found = cluster.run(1, handle_values, start)
+    assert found == [("five", "worker2"), ("six", "worker2")]
 
 
 def test_leaving_the_interpreter_is_an_error_of_the_call(cluster):
