@@ -37,7 +37,7 @@ def enter_batch_class() -> None:
         return
     # Threads that are not moved yet may start others meanwhile, which inherit their
     # class: done once a look finds none to move.
-    while any([_moved(int(thread)) for thread in os.listdir("/proc/self/task")]):
+    while sum(_moved(int(thread)) for thread in os.listdir("/proc/self/task")):
         pass
 
 

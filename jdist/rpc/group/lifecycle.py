@@ -6,8 +6,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 from jdist._errors import check_type, requirement
 from jdist.rpc.base import current
@@ -28,9 +28,16 @@ from jdist.rpc.group.termination import wait_for_all, wait_until_idle
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
-from jdist.rpc.wire.sockets import is_loopback
+from jdist.rpc.wire.sockets import is_loopback, once_known
 from jdist.rpc.wire.tls import TlsConfig
 
+T = TypeVar("T")
+
+_COORDINATOR = "init_rpc(coordinator=...)"
+_NAMELESS = (
+    "Is it spelled as the machine's name, and does the cluster publish that name (in "
+    "Kubernetes a headless Service does)? An address in numbers needs no name."
+)
 _LEAVING_SECONDS = 2.0
 _RELEASE_SECONDS = 30.0
 
@@ -93,7 +100,8 @@ def init_rpc(
     Raises:
       RpcError: RPC is initialized already; a name or rank is not unique; some workers
         were given a world_size and others none.
-      RpcTimeout: Not all workers came in time; the message says which are missing.
+      RpcTimeout: Not all workers came in time; the message says which are missing. Or
+        the name of a host was not known in time.
       AuthenticationError: The coordinator has another key. There, and on all who wait,
         a `RuntimeWarning` tells of this worker at once; the wait continues.
       TypeError, ValueError: An argument, or a variable in its place, is wrong.
@@ -175,12 +183,11 @@ def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) ->
     """
     until = moment(options.join_timeout)
     # Before this worker's own transport: the others may already be trying to connect.
-    coordinator = _listen(request, options) if request.info.id == 0 else None
+    coordinator = _listen(request, options, until) if request.info.id == 0 else None
     agent: Agent | None = None
     try:
         at = request.coordinator if coordinator is None else coordinator.address
-        name = transport_name(request.info.name, request.world_size)
-        transport = _transport(request, options, name, _host(request, options))
+        transport = _own_transport(request, options, until)
         agent = make_agent(request.info, transport, functions, options)
         group = _meet(agent, transport, request, at, until)
         group.coordinator = coordinator
@@ -230,17 +237,60 @@ def make_agent(
     return agent
 
 
-def _listen(request: JoinRequest, options: RpcOptions) -> Coordinator:
+def _listen(
+    request: JoinRequest, options: RpcOptions, until: float | None
+) -> Coordinator:
     host, port = request.coordinator
+
+    def listen() -> Transport:
+        return _transport(request, options, NAME, host, port)
+
     try:
-        transport = _transport(request, options, NAME, host, port)
+        transport = _once_known(_COORDINATOR, host, request, options, until, listen)
     except OSError as error:
+        if isinstance(error, RpcTimeout):
+            raise
         rule = "must be an address of rank 0's machine and a free port"
         shown = f"{host}:{port} ({error.strerror or error})"
-        raise OSError(
-            error.errno, requirement("init_rpc(coordinator)", rule, shown)
-        ) from error
+        raise OSError(error.errno, requirement(_COORDINATOR, rule, shown)) from error
     return make_coordinator(transport, request.world_size, options)
+
+
+def _own_transport(
+    request: JoinRequest, options: RpcOptions, until: float | None
+) -> SocketTransport:
+    """The transport at which the other workers reach this one."""
+    name = transport_name(request.info.name, request.world_size)
+    host, port = request.coordinator
+    if options.host is not None:
+        origin, named = "RpcOptions(host=...)", options.host
+    else:
+        origin, named = _COORDINATOR, host
+
+    def listen() -> SocketTransport:
+        own = options.host
+        if own is None:
+            own = host if is_loopback(host) else _own_address_towards(host, port)
+        return _transport(request, options, name, own)
+
+    return _once_known(origin, named, request, options, until, listen)
+
+
+def _once_known(
+    origin: str,
+    host: str,
+    request: JoinRequest,
+    options: RpcOptions,
+    until: float | None,
+    use: Callable[[], T],
+) -> T:
+    """As `sockets.once_known`, until the time to join is over."""
+    try:
+        return once_known(host, until, use)
+    except TimeoutError as error:
+        rule = f"must be a host whose name {request.info.name!r} finds"
+        got = f"{error} after {options.join_timeout} s"
+        raise RpcTimeout(requirement(origin, rule, got, _NAMELESS)) from error
 
 
 def _transport(
@@ -260,13 +310,6 @@ def _transport(
     )
     transport.polling = options.polling
     return transport
-
-
-def _host(request: JoinRequest, options: RpcOptions) -> str:
-    if options.host is not None:
-        return options.host
-    host, port = request.coordinator
-    return host if is_loopback(host) else _own_address_towards(host, port)
 
 
 def _own_address_towards(host: str, port: int) -> str:
@@ -434,7 +477,7 @@ def _number(
 
 
 def _address(given: str | tuple[str, int] | None, world_size: int) -> tuple[str, int]:
-    call = "init_rpc(coordinator=...)"
+    call = _COORDINATOR
     if given is None:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is None or port is None:

@@ -26,6 +26,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ANSWERS, REPLY, Frame
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
+from jdist.rpc.wire.sockets import once_known
 
 __all__ = ["AbsentRanks", "RunPlace", "roll_call"]
 
@@ -89,7 +90,7 @@ def roll_call(place: RunPlace, timeout: float) -> None:
     until = moment(timeout)
     key = os.environ.get(KEY_VARIABLE, "").encode()
     key = check_key(key, KEY_VARIABLE) if key else _NO_KEY
-    coordinator = _listen(place, key) if place.rank == 0 else None
+    coordinator = _listen(place, key, until) if place.rank == 0 else None
     try:
         at = _parsed(place.coordinator) if coordinator is None else coordinator.address
         # Nothing secret is sent, and the key itself never is: TLS would need packages
@@ -101,8 +102,13 @@ def roll_call(place: RunPlace, timeout: float) -> None:
             coordinator.close("the roll call is over")
 
 
-def _listen(place: RunPlace, key: bytes) -> Coordinator:
-    transport = SocketTransport(NAME, key, *_parsed(place.bind), insecure=True)
+def _listen(place: RunPlace, key: bytes, until: float | None) -> Coordinator:
+    host, port = _parsed(place.bind)
+
+    def listen() -> SocketTransport:
+        return SocketTransport(NAME, key, host, port, insecure=True)
+
+    transport = once_known(host, until, listen)
     return Coordinator(
         transport, FixedMembership(place.size), RpcOptions(), beats=False
     )

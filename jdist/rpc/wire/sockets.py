@@ -21,8 +21,9 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc.wire.channel import ChannelClosed
@@ -30,12 +31,14 @@ from jdist.rpc.wire.stream import leave_to_parent
 
 __all__ = [
     "LOOPBACK", "Address", "Attempt", "Listener", "dial", "is_loopback", "is_unix",
-    "out_of_files", "parse_address", "same_user",
+    "once_known", "out_of_files", "parse_address", "same_user",
 ]  # fmt: skip
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _ON_LINUX = sys.platform == "linux"
+T = TypeVar("T")
+
 _OUTWARD = ("192.0.2.1", 9)  # RFC 5737: never a real host; nothing is sent
 
 
@@ -92,7 +95,7 @@ class Listener:
         self._folder = ""
         tcp = _listening(host, port)
         self.sockets = [tcp]
-        self.address = Address(_reachable(host), tcp.getsockname()[1])
+        self.address = Address(_reachable(host, tcp), tcp.getsockname()[1])
         try:
             self._listen_on_unix()
         except OSError:
@@ -185,6 +188,31 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
         connected.close()
         raise ChannelClosed(f"no worker listens at {where} (it reached itself)")
     return connected
+
+
+def once_known(host: str, until: float | None, use: Callable[[], T]) -> T:
+    """Calls `use`, again while the name of the host that it needs is not known.
+
+    A cluster starts programs before it publishes their machines' names.
+
+    Args:
+      host: The name, for the message.
+      until: The moment at which to give up; None for never.
+      use: What looks the name up.
+
+    Raises:
+      TimeoutError: No address of this name was found.
+    """
+    pause, seconds = threading.Event(), 0.01
+    while True:
+        try:
+            return use()
+        except socket.gaierror as error:
+            if until is not None and time.monotonic() + seconds >= until:
+                text = f"no address of the host {host!r} is known here ({error})"
+                raise TimeoutError(text) from error
+        pause.wait(seconds)
+        seconds = min(2 * seconds, 0.25)
 
 
 def out_of_files(error: BaseException) -> bool:
@@ -281,13 +309,16 @@ def _dial_tcp(
 
 def _listening(host: str, port: int) -> socket.socket:
     """Make a listening TCP socket; for all interfaces in both families if possible."""
-    both = host in ("", "::") and socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("" if both else host, port),
-        family=socket.AF_INET6 if both or ":" in host else socket.AF_INET,
-        backlog=_BACKLOG,
-        dualstack_ipv6=both,
+    if host in ("", "::") and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    # A name may have addresses of either family.
+    found = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
+    family, _, _, _, there = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(there, family=family, backlog=_BACKLOG)
 
 
 def _unix_name(name: str) -> str:
@@ -301,10 +332,11 @@ def _unmapped(
     return number if mapped is None else mapped
 
 
-def _reachable(host: str) -> str:
-    """Return the host as others reach it; for all interfaces the outward one."""
+def _reachable(host: str, listening: socket.socket) -> str:
+    """Return the address for others; for all interfaces the outward one."""
     if host not in ("", "0.0.0.0", "::"):
-        return host
+        # In numbers: a name may not be known yet to all of them.
+        return str(listening.getsockname()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_OUTWARD)

@@ -1,6 +1,7 @@
 """Becoming a worker: arguments, variables, who meets whom, and who is missing."""
 
 import os
+import re
 import secrets
 import socket
 import warnings
@@ -14,7 +15,7 @@ from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.processes import process_settings
 from jdist.rpc.processes.supervisor import ProcessCommand
 from tests.rpc.hosts import be_one_of, become_worker, results
-from tests.rpc.sockets import nothing_left
+from tests.rpc.sockets import names_unknown_at_first, nothing_left
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JDIST_CLUSTER_KEY")
 
@@ -430,6 +431,53 @@ def test_a_coordinator_elsewhere(hosts, port, host):
     results([hosts.start(rank, be_one_at, host, rank, port) for rank in range(2)])
     assert hosts.run(1, rpc.rpc_sync, "worker0", add, (1, 2)) == 3
     results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+# --- names that are not known yet ---
+
+
+def be_one_by_name(rank, port, host=None, looks=5, **options):
+    """At a coordinator, and perhaps itself, of which a cluster tells the name later."""
+    with names_unknown_at_first(looks):
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=2,
+            coordinator=("rank0.svc", port),
+            allow=["tests"],
+            options=rpc.RpcOptions(host=host, **options),
+        )
+
+
+@pytest.mark.parametrize("host", [None, "worker.svc"])
+def test_the_name_of_a_host_is_published_late(hosts, port, host):
+    """Rank 0's, which it looks up too, and a worker's own; none needs it afterwards."""
+    results([hosts.start(rank, be_one_by_name, rank, port, host) for rank in range(2)])
+    assert hosts.run(1, rpc.rpc_sync, "worker0", add, (4, 7)) == 11
+    assert hosts.run(0, rpc.rpc_sync, "worker1", add, (5, 7)) == 12
+    results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def test_the_name_of_a_host_is_never_published(hosts, port):
+    """All that need it say so, with the name and what to do, when time is up."""
+    start = hosts.start
+    tasks = [
+        start(r, be_one_by_name, r, port, join_timeout=0.3, looks=9e9) for r in (0, 1)
+    ]
+    for rank, text in enumerate(failures(tasks, rpc.RpcTimeout)):
+        assert re.fullmatch(
+            rf"`init_rpc\(coordinator=...\)` must be a host whose name 'worker{rank}' "
+            r"finds. Got no address of the host 'rank0.svc' is known here \(.*Name or "
+            r"service not known\) after 0.3 s. Is it spelled .* headless Service .*",
+            text,
+        )
+
+
+def test_the_name_of_a_worker_is_never_published():
+    options = rpc.RpcOptions(host="worker.svc", join_timeout=0.1)
+    text = r"`RpcOptions\(host=...\)` must be .* no address of the host 'worker.svc'"
+    with names_unknown_at_first(9e9), pytest.raises(rpc.RpcTimeout, match=text):
+        rpc.init_rpc("alone", rank=0, world_size=1, options=options)
 
 
 def be_one_at(host, rank, port):

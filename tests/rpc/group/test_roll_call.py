@@ -11,7 +11,7 @@ from jdist.rpc.group.roll_call import _NO_KEY, AbsentRanks, RunPlace, roll_call
 from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.roll_callers import Caller
-from tests.rpc.sockets import nothing_left, soon
+from tests.rpc.sockets import names_unknown_at_first, nothing_left, soon
 
 SOON = 0.3  # Of what must not happen: how long the call waits for those who never come.
 PATIENCE = 60.0  # Of what must happen.
@@ -62,6 +62,14 @@ def test_rank_0_listens_on_every_interface(host):
         bind = f"[::]:{reserved.port}"
     callers = [Caller(f"{host}:{reserved.port}", rank, 2, bind=bind) for rank in (0, 1)]
     assert [caller.outcome() for caller in callers] == [None] * 2
+
+
+def test_the_name_of_rank_0_is_published_late(address):
+    """It is looked up where rank 0 listens and where the others connect."""
+    named = f"rank0.svc:{port_of(address)[1]}"
+    with names_unknown_at_first():
+        callers = [Caller(named, rank, 2) for rank in (0, 1)]
+        assert [caller.outcome() for caller in callers] == [None] * 2
 
 
 def test_one_alone_needs_no_address():
