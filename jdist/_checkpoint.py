@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jdist._errors import (
     Unavailable,
+    check_at_least,
     check_number,
     check_type,
     extra,
@@ -167,7 +168,7 @@ class StepFolder(Closing):
           TypeError: It is no integer.
           ValueError: It is below 0, or not above the last one that was saved.
         """
-        check_number(call, step, "must be 0 at least", lambda n: n >= 0, whole=True)
+        check_at_least(call, step, 0)
         # The last step is the one to go on from, and must not be another run's.
         check_after(call, self.steps(), step)
 
@@ -275,8 +276,7 @@ def check_keep(call: str, keep: int | None) -> None:
       ValueError: `keep` is less than 1.
     """
     if keep is not None:
-        argument, rule = f"{call}(keep=...)", "must be 1 at least"
-        check_number(argument, keep, rule, lambda n: n >= 1, whole=True)
+        check_at_least(f"{call}(keep=...)", keep, 1)
 
 
 def check_after(call: str, steps: Sequence[int], step: int) -> None:

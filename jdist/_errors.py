@@ -6,6 +6,7 @@ failed, or hardware that is not there. All derive from `JdistError`.
 """
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import metadata
@@ -191,6 +192,34 @@ def check_number(
         raise TypeError(requirement(call, f"{rule}, {kind}", repr(value)))
     if not holds(number):
         raise ValueError(requirement(call, rule, number))
+
+
+def check_at_least(call: str, value: Any, least: int, reason: str = "") -> None:
+    """Checks that a value is an integer, and not below a number.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      value: What was given.
+      least: The smallest number that is allowed.
+      reason: What the rule says after the number, such as `", one per stage"`.
+
+    Raises:
+      TypeError: It is no integer.
+      ValueError: It is below.
+    """
+    rule = f"must be at least {least}{reason}"
+    check_number(call, value, rule, lambda n: n >= least, whole=True)
+
+
+def check_positive_seconds(call: str, value: Any) -> None:
+    """Checks that a value is a time to wait: a number above 0, and not infinite.
+
+    Raises:
+      TypeError: It is no number.
+      ValueError: It is 0, negative, infinite or NaN.
+    """
+    rule = "must be a positive number of seconds"
+    check_number(call, value, rule, lambda seconds: 0 < seconds < math.inf)
 
 
 def check_choice(call: str, value: object, known: Iterable[object]) -> None:

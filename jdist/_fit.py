@@ -15,7 +15,12 @@ from rich.progress import (
 )
 
 from jdist._checkpoint import Checkpoints
-from jdist._errors import check_number, check_sequence, check_type, requirement
+from jdist._errors import (
+    check_at_least,
+    check_sequence,
+    check_type,
+    requirement,
+)
 from jdist._tree import PyTree, owned
 from jdist.reduction import check_reduction
 
@@ -147,8 +152,7 @@ def check_saving(
       TypeError: `checkpoints` are not of the kind, or `save_every` is no integer.
       ValueError: `save_every` is less than 1.
     """
-    rule = "must be 1 at least"
-    check_number("fit(save_every=...)", save_every, rule, lambda n: n >= 1, whole=True)
+    check_at_least("fit(save_every=...)", save_every, 1)
     if checkpoints is not None:
         rule = f"must be a {kind.__name__}, or None"
         check_type("fit(checkpoints=...)", checkpoints, kind, rule)
@@ -168,8 +172,7 @@ def check_batches(call: str, batches: object, total: object, console: object) ->
       ValueError: `total` is negative.
     """
     if total is not None:
-        rule = "must be 0 at least"
-        check_number(f"{call}(total=...)", total, rule, lambda n: n >= 0, whole=True)
+        check_at_least(f"{call}(total=...)", total, 0)
     # What has `__getitem__` alone can be read from too, as torch's data sets can.
     several = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     # NumPy's scalars and classes of sequences have the method, and nothing to read.

@@ -82,6 +82,24 @@ def test_what_is_no_integer(value):
         )
 
 
+@pytest.mark.parametrize("value", [3, np.int64(4), jnp.int32(3)])
+def test_an_integer_has_a_least(value):
+    _errors.check_at_least("f(n=...)", value, 3)
+    with pytest.raises(
+        ValueError, match=r"^`f\(n=...\)` must be at least 5, as said. G"
+    ):
+        _errors.check_at_least("f(n=...)", value, 5, ", as said")
+    with pytest.raises(TypeError, match=r"must be at least 3, an integer\. Got 3\.5"):
+        _errors.check_at_least("f(n=...)", 3.5, 3)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, np.inf, np.nan])
+def test_a_time_to_wait_is_positive_and_finite(value):
+    _errors.check_positive_seconds("f(timeout=...)", 0.25)
+    with pytest.raises(ValueError, match=r"^`f\(timeout=...\)` must be a positive num"):
+        _errors.check_positive_seconds("f(timeout=...)", value)
+
+
 def test_what_there_is():
     """In a checkout all four commands, a line each, and the version."""
     done = subprocess.run(

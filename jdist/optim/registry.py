@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_function, check_type, requirement
 from jdist.optim._optimizer import Optimizer
 from jdist.optim.algorithms.adadelta import adadelta
 from jdist.optim.algorithms.adagrad import adagrad
@@ -48,7 +48,7 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
         one made by `leafwise` or `from_optax`.
 
     Raises:
-      TypeError: The name is no text, or the constructor not callable.
+      TypeError: The name is no text, or the constructor no function.
       ValueError: The name belongs to another constructor. (torch's function silently
         keeps the old one.)
 
@@ -66,10 +66,8 @@ def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) 
     """
     call = "register_functional_optim"
     check_type(f"{call}(name=...)", name, str, "must be a text")
-    given: object = constructor
-    if not callable(given):
-        rule = "must be a function that returns an optimizer"
-        raise TypeError(requirement(f"{call}(constructor=...)", rule, repr(given)))
+    rule = "must be a function that returns an optimizer"
+    check_function(f"{call}(constructor=...)", constructor, rule)
     # One atomic operation: if two threads register a name, one of them is refused.
     if _constructors.setdefault(name, constructor) is not constructor:
         rule = "must be a name that is free"

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from jdist._checkpoint import Checkpoints
 from jdist._compat import Ahead
 from jdist._errors import (
+    check_at_least,
     check_flags,
     check_function,
     check_number,
@@ -758,7 +759,7 @@ def _check_arguments(
 
     Raises:
       TypeError: The schedule is not a `Schedule`, but its name, for example; the loss
-        function is not callable; or `max_norm` is no number.
+        function is none; or `max_norm` is no number.
       ValueError: The schedule or the reduction does not fit the stages, or `max_norm`
         is below 0.
     """
@@ -834,5 +835,4 @@ def _check_saving(
     if checkpoints is None:
         rule = "must come with the checkpoints where the state is saved"
         raise ValueError(requirement(call, rule, "checkpoints=None"))
-    if save_every < 1:
-        raise ValueError(requirement(call, "must be 1 at least", save_every))
+    check_at_least(call, save_every, 1)

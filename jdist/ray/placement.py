@@ -19,6 +19,7 @@ from jdist._errors import (
     check_flags,
     check_function,
     check_number,
+    check_positive_seconds,
     check_type,
     extra,
     listed,
@@ -508,8 +509,7 @@ def _check_run(
     check_flags("cluster", replace=replace)
     if joined is not None:
         check_function("cluster(joined=...)", joined)
-    rule = "must be a number of seconds above 0"
-    check_number("cluster(timeout=...)", timeout, rule, lambda n: n > 0)
+    check_positive_seconds("cluster(timeout=...)", timeout)
 
 
 def _checked_names(names: Iterable[str], driver: str) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_function, check_sequence, check_type, requirement
 from jdist._tree import PyTree, is_inexact, owned, shapes_of
 from jdist.segment._lookup.cache import (
     PATIENCE,
@@ -836,7 +836,7 @@ def segment(
       A `Segment`.
 
     Raises:
-      TypeError: `fn` is not callable, or refers to a value that is being traced (also
+      TypeError: `fn` is no function, or refers to a value that is being traced (also
         when it is first called).
       ValueError: `recompute` or `static_argnums` is none of the above.
 
@@ -854,8 +854,7 @@ def segment(
       micro-batches in flight); Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024
       (the split backward).
     """
-    if not callable(fn):
-        raise TypeError(requirement("segment(fn)", "must be callable", fn))
+    check_function("segment(fn)", fn)
     check_type("segment(label=...)", label, Hashable, "must be hashable")
     if not is_policy(recompute):
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jdist._errors import (
+    check_at_least,
     check_choice,
     check_function,
     check_number,
@@ -118,8 +119,7 @@ def largest_batch(
         rule = "must have a parameter `batch`"
         raise ValueError(requirement("largest_batch(job=...)", rule, "a job without"))
     unit = hardware.chips if multiple is None else multiple
-    argument, rule = "largest_batch(multiple=...)", "must be at least 1"
-    check_number(argument, unit, rule, lambda n: n >= 1, whole=True)
+    check_at_least("largest_batch(multiple=...)", unit, 1)
     argument, rule = "largest_batch(within=...)", "must be at least 0 and less than 1"
     check_number(argument, within, rule, lambda x: 0 <= x < 1)
     tried: list[Candidate] = []

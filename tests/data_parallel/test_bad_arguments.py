@@ -197,7 +197,7 @@ OUT_OF_RANGE = {
     r"local_sgd\(period=...\)` must be at least 1. Got 0": lambda: local(period=0),
     r"shards\(replicas=...\)` must be at least 1. Got 0": lambda: shards(replicas=0),
     r"shards\(epoch=...\)` must be at least 0. Got -1": lambda: shards(epoch=-1),
-    r"evaluate\(total=...\)` must be 0 at least. Got -1": lambda: evaluate(total=-1),
+    r"evaluate\(total=...\)` must be at least 0. Got -1": lambda: evaluate(total=-1),
     r"replicate\(mesh=...\)` must be .* at least 1. Got 0": (
         lambda: data_parallel.replicate(1.0, 0)
     ),

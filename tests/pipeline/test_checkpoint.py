@@ -247,9 +247,9 @@ def test_parameters_are_no_state(tmp_path):
 
 
 def test_what_cannot_be_kept_or_found(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
+    with pytest.raises(ValueError, match=r"must be at least 1. Got 0"):
         StageCheckpoints(tmp_path, ALONE, keep=0)
-    rule = r"PipelineCheckpoints\(keep=...\)` must be 1 at least, an integer\. Got"
+    rule = r"PipelineCheckpoints\(keep=...\)` must be at least 1, an integer\. Got"
     for keep in (True, 2.0, "2"):
         with pytest.raises(TypeError, match=rule):
             StageCheckpoints(tmp_path, ALONE, keep=keep)

@@ -420,7 +420,7 @@ def test_unhashable_static_value(rng):
 
 def test_not_a_function():
     """Only what can be called becomes a segment."""
-    with pytest.raises(TypeError, match=r"`segment\(fn\)` must be callable. Got 3\."):
+    with pytest.raises(TypeError, match=r"`segment\(fn\)` must be a function. Got 3\."):
         segment(3)
 
 

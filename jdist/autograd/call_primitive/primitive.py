@@ -117,7 +117,7 @@ def remote_call(
     """
     function, args, kwargs = _unbound(fn, args, named("remote_call", kwargs))
     if not callable(function) or function.__hash__ is None:
-        rule = "must be callable, and hashable"
+        rule = "must be a function, and hashable"
         raise TypeError(requirement("remote_call(fn)", rule, function))
     check_timeout("remote_call(timeout=...)", timeout)
     agent = current_agent()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jdist._errors import requirement
+from jdist._errors import check_function
 from jdist._tree import PyTree
 from jdist.autograd.recording.padding import PadTo, padded
 from jdist.autograd.recording.recorded import record
@@ -43,8 +43,7 @@ def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
       >>> total.value.item(), half.item()
       (3.0, 1.0)
     """
-    if not callable(fn):
-        raise TypeError(requirement("apply(fn)", "must be callable", fn))
+    check_function("apply(fn)", fn)
     if isinstance(kwargs.get("pad"), PadTo):
         return padded(fn, args, kwargs)
     return record(fn, args, kwargs)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jdist._compat import beside, is_traced, placed
-from jdist._errors import requirement
+from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
@@ -182,10 +182,7 @@ class Variable(Operators):
 
         Source: `torch.Tensor.register_hook`.
         """
-        if not callable(hook):
-            raise TypeError(
-                requirement("register_hook(hook)", "must be callable", hook)
-            )
+        check_function("register_hook(hook)", hook)
         key = object()
         with self._lock:
             # Under a key of its own, so that a hook registered twice is removed once.

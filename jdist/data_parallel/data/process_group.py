@@ -41,7 +41,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
-from jdist._errors import JdistError, check_number, check_type, requirement
+from jdist._errors import (
+    JdistError,
+    check_positive_seconds,
+    check_type,
+    requirement,
+)
 from jdist._scheduling import in_batch_class
 
 if TYPE_CHECKING:
@@ -142,8 +147,8 @@ def process_group(
       `torch.distributed.init_process_group`; docs/data_parallel.md, "Many processes".
     """
     check_type("process_group(axis=...)", axis, str, "must be a name, a str")
-    _check_seconds("timeout", timeout)
-    _check_seconds("heartbeat", heartbeat)
+    check_positive_seconds("process_group(timeout=...)", timeout)
+    check_positive_seconds("process_group(heartbeat=...)", heartbeat)
     owned = _join(cluster, timeout, heartbeat)
     try:
         with in_batch_class():  # XLA's and gloo's threads inherit it
@@ -303,13 +308,6 @@ def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
         argument = "process_group(cluster=...)"
         got = f"{cluster!r}, and JAX says: {error!r}"
         raise ValueError(requirement(argument, rule, got)) from error
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    rule = "must be a positive number of seconds"
-    check_number(
-        f"process_group({name}=...)", seconds, rule, lambda s: 0 < s < math.inf
-    )
 
 
 # --- the end ---

@@ -12,16 +12,22 @@ The order depends on seed and epoch alone, so that every process computes the sa
 and a run can resume in mid-epoch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdist._errors import check_flags, check_number, check_sequence, requirement
+from jdist._errors import (
+    check_at_least,
+    check_flags,
+    check_number,
+    check_sequence,
+    requirement,
+)
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import own_replicas, replicas_of, shard_batch
 
@@ -69,8 +75,7 @@ class Sampler:
     def __post_init__(self) -> None:
         """Checks the numbers."""
         for name, least in (("examples", 1), ("batch", 1), ("seed", 0)):
-            argument, rule = f"Sampler({name}=...)", f"must be at least {least}"
-            check_number(argument, getattr(self, name), rule, least.__le__, whole=True)
+            check_at_least(f"Sampler({name}=...)", getattr(self, name), least)
         check_flags("Sampler", shuffle=self.shuffle)
 
     @property
@@ -107,18 +112,13 @@ class Sampler:
           ValueError: `start` is negative or beyond the epoch; `only` names none, or
             one that there is not.
         """
-        numbers: tuple[tuple[str, Any, str, Callable[[int], bool]], ...] = (
-            ("replicas", replicas, "must be at least 1", lambda n: n >= 1),
-            ("epoch", epoch, "must be at least 0", lambda n: n >= 0),
-            (
-                "start",
-                start,
-                f"must be from 0 to the epoch's {self.steps} steps",
-                lambda n: 0 <= n <= self.steps,
-            ),
+        check_at_least("shards(replicas=...)", replicas, 1)
+        check_at_least("shards(epoch=...)", epoch, 0)
+        argument, rule = (
+            "shards(start=...)",
+            f"must be from 0 to the epoch's {self.steps} steps",
         )
-        for name, value, rule, holds in numbers:
-            check_number(f"shards({name}=...)", value, rule, holds, whole=True)
+        check_number(argument, start, rule, lambda n: 0 <= n <= self.steps, whole=True)
         if only is not None:
             rule = "must be numbers of replicas"
             check_sequence("shards(only=...)", only, Integral, rule)
@@ -187,9 +187,8 @@ class Sampler:
         least = -(-self.batch // replicas)
         if rows is None:
             rows = least
-        rule = f"must be at least {least}, a replica's part of a batch of {self.batch} "
-        rule += f"over {replicas}"
-        check_number("batches(rows=...)", rows, rule, least.__le__, whole=True)
+        reason = f", a replica's part of a batch of {self.batch} over {replicas}"
+        check_at_least("batches(rows=...)", rows, least, reason)
         for shard in self.shards(replicas, epoch, only=only, start=start):
             taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
             yield shard_batch(

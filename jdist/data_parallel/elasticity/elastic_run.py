@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
 from jdist._errors import (
+    check_at_least,
     check_flags,
     check_function,
-    check_number,
+    check_positive_seconds,
     check_type,
     requirement,
 )
@@ -255,8 +256,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
     call = "elastic"
     _check_kinds(loss_fn, optimizer, name, folder, shuffle)
     reductions.check_reduction(call, reduction)
-    rule = "must be at least 0"
-    check_number(f"{call}(seed=...)", seed, rule, lambda n: n >= 0, whole=True)
+    check_at_least(f"{call}(seed=...)", seed, 0)
     global_batch = _at_least_one(f"{call}(global_batch=...)", global_batch)
     least = _at_least_one(f"{call}(least=...)", least)
     if slots is not None:
@@ -275,8 +275,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
         "deadline": deadline,
         "join_timeout": join_timeout,
     }.items():
-        rule = "must be a positive number of seconds"
-        check_number(f"{call}({argument}=...)", seconds, rule, lambda s: s > 0)
+        check_positive_seconds(f"{call}({argument}=...)", seconds)
     return Elastic(
         Programs(loss_fn, optimizer, reduction),
         optimizer,
@@ -306,7 +305,7 @@ def _check_kinds(
 
 
 def _at_least_one(argument: str, value: int) -> int:
-    check_number(argument, value, "must be at least 1", lambda n: n >= 1, whole=True)
+    check_at_least(argument, value, 1)
     return int(value)
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_number
+from jdist._errors import check_at_least
 from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook, check_hook
 
@@ -24,8 +24,7 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
     """
     for argument, hook in (("first", first), ("then", then)):
         check_hook(f"switch({argument})", hook)
-    rule = "must be at least 0"
-    check_number("switch(at=...)", at, rule, lambda n: n >= 0, whole=True)
+    check_at_least("switch(at=...)", at, 0)
     if at == 0:
         return then
     hooks = (first, then)

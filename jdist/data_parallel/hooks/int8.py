@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_number
+from jdist._errors import check_at_least
 from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 from jdist.data_parallel.replicas.mapping import gathered
@@ -63,8 +63,7 @@ def int8_per_channel(channel: int = 512) -> Hook:
       `torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks
       .quantization_perchannel_hook`.
     """
-    argument, rule = "int8_per_channel(channel=...)", "must be at least 1"
-    check_number(argument, channel, rule, lambda n: n >= 1, whole=True)
+    check_at_least("int8_per_channel(channel=...)", channel, 1)
     return _quantizing("int8_per_channel", channel)
 
 

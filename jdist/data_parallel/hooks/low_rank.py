@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import check_flags, check_number
+from jdist._errors import check_at_least, check_flags, check_number
 from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.feedback import error_feedback as with_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
@@ -62,10 +62,7 @@ def power_sgd(
       and grows where their data differ.
     """
     for argument, value, least in (("rank", rank, 1), ("start", start, 0)):
-        rule = f"must be at least {least}"
-        check_number(
-            f"power_sgd({argument}=...)", value, rule, least.__le__, whole=True
-        )
+        check_at_least(f"power_sgd({argument}=...)", value, least)
     argument = "power_sgd(min_compression_rate=...)"
     check_number(argument, min_compression_rate, "must be above 0", lambda x: x > 0)
     check_flags("power_sgd", error_feedback=error_feedback, warm_start=warm_start)

@@ -9,7 +9,7 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_number, requirement
+from jdist._errors import check_at_least, requirement
 from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 from jdist.data_parallel.hooks.hook_switch import switch
@@ -41,7 +41,7 @@ def post_local_sgd(start: int, group_size: int = 1) -> Hook:
 def group_mean(size: int) -> Hook:
     """The gradient of each group's own examples; see `post_local_sgd`."""
     argument = "post_local_sgd(group_size=...)"
-    check_number(argument, size, "must be at least 1", lambda n: n >= 1, whole=True)
+    check_at_least(argument, size, 1)
 
     def mean(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         weight = group_sum(bucket.weight, bucket, size)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._errors import check_function, check_number, requirement
+from jdist._errors import check_at_least, check_function, requirement
 from jdist._fit import check_state
 from jdist._tree import PyTree, examples_in, is_shape, merge, owned, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
@@ -277,8 +277,7 @@ def _check_options(
         argument = "local_sgd(optimizer=...)"
         raise ValueError(requirement(argument, rule, optimizer.name, remedy))
     for name, value, least in (("period", period, 1), ("start", start, 0)):
-        rule = f"must be at least {least}"
-        check_number(f"local_sgd({name}=...)", value, rule, least.__le__, whole=True)
+        check_at_least(f"local_sgd({name}=...)", value, least)
 
 
 def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:

@@ -48,7 +48,7 @@ class Stage:
         default `fn` is called, and the state that it returns is dropped.
 
     Raises:
-      TypeError: `fn` is not callable, or a name is not a string.
+      TypeError: `fn` is no function, or a name is not a string.
       ValueError: A name occurs twice, there is no output, or `recompute` is unknown.
 
     Example:

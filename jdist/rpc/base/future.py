@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from jdist._errors import listed, requirement
+from jdist._errors import check_function, listed, requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
@@ -424,9 +424,8 @@ def _check_exception(error: object) -> None:
 
 
 def _check_callback(call: str, callback: object) -> None:
-    if not callable(callback):
-        rule = "must be a function of one future (incompatible function arguments)"
-        raise TypeError(requirement(call, rule, callback))
+    rule = "must be a function of one future (incompatible function arguments)"
+    check_function(call, callback, rule)
 
 
 def _futures(call: str, futures: Iterable[Future[T]]) -> Sequence[Future[T]]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdist._errors import (
+    check_at_least,
     check_choice,
     check_flags,
-    check_number,
     check_type,
     requirement,
 )
@@ -108,8 +108,7 @@ class RpcOptions:
             raise ValueError(
                 requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
             )
-        argument, rule = "RpcOptions(threads=...)", "must be at least 1"
-        check_number(argument, self.threads, rule, lambda n: n >= 1, whole=True)
+        check_at_least("RpcOptions(threads=...)", self.threads, 1)
         rule = "must be an address, a str"
         check_type("RpcOptions(host=...)", self.host, str | None, rule)
         # Any text is true: "False" would have opened what it was to close.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
-from jdist._errors import check_flags, check_number, requirement
+from jdist._errors import check_at_least, check_flags, check_number, requirement
 from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
@@ -87,9 +87,8 @@ class ProcessSettings:
         own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields}
         threads = own.pop("callback_threads")
         check_flags("ProcessSettings", **own)
-        rule = "must be at least 0, which leaves the size to XLA"
         argument = "ProcessSettings(callback_threads=...)"
-        check_number(argument, threads, rule, lambda n: n >= 0, whole=True)
+        check_at_least(argument, threads, 0, ", which leaves the size to XLA")
 
 
 OFF = ProcessSettings(

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, Self, overload
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_function, check_type, requirement
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.calls.function_calls import positional
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
@@ -298,8 +298,7 @@ class Processes:
 
 def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickle the call and the data by which a process finds the function."""
-    if not callable(fn):
-        raise TypeError(requirement("spawn(fn=...)", "must be callable", repr(fn)))
+    check_function("spawn(fn=...)", fn)
     main = main_module()
     if getattr(fn, "__module__", "") == "__main__" and not main:
         rule = "must be defined in a module or a program, not in an interactive session"

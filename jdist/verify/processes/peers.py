@@ -18,7 +18,7 @@ from typing import Any, Final
 import jax
 
 from jdist._compat import distributed_client, is_computed
-from jdist._errors import JdistError, check_number
+from jdist._errors import JdistError, check_positive_seconds
 from jdist._tree import PyTree
 
 # Seconds between two polls of the store.
@@ -147,8 +147,7 @@ def joined(timeout: float) -> Iterator[Peers]:
     Args:
       timeout: Seconds to wait for the others, at each exchange.
     """
-    rule = "must be a positive number of seconds"
-    check_number("timeout", timeout, rule, lambda seconds: seconds > 0)
+    check_positive_seconds("timeout", timeout)
     client = distributed_client()
     size = 1 if client is None else jax.process_count()
     peers = Peers(timeout, jax.process_index() if size > 1 else 0, size)

@@ -74,7 +74,7 @@ def test_a_program_for_several_devices_says_to_call_outside(threads):
 
 
 def test_what_cannot_be_called_is_refused(threads):
-    with pytest.raises(TypeError, match=r"remote_call\(fn\)` must be callable, and"):
+    with pytest.raises(TypeError, match=r"remote_call\(fn\)` must be a function, and"):
         autograd.remote_call("worker1", 3, X)
     unhashable = functions.Layer(X, "tanh")  # Equal by its fields.
     with pytest.raises(TypeError, match=r"and hashable. Got Layer"):

@@ -459,7 +459,7 @@ def test_a_second_backward_needs_the_graph():
 def test_errors_of_the_function_are_its_own():
     with pytest.raises(ZeroDivisionError, match="division"):
         autograd.apply(lambda x: x / (1 // 0), leaf(3))
-    with pytest.raises(TypeError, match=r"`apply\(fn\)` must be callable"):
+    with pytest.raises(TypeError, match=r"`apply\(fn\)` must be a function"):
         autograd.apply(3, leaf(3))
 
 

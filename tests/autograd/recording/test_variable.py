@@ -179,5 +179,5 @@ def test_hooks_are_kept_in_order_and_removed():
     remove()
     remove()
     assert w.hooks == (second, first)
-    with pytest.raises(TypeError, match=r"`register_hook\(hook\)` must be callable"):
+    with pytest.raises(TypeError, match=r"`register_hook\(hook\)` must be a function"):
         w.register_hook(1)

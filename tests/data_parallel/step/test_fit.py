@@ -187,7 +187,7 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
 def test_what_is_refused(data):
     step = train_step(losses, optim.sgd(lr=0.1), 2)
     state = step.init(START)
-    with pytest.raises(ValueError, match=r"fit\(save_every=...\)` must be 1 at least"):
+    with pytest.raises(ValueError, match=r"fit\(save_every=...\)` must be at least 1"):
         fit(step, state, [], save_every=0)
     for name, wrong in {
         "save_every": 2.5,

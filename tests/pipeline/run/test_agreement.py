@@ -350,7 +350,7 @@ def test_training_with_other_settings(threads):
 
     found = outcomes(threads, body)
     for (refused, other), _ in found:
-        assert "must be 1 at least. Got 0" in refused
+        assert "must be at least 1. Got 0" in refused
         assert "fit (save_every=5)" in other or "fit (save_every=6)" in other
     assert len({tuple(curve) for _, curve in found}) == 1
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_joined_or_saved():
     with pytest.raises(ValueError, match=r"must be one of 'mean'"):
         over_epoch([Metrics(1.0)], "median")
     pipe = made()
-    with pytest.raises(ValueError, match=r"save_every=.* 1 at least. Got 0"):
+    with pytest.raises(ValueError, match=r"save_every=.* at least 1. Got 0"):
         fit(pipe, None, [], save_every=0)
 
 

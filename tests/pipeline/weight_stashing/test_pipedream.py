@@ -412,7 +412,7 @@ def test_saving_that_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"save_every=...\)` must come with the check"):
         runtime.train_epoch(state, batches, save_every=2)
     with pipeline.PipelineCheckpoints(tmp_path, runtime) as saved:
-        with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
+        with pytest.raises(ValueError, match=r"must be at least 1. Got 0"):
             runtime.train_epoch(state, batches, checkpoints=saved, save_every=0)
         state, _ = runtime.train_epoch(state, batches, checkpoints=saved)
         assert saved.latest() == state.step == 1

@@ -316,7 +316,7 @@ def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
         ({"nprocs": 2**16 + 1}, ValueError, "must be in 1..65536. Got 65537"),
         ({"nprocs": True}, TypeError, "nprocs.* must be an integer. Got True"),
         ({"nprocs": "2"}, TypeError, "nprocs.* must be an integer. Got '2'"),
-        ({"fn": "main"}, TypeError, "fn.* must be callable. Got 'main'"),
+        ({"fn": "main"}, TypeError, "fn.* must be a function. Got 'main'"),
         ({"fn": lambda rank: rank}, ValueError, "fn.*pickle can name.*Define it in a"),
         ({"args": (threading.Lock(),)}, ValueError, "args.*pickle can carry.*lock"),
         ({"pin": -1}, ValueError, "pin.* must be a number of cores per process"),
