@@ -7,5 +7,15 @@ place scales its own gradients.
 
 from jdist.optim._hyperparameters import check_overrides
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
+from jdist.optim.master_weights import computed_in, loss_scaling, started
 
-__all__ = ["check_overrides", "scaled", "shrinking", "square", "sum_of"]
+__all__ = [
+    "check_overrides",
+    "computed_in",
+    "loss_scaling",
+    "scaled",
+    "shrinking",
+    "square",
+    "started",
+    "sum_of",
+]

@@ -17,6 +17,9 @@ counted.
     loss, grads = jax.value_and_grad(
         lambda p: opt.scale_loss(loss_fn(p), state))(params)
     params, state = opt.step(params, grads, state)
+
+The trainers of `data_parallel`, `pipeline` and `autograd` take parameters in full
+precision, and make the compute copies themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves, owned, wide_dtype
+from jdist._tree import PyTree, is_inexact, is_shape, named_leaves, owned, wide_dtype
 from jdist.optim._loss_scale import (
     DynamicLossScale,
     LossScaleState,
@@ -58,7 +61,8 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
     """Rounds real floating leaves to the dtype of the computation.
 
     Args:
-      params: Any pytree. Other leaves, complex ones among them, do not change.
+      params: Any pytree. Other leaves, complex ones among them, do not change. Shapes
+        (`jax.ShapeDtypeStruct`) become shapes.
       dtype: Such as `jnp.bfloat16`.
 
     Raises:
@@ -71,9 +75,15 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
       {'n': 3, 'w': Array([1], dtype=bfloat16)}
     """
     dtype = _floating("compute_copies(dtype)", dtype)
-    return jax.tree.map(
-        lambda p: jnp.asarray(p).astype(dtype) if _is_real(p) else p, params
-    )
+
+    def rounded(param: Any) -> Any:
+        if not _is_real(param):
+            return param
+        if is_shape(param):
+            return param.update(dtype=dtype)
+        return jnp.asarray(param).astype(dtype)
+
+    return jax.tree.map(rounded, params)
 
 
 def with_master_weights(
@@ -175,6 +185,34 @@ def with_master_weights(
     )
 
 
+def computed_in(opt: Optimizer, params: PyTree) -> PyTree:
+    """The parameters that forward and backward passes read: compute copies, if any."""
+    precision = opt.precision
+    return (
+        params if precision is None else compute_copies(params, precision.compute_dtype)
+    )
+
+
+def loss_scaling(opt: Optimizer) -> DynamicLossScale | None:
+    """The loss scale of an optimizer, or None."""
+    return None if opt.precision is None else opt.precision.loss_scale
+
+
+def started(opt: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
+    """The parameters and the optimizer's state with which a training run begins.
+
+    All trainers of jdist take parameters in full precision and begin like this.
+
+    Args:
+      opt: The optimizer, with or without masters.
+      params: In full precision. 16-bit ones are taken too: the masters have no more
+        digits than these.
+    """
+    # The state first: masters are the parameters before they are rounded.
+    state = opt.init(params)
+    return computed_in(opt, params), state
+
+
 def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
     """Whether all gradients are finite after division by the loss scale.
 
@@ -250,7 +288,11 @@ def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
         if _is_real(leaf) and jnp.result_type(leaf) != dtype:
             got = f"{jnp.result_type(leaf)} at {path}"
             rule = f"must be compute copies, {dtype}"
-            remedy = f"Start from `compute_copies(params, jnp.{dtype})`."
+            remedy = (
+                "Keep `opt.init(params)` of the parameters in full precision, and step "
+                f"`compute_copies(params, jnp.{dtype})`. A trainer's `init` takes them "
+                "in full precision, and does both."
+            )
             raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
 
 

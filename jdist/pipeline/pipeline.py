@@ -24,6 +24,7 @@ from jdist._errors import (
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, is_shape, owned, shapes_of
 from jdist.optim import Optimizer
+from jdist.optim.internal import started
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -42,7 +43,6 @@ from jdist.pipeline.run.update import (
     StageUpdates,
     loss_scale_of,
     optimizers_for,
-    started,
 )
 from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule

@@ -162,6 +162,17 @@ def scaled_loss():
     )
 
 
+def masters(lr):
+    return optim.with_master_weights(optim.adam(lr=lr), compute_dtype=jnp.bfloat16)
+
+
+def masters_here(lr, name):
+    """Those, but on one worker an error."""
+    if rpc.get_worker_info().name == name:
+        raise ArithmeticError("No optimizer.")
+    return masters(lr)
+
+
 def fails_at_once(text):
     raise ValueError(f"Error creating optimizer. {text}")
 

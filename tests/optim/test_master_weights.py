@@ -59,6 +59,13 @@ def test_masters_take_the_inner_optimizers_own_steps(inner, dtype, rng):
     assert state.loss_scale is None
 
 
+def test_shapes_have_shapes_of_copies():
+    like = jax.eval_shape(lambda: {"w": jnp.ones((3, 2)), "n": jnp.arange(2)})
+    found = compute_copies(like, jnp.bfloat16)
+    assert (found["w"].dtype, found["w"].shape) == (jnp.bfloat16, (3, 2))
+    assert found["n"] == like["n"]
+
+
 def test_small_updates_add_up():
     """A thousand updates of 1e-3 on 1.0: bfloat16 alone never moves."""
     opt = with_master_weights(optim.sgd(lr=1e-3), compute_dtype=jnp.bfloat16)

@@ -16,7 +16,7 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.optim import Optimizer, from_optax
-from jdist.optim.internal import scaled
+from jdist.optim.internal import loss_scaling, scaled
 from jdist.segment.internal import FunctionCache, Traced, contents_of
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
@@ -121,7 +121,7 @@ def _optimizer(made: object) -> Optimizer:
         rule = "must make an optimizer of jdist.optim or an optax transformation"
         got = f"a {type(made).__qualname__} from it"
         raise TypeError(requirement(_ARGUMENT, rule, got))
-    if opt.loss_factor is not None:
+    if loss_scaling(opt) is not None:
         rule = "must make an optimizer without a loss scale"
         remedy = (
             "Its scale would be in its state, on the owners, and the loss is "

@@ -47,7 +47,8 @@ class DistributedOptimizer:
         owners must be able to import it and allow it (see `rpc.init_rpc`).
       params_rrefs: References to variables on any workers, each once; a local one is
         wrapped as `rpc.RRef(variable)`. Those of a trainable module on another worker
-        are `module.remote_parameters()`.
+        are `module.remote_parameters()`. They hold full precision: of an optimizer with
+        masters they are rounded to its compute copies.
       *args: Of the constructor.
       **kwargs: Likewise. A schedule is a function that travels by name, too.
 
@@ -108,9 +109,14 @@ class DistributedOptimizer:
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
         self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
-        self._parts: dict[WorkerInfo, RRef[Any]] = _ask_all(
-            owned_optimizer.CREATE, bodies, DEFAULT, "Error creating optimizer."
-        )
+        complaint = "Error creating optimizer."
+        made = _ask_all(owned_optimizer.CREATE, bodies, DEFAULT, complaint)
+        self._parts: dict[WorkerInfo, RRef[Any]] = {
+            w: part for w, (part, _) in made.items()
+        }
+        # Only now that all owners have masters: after an error no value is rounded.
+        if any(has_masters for _, has_masters in made.values()):
+            self._ask(owned_optimizer.BEGIN, complaint, DEFAULT)
 
     def step(
         self,

@@ -25,7 +25,7 @@ from jdist.autograd.optimizer.compiled_optimizer import (
     compiled_optimizer,
 )
 from jdist.autograd.recording.variable import Variable, holding
-from jdist.optim.internal import square
+from jdist.optim.internal import computed_in, square
 from jdist.rpc import Parameter, ProtocolError, RpcTimeout, RRef, WorkerInfo
 from jdist.rpc.extension import Agent, current
 
@@ -51,6 +51,22 @@ class OwnedOptimizer:
         # serve as long as the variables live, and this keeps them.
         self._locks = [each.step_lock for each in sorted(self._variables, key=id)]
         self._state = self._alone(self._init)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the variables are to hold compute copies."""
+        return self._program.opt.precision is not None
+
+    def begin(self) -> None:
+        """Rounds the variables to the compute copies of the masters, if there are."""
+
+        def act() -> None:
+            _refuse_if_given_up()
+            values = computed_in(self._program.opt, self._values())
+            for variable, value in zip(self._variables, values, strict=True):
+                variable.convert(value)
+
+        self._alone(act)
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
         """Returns each variable's sums of squares, one per leaf of its gradient."""
@@ -211,6 +227,7 @@ def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:
 
 
 CREATE = "optimizer.create"
+BEGIN = "optimizer.begin"
 SQUARES = "optimizer.squares"
 STEP = "optimizer.step"
 READ = "optimizer.read"
@@ -222,6 +239,7 @@ def install(agent: Agent) -> None:
     """Registers the handlers by which others step this worker's variables."""
     agent.register(CREATE, _create)
     operations: dict[str, Callable[..., Any]] = {
+        BEGIN: OwnedOptimizer.begin,
         SQUARES: _squares,
         STEP: _step,
         READ: OwnedOptimizer.read,
@@ -275,10 +293,13 @@ def _gradients(context_id: int) -> Gradients:
         return dict(context.gradients)
 
 
-def _create(caller: WorkerInfo, body: _Creation, meta: dict[str, Any]) -> RRef[Any]:
+def _create(
+    caller: WorkerInfo, body: _Creation, meta: dict[str, Any]
+) -> tuple[RRef[Any], bool]:
     factory, args, kwargs, references = body
     steps = compiled_optimizer(factory, args, kwargs)
-    return RRef(OwnedOptimizer(steps, _variables(references)))
+    owned = OwnedOptimizer(steps, _variables(references))
+    return RRef(owned), owned.has_masters
 
 
 def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:

@@ -119,6 +119,10 @@ class Variable(Operators):
             _check_paths(self._held.tree, new.tree)
         self._held = new
 
+    def convert(self, tree: PyTree) -> None:
+        """Sets a value of other dtypes, such as compute copies; shapes stay."""
+        self._held = _FlatTree.of(tree)
+
     def __copy__(self) -> NoReturn:
         self._refuse_copy()
 

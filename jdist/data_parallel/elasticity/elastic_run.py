@@ -36,6 +36,7 @@ from jdist.data_parallel.elasticity.leader import RunTerms
 from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer, check_optimizer
+from jdist.optim.internal import loss_scaling, started
 
 if TYPE_CHECKING:
     from jdist.rpc.extension import Agent
@@ -104,7 +105,8 @@ class Elastic:
         longer than `join_timeout`.
 
         Args:
-          params: Pytree of arrays: the first parameters. A newcomer's are not used.
+          params: Pytree of arrays: the first parameters, in full precision. A
+            newcomer's are not used.
           data: Pytree of arrays, each `(examples, ...)`: all of it, on every worker.
           weights: `(examples,)`, non-negative; None for 1 each.
           epochs: Number of passes over the examples.
@@ -148,7 +150,7 @@ class Elastic:
             # Copies: the caller may donate its own.
             own = jax.tree.map(lambda x: jnp.array(x, copy=True), owned(params))
             step = jnp.zeros((), jnp.int32)
-            first = TrainState(step, own, self.optimizer.init(own))
+            first = TrainState(step, *started(self.optimizer, own))
             first = jax.device_put(first, agent.device)
             return ReplicaWork(
                 self.programs, batches, first, agent.device, self.folder, source
@@ -211,7 +213,7 @@ def elastic(  # noqa: PLR0913 - options, by keyword
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
         must treat examples independently.
-      optimizer: The optimizer.
+      optimizer: The optimizer; one with masters must have no loss scale.
       global_batch: Examples per step, over all replicas; the last batch of an epoch may
         be smaller.
       reduction: "mean", "sum", "max" or "min".
@@ -294,10 +296,20 @@ def elastic(  # noqa: PLR0913 - options, by keyword
 
 
 def _check_kinds(
-    loss_fn: object, optimizer: object, name: object, folder: object, shuffle: object
+    loss_fn: object,
+    optimizer: Optimizer,
+    name: object,
+    folder: object,
+    shuffle: object,
 ) -> None:
     check_function("elastic(loss_fn=...)", loss_fn)
     check_optimizer("elastic(optimizer=...)", optimizer)
+    if loss_scaling(optimizer) is not None:
+        rule = "must have no loss scale, which replicas do not multiply by"
+        remedy = "Leave `loss_scale` out: bfloat16 needs none."
+        raise ValueError(
+            requirement("elastic(optimizer=...)", rule, optimizer.name, remedy)
+        )
     check_type("elastic(name=...)", name, str, "must be a name, a str")
     if folder is not None:
         check_type("elastic(folder=...)", folder, str | Path, "must be a path")

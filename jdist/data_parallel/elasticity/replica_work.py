@@ -51,7 +51,10 @@ class Programs:
             return reductions.partial(loss_fn, params, batch, weights, reduction)
 
         def stepped(state: TrainState, total: Partial) -> tuple[TrainState, jax.Array]:
-            loss, grads = reductions.finish(total, reduction, state.params)
+            # Masters take the gradient in the precision of the sum.
+            wide = optimizer.precision is not None
+            like = total.gradient if wide else state.params
+            loss, grads = reductions.finish(total, reduction, like)
             params, kept = optimizer.step(state.params, grads, state.opt_state)
             return TrainState(state.step + 1, params, kept), loss
 

@@ -56,6 +56,7 @@ from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import check_undivided, is_divided_over
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
+from jdist.optim.internal import computed_in
 
 
 class Synchronization(TypedDict, total=False):
@@ -124,12 +125,12 @@ class TrainStep:
         and replica 0's go to all.
 
         Args:
-          params: The parameters; or their shapes, for the shapes of the state.
+          params: The parameters, in full precision: with masters the state has their
+            compute copies. Or their shapes, for the shapes of the state.
           states: Given to the loss function as `states=`, if not None.
           key: A PRNG key, given to the loss function as third argument, folded as said
             above, if not None.
-          opt_state: None for `optimizer.init(params)`. For `optim.with_master_weights`
-            make it from the full-precision parameters.
+          opt_state: None for `optimizer.init(params)`.
 
         Raises:
           ValueError: Processes disagree about structure, shapes or dtypes. A parameter
@@ -160,7 +161,8 @@ class TrainStep:
         return TrainState(
             # A device array, since a Python number would compile another program.
             replicate(first, self.mesh),
-            params,
+            # After the state, whose masters are the parameters in full precision.
+            computed_in(self.optimizer, params),
             opt_state,
             replicate(states, self.mesh, name="states"),
             replicate(key, self.mesh, name="key"),

@@ -29,9 +29,15 @@ from jdist.optim import (
     Optimizer,
     all_finite,
     check_optimizer,
-    compute_copies,
 )
-from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
+from jdist.optim.internal import (
+    check_overrides,
+    loss_scaling,
+    scaled,
+    shrinking,
+    square,
+    sum_of,
+)
 from jdist.pipeline.run.stage_channels import Transfer
 from jdist.segment.internal import Invoke
 
@@ -268,28 +274,13 @@ def optimizers_for(
     return found
 
 
-def started(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
-    """One stage's parameters in compute precision, and its optimizer's state.
-
-    Args:
-      optimizer: The optimizer of the stage.
-      params: In full precision; rounded to the compute dtype with master weights.
-    """
-    # Before the rounding: master weights are the parameters in full precision.
-    opt_state = optimizer.init(params)
-    if optimizer.precision is not None:
-        params = compute_copies(params, optimizer.precision.compute_dtype)
-    return params, opt_state
-
-
 def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
     """The loss scaling of all stages; None without one.
 
     Raises:
       ValueError: It is not the same in all stages.
     """
-    precisions = [optimizer.precision for optimizer in optimizers]
-    found = [None if p is None else p.loss_scale for p in precisions]
+    found = list(map(loss_scaling, optimizers))
     # Cotangents of the scaled loss reach all stages, so that each has to divide by it.
     if any(scale != found[0] for scale in found):
         rule = "must scale the loss in all stages alike, or in none"

@@ -25,6 +25,7 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree, owned
 from jdist.optim import Optimizer
+from jdist.optim.internal import started
 from jdist.pipeline.run.update import optimizers_for
 from jdist.pipeline.schedule.actions import check_counts
 
@@ -56,9 +57,12 @@ class WeightStashing:
     versions: int
 
     def init(self, params: PyTree) -> StashState:
-        """The state of version 0, which refers to arrays of JAX and copies NumPy's."""
-        params = owned(params)
-        return StashState(0, {0: params}, self.optimizer.init(params))
+        """The state of version 0, which refers to arrays of JAX and copies NumPy's.
+
+        Parameters in full precision: with masters the versions are compute copies.
+        """
+        params, opt_state = started(self.optimizer, owned(params))
+        return StashState(0, {0: params}, opt_state)
 
     def load_new_params(self, state: StashState) -> PyTree:
         """The newest version, for forward passes and the next update."""

@@ -151,6 +151,44 @@ def test_an_optax_chain(cluster):
         world.assert_same_bits(mine, local)
 
 
+def by_masters():
+    rrefs = world.remote_variables(values())
+    before = world.values_of(rrefs)
+    with pytest.raises(ExceptionGroup, match="No optimizer"):
+        autograd.DistributedOptimizer(world.masters_here, rrefs, 1e-3, "worker2")
+    # An owner that could not is no reason to round on the others.
+    world.assert_same_bits(world.values_of(rrefs), before)
+    dist_opt = autograd.DistributedOptimizer(world.masters, rrefs, 1e-3)
+    found = [world.values_of(rrefs)]
+    for each in gradients()[:3]:
+        world.step(dist_opt, rrefs, each)
+        found.append(world.values_of(rrefs))
+    return before, found, dist_opt.state()
+
+
+def test_variables_in_full_precision_become_copies_of_masters(cluster):
+    """On each owner the bits of the same optimizer on one device."""
+    before, found, state = cluster.run(0, by_masters)
+    full = [value for _, value in values()]
+    opt, run = world.masters(1e-3), jax.jit(world.masters(1e-3).step)
+    kept, params = opt.init(full), optim.compute_copies(full, jnp.bfloat16)
+    expected = [params]
+    for each in gradients()[:3]:
+        params, kept = run(params, each, kept)
+        expected.append(params)
+    world.assert_same_bits(found, jax.tree.map(np.asarray, expected))
+    assert jax.tree.leaves(found[0])[0].dtype == jnp.bfloat16
+    masters = {
+        path: array
+        for numbers in state.values()
+        for path, array in numbers.items()
+        if path.startswith("state/masters")
+    }
+    assert len(masters) == len(jax.tree.leaves(before))
+    wide = {array.dtype.name for array in masters.values()}
+    assert wide == {"float32", "float64"}
+
+
 def some_without():
     rrefs = world.remote_variables(
         [("worker1", world.tree(1)), ("worker1", world.tree(2))]

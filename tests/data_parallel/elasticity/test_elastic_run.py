@@ -266,7 +266,29 @@ def test_a_killed_process_costs_no_example(fresh_hosts, tmp_path):
         dying.result(5)
 
 
+def test_masters_are_the_parameters_in_full_precision():
+    """And take the gradient in the precision of its sum: 257 is no bfloat16."""
+    opt = optim.with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
+    run = data_parallel.elastic(
+        lambda w, x: x @ w, opt, global_batch=3, reduction="sum", shuffle=False
+    )
+    x = np.array([[256, 2], [1, 512], [0, 1]], jnp.bfloat16)
+    with rpc.elastic_cluster():
+        state, _ = run.run(jnp.array([1.0001, 2.0003], jnp.float32), x)
+    expected = np.float32([1.0001, 2.0003]) - np.float32([257, 515])
+    assert state.opt_state.masters.tolist() == expected.tolist()
+    assert state.params.tolist() == expected.astype(jnp.bfloat16).tolist()
+
+
 # --- refusals ---
+
+
+def test_a_loss_scale_is_refused():
+    """No replica would multiply by it, and each step would divide."""
+    scaled = optim.with_master_weights(optim.sgd(), loss_scale=8.0)
+    message = "elastic(optimizer=...)` must have no loss scale"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        data_parallel.elastic(exact_loss, scaled, global_batch=16)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from jdist.data_parallel import hooks
 
 def losses(params, batch):
     x, y = batch
-    h = jnp.tanh(x @ params["w"] + params["b"][None])
-    return ((h * params["b"][None]).sum(-1) - y) ** 2
+    h = jnp.tanh(x.astype(params["w"].dtype) @ params["w"] + params["b"][None])
+    return ((h * params["b"][None]).sum(-1).astype(y.dtype) - y) ** 2
 
 
 def keyed(params, batch, key, states):
@@ -39,11 +39,7 @@ def shapes(tree):
 
 def begun(step, params):
     """`init` of arrays, or of what another function makes of them."""
-    if step.optimizer.precision is None:
-        return lambda of: step.init(of(params))
-    copies = optim.compute_copies(params, step.optimizer.precision.compute_dtype)
-    masters = step.optimizer.init(params)
-    return lambda of: step.init(of(copies), opt_state=of(masters))
+    return lambda of: step.init(of(params))
 
 
 def as_given(program, *arguments):
@@ -55,7 +51,7 @@ def as_given(program, *arguments):
 def steps(mesh):
     four = mesh(4)
     masters = optim.with_master_weights(
-        optim.adam(), compute_dtype=np.float32, loss_scale=8.0
+        optim.adam(), compute_dtype=jnp.bfloat16, loss_scale=8.0
     )
     make = functools.partial(data_parallel.train_step, losses)
     return {

@@ -208,6 +208,38 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, max_norm):
         )
 
 
+@pytest.mark.parametrize("where", ["devices", "vmap", "ZeRO"])
+def test_init_takes_full_precision_and_makes_the_copies(rng, mesh, where):
+    """Masters keep what float16 rounds; the run is that of copies made by hand."""
+    place = 2 if where == "vmap" else mesh(2)
+    opt = optim.with_master_weights(optim.adam(lr=1e-4), compute_dtype=jnp.float16)
+    opt = zero(opt, place) if where == "ZeRO" else opt
+    full = {"w": jnp.array([1.0001, 2.0003, -0.30007]), "n": jnp.arange(2)}
+    copies = optim.compute_copies(full, jnp.float16)
+    assert copies["w"].tolist() != full["w"].tolist()
+
+    def losses(params, x):
+        assert params["w"].dtype == jnp.float16
+        return (x @ params["w"]).astype(jnp.float32) ** 2
+
+    step = train_step(losses, opt, place)
+    x = rng.normal(size=(6, 3)).astype(np.float16)
+    state = step.init(full)
+    masters = state.opt_state.masters["w"]
+    kept = masters.whole() if where == "ZeRO" else masters
+    assert kept.tolist() == full["w"].tolist()
+    begun = [state, step.init(copies, opt_state=opt.init(full))]
+    # Also a state of the user's, beside parameters in full precision.
+    begun.append(step.init(full, opt_state=opt.init(full)))
+    ended = [step(state, x)[0] for state in begun]
+    for other in ended[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (ended[0], other)), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+    # 16-bit parameters are taken too, and their masters have no more digits.
+    rough = step.init(copies)
+    assert step(rough, x)[0].params["w"].dtype == jnp.float16
+
+
 @pytest.mark.parametrize("kind", ["replicas", "micro-batches", "ZeRO"])
 def test_masters_take_the_sum_as_it_was_added_up(mesh, kind):
     """256 + 1 is no bfloat16; the masters move by 257 and the copies are rounded."""

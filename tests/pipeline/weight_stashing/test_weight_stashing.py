@@ -56,6 +56,19 @@ def test_versions_are_those_of_the_optimizer(name, rng):
         stash.load_old_params(state, 6)
 
 
+def test_init_takes_full_precision():
+    """The versions are compute copies, and the masters keep what those round."""
+    full = jnp.array([1.0001, 2.0003])
+    stash = with_weight_stashing(OPTIMIZERS["masters"], versions=2)
+    state = stash.init(full)
+    assert stash.load_new_params(state).dtype == jnp.bfloat16
+    assert state.opt_state.masters.tolist() == full.tolist()
+    state = stash.step(jnp.array([0.5, 3.0]), state)
+    assert (stash.load_old_params(state) == full.astype(jnp.bfloat16)).all()
+    # Adagrad's first step is the rate, whatever the gradient.
+    np.testing.assert_allclose(state.opt_state.masters, full - 0.1, rtol=1e-6)
+
+
 def test_negative_versions_are_the_first():
     stash = with_weight_stashing(optim.sgd(lr=0.5), versions=4)
     state = stash.step(first("sgd"), stash.init(first("sgd")))
