@@ -7,13 +7,16 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Files of tests go to so many processes, each file to one of them. Most tests trace and
 # compile, which uses one core; more than two processes need 5 GiB of memory each.
 PROCESSES ?= 2
+# Which delays `make chaos` makes, and the share of the tests that it runs.
+SEED  ?= 1
+SHARE ?= 0.1
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # Hundreds of processes import the library and the tests: each would compile them again.
 export PYTHONDONTWRITEBYTECODE =
 LIBRARY = not parity and not compilers and not ray
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-slow test-thorough test-all slow-tests lint targets ray parity docs docs-links bench clean help
+.PHONY: run test test-slow test-thorough test-all chaos slow-tests lint targets ray parity docs docs-links bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +35,10 @@ test-thorough: $(VENV)/.test  ## what rests on XLA, compiled as users have it
 	JDIST_THOROUGH=1 $(PYTEST) -m "(optimized or compiled) and $(LIBRARY)"
 
 test-all: test test-slow test-thorough  ## all three
+
+chaos: $(VENV)/.test  ## tests of workers with random delays at every hand-off: SEED=7, SHARE=0.1 of them
+	JDIST_CHAOS=$(SEED) JDIST_CHAOS_SHARE=$(SHARE) $(PYTEST) -m "$(LIBRARY)" \
+	  $$($(BIN)/python -c "from tests.chaos import SUBJECTS; print(*SUBJECTS)")
 
 slow-tests: $(VENV)/.test  ## measure again which tests are slow: tests/slow.txt
 	JDIST_RECORD_SLOW=1 $(PYTEST) -m "$(LIBRARY)"

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jdist import rpc
+from tests import chaos
 from tests.data_parallel import group_runs
 from tests.rpc.hosts import (
     WORKERS,
@@ -22,6 +23,18 @@ from tests.rpc.hosts import (
     names,
 )
 from tests.rpc.nursery import Nursery
+
+
+def pytest_report_header():
+    """The seed, with which the delays come again."""
+    return chaos.PLAN and f"delays: make chaos SEED={chaos.PLAN.seed}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """With delays, runs the tests that the seed chooses."""
+    if chaos.PLAN is not None:
+        items[:], left = chaos.keep(items, chaos.PLAN, chaos.SHARE)
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture
