@@ -9,7 +9,16 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, FunctionCache
-from jdist.segment._lookup.contents import Contents, contents_of, is_fixed, value_of
+from jdist.segment._lookup.contents import (
+    READS,
+    Contents,
+    contents_of,
+    guarded,
+    is_fixed,
+    value_of,
+)
+from jdist.segment._lookup.guarded_jit import GuardedJit
+from jdist.segment._lookup.guards import Guards
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
     Changed,
@@ -35,6 +44,7 @@ from jdist.segment._segment import (
 __all__ = [
     "PATIENCE_WITH_MODELS",
     "POLICIES",
+    "READS",
     "VERSIONS",
     "Changed",
     "Contents",
@@ -42,6 +52,8 @@ __all__ = [
     "Fold",
     "ForwardPlan",
     "FunctionCache",
+    "GuardedJit",
+    "Guards",
     "Invoke",
     "Traced",
     "TracedProgram",
@@ -49,6 +61,7 @@ __all__ = [
     "backward_deferring",
     "contents_of",
     "forward_arrays",
+    "guarded",
     "identity_of",
     "is_fixed",
     "is_policy",

@@ -28,6 +28,7 @@ from jdist.data_parallel.elasticity.summation_tree import nodes_within, tree_sum
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer
 from jdist.reduction import Partial
+from jdist.segment.internal import GuardedJit
 
 __all__ = ["Batches", "Programs", "ReplicaWork"]
 
@@ -58,10 +59,10 @@ class Programs:
             params, kept = optimizer.step(state.params, grads, state.opt_state)
             return TrainState(state.step + 1, params, kept), loss
 
-        self.shard_sum = jax.jit(shard_sum)
+        self.shard_sum = GuardedJit(shard_sum, "elastic", {"loss_fn": loss_fn})
         self.combined = jax.jit(partial(reductions.combine, reduction=reduction))
         # Nothing is donated: another thread may be sending the state to a newcomer.
-        self.stepped = jax.jit(stepped)
+        self.stepped = GuardedJit(stepped, "elastic", {"optimizer": optimizer})
 
 
 @dataclass(frozen=True, slots=True)

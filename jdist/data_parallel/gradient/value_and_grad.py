@@ -32,6 +32,7 @@ from jdist.data_parallel.replicas.shards import (
     replicas_of,
     weights_given,
 )
+from jdist.segment.internal import GuardedJit
 
 
 def value_and_grad(
@@ -178,13 +179,14 @@ class _Programs:
             own = communication.start(*parts(params, batch, weights))
             return (as_row(own),)
 
-        axis = communication.axis
-        takes = (EACH, rows, rows)
+        axis, call = communication.axis, communication.call
+        reads = {"loss_fn": loss_fn, "hook": communication.hook}
+        takes, gives = (EACH, rows, rows), (EACH, EACH, rows, EACH)
+        mapped = over_replicas(step, mesh, axis, (*takes, rows), gives)
         # Nothing is donated: callers keep the parameters.
-        self.step = jax.jit(
-            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))
-        )
-        self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
+        self.step = GuardedJit(mapped, call, reads)
+        first = over_replicas(start, mesh, axis, takes, (rows,))
+        self.start = GuardedJit(first, call, reads)
 
 
 def _check_no_state(hook_state: PyTree) -> None:

@@ -21,6 +21,7 @@ from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.shards import replicas_of, shard_batch
+from jdist.segment.internal import GuardedJit
 
 
 def DataParallel(
@@ -56,8 +57,7 @@ def DataParallel(
     check_mesh("DataParallel", mesh, axis)
     rows = PartitionSpec(axis)
 
-    @jax.jit
-    def compiled(params: PyTree, scattered: PyTree) -> PyTree:
+    def outputs_of(params: PyTree, scattered: PyTree) -> PyTree:
         def on_replica(wide: PyTree, batch: PyTree) -> PyTree:
             given = jax.tree.map(_as_it_was, wide, params)
             return (fn(given, batch),)
@@ -66,6 +66,8 @@ def DataParallel(
         # it, and the sum must be in float32 at least.
         mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
+
+    compiled = GuardedJit(outputs_of, "DataParallel", {"fn": fn})
 
     def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""

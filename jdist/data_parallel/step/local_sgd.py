@@ -49,6 +49,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.optim import Optimizer, check_optimizer
+from jdist.segment.internal import GuardedJit
 
 
 class LocalState(NamedTuple):
@@ -76,7 +77,7 @@ class LocalSGD:
       optimizer: The optimizer.
       mesh: The devices; or a number of replicas on one device.
       axis: The mesh axis that counts replicas.
-      compiled: The jitted functions: a step, and the average.
+      compiled: The compiled functions: a step, and the average.
     """
 
     optimizer: Optimizer
@@ -258,12 +259,10 @@ def local_sgd(
     takes = (EACH, rows, rows, rows, rows, rows)
     step = over_replicas(on_replica, mesh, axis, takes, (EACH, rows, EACH))
     mean = over_replicas(average, mesh, axis, (rows, rows), (EACH,))
-    compiled = (
-        # The whole state is replaced, so its buffers can be reused.
-        jax.jit(step, donate_argnums=(0, 1, 2, 3)),
-        jax.jit(lambda *a: mean(*a)[0]),
-    )
-    return LocalSGD(optimizer, mesh, axis, compiled)
+    reads = {"loss_fn": loss_fn, "optimizer": optimizer}
+    # The whole state is replaced, so its buffers can be reused.
+    compiled = GuardedJit(step, "local_sgd", reads, donate_argnums=(0, 1, 2, 3))
+    return LocalSGD(optimizer, mesh, axis, (compiled, jax.jit(lambda *a: mean(*a)[0])))
 
 
 def _check_options(

@@ -18,6 +18,7 @@ import jax
 from jdist._errors import check_function, requirement
 from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
 from jdist._tree import PyTree, path_of
+from jdist.segment.internal import READS
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -131,6 +132,8 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     def module(params: PyTree, states: PyTree = None) -> PyTree:
         return made(params, states)
 
+    for fn in (losses, in_evaluation):
+        setattr(fn, READS, (loss_fn, parts.graph))
     states = parts.rest if stateful else None
     return FromNNX(losses, in_evaluation, parts.params, states, module)
 

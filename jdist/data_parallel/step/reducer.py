@@ -57,7 +57,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.reduction import Partial
 from jdist.segment import Segment, segment
-from jdist.segment.internal import Invoke
+from jdist.segment.internal import GuardedJit, Guards, Invoke, guarded
 
 # The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
@@ -174,6 +174,7 @@ class Reducer:
     ) -> tuple[_BucketPlan, tuple[PyTree, PyTree]]:
         """Plans the buckets, and checks batch and weights."""
         driver = self._driver
+        driver.find_layers()
         count = examples_in(batch, f"{call}(params, batch)")
         check_rows(count, self._replicas)
         weights = weights_given(call, weights, count, driver.reduction)
@@ -251,10 +252,9 @@ class _Driver:
         self.mesh, self.axis, self.reduction = mesh, axis, reduction
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        # All first layers share the code of the wrapper: the label tells them apart.
-        label = ("reducer", getattr(layers[0], "__code__", type(layers[0])))
-        first = segment(_first(layers[0]), label=label)
-        self.segments = [first, *map(segment, layers[1:])]
+        self._layers = tuple(layers)
+        self._guards: Guards | None = None
+        self.find_layers()
 
         def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
             part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
@@ -271,7 +271,7 @@ class _Driver:
             return jax.lax.psum(buffer[0], axis)
 
         spec = PartitionSpec(axis)
-        self.head = jax.jit(head)
+        self.head = GuardedJit(head, "reducer", {"loss_fn": loss_fn})
         # One program over all devices, since the total is that of all replicas.
         self.normalized = jax.jit(
             lambda weights: reductions.normalized(weights, reduction),
@@ -281,6 +281,17 @@ class _Driver:
         self.reduce = jax.jit(_named("reduce_bucket", summed))
         # The plan is static, since it determines how sums are split.
         self.finish = jax.jit(self._finished, static_argnums=0)
+
+    def find_layers(self) -> None:
+        """Looks the compiled layers up, again where what they read has changed."""
+        if self._guards is not None and self._guards.hold():
+            return
+        self._guards = None
+        # All first layers share the code of the wrapper: the label tells them apart.
+        first = self._layers[0]
+        label = ("reducer", getattr(first, "__code__", type(first)))
+        own = segment(_first(first), label=label)
+        self.segments = [own, *map(segment, self._layers[1:])]
 
     def run(
         self,
@@ -318,6 +329,10 @@ class _Driver:
                     sums.append(self._reduced(filled))
                 if on_reduce is not None:
                     on_reduce(len(sums) - 1, sums[-1])
+        if self._guards is None:
+            # After the traces, which may write to what they read.
+            reads = {f"layer {n}": layer for n, layer in enumerate(self._layers)}
+            _, self._guards = guarded(reads, "reducer")
         return self.finish(plan.static, sums, scalars, params)
 
     def lower(

@@ -18,6 +18,7 @@ from jdist.data_parallel.step.accumulation import LossCall, ReplicaBatch, accumu
 from jdist.data_parallel.step.model_state import synchronized
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
+from jdist.segment.internal import GuardedJit
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +190,5 @@ def evaluation(
         (value, examples, weight), aux = mapped(state, batch, weights)
         return Metrics(value, examples, weight, aux=aux)
 
-    return jax.jit(evaluate)
+    called = loss.fn if in_evaluation is None else in_evaluation
+    return GuardedJit(evaluate, "evaluate", {"loss_fn": called})

@@ -57,6 +57,7 @@ from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import check_undivided, is_divided_over
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 from jdist.optim.internal import computed_in
+from jdist.segment.internal import GuardedJit
 
 
 class Synchronization(TypedDict, total=False):
@@ -91,14 +92,14 @@ class TrainStep:
       optimizer: The optimizer.
       mesh: The devices; or a number of replicas on one device.
       divisor: The number of a batch's rows must be a multiple of it.
-      compiled: The jitted function `(state, key, batch, weights, overrides)`, to which
-        the state is passed without its key.
-      start: The jitted `(state, batch, weights) -> hook_state`, for the first step with
-        a hook that has a state; else None.
+      compiled: The compiled function `(state, key, batch, weights, overrides)`, to
+        which the state is passed without its key.
+      start: The compiled `(state, batch, weights) -> hook_state`, for the first step
+        with a hook that has a state; else None.
       axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
       reduction: The reduction of the examples' losses.
-      evaluated: The jitted function `(state, batch, weights) -> Metrics`.
+      evaluated: The compiled function `(state, batch, weights) -> Metrics`.
     """
 
     optimizer: Optimizer
@@ -399,16 +400,16 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, bool(has_aux))
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
-    mapped = _mapped(replica_step, mesh, axis)
-    divisor = replicas * accumulate
+    divisor, mapped = replicas * accumulate, _mapped(replica_step, mesh, axis)
     step = _step(mapped, optimizer, max_norm, divided, divisor)
+    reads = {"loss_fn": loss_fn, "optimizer": optimizer, "hook": communication.hook}
     return TrainStep(
         optimizer,
         mesh,
         divisor,
-        # The state alone: batches may be used again.
-        jax.jit(step, donate_argnums=0),
-        _start(replica_step, mesh, axis) if communication.stateful else None,
+        # The state alone is donated: batches may be used again.
+        GuardedJit(step, call, reads, donate_argnums=0),
+        _start(replica_step, mesh, axis, reads) if communication.stateful else None,
         axis,
         communication.debug,
         reduction,
@@ -511,14 +512,16 @@ def _scatters(
     return is_divided_over(optimizer, mesh, axis) and can_scatter(mesh)
 
 
-def _start(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
+def _start(
+    replica_step: ReplicaStep, mesh: Mesh | int, axis: str, reads: Mapping[str, Any]
+) -> PyTree:
     rows = PartitionSpec(axis)
     mapped = over_replicas(replica_step.start, mesh, axis, (EACH, rows, rows), (rows,))
 
     def start(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         return mapped(state._replace(opt_state=None), batch, weights)[0]
 
-    return jax.jit(start)
+    return GuardedJit(start, "train_step", reads)
 
 
 def _unscaled(number: jax.Array, scale: jax.Array | None) -> jax.Array:

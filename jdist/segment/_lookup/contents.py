@@ -37,13 +37,15 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
+from jdist.segment._lookup import guards
 from jdist.segment._lookup.bytecode import Path, reads_of
+from jdist.segment._lookup.guards import MISSING, Guards, Read, in_class, in_slot
 
 FIXED_PACKAGES = frozenset((
     "jdist", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax",
@@ -58,6 +60,10 @@ FIXED_PACKAGES = frozenset((
 
 MOST_VALUES = 1000
 """Largest number of objects read per lookup; reading more takes longer than a trace."""
+
+READS = "__jdist_reads__"
+"""The attribute by which a function of jdist's says which values of users it reads; all
+others in its closure are its own and do not change."""
 
 MOST_BYTES = 1 << 20
 """Largest number of bytes of NumPy arrays and strings read per lookup."""
@@ -92,7 +98,7 @@ _ABOUT_CLASS = frozenset((
     "__firstlineno__", "__static_attributes__",
 ))  # fmt: skip
 _NO_EQUALITY = vars(object)["__eq__"]
-_MISSING = object()
+_IDENTITY_HASH = vars(object)["__hash__"]
 Part = tuple[str, Hashable]
 
 
@@ -192,6 +198,27 @@ def value_of(value: object, user: str) -> Contents:
     return Contents(key, ((part, key),), tuple(dict.fromkeys(reader.unread)))
 
 
+def guarded(reads: Mapping[str, object], user: str) -> tuple[Contents, Guards]:
+    """The contents of functions and other values, and guards over them.
+
+    Args:
+      reads: The values by name, the function that names the whole first.
+      user: Name of the public function that compiles, for error messages.
+
+    A value that is being traced is compared by identity.
+    """
+    found = Guards()
+    reader = _ContentsReader(user, found)
+    parts: list[Part] = []
+    for name, value in reads.items():
+        read = reader.callable if callable(value) else reader.key
+        parts.append((f"`{name}`", read(f"`{name}`", value)))  # type: ignore[arg-type]
+    first = parts[0][1]
+    code = first.code if isinstance(first, Contents) else first
+    unread = tuple(dict.fromkeys(reader.unread))
+    return Contents(code, tuple(parts), unread), found
+
+
 def is_fixed(fn: Callable[..., Any]) -> bool:
     """Whether a function is a library's and has no closure."""
     if isinstance(fn, _JITTED):
@@ -202,16 +229,28 @@ def is_fixed(fn: Callable[..., Any]) -> bool:
 class _ContentsReader:
     """Reads the contents of one function, and of all that it refers to.
 
+    Args:
+      user: Name of the public function that compiles, for error messages.
+      found: Is told what is read of things that may change, if given.
+
     Attributes:
       unread: References that could not be read so far.
     """
 
-    def __init__(self, user: str) -> None:
+    def __init__(self, user: str, found: Guards | None = None) -> None:
         self._user = user
+        self._guards = found
+        # Whether what is read belongs to a value that does not change.
+        self._settled = False
         self._met: dict[Any, tuple[int, Any]] = {}
         self._values = MOST_VALUES
         self._bytes = MOST_BYTES
         self.unread: list[str] = []
+
+    def _see(self, read: Read, owner: Any) -> None:
+        """Guards what `read` finds at a thing that may change."""
+        if self._guards is not None and not self._settled:
+            self._guards.see(read, owner)
 
     # --- functions ---
 
@@ -222,6 +261,7 @@ class _ContentsReader:
         if isinstance(fn, types.MethodType):
             return self._method(fn)
         if isinstance(fn, functools.partial):
+            self._see(guards.in_partial, fn)
             # The code is that of the inner function, by which versions are counted and
             # named.
             own = self.callable(part, fn.func)
@@ -233,7 +273,8 @@ class _ContentsReader:
             return Contents(
                 own.code, (*own.parts, ("the jitted function", SameObject(fn)))
             )
-        call = _in_class(type(fn), "__call__")
+        self._see(guards.at_name, (fn, "__call__"))
+        call = in_class(type(fn), "__call__")
         if isinstance(call, types.FunctionType) and not _fixed(call):
             return self._function(call, first=fn)
         return Contents(self.key(part, fn), ())
@@ -245,26 +286,36 @@ class _ContentsReader:
             return Contents(own.code, (*own.parts, bound))
         return self._function(fn.__func__, first=fn.__self__)
 
-    def _function(self, fn: types.FunctionType, first: object = _MISSING) -> Contents:
-        return Contents(fn.__code__, tuple(self._parts(fn, first)))
+    def _function(self, fn: types.FunctionType, first: object = MISSING) -> Contents:
+        outer, self._settled = self._settled, False
+        found = Contents(fn.__code__, tuple(self._parts(fn, first)))
+        self._settled = outer
+        return found
 
     def _parts(self, fn: types.FunctionType, first: object) -> Iterator[Part]:
-        code, reads = fn.__code__, reads_of(fn.__code__)
+        code, reads, fixed = fn.__code__, reads_of(fn.__code__), _fixed(fn)
+        if fixed and READS in vars(fn):
+            yield from self._named({"what it reads": vars(fn)[READS]})
+            return
+        if not fixed:
+            self._see(guards.in_function, fn)
+            if fn.__kwdefaults__:
+                self._see(guards.in_mapping, fn.__kwdefaults__)
         positional = code.co_varnames[: code.co_argcount]
         defaults = fn.__defaults__ or ()
         named = dict(zip(positional[::-1], defaults[::-1], strict=False))
         named.update(fn.__kwdefaults__ or {})
         yield from self._named({f"default of `{name}`": x for name, x in named.items()})
-        fixed = _fixed(fn)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # A variable that is not assigned yet.
+            if not fixed:
+                self._see(guards.in_cell, cell)
+            (value,) = guards.in_cell(cell)
+            if value is MISSING:  # A variable that is not assigned yet.
                 continue
             # A library may read its variables in ways that its code does not show.
             paths = frozenset([()]) if fixed else reads.free.get(name, frozenset())
             yield from self._at(f"closure variable `{name}`", f"{name}", value, paths)
-        if first is not _MISSING:
+        if first is not MISSING:
             paths = frozenset([()]) if fixed else reads.first
             yield from self._at("the object `self`", "self", first, paths)
         if not fixed:
@@ -274,6 +325,8 @@ class _ContentsReader:
         """Globals and attributes of the function itself; notes what cannot be read."""
         reads = reads_of(fn.__code__)
         for name, paths in reads.names.items():
+            if self._guards is not None:
+                self._guards.see_name(fn.__globals__, name)
             if name in fn.__globals__:
                 value = fn.__globals__[name]
                 yield from self._at(f"global `{name}`", name, value, paths)
@@ -319,6 +372,8 @@ class _ContentsReader:
         if not path or self._whole(value):
             return self.key(part, value)
         if isinstance(value, types.ModuleType):
+            if self._guards is not None:
+                self._guards.see_name(vars(value), path[0])
             if path[0] not in vars(value):
                 return self._not_read(part, value)
             return self._attribute(part, vars(value)[path[0]], path[1:])
@@ -328,26 +383,28 @@ class _ContentsReader:
 
     def _of_object(self, part: str, value: object, path: Path) -> Hashable:
         name, rest = path[0], path[1:]
+        self._see(guards.at_name, (value, name))
         kind, own = type(value), getattr(value, "__dict__", {})
-        raw = _in_class(kind, name)
+        raw = in_class(kind, name)
         # The order in which Python itself looks: data descriptors before the object's
         # dict.
         if name in own and not _is_data_descriptor(raw):
             return self._attribute(part, own[name], rest)
-        if raw is _MISSING:
+        if raw is MISSING:
             # A `__getattr__` may compute its result from anything in the object.
-            computed = _in_class(kind, "__getattr__") is not _MISSING
+            computed = in_class(kind, "__getattr__") is not MISSING
             return self.key(part, value) if computed else "missing"
         code = _code_behind(raw)
         if code is not None:
             return self._bound(part, code, value)
         if isinstance(raw, types.MemberDescriptorType):
-            return self._attribute(part, _in_slot(raw, value), rest)
+            return self._attribute(part, in_slot(raw, value), rest)
         return self._of_entry(part, value, kind, raw, rest)
 
     def _of_class(self, part: str, kind: type, path: Path) -> Hashable:
-        raw = _in_class(kind, path[0])
-        if type(kind) is not type or raw is _MISSING:
+        self._see(guards.in_class_at_name, (kind, path[0]))
+        raw = in_class(kind, path[0])
+        if type(kind) is not type or raw is MISSING:
             return self.key(part, kind)  # The metaclass may have it.
         if isinstance(raw, types.FunctionType):
             return self._attribute(part, raw, path[1:])
@@ -392,7 +449,10 @@ class _ContentsReader:
             return read(self, part, value)
         return self._once(id(value), value, lambda: self._structure(part, value))
 
-    def _refuse(self, part: str, value: object) -> NoReturn:
+    def _traced(self, part: str, value: object) -> Hashable:
+        # A function that JAX jits may read it: it is found again nowhere else.
+        if self._guards is not None:
+            return SameObject(value)
         rule = f"must not refer to values that are being traced; {part} is one"
         remedy = "Pass it as an input; only inputs and parameters are differentiated."
         call = f"{self._user}(fn)"
@@ -404,6 +464,8 @@ class _ContentsReader:
         self._bytes -= array.nbytes
         if array.dtype.hasobject or self._bytes < 0:
             return self._not_read(part, value)
+        if self._guards is not None and isinstance(value, np.ndarray):
+            self._guards.see_array(value)
         digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
         return array.dtype.str, array.shape, digest
 
@@ -429,16 +491,21 @@ class _ContentsReader:
         return read(self, part, value)
 
     def _mapping(self, part: str, value: Mapping[object, object]) -> Hashable:
+        self._see(guards.in_mapping, value)
         # A defaultdict calls it for missing keys.
         factory = self.key(part, getattr(value, "default_factory", None))
         return type(value), factory, self._items(part, value)
 
     def _sequence(self, part: str, value: Collection[object]) -> Hashable:
+        if type(value) is not tuple:
+            self._see(tuple, value)
         # Two deques of the same elements differ by what they drop next.
         length = getattr(value, "maxlen", None)
         return type(value), length, self._keys(part, value)
 
     def _set(self, part: str, value: Collection[object]) -> Hashable:
+        if type(value) is not frozenset:
+            self._see(tuple, value)
         keys = self._keys(part, value)
         return type(value), frozenset(keys) if isinstance(keys, tuple) else keys
 
@@ -458,6 +525,7 @@ class _ContentsReader:
         return SameObject(fn) if is_fixed(fn) else self._function(fn)
 
     def _reference(self, part: str, value: weakref.ref[Any]) -> Hashable:
+        self._see(guards.in_reference, value)
         return weakref.ReferenceType, self.key(part, value())
 
     def _module(self, part: str, module: object) -> Hashable:
@@ -486,6 +554,10 @@ class _ContentsReader:
             self._not_read(part, type(kind))
         if not _in_python(kind):
             return self._not_read(part, kind)
+        outer, self._settled = self._settled, False
+        for each in kind.__mro__:
+            if not _fixed(each):
+                self._see(guards.in_class_body, each)
         entries = tuple(
             (name, self._entry(f"{part}, attribute `{name}`", raw))
             for each in kind.__mro__
@@ -493,6 +565,7 @@ class _ContentsReader:
             for name, raw in vars(each).copy().items()
             if name not in _ABOUT_CLASS
         )
+        self._settled = outer
         return SameObject(kind), entries
 
     def _entry(self, part: str, raw: object) -> Hashable:
@@ -503,7 +576,7 @@ class _ContentsReader:
         if isinstance(raw, functools.cached_property):
             return functools.cached_property, self.key(part, raw.func)
         # Such as an `object()` that serves as a marker: there is nothing in it to read.
-        inert = _fixed(type(raw)) and not _state(raw) and not callable(raw)
+        inert = _fixed(type(raw)) and not guards.state_of(raw) and not callable(raw)
         if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
             return SameObject(raw)
         return self.key(part, raw)
@@ -513,9 +586,12 @@ class _ContentsReader:
         kind: Any = type(value)
         if not _in_python(kind):
             return self._not_read(part, value)
+        outer, self._settled = self._settled, _is_settled(value)
+        if not _is_frozen(kind):
+            self._see(guards.in_object, value)
         attributes = tuple(
             (name, self.key(f"{part}, attribute `{name}`", x))
-            for name, x in _state(value)
+            for name, x in guards.state_of(value)
         )
         inside: Hashable = ()
         if isinstance(value, dict):
@@ -524,9 +600,10 @@ class _ContentsReader:
             inside = self._keys(part, value)
         elif isinstance(value, int | float | str):
             inside = repr(value)
+        self._settled = outer
         # With an `__eq__` of their own, objects of equal state behave alike. Without
         # one, code may distinguish them by identity.
-        which = SameObject(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
+        which = SameObject(value) if in_class(kind, "__eq__") is _NO_EQUALITY else ()
         made_of = SameObject(kind) if _fixed(kind) else self.key(part, kind)
         return which, attributes, inside, made_of
 
@@ -542,7 +619,7 @@ _PLAIN_ACCESS: tuple[Any, ...] = (
 _Read = Callable[[_ContentsReader, str, Any], Hashable]
 
 _SIMPLE: dict[str, _Read] = {
-    "traced": _ContentsReader._refuse,
+    "traced": _ContentsReader._traced,
     "array": _ContentsReader._array,
     # `repr` distinguishes -0.0 from 0.0, and makes NaN equal to NaN.
     "number": lambda _, __, value: (type(value), repr(value)),
@@ -606,21 +683,6 @@ def _code_behind(raw: object) -> Callable[..., object] | None:
     return raw if isinstance(raw, types.FunctionType) else None
 
 
-def _in_slot(slot: types.MemberDescriptorType, value: object) -> object:
-    try:
-        return slot.__get__(value)
-    except AttributeError:  # It is not assigned yet.
-        return _MISSING
-
-
-def _in_class(kind: type, name: str) -> object:
-    """An attribute in the `__dict__` of a class or a base; no descriptor is invoked."""
-    for each in kind.__mro__:
-        if name in vars(each):
-            return vars(each)[name]
-    return _MISSING
-
-
 def _is_data_descriptor(raw: object) -> bool:
     return hasattr(type(raw), "__set__") or hasattr(type(raw), "__delete__")
 
@@ -642,22 +704,23 @@ def _written_in_python(kind: type) -> bool:
     )
 
 
-def _state(value: object) -> list[tuple[str, Any]]:
-    """The attributes that an object has: those in its dict and in its slots."""
-    found = list(getattr(value, "__dict__", {}).copy().items())
-    kind: Any = type(value)
-    slots = [(name, _in_slot(slot, value)) for name, slot in _slots(kind)]
-    return found + [each for each in slots if each[1] is not _MISSING]
+def _is_settled(value: object) -> bool:
+    """Whether an object of a library, and the containers in it, do not change."""
+    kind = type(value)
+    if not _fixed(kind):
+        return False
+    if kind.__module__.startswith("jdist."):
+        return _is_frozen(kind)
+    # What is hashed by its value, as Flax's definitions of graphs, does not.
+    own = in_class(kind, "__hash__") is not _IDENTITY_HASH and _hashable(value)
+    return own and hash(value) not in (id(value), object.__hash__(value))
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> list[tuple[str, Any]]:
-    return [
-        (name, raw)
-        for each in kind.__mro__
-        for name, raw in vars(each).items()
-        if isinstance(raw, types.MemberDescriptorType)
-    ]
+def _is_frozen(kind: type) -> bool:
+    """Whether the attributes of instances are set once."""
+    # Of its own: a subclass that is no frozen dataclass may have others.
+    settings = vars(kind).get("__dataclass_params__")
+    return settings is not None and settings.frozen
 
 
 def _fixed(thing: object) -> bool:
