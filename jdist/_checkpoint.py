@@ -175,7 +175,10 @@ class StepFolder(Closing):
     def write(self, step: int, arrays: Arrays, description: Any) -> None:
         """Writes arrays and description; returns when both are on disk."""
         saved = self._orbax.args
-        items = {name: saved.StandardSave(dict(part)) for name, part in arrays.items()}
+        # Not those without arrays, which orbax refuses: a stage may have none.
+        items = {
+            n: saved.StandardSave(dict(part)) for n, part in arrays.items() if part
+        }
         items["description"] = saved.JsonSave(description)
         # By force, or a step before the last one would be passed over in silence.
         with _ONE_AT_A_TIME:
@@ -200,9 +203,13 @@ class StepFolder(Closing):
         items = {
             name: self._orbax.args.StandardRestore(dict(part), strict=False)
             for name, part in like.items()
+            if part
         }
-        found = self._manager.restore(step, args=self._orbax.args.Composite(**items))
-        return {name: found[name] for name in items}
+        found: Mapping[str, dict[str, Any]] = {}
+        if items:
+            composite = self._orbax.args.Composite(**items)
+            found = self._manager.restore(step, args=composite)
+        return {name: found[name] if name in items else {} for name in like}
 
     def delete(self, step: int) -> None:
         """Deletes a step from disk."""

@@ -208,8 +208,10 @@ def started(opt: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
       params: In full precision. 16-bit ones are taken too: the masters have no more
         digits than these.
     """
+    # A stage of a pipeline, such as an activation, may have no parameters.
+    init = opt.init if jax.tree.leaves(params) else opt.init_tree
     # The state first: masters are the parameters before they are rounded.
-    state = opt.init(params)
+    state = init(params)
     return computed_in(opt, params), state
 
 

@@ -101,7 +101,7 @@ def ends(keyed=(), tied=True):
 def pipeline_of(schedule, places, keyed=(), tied=True, first=True, **options):
     """The model at such places; without its ends it takes "x"."""
     made = stages(schedule.stages, keyed)
-    around = ends(keyed, tied and schedule.stages > 1) if first else {}
+    around = ends(keyed, tied) if first else {}
     return pipeline.Pipeline(made, losses, schedule, places, **around, **options)
 
 

@@ -119,6 +119,9 @@ def _is_kept(sharding: Any, mesh: Mesh, axis: str) -> bool:
     own: PyTree = sharding.mesh
     if own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any():
         return False
+    # Where there is one replica, its axis divides nothing, whatever a spec names.
+    if mesh.shape[axis] == 1:
+        return True
     # An entry of a spec is a name, a tuple of names, or None.
     names = (n if isinstance(n, tuple) else (n,) for n in sharding.spec)
     return axis not in {name for entry in names for name in entry}

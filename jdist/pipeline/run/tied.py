@@ -1,5 +1,7 @@
 """Tied parameters: parameters that several stages share, by a copy in each.
 
+A single stage with two ends has both copies.
+
 The gradient of a tied parameter is the sum over its stages, in their order. Every stage
 gets the gradients of all copies and adds them up itself, and the same optimizer makes
 the same step of each copy: the copies stay equal, bit for bit.
@@ -38,10 +40,10 @@ class Tied:
     """The parameters that stages share; made by `tied_of`.
 
     Args:
-      groups: By name, the path of the copy in each stage.
+      groups: By name, the paths of the copies in each stage.
     """
 
-    def __init__(self, groups: Mapping[str, Mapping[int, str]]) -> None:
+    def __init__(self, groups: Mapping[str, Mapping[int, Sequence[str]]]) -> None:
         self._groups = groups
 
     def check(
@@ -74,8 +76,9 @@ class Tied:
         mine = [
             [name, j, *_described(params[j], j, path)]
             for name, group in self._groups.items()
-            for j, path in group.items()
+            for j, paths in group.items()
             if params[j] is not None
+            for path in paths
         ]
         # Digests in place of copies, which may be embeddings of a GiB. Errors are sent
         # as text and raised below, so that all processes raise the same one.
@@ -125,7 +128,9 @@ class Tied:
         """The stages that share the parameter of this name, in order."""
         return list(self._groups[name])
 
-    def parts(self, stage: int, params: PyTree, gradient: PyTree) -> dict[str, PyTree]:
+    def parts(
+        self, stage: int, params: PyTree, gradient: PyTree
+    ) -> dict[str, list[PyTree]]:
         """A stage's gradients of its copies, by name.
 
         Args:
@@ -141,8 +146,10 @@ class Tied:
         leaves = structure.flatten_up_to(gradient)
         found = {}
         for name in self.names(stage):
-            indices = leaves_at(structure, stage, self._groups[name][stage])
-            found[name] = {below: leaves[i] for below, i in indices.items()}
+            copies = self._indices(structure, stage, name)
+            found[name] = [
+                {below: leaves[i] for below, i in indices.items()} for indices in copies
+            ]
         return found
 
     def with_sums(
@@ -159,7 +166,8 @@ class Tied:
           stage: Number of the stage.
           params: Its parameters.
           gradient: Its gradient.
-          parts: By name, the gradients of all stages that share it, in order.
+          parts: By name, the gradients of all stages that share it, in order; of each
+            stage those of its copies.
           invoke: Calls compiled functions; see `LoweredPrograms.named`.
         """
         if not parts:
@@ -167,15 +175,22 @@ class Tied:
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
         for name, copies in parts.items():
-            indices = leaves_at(structure, stage, self._groups[name][stage])
-            own = {below: leaves[i] for below, i in indices.items()}
-            # All copies on this stage's devices: one program takes them. The sum has
-            # the sharding of the parameter, or the update would compile again.
-            here = [laid_like(copy, own) for copy in copies]
-            total = laid_like(invoke(_sum, here), own)
-            for below, i in indices.items():
-                leaves[i] = total[below]
+            for indices in self._indices(structure, stage, name):
+                own = {below: leaves[i] for below, i in indices.items()}
+                # All copies on this stage's devices: one program takes them. The sum
+                # has the sharding of the parameter, or the update would compile again.
+                here = [laid_like(copy, own) for some in copies for copy in some]
+                total = laid_like(invoke(_sum, here), own)
+                for below, i in indices.items():
+                    leaves[i] = total[below]
         return structure.unflatten(leaves)
+
+    def _indices(
+        self, structure: jax.tree_util.PyTreeDef, stage: int, name: str
+    ) -> list[dict[str, int]]:
+        """For each copy in a stage, the indices of its leaves."""
+        paths = self._groups[name][stage]
+        return [leaves_at(structure, stage, path) for path in paths]
 
     def lower(
         self,
@@ -208,20 +223,22 @@ class Tied:
         """
         structure = _structure(params)
         leaves = structure.flatten_up_to(gradient)
-        for group in self._groups.values():
+        for name, group in self._groups.items():
             # The copies are one parameter, whose gradient the norm counts once.
-            if stage in group and stage != min(group):
-                for i in leaves_at(structure, stage, group[stage]).values():
-                    leaves[i] = None
+            if stage in group:
+                copies = self._indices(structure, stage, name)
+                for indices in copies[stage == min(group) :]:
+                    for i in indices.values():
+                        leaves[i] = None
         return leaves
 
     def _exchanged(
         self,
         name: str,
-        own: Mapping[int, PyTree],
+        own: Mapping[int, list[PyTree]],
         places: Places,
         channels: ValueChannels,
-    ) -> dict[int, PyTree]:
+    ) -> dict[int, list[PyTree]]:
         """Exchanges the gradients of one tied parameter between its stages."""
         placement = places.schedule.placement
         group = self._groups[name]
@@ -243,8 +260,9 @@ class Tied:
             )
             parts[j] = part
             # Parameters given to `value_and_grad` have not passed `check`.
-            one, another = next(iter(parts.items())), (j, part)
-            _check_alike(one[0], specs_of(one[1]), another[0], specs_of(another[1]))
+            first, (model, *_) = next(iter(parts.items()))
+            for copy in part:
+                _check_alike(first, specs_of(model), j, specs_of(copy))
         return parts
 
 
@@ -255,14 +273,14 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
       stages: All of them, in order.
 
     Raises:
-      ValueError: Only one stage has a parameter of some name.
+      ValueError: There is only one parameter of some name.
     """
-    groups: dict[str, dict[int, str]] = {}
+    groups: dict[str, dict[int, list[str]]] = {}
     for number, stage in enumerate(stages):
         for path, name in stage.tied.items():
-            groups.setdefault(name, {})[number] = path
+            groups.setdefault(name, {}).setdefault(number, []).append(path)
     for name, group in groups.items():
-        if len(group) < 2:
+        if sum(map(len, group.values())) < 2:
             rule = f"must have the name {name!r} at two stages or more"
             raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
     return Tied(groups) if groups else None

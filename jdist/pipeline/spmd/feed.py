@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from numpy.typing import ArrayLike
 
 from jdist._compat import shards_of
@@ -158,9 +164,14 @@ class Spread:
         # A scalar has an axis of length 1 in the program, along which devices join.
         if not like.shape:
             parts = [part.reshape(()) for part in parts]
-        if not isinstance(place, StageMesh):
+        layout: Sharding
+        if isinstance(place, StageMesh):
+            layout = NamedSharding(place.mesh, spec_of(like))
+        elif len(shards) > 1:
             return parts[0]
-        layout = NamedSharding(place.mesh, spec_of(like))
+        else:
+            # The only shard of an array keeps its sharding, over the axis of workers.
+            layout = SingleDeviceSharding(place)
         return jax.make_array_from_single_device_arrays(like.shape, layout, parts)
 
     def only(

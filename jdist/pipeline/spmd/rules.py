@@ -164,8 +164,12 @@ def shared_leaves(
       params: Parameters of both, or their shapes.
 
     Raises:
-      ValueError: A path is unknown, or the copies differ in shape or dtype.
+      ValueError: A path is unknown, the copies differ in shape or dtype, or there are
+        two in one end.
     """
+    for end in (first, last):
+        if end is not None and len({*end.tied.values()}) < len(end.tied):
+            _refuse("share one copy of a parameter at each end", str(dict(end.tied)))
     if first is None or last is None:
         return ()
     paths = {name: path for path, name in last.tied.items()}

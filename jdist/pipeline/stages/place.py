@@ -317,13 +317,23 @@ def laid(array: jax.Array | np.ndarray, place: StageMesh, spec: PartitionSpec) -
 
 
 def spec_of(leaf: object) -> PartitionSpec:
-    """The specification of an array's or a shape's sharding; empty without a mesh."""
+    """The layout of an array or a shape over its mesh; empty without a mesh.
+
+    Specifications of one layout have one form here, so that they can be compared: it
+    names no axis of size 1, which a compiled program may drop, and has no None at the
+    end.
+    """
     sharding = getattr(leaf, "sharding", None)
-    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    # Without trailing None: one form for each layout, so that they can be compared.
-    while spec and spec[-1] in (None, ()):
-        spec = spec[:-1]
-    return PartitionSpec(*spec)
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    entries: list[Any] = []
+    for entry in sharding.spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = [n for n in names if n is not None and sharding.mesh.shape[n] > 1]
+        entries.append(tuple(kept) if len(kept) > 1 else next(iter(kept), None))
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def received(value: PyTree, place: Place) -> PyTree:

@@ -36,8 +36,8 @@ class Stage:
         see `jdist.segment.segment`.
       tied: Parameters that it shares with other stages: from the path of its copy (a
         leaf or a subtree) to a name that is the same for all stages that share it.
-        The gradient of every copy is the sum over the stages, so that copies that begin
-        equal stay equal.
+        The gradient of every copy is the sum over all copies, so that copies that begin
+        equal stay equal. A stage with ends may have several of one name.
       join_weight_gradients: Whether weight gradients wait for the stage's last backward
         pass and are then computed for all micro-batches at once: one product in place
         of one per micro-batch. The operands of these products are kept until then, so
@@ -49,7 +49,8 @@ class Stage:
 
     Raises:
       TypeError: `fn` is no function, or a name is not a string.
-      ValueError: A name occurs twice, there is no output, or `recompute` is unknown.
+      ValueError: An input or output occurs twice, there is no output, a tied path is
+        within another one, or `recompute` is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -148,10 +149,6 @@ def _check_tied(tied: Mapping[str, str]) -> None:
     if not all(isinstance(text, str) for text in texts):
         rule = "must be a dict from paths to names"
         raise TypeError(requirement(call, rule, tied))
-    names = list(tied.values())
-    if len(set(names)) != len(names):
-        rule = "must have a name of its own for each path"
-        raise ValueError(requirement(call, rule, names))
     # A leaf below both paths would be summed under two names.
     within = [(a, b) for a in tied for b in tied if b.startswith(f"{a}/")]
     if within:

@@ -326,6 +326,21 @@ def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
             run()
 
 
+def test_an_axis_of_one_replica_divides_nothing(problem):
+    """Whatever names it: the layout is that without it."""
+    params, batch, weights = problem
+    mesh = grid(shape=(1, 2))
+    both = PartitionSpec(("data", "model"))
+    named = placed(params, mesh, {**SPECS, "out": both, "unused": both})
+    fn = value_and_grad(losses_of, mesh)
+    found, expected = (fn(p, batch, weights) for p in (named, placed(params, mesh)))
+    for one, two in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    step = train_step(losses_of, optim.adam(), mesh)
+    state, _ = step(step.init(named), batch, weights)
+    step(state, batch, weights)
+
+
 def test_parameters_on_another_mesh_are_refused(problem):
     """The same axes in another order of devices would move them all in each step."""
     params, batch, _ = problem

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jdist import optim, pipeline
 from tests.pipeline import language_blocks as model
@@ -18,6 +18,7 @@ SCHEDULES = {
     "ZB-H1": pipeline.zero_bubble(2, 3),
     "DualPipeV": pipeline.dualpipe_v(2, 4),
 }
+SEVERAL = ("stage", "data", "model")
 KEYED = [(), ("first", "block", "last"), ("block",), ("first", "last")]
 
 
@@ -104,6 +105,77 @@ def test_one_stage_with_both_ends():
         for make in (in_one, on_devices)
     )
     close(host(found), host(expected))
+
+
+@pytest.mark.parametrize("place", ["device", "automatic", "explicit"])
+def test_ends_of_one_stage_share_a_table(place):
+    """Each copy has the gradient of both, and the norm counts them once."""
+    params, batch, weights = model.problem(1, np.float64)
+    kind = AxisType.Explicit if place == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((1,), ("stage",), axis_types=(kind,))
+    opt, bound = optim.sgd(lr=0.5, momentum=0.9), 0.3
+    pipe = model.pipeline_of(
+        pipeline.gpipe(1, 3),
+        None if place == "device" else mesh,
+        optimizer=opt,
+        max_norm=bound,
+    )
+    state = pipe.init(pipe.place(params))
+    first, block, last = params[0]
+    own = {"first": first, "block": block, "last": dict(last)}
+    del own["last"]["table"]
+    kept, share = opt.init(own), weights / weights.sum(dtype=np.float64)
+
+    def mean(own):
+        last = {**own["last"], "table": own["first"]["table"]}
+        trees = [(own["first"], own["block"]), (last,)]
+        return (model.whole_losses(trees, batch) * share).sum()
+
+    for _ in range(3):
+        state, found = pipe.train_step(state, batch, weights)
+        loss, grads = jax.value_and_grad(mean, allow_int=True)(own)
+        grads = jax.tree.map(lambda p, g: g if p.dtype == float else None, own, grads)
+        grads, norm = optim.clip_by_global_norm(grads, bound)
+        own, kept = opt.step(own, grads, kept)
+        np.testing.assert_allclose(found.loss, loss, rtol=1e-11)
+        np.testing.assert_allclose(found.grad_norm, norm, rtol=1e-11)
+        assert norm > bound
+    first, block, last = state.params[0]
+    np.testing.assert_array_equal(first["table"], last.pop("table"))
+    found = {"first": first, "block": block, "last": last}
+    for one, two in zip(*map(jax.tree.leaves, (found, own)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-13)
+
+
+def test_copies_within_one_stage_begin_equal():
+    params, *_ = model.problem(1)
+    params[0][2]["table"] = params[0][2]["table"].at[4, 1].add(1e-3)
+    schedule, sgd = pipeline.gpipe(1, 3), optim.sgd()
+    pipe = model.pipeline_of(schedule, None, optimizer=sgd)
+    with pytest.raises(ValueError, match="equal values at the stages 0 and 0. Got"):
+        pipe.init(params)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+def test_an_axis_of_size_1_divides_nothing(sizes):
+    """A step may return such a layout without the axis, and the next one takes it."""
+    count = int(np.prod(sizes))
+    mesh = Mesh(np.array(jax.devices()[:count]).reshape(sizes), SEVERAL)
+    params, batch, weights = model.problem(2)
+    pipe, plain = (
+        model.pipeline_of(
+            SCHEDULES["1F1B"], place, optimizer=optim.adam(), max_norm=1.0
+        )
+        for place in (mesh, None)
+    )
+    state = pipe.init(pipe.place(params, model.specs(pipe)))
+    expected = plain.init(params)
+    for _ in range(3):
+        state, found = pipe.train_step(state, batch, weights)
+        expected, wanted = plain.train_step(expected, batch, weights)
+        np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
+    # Compiled for the first step alone: what it returned is laid out as what it took.
+    assert len(pipe.executor._programs) == 1
 
 
 @pytest.mark.parametrize("master", [False, True])
@@ -204,6 +276,11 @@ def made_of(**changes):
             {"first": {"tied": {"places": "other"}}, "last": {"tied": {}}},
             ValueError,
             "must have the name 'other' at two stages or more",
+        ),
+        (
+            {"first": {"tied": {"table": "table", "places": "table"}}},
+            ValueError,
+            "must share one copy of a parameter at each end where one program runs",
         ),
         (
             {"first": {"tied": {"nowhere": "table"}}},

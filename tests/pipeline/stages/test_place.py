@@ -4,8 +4,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jdist.pipeline.stages.place import moved
+from jdist.pipeline.stages.place import moved, spec_of
 
 TYPES = [bool, np.int8, np.int64, np.uint32, np.float16, np.float32, np.float64]
 TYPES += [np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4]
@@ -26,6 +28,28 @@ def test_they_become_what_device_put_makes_of_them(wide, rng):
         for given, found in zip(some, moved(some, None), strict=True):
             assert told(found) == told(jax.device_put(given))
     assert moved({"x": 3}, None) == {"x": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (P(None, "model"), P()),
+        (P("data", "model"), P("data")),
+        (P(("model", "data"), None), P("data")),
+        (P(None, ("data", "stage")), P(None, ("data", "stage"))),
+        (P(("stage",), None), P("stage")),
+    ],
+    ids=str,
+)
+def test_one_layout_has_one_specification(given, expected):
+    """Without axes of size 1, in whatever way it is written."""
+    sizes, names = (2, 2, 1), ("stage", "data", "model")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(sizes), names)
+    array = jax.device_put(np.ones((4, 8)), NamedSharding(mesh, given))
+    assert spec_of(array) == expected
+    again = NamedSharding(mesh, expected)
+    assert array.sharding.is_equivalent_to(again, array.ndim)
+    assert spec_of(np.ones(2)) == spec_of(jax.numpy.ones(2)) == P()
 
 
 @pytest.mark.parametrize(
