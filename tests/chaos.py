@@ -24,8 +24,9 @@ VARIABLE = "JDIST_CHAOS"
 """The environment variable with the seed, for child processes as well."""
 
 SUBJECTS = (
-    "tests/rpc/calls", "tests/rpc/conformance", "tests/rpc/elastic", "tests/rpc/group",
-    "tests/rpc/modules", "tests/rpc/rref",
+    "tests/rpc/base", "tests/rpc/calls", "tests/rpc/conformance", "tests/rpc/elastic",
+    "tests/rpc/group", "tests/rpc/modules", "tests/rpc/rref", "tests/rpc/wire",
+    "tests/rpc/test_interrupts.py",
     "tests/autograd",
     "tests/data_parallel/elasticity",
     "tests/pipeline/test_workers.py", "tests/pipeline/test_worker_meshes.py",
