@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -100,6 +101,33 @@ def names_unknown_at_first(looks=5):
 
     with unittest.mock.patch("socket.getaddrinfo", look_up):
         yield
+
+
+@contextlib.contextmanager
+def interrupted_in(function):
+    """Ctrl-C for the main thread, once it sleeps in the kernel within a function."""
+    # Not by the time that passes: it might not be there yet.
+    main = threading.main_thread()
+    state = Path(f"/proc/self/task/{os.getpid()}/stat")  # the id is the process's
+
+    def sleeps():
+        frame = sys._current_frames().get(main.ident)
+        while frame is not None and frame.f_code is not function.__code__:
+            frame = frame.f_back
+        return frame and state.read_text().rpartition(") ")[2][0] == "S"
+
+    def interrupt():
+        wait_until(sleeps)
+        signal.pthread_kill(main.ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        yield
+    finally:
+        interrupter.join()
+        signal.signal(signal.SIGINT, before)
 
 
 class Outcome:

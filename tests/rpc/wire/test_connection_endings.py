@@ -1,9 +1,6 @@
 """When a connection runs out of time, loses its peer, is closed or interrupted."""
 
-import contextlib
 import itertools
-import signal
-import threading
 import time
 
 import numpy as np
@@ -12,12 +9,14 @@ import pytest
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.connection import Terms
 from jdist.rpc.wire.frame import PREFIX_BYTES, pack
+from jdist.rpc.wire.stream import Stream
 from tests.rpc.sockets import (
     Outcome,
     blocked,
     call,
     closed_by_peer,
     connected_pair,
+    interrupted_in,
     nothing_left,
     raw_pair,
     soon,
@@ -226,10 +225,8 @@ def test_an_interrupt_closes(raw, part):
     """Ctrl-C while receiving: what came and was not counted is lost."""
     ours, theirs = raw
     theirs.sendall(_bytes(call(1, np.arange(10_000)))[:part])
-    here = threading.main_thread().ident
-    later = threading.Timer(0.05, signal.pthread_kill, (here, signal.SIGINT))
-    later.start()
-    with _interruptible(), pytest.raises(KeyboardInterrupt, match=r"^$"):
+    interrupted = interrupted_in(Stream._receive_once)
+    with interrupted, pytest.raises(KeyboardInterrupt, match=r"^$"):
         ours.receive(soon())
     with pytest.raises(ChannelClosed, match="receiving was interrupted"):
         ours.receive()
@@ -239,20 +236,9 @@ def test_an_interrupt_closes(raw, part):
 def test_an_interrupt_of_a_sender_closes(raw):
     """A part of the frame is under way."""
     ours, theirs = raw
-    here = threading.main_thread().ident
-    later = threading.Timer(0.05, signal.pthread_kill, (here, signal.SIGINT))
-    later.start()
-    with _interruptible(), pytest.raises(KeyboardInterrupt, match=r"^$"):
+    interrupted = interrupted_in(Stream._wait_for_room)
+    with interrupted, pytest.raises(KeyboardInterrupt, match=r"^$"):
         ours.send(call(1, np.arange(1 << 20)), soon())
     with pytest.raises(ChannelClosed, match="sending was interrupted"):
         ours.send(call(2))
     closed_by_peer(theirs)
-
-
-@contextlib.contextmanager
-def _interruptible():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,9 +1,6 @@
 """Many calls share a connection, and each gets its answer."""
 
-import os
-import signal
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.future import watch
-from tests.rpc.sockets import wait_until
+from tests.rpc.sockets import interrupted_in
 
 PATIENCE = 60
 LARGE = 30_000  # float64: more than the buffer of a connection.
@@ -237,24 +234,17 @@ def test_a_reader_that_fails_ends_its_calls(processes):
 
 def interrupted_wait(to):
     """Ctrl-C ends the wait of the main thread, and nothing else."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1  # it is open
     stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
     shared = current.worker().directory.find(to).shared
-    interrupter = threading.Thread(target=interrupt_blocked)
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+    with (
+        interrupted_in(rpc.Future._sleep),
+        pytest.raises(KeyboardInterrupt, match=r"^$"),
+    ):
         stuck.wait(PATIENCE)
-    interrupter.join()
     rpc.rpc_sync(to, open_gate, args=("awaited",))
     assert stuck.wait(PATIENCE) == 1
     assert current.worker().directory.find(to).shared is shared
-
-
-def interrupt_blocked():
-    """Ctrl-C once the main thread, whose id is the process's, sleeps in the kernel."""
-    state = Path(f"/proc/self/task/{os.getpid()}/stat")
-    wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "S")
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_interrupted_wait_costs_no_connection(processes):
