@@ -126,7 +126,7 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
-        weights = weights_given("fn", weights, count, reduction)
+        weights = weights_given("fn", batch, weights, count, reduction)
         check_params("fn(params=...)", params, mesh, axis)
         given = (batch, weights)
         if not are_ready((params, given), mesh):

@@ -11,6 +11,7 @@ to the loss afterwards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -86,7 +87,9 @@ def shard_batch(
     Returns:
       The batch and its weights, padded to `rows` for each replica and laid out over
       the mesh, replica i's examples on the devices of row i. Padding repeats an example
-      with weight 0; integer and boolean weights become float32.
+      with weight 0; integer and boolean weights become float32. Steps refuse these
+      arrays without their weights, if these are not all 1; copies of the arrays, and
+      all arrays within a caller's `jax.jit`, they cannot tell from others.
 
     Raises:
       ValueError: The sizes do not add up or there is not one per replica; a weight is
@@ -114,16 +117,20 @@ def shard_batch(
     order, is_real = _padded_rows(sizes, rows)
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
     padded_weights = np.where(is_real, weights[order], 0).astype(weights.dtype)
+    given = (padded, padded_weights)
     if isinstance(mesh, int):
-        return jax.device_put((padded, padded_weights))
-    place = NamedSharding(mesh, PartitionSpec(axis))
-    if own == replicas:
-        return jax.device_put((padded, padded_weights), place)
-    # `device_put` onto devices of other processes compares the values everywhere.
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
-        (padded, padded_weights),
-    )
+        found = jax.device_put(given)
+    elif own == replicas:
+        found = jax.device_put(given, NamedSharding(mesh, PartitionSpec(axis)))
+    else:
+        place = NamedSharding(mesh, PartitionSpec(axis))
+        # `device_put` onto devices of other processes compares the values everywhere.
+        found = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
+            given,
+        )
+    _remember(*found, needed=bool((padded_weights != 1).any()))
+    return found
 
 
 def own_replicas(mesh: Mesh, axis: str) -> list[int]:
@@ -245,8 +252,55 @@ def unbound(weights: Weights) -> Weights:
     return weights.array if isinstance(weights, BoundWeights) else weights
 
 
+# By the address of an array, while it lives: weights of `shard_batch`, and arrays of
+# its batches with the weights that they need.
+_issued: dict[int, weakref.ref[jax.Array]] = {}
+_needed: dict[int, tuple[weakref.ref[jax.Array], weakref.ref[jax.Array]]] = {}
+
+
+def _remember(batch: PyTree, weights: jax.Array, *, needed: bool) -> None:
+    def known(array: jax.Array, table: dict[int, Any]) -> weakref.ref[jax.Array]:
+        place = id(array)
+        return weakref.ref(array, lambda _: table.pop(place, None))
+
+    own = _issued[id(weights)] = known(weights, _issued)
+    for leaf in jax.tree.leaves(batch) if needed else ():
+        _needed[id(leaf)] = known(leaf, _needed), own
+
+
+def are_issued(weights: Weights) -> bool:
+    """Whether weights are the very array that `shard_batch` has returned."""
+    found = _issued.get(id(weights))
+    return found is not None and found() is weights
+
+
+def check_weighted(call: str, batch: PyTree) -> None:
+    """Checks that a batch which is given without weights needs none.
+
+    Raises:
+      ValueError: `shard_batch` has returned an array of it with weights that are not
+        all 1. Where these are in the batch too, the loss function may use them.
+    """
+    if not _needed:
+        return
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        array, weights = _needed.get(id(leaf), (None, None))
+        if array is None or weights is None or array() is not leaf:
+            continue
+        if not any(x is weights() for x in leaves):
+            rule = "must be given with a batch whose rows `shard_batch` has weighted, "
+            rule += "those of its padding by 0"
+            remedy = (
+                "Pass both, as `batch, weights = shard_batch(...)` returns them; or "
+            )
+            remedy += "ones, to count all rows."
+            argument = f"{call}(weights=...)"
+            raise ValueError(requirement(argument, rule, None, remedy))
+
+
 def weights_given(
-    call: str, weights: Weights, count: int, reduction: str
+    call: str, batch: PyTree, weights: Weights, count: int, reduction: str
 ) -> jax.Array | np.ndarray | jax.ShapeDtypeStruct | None:
     """Checks the weights given to a step: a number per row, or None for 1 each.
 
@@ -254,9 +308,10 @@ def weights_given(
 
     Raises:
       ValueError: They are not `(count,)`, or on the host and seen to be wrong; or they
-        are bound to another reduction.
+        are bound to another reduction, or None for a batch that needs them.
     """
     if weights is None:
+        check_weighted(call, batch)
         return None
     if isinstance(weights, BoundWeights):
         if weights.reduction != reduction:

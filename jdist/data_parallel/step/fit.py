@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from jdist._checkpoint import Checkpoints
-from jdist._errors import check_type
+from jdist._errors import check_type, requirement
 from jdist._fit import (
     Metrics,
     check_batches,
@@ -21,8 +21,13 @@ from jdist._fit import (
     pair,
     progress,
 )
-from jdist._tree import PyTree, examples_in
-from jdist.data_parallel.replicas.shards import Weights, unbound
+from jdist._tree import PyTree, examples_in, shapes_of
+from jdist.data_parallel.replicas.shards import (
+    BoundWeights,
+    Weights,
+    are_issued,
+    unbound,
+)
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import TrainStep
 from jdist.reduction import wide_weights
@@ -47,7 +52,8 @@ def fit(
       step: From `train_step`.
       state: From `TrainStep.init`, or restored; its arrays are donated.
       batches: Pairs of a batch and its weights, as from `Sampler.batches`, `Join` and
-        `shard_batch`; or batches that are no tuples, whose examples count 1 each. NumPy
+        `shard_batch`; or batches that are no tuples, whose examples count 1 each. Of a
+        batch that is a tuple itself make the pair `(batch, None)`. NumPy
         arrays are copied before the next batch is asked for. For a resumed run, the
         batches after the first `state.step`.
       total: Number of batches, if `len(batches)` is undefined.
@@ -62,7 +68,8 @@ def fit(
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: `save_every` is less than 1, or `total` is negative.
+      ValueError: `save_every` is less than 1, or `total` is negative; the first batch
+        is a pair that the loss function takes as one batch.
       Exception: What the step, `TrainCheckpoints.save` and `batches` raise.
 
     Example:
@@ -90,7 +97,7 @@ def fit(
         counted,
         state,
         # Lazily, so that a batch is prepared while the device computes the last step.
-        map(pair, batches),
+        _pairs("fit", step, state, batches),
         # Read once: in the loop it would wait for the device at every step.
         int(state.step),
         total=total,
@@ -119,8 +126,8 @@ def evaluate(
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: There are no batches, or `total` is negative; and what
-        `TrainStep.evaluate` refuses.
+      ValueError: There are no batches, or `total` is negative; a pair as for `fit`; and
+        what `TrainStep.evaluate` refuses.
 
     Example:
       >>> import jax.numpy as jnp
@@ -136,7 +143,7 @@ def evaluate(
         total = len(batches)
     found: list[Metrics] = []
     with progress(console, total, "evaluating") as advance:
-        for batch, weights in map(pair, batches):
+        for batch, weights in _pairs("evaluate", step, state, batches):
             one = step.evaluate(state, batch, weights)
             # The previous loss: this one may still be computed, and showing it would
             # wait.
@@ -159,6 +166,40 @@ def _check(
     check_type(f"{call}(step)", step, TrainStep, rule)
     check_state(f"{call}(state)", state, TrainState, "step")
     check_batches(call, batches, total, console)
+
+
+def _pairs(
+    call: str, step: TrainStep, state: TrainState, batches: Iterable[PyTree]
+) -> Iterator[tuple[PyTree, Weights]]:
+    """The batches and their weights; checks the first pair."""
+    shapes = shapes_of(state)
+    for number, given in enumerate(batches):
+        batch, weights = pair(given)
+        if not number and weights is not None and not _are_weights(weights):
+            _check_pair(call, step, shapes, (batch, weights))
+        yield batch, weights
+
+
+def _are_weights(weights: Weights) -> bool:
+    """Whether weights come from `Join`, `Sampler.batches` or `shard_batch`."""
+    return isinstance(weights, BoundWeights) or are_issued(weights)
+
+
+def _check_pair(
+    call: str, step: TrainStep, state: TrainState, given: tuple[PyTree, Weights]
+) -> None:
+    """Refuses a pair such as `(inputs, targets)`, whose targets would be weights."""
+    try:
+        # Traced only. A pair of a batch and weights has another structure than a batch.
+        jax.eval_shape(step.evaluate, state, given)
+    except Exception:  # noqa: BLE001 - by any error the loss function refuses it
+        return
+    rule = "must be batches that are no tuples, or pairs of a batch and its weights"
+    got = "a pair that the loss function takes as one batch"
+    remedy = (
+        "Give `(batch, None)` for a batch that is a pair, `((inputs, targets), None)`."
+    )
+    raise ValueError(requirement(f"{call}(batches)", rule, got, remedy))
 
 
 def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:

@@ -155,7 +155,7 @@ class LocalSGD:
         check_state(f"{call}(state)", state, LocalState, "local")
         count = examples_in(batch, f"{call}(state, batch)")
         check_rows(count, replicas_of(self.mesh, self.axis, call))
-        weights = weights_given(call, weights, count, "mean")
+        weights = weights_given(call, batch, weights, count, "mean")
         if are_ready((state, batch, weights), self.mesh):
             return batch, weights
         check_alive(f"{call}(state=...)", state)

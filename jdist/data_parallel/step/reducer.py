@@ -177,7 +177,7 @@ class Reducer:
         driver.find_layers()
         count = examples_in(batch, f"{call}(params, batch)")
         check_rows(count, self._replicas)
-        weights = weights_given(call, weights, count, driver.reduction)
+        weights = weights_given(call, batch, weights, count, driver.reduction)
         if len(params) != len(driver.segments):
             rule = "must have the parameters of each of the "
             rule += f"{len(driver.segments)} layers"

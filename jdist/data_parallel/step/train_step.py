@@ -47,6 +47,7 @@ from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.shards import (
     Weights,
     check_one_per_row,
+    check_weighted,
     replicas_of,
     weights_given,
 )
@@ -201,7 +202,10 @@ class TrainStep:
             and (weights is None or _is_floating(weights))
             and are_ready((state, batch, weights), self.mesh)
         )
-        if not as_given:
+        if as_given:
+            if weights is None:
+                check_weighted("step", batch)
+        else:
             batch, weights = self._given("step", state, batch, weights, self.divisor)
             state = self._with_hook_state(state, batch, weights)
             # Its shapes depend on the buckets, known from the first backward pass.
@@ -253,7 +257,7 @@ class TrainStep:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state=...)", state, TrainState, "step")
         count = _rows_in(call, batch, divisor)
-        weights = weights_given(call, weights, count, self.reduction)
+        weights = weights_given(call, batch, weights, count, self.reduction)
         if are_ready((state, batch, weights), self.mesh):
             return batch, weights
         check_alive(f"{call}(state=...)", state)

@@ -1,12 +1,24 @@
 """Splitting a batch: sizes, padding by real examples, weights, refusals."""
 
+import gc
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
-from jdist.data_parallel import shard_batch
+from jdist import optim
+from jdist.data_parallel import (
+    DataParallel,
+    local_sgd,
+    reducer,
+    shard_batch,
+    train_step,
+    value_and_grad,
+)
 from jdist.data_parallel.replicas import shards
 
 
@@ -151,3 +163,66 @@ def test_several_processes_have_to_agree_on_rows(mesh, monkeypatch):
     expected = r"rows=\.\.\.\)` must be given where a mesh spans several processes\. "
     with pytest.raises(ValueError, match=expected + r".* Here it would be 3\."):
         shard_batch(np.arange(3.0), mesh(2))
+
+
+def square(w, batch):
+    return (batch["x"] @ w) ** 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sizes": (5, 3)},
+        {"sizes": (4, 4), "weights": np.linspace(0.5, 2, 8)},
+        {"rows": 7},
+    ],
+    ids=["uneven", "weighted", "padded"],
+)
+@pytest.mark.parametrize("mesh", [2, Mesh(jax.devices()[:2], ("data",))], ids=repr)
+def test_forgotten_weights_are_refused(mesh, given, rng):
+    """By each call: padding would count, and weights would not."""
+    x = {"x": rng.standard_normal((8, 3)).astype(np.float32)}
+    w = rng.standard_normal(3).astype(np.float32)
+    batch, weights = shard_batch(x, mesh, **given)
+    step = train_step(square, optim.sgd(), mesh)
+    local = local_sgd(square, optim.sgd(), mesh, period=2)
+    fn, state = value_and_grad(square, mesh), step.init(w)
+    calls = [
+        lambda b: fn(w, b),
+        lambda b: step(state, b),
+        lambda b: step.evaluate(state, b),
+        lambda b: step.lower(state, b),
+        lambda b: local.step(local.init(w), b),
+    ]
+    if isinstance(mesh, Mesh):
+        driver = reducer([lambda w, b: b["x"] @ w], lambda y, b: y**2, mesh)
+        calls.append(lambda b: driver([jnp.asarray(w)], b))
+    told = r"weights=.*` must be given with a batch whose rows `shard_batch` has weight"
+    for call in calls:
+        with pytest.raises(ValueError, match=told + r".*Got None\. Pass both, as "):
+            call(batch)
+    # The loss function may use them itself; copies are not known, and ones are meant.
+    copy = jax.tree.map(np.asarray, batch)
+    expected = fn(w, batch, np.ones(len(weights)))[0]
+    assert expected != fn(w, batch, weights)[0]
+    assert fn(w, batch | {"w": weights})[0] == fn(w, copy)[0] == expected
+    # Outputs of padding are left out there.
+    np.testing.assert_allclose(
+        DataParallel(square, mesh)(w, x), square(w, x), rtol=1e-5
+    )
+
+
+def test_a_batch_without_padding_needs_no_weights_and_none_is_kept(rng):
+    """Tables of batches that are gone would grow with the run."""
+    x = rng.standard_normal((8, 3)).astype(np.float32)
+    fn = value_and_grad(lambda w, x: x @ w, 2)
+    w = np.ones(3, np.float32)
+    batch, weights = shard_batch(x, 2)
+    np.testing.assert_array_equal(fn(w, batch)[1], fn(w, batch, weights)[1])
+    gc.collect()
+    before = len(shards._needed), len(shards._issued)
+    others = [shard_batch(x, 2, (5, 3)) for _ in range(7)]
+    assert len(shards._needed) == before[0] + 7
+    del others
+    gc.collect()
+    assert (len(shards._needed), len(shards._issued)) == before

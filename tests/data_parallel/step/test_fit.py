@@ -272,3 +272,28 @@ def test_init_copies_the_arrays_of_numpy(mesh, offset, rng):
         params[...] = np.nan
         np.testing.assert_array_equal(found, expected)
         params[...] = expected
+
+
+@MESHES
+def test_a_batch_that_is_a_pair_is_not_taken_for_one_with_weights(mesh, data):
+    """Targets would be weights, unseen where the loss takes the inputs alone."""
+    x, y = data
+    x, y = jnp.asarray(x[:8]), jnp.abs(jnp.asarray(y[:8]))
+    step = train_step(losses, optim.sgd(lr=0.0), mesh)
+    told = r"`{}\(batches\)` .* Got a pair that the loss function takes as one batch\. "
+    told += r"Give `\(batch, None\)` for a batch that is a pair"
+    for name, call in {"fit": fit, "evaluate": evaluate}.items():
+        with pytest.raises(ValueError, match=told.format(name)):
+            call(step, step.init(START), [(x, y)])
+    expected = np.mean((np.asarray(x) @ START - np.asarray(y)) ** 2)
+    _, found = fit(step, step.init(START), [((x, y), None)])
+    np.testing.assert_allclose(found[0].loss, expected, rtol=1e-5)
+    # Weights made by hand, of a batch that is a pair and of one that is an array.
+    weights = np.linspace(0.3, 2.0, 8)
+    own = (np.asarray(x) @ START - np.asarray(y)) ** 2
+    total = evaluate(step, step.init(START), [((x, y), weights)])
+    np.testing.assert_allclose(total.loss, np.average(own, weights=weights), rtol=1e-5)
+    alone = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.0), mesh)
+    total = evaluate(alone, alone.init(START), [(x, list(weights))])
+    own = (np.asarray(x) @ START) ** 2
+    np.testing.assert_allclose(total.loss, np.average(own, weights=weights), rtol=1e-5)
