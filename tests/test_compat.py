@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
-from jdist._compat import Ahead
+from jdist._compat import Ahead, paced
+from jdist._compat.run_ahead import IN_FLIGHT
 from jdist.rpc.group.rendezvous import ReservedPort
 
 pytestmark = pytest.mark.compiled
@@ -324,6 +326,70 @@ def test_what_is_computed_says_so():
     """PRNG keys too. What is under way: `tests/verify/test_processes.py`."""
     assert _compat.is_computed(jnp.ones(3).block_until_ready())
     assert _compat.is_computed(jax.block_until_ready(jax.random.key(1)))
+
+
+@pytest.fixture
+def launch(mesh):
+    """Calls `paced` for arrays; returns what it has waited for, and the arrays."""
+    # In a thread of its own nothing is in flight yet.
+    with ThreadPoolExecutor(1) as thread:
+
+        def run(count, place=None, *, donated=(), failing=False):
+            place = mesh(2) if place is None else place
+            waited, results = [], [jnp.full(3, number) for number in range(count)]
+
+            def wait(arrays):
+                waited.extend(arrays)
+                if failing:
+                    raise jax.errors.JaxRuntimeError("a callback failed")
+
+            def launch_all():
+                for number, result in enumerate(results):
+                    if number == count - 1:
+                        for earlier in donated:
+                            results[earlier].delete()
+                    paced(place, {"large": jnp.ones(5), "small": result}, wait=wait)
+
+            thread.submit(launch_all).result()
+            return waited, results
+
+        yield run
+
+
+def test_a_launch_over_cpu_devices_waits_for_an_earlier_one(launch):
+    """For the fourth oldest of eight, which leaves four, then eight again."""
+    half = IN_FLIGHT // 2
+    waited, first = launch(IN_FLIGHT - 1)
+    assert waited == []
+    waited, then = launch(1 + half)
+    assert len(waited) == 2
+    assert waited[0] is first[half - 1]
+    assert waited[1] is then[0]
+
+
+@pytest.mark.parametrize("last", [IN_FLIGHT // 2, IN_FLIGHT - 2])
+def test_donated_results_of_launches_are_passed_over(launch, last):
+    """The last launch's no program can have been given yet."""
+    (waited,), results = launch(IN_FLIGHT, donated=range(last + 1))
+    assert waited is results[last + 1]
+
+
+def test_a_failed_launch_is_left_to_the_reader_of_its_result(launch):
+    waited, _ = launch(IN_FLIGHT, failing=True)
+    assert len(waited) == 1
+
+
+def test_no_launch_waits_where_devices_do_not_share_threads(launch, mesh):
+    """Nor where there is nothing to wait for, inside of a transformation."""
+    for place in (2, jax.devices()[0], mesh(1)):
+        assert launch(2 * IN_FLIGHT, place)[0] == []
+
+    def traced(x):
+        paced(mesh(2), x, wait=pytest.fail)
+        return x
+
+    for number in range(2 * IN_FLIGHT):
+        jax.make_jaxpr(traced)(np.zeros(number))
 
 
 @pytest.mark.parametrize("committed", [False, True])

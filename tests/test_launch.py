@@ -77,7 +77,8 @@ def _shown(output):
 
 
 def test_torchruns_variables(launch, tmp_path):
-    status, output, errors = launch(["--nproc", 2, "program.py", "--lr", "3"], SHOW)
+    command = ["--nproc", 2, "program.py", "--lr", "3"]
+    status, output, errors = launch(command, SHOW, JAX_NUM_CPU_DEVICES="1")
     assert (status, errors) == (0, "")
     shown = _shown(output)
     assert set(shown) == {"worker0", "worker1"}

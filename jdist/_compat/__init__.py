@@ -33,6 +33,7 @@ from jdist._compat.programs import (
     trace_whole,
     without_unread,
 )
+from jdist._compat.run_ahead import launched, paced, shares_threads
 from jdist._compat.runtime import (
     ArrayImpl,
     abandon_distributed,
@@ -89,11 +90,13 @@ __all__ = [
     "is_partitioned",
     "is_traced",
     "laid_out",
+    "launched",
     "let_go",
     "loop_counts",
     "loop_of",
     "map_shards",
     "no_cotangent",
+    "paced",
     "part_of",
     "parts_of_wrapped",
     "picks_by_row",
@@ -106,6 +109,7 @@ __all__ = [
     "rewritten",
     "set_cpu_device_count",
     "shards_of",
+    "shares_threads",
     "thread_pool_size",
     "trace",
     "trace_context",

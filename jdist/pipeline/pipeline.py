@@ -52,6 +52,7 @@ from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.place import (
     moved,
+    pacing,
     resident,
     sharded,
     stage_axis_of,
@@ -533,7 +534,8 @@ class Pipeline:
             own = None if key is None else jax.random.fold_in(key, step)
             params, kept = list(state.params), list(state.opt_states)
             made_of = self._optimizers, params, kept, self._max_norm, overrides
-            update = StageUpdates(*made_of)
+            invoke = pacing(self._places.devices, channels.computed)
+            update = StageUpdates(*made_of).through(invoke)
             given = self._inputs(params, batch, weights, state.states, own, step)
             found = self.executor.gradient(channels, given, update, self.action_timer)
             norm = None

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
+from jdist._compat import paced
 from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
@@ -142,6 +143,7 @@ def value_and_grad(
         else:
             check_hook_rows("fn(hook_state=...)", hook_state, replicas)
         *found, sums = run.step(params, batch, weights, hook_state)
+        paced(mesh, found[0])
         if debug:
             check_agreement(call, sums, mesh, axis)
         return tuple(found if communication.stateful else found[:2])

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
+from jdist._compat import paced
 from jdist._errors import check_at_least, check_function, requirement
 from jdist._fit import check_state
 from jdist._tree import PyTree, examples_in, is_shape, merge, owned, split_inexact
@@ -135,6 +136,7 @@ class LocalSGD:
         """
         batch, weights = self._given("step", state, batch, weights)
         step, own, loss = self.compiled[0](*state, batch, weights)
+        paced(self.mesh, loss)
         return LocalState(step, *own), loss
 
     def lower(

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import reduction as reductions
-from jdist._compat import Ahead, ArrayImpl, map_shards
+from jdist._compat import Ahead, ArrayImpl, map_shards, paced
 from jdist._errors import check_choice, requirement
 from jdist._lru_cache import LRUCache
 from jdist._tree import (
@@ -309,15 +309,20 @@ class _Driver:
             _ReplicaPass(self.segments, self.head, p, *g)
             for p, g in zip(own_params, own_given, strict=True)
         ]
-        scalars = self._reduced([one.forward() for one in passes])
+        # All devices before the next layer, here and in the backward pass, so that no
+        # collective waits for a device whose work is not yet dispatched.
+        for layer in range(len(self.segments)):
+            for one in passes:
+                one.forward(layer)
+            paced(self.mesh, *[one.value for one in passes])
+        scalars = self._reduced([one.losses() for one in passes])
         sums: list[jax.Array] = []
         # Dispatch does not wait: a bucket's collective is enqueued right after the last
         # backward half that fills it, and runs in parallel with those that follow.
         for layer in reversed(range(len(self.segments))):
-            # All devices before the next layer, so that no collective waits for a
-            # device whose work is not yet dispatched.
             for one in passes:
                 one.backward(layer)
+            paced(self.mesh, *[one.done[layer] for one in passes])
             while len(sums) < len(plan.buckets):
                 bucket = plan.buckets[len(sums)]
                 if plan.first_layer(bucket) < layer:
@@ -333,7 +338,10 @@ class _Driver:
             # After the traces, which may write to what they read.
             reads = {f"layer {n}": layer for n, layer in enumerate(self._layers)}
             _, self._guards = guarded(reads, "reducer")
-        return self.finish(plan.static, sums, scalars, params)
+        found: tuple[jax.Array, PyTree]
+        found = self.finish(plan.static, sums, scalars, params)
+        paced(self.mesh, found[0])
+        return found
 
     def lower(
         self, plan: _BucketPlan, params: Sequence[PyTree], given: tuple[PyTree, PyTree]
@@ -370,7 +378,9 @@ class _Driver:
             shape = (self.mesh.size, *row.shape[1:])
             return call(name, self.reduce, row.update(shape=shape, sharding=self.rows))
 
-        scalars = reduced("sum of losses", replica.forward())
+        for layer in range(len(segments)):
+            replica.forward(layer)
+        scalars = reduced("sum of losses", replica.losses())
         half = "backward"
         for layer in reversed(range(len(segments))):
             replica.backward(layer)
@@ -388,7 +398,9 @@ class _Driver:
         shape = (self.mesh.size, *rows[0].shape[1:])
         # The rows stay where they are: nothing is copied.
         make = jax.make_array_from_single_device_arrays
-        return self.reduce(make(shape, self.rows, rows))
+        found: jax.Array = self.reduce(make(shape, self.rows, rows))
+        paced(self.mesh, found)
+        return found
 
     def _by_device(self, tree: PyTree) -> list[PyTree]:
         """The tree on each device of this process, without copies."""
@@ -429,17 +441,21 @@ class _ReplicaPass:
         weights: jax.Array,
     ) -> None:
         self.segments, self.head, self.params = segments, head, params
-        self.batch, self.weights = batch, weights
+        self.batch, self.weights, self.value = batch, weights, batch
         self.residuals: list[PyTree] = []
         self.cotangent: PyTree = None
         self.done: dict[int, list[jax.Array]] = {}
 
-    def forward(self) -> jax.Array:
-        """Dispatches layers and loss; returns the replica's value and weight."""
-        value = self.batch
-        for seg, params in zip(self.segments, self.params, strict=True):
-            value, residuals = seg.forward(params, value)
-            self.residuals.append(residuals)
+    def forward(self, layer: int) -> None:
+        """Dispatches the forward half of a layer."""
+        params = self.params[layer]
+        self.value, residuals = self.segments[layer].forward(params, self.value)
+        self.residuals.append(residuals)
+
+    def losses(self) -> jax.Array:
+        """Dispatches the loss; returns the replica's value and weight."""
+        # The last outputs are dropped: the backward pass has what it needs of them.
+        value, self.value = self.value, None
         scalars, self.cotangent = self.head(value, self.batch, self.weights)
         return scalars
 

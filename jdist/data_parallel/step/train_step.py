@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._compat import Ahead, alike
+from jdist._compat import Ahead, alike, paced
 from jdist._errors import check_flags, check_function, check_number, requirement
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree, examples_in, is_shape, shapes_of
@@ -216,6 +216,7 @@ class TrainStep:
         key = state.key
         moving = state if key is None else state._replace(key=None)
         moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
+        paced(self.mesh, metrics.loss)
         # Reads the checksums, for which the host waits.
         if self.debug:
             check_agreement("train_step", sums, self.mesh, self.axis)
@@ -244,6 +245,7 @@ class TrainStep:
         # Without the fields that an evaluation does not read.
         needed = state._replace(opt_state=None, hook_state=None)
         found: Metrics = self.evaluated(needed, batch, weights)
+        paced(self.mesh, found.loss)
         return found
 
     def _given(

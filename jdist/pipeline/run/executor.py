@@ -7,6 +7,7 @@ pipeline as one SPMD program (`spmd`) implement the same interface.
 """
 
 import dataclasses
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -48,7 +49,7 @@ from jdist.pipeline.run.update import (
     joined,
 )
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.place import moved, resident, undivided
+from jdist.pipeline.stages.place import moved, pacing, resident, undivided
 from jdist.pipeline.stages.wiring import StageWiring
 
 CALL = "Pipeline.value_and_grad"
@@ -254,6 +255,9 @@ class StagePrograms:
             if self._sees_all:
                 self._read[signature] = read
         own_loss = self.loss if loss is None else loss
+        invoke = pacing(self.places.devices, channels.computed)
+        if invoke is not operator.call:
+            runs = {at: run.through(invoke) for at, run in runs.items()}
         return StepInputs(self.routes, runs, channels, own_loss, read, parts, signature)
 
     def compile_ahead(self, given: StepInputs) -> None:

@@ -253,6 +253,13 @@ class StageChannels(ValueChannels, Protocol):
           Exception: A process has failed; then this raises on all of them.
         """
 
+    def computed(self, value: PyTree) -> None:
+        """Waits for arrays.
+
+        Raises:
+          Exception: Another process has failed meanwhile.
+        """
+
     def end(self, error: BaseException | None) -> None:
         """Ends the call here; if it failed before `agree`, notifies the others."""
 
@@ -385,6 +392,10 @@ class InProcessChannels:
         # An error in an array of a single process reaches the caller anyway, and a
         # wait would end the overlap of steps by asynchronous dispatch.
         return [value] if self._mesh is None else told_by_processes(self._mesh, value)
+
+    def computed(self, value: PyTree) -> None:
+        """See `StageChannels`."""
+        jax.block_until_ready(value)
 
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""

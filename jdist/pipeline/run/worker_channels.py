@@ -469,7 +469,7 @@ class WorkerChannels:
         meta = {**self._meta, _CALL: self._address, _TAG: tag}
         try:
             if self._members.joint:
-                self._computed(value)
+                self.computed(value)
             sent = agent.outgoing(to, _VALUE, value, self._limit, meta)
             agent.request(replace(sent, ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
@@ -657,8 +657,8 @@ class WorkerChannels:
         """Gathers a value that is divided over several processes, for messages."""
         return jax.tree.map(whole_here, value) if self._members.joint else value
 
-    def _computed(self, value: PyTree) -> None:
-        """Waits for arrays; raises the failure of the call if one comes meanwhile."""
+    def computed(self, value: PyTree) -> None:
+        """See `StageChannels`."""
         if not self._members.joint:
             jax.block_until_ready(value)
             return
@@ -697,7 +697,7 @@ class WorkerChannels:
         value = self._whole(value)
         # Before the vote: dispatched work may still fail, and after its vote a worker
         # may not.
-        self._computed(computed)
+        self.computed(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
         return told

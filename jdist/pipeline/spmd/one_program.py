@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._compat import map_shards, picks_by_row, trace_whole
+from jdist._compat import map_shards, paced, picks_by_row, trace_whole
 from jdist._errors import requirement
 from jdist._fit import Metrics
 from jdist._tree import PyTree, is_none, shapes_of, split_inexact, words
@@ -134,6 +134,7 @@ class OneProgramExecutor(Executor):
         # in the dtype of their sums, and are rounded below for the stages without.
         program, arguments = self._prepared(given, any(masters))
         loss, grads, ends, square = program.run(*arguments)
+        paced(self._mesh, loss, wait=channels.computed)
         found: list[PyTree] = [None] * len(self._stages)
         stats = GradientStats(_here(square), None)
         for rank in self._places.own:

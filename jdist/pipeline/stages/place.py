@@ -8,7 +8,8 @@ shardings decide time and memory of a step, not its values.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jdist._compat import placed
+from jdist._compat import launched, placed, shares_threads
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
@@ -248,6 +249,25 @@ def device_here(place: Place) -> Place:
     here = jax.process_index()
     own = (d for d in place.mesh.devices.flat if d.process_index == here)
     return next(own, place.mesh.devices.flat[0])
+
+
+def pacing(
+    places: Iterable[Place], wait: Callable[[PyTree], PyTree]
+) -> Callable[..., PyTree]:
+    """The function through which the programs of these places are called.
+
+    Args:
+      places: Devices or meshes.
+      wait: How to wait for arrays of an earlier program.
+
+    Returns:
+      `operator.call`, unless a mesh has several CPU devices of this process, where the
+      host must not run ahead too far (`jdist._compat.paced`).
+    """
+    for place in places:
+        if isinstance(place, StageMesh) and shares_threads(place.mesh):
+            return functools.partial(launched, place.mesh, wait)
+    return operator.call
 
 
 def undivided(place: Place) -> Place:

@@ -8,6 +8,7 @@ program, and reports the outcome (`applied`). The parent's own process is not ch
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -28,6 +29,7 @@ _ALLOCATOR = {
 }
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _LEAN = {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"}
+_DEVICES = r"--xla_force_host_platform_device_count=(\d+)"
 _KERNEL_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _NOT_GLIBC = "not applied: the C library is not glibc"
@@ -58,7 +60,10 @@ class ProcessSettings:
         lie in memory until each is added to its sum.
       callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
         that blocks inside a jitted function occupies one of its threads; without a free
-        thread no program runs. 0 leaves XLA's own: the number of cores.
+        thread no program runs. It is never less than twice the CPU devices that the
+        environment gives a process: programs that run and programs that are launched
+        take a thread for each device. 0 leaves XLA's own: the number of cores, or of
+        devices if these are more.
       compilation_cache: Keep compiled programs for the next run, in JAX's persistent
         compilation cache: of each kind of processor at most 1 GiB when a run starts, in
         `$XDG_CACHE_HOME/jdist` or `~/.cache/jdist`.
@@ -172,7 +177,8 @@ def _groups(
         found["programs"] = _programs()
     if settings.callback_threads:
         # At least XLA's own default, the number of cores.
-        pool = str(max(settings.callback_threads, len(cores) or len(available_cores())))
+        least = len(cores) or len(available_cores()), 2 * _cpu_devices(environment)
+        pool = str(max(settings.callback_threads, *least))
         found["callback threads"] = {"PJRT_NPROC": pool}, pool
     if settings.compilation_cache:
         found["compilation cache"] = _compilation_cache(environment)
@@ -199,6 +205,15 @@ def _pages() -> Variables:
     if not offered:
         return {}, "not applied: Linux gives none"
     return _LARGE_PAGES, "of 2 MiB where possible"
+
+
+def _cpu_devices(environment: Mapping[str, str]) -> int:
+    """How many CPU devices the environment tells JAX to make; 0 if it says nothing."""
+    told = environment.get("JAX_NUM_CPU_DEVICES", "")
+    if told.isdecimal():
+        return int(told)
+    flag = re.search(_DEVICES, environment.get("XLA_FLAGS", ""))
+    return int(flag[1]) if flag else 0
 
 
 def _programs() -> Variables:

@@ -23,7 +23,9 @@ from jdist.rpc.processes.spawn import spawn
 from tests.rpc import spawn_cases as cases
 
 GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
-VARIABLES = (*GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
+VARIABLES = (
+    *GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS", "JAX_NUM_CPU_DEVICES",
+)  # fmt: skip
 PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
 
@@ -135,9 +137,8 @@ def test_what_the_user_set_stays(monkeypatch):
     assert seen["applied"]["callback threads"] == note
 
 
-def test_a_large_callback_on_one_core_ends(monkeypatch):
+def test_a_large_callback_on_one_core_ends():
     """In XLA's own pool, of one thread on one core, it waits for itself for ever."""
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")  # More devices make the pool larger.
     ((found, expected),) = spawn(
         cases.callback_with_large_argument, nprocs=1, pin=1, timeout=240
     )
@@ -151,6 +152,19 @@ def test_the_pool_is_never_made_smaller_than_xla_would():
     pinned = resolved(ProcessSettings(callback_threads=1), 1, (4, 5, 6), environment={})
     assert pinned.variables["PJRT_NPROC"] == "3"
     assert pinned.variables["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"JAX_NUM_CPU_DEVICES": "11"},
+        {"XLA_FLAGS": "--a=b --xla_force_host_platform_device_count=11 --c=d"},
+    ],
+)
+def test_the_pool_has_two_threads_for_each_device(environment):
+    """One for a program that runs, and one for the next that is launched."""
+    made = resolved(ProcessSettings(), nprocs=1, environment=environment)
+    assert made.variables["PJRT_NPROC"] == "22"
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
