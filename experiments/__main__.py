@@ -15,6 +15,7 @@ from rich.table import Table
 from experiments import _runner
 from experiments._result import Settings
 
+DEVICES = 8
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
 
@@ -96,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="shorter; says what it cannot judge"
     )
-    parser.add_argument("--devices", type=int, default=8, help="at most so many (8)")
+    parser.add_argument(
+        "--devices", type=int, default=DEVICES, help="at most so many (8)"
+    )
     parser.add_argument(
         "--here", action="store_true", help="accelerators: run on this machine's"
     )
@@ -120,6 +123,11 @@ def _listing(known: Sequence[str]) -> Table:
 
 
 if __name__ == "__main__":
+    # A program of another thread, such as the judge's, takes a thread of XLA's pool:
+    # with no more than the devices have, the replicas' collectives would wait for it,
+    # and XLA would end the process after a minute.
+    threads = max(2 * DEVICES, os.cpu_count() or 1)
+    os.environ.setdefault("PJRT_NPROC", str(threads))
     status = main()
     if status == INTERRUPTED:
         # Threads of XLA may be inside a program and would crash in its destructors.
