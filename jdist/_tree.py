@@ -97,27 +97,51 @@ def abbreviated(leaf: Shaped) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def check_arrays(call: str, tree: PyTree) -> None:
+def type_name(value: object) -> str:
+    """The type of a value, with its module, for error messages.
+
+    Example:
+      >>> type_name(np.ones(2)), type_name("text")
+      ('a numpy.ndarray', 'a str')
+    """
+    kind = type(value)
+    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {home}{kind.__qualname__}"
+
+
+def check_arrays(call: str, tree: PyTree, *, others: bool = False) -> None:
     """Checks that all leaves are arrays, numbers or shapes; None is no leaf.
 
     Args:
       call: Function and argument, for the error's text.
       tree: What was given.
+      others: Whether what is no array may be a leaf too, such as a text.
 
     Raises:
-      TypeError: A leaf is something else; the message names it by its path.
+      TypeError: A leaf is something else, such as an array of another framework; the
+        message names it by its path.
     """
+    # Without paths first, which take longer than the check.
+    if all(_is_readable(leaf, others) for leaf in jax.tree.leaves(tree)):
+        return
     for keys, leaf in jax.tree.leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None:
-            numeric = isinstance(leaf, bool | int | float | complex)
-        else:  # Not texts, dates and objects of NumPy; keys have no kind.
-            numeric = getattr(dtype, "kind", "") not in tuple("SUTMmO")
-        if not numeric:
+        if not _is_readable(leaf, others):
+            foreign = hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype)
+            remedy = " Convert it, as by `numpy.asarray`." if foreign else ""
             raise TypeError(
                 f"`{call}` must be a pytree of arrays and numbers. Got "
-                f"{type(leaf).__name__} at {path_of(keys)}."
+                f"{type_name(leaf)} at {path_of(keys)}.{remedy}"
             )
+
+
+def _is_readable(leaf: Any, others: bool) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype):  # Not texts, dates and objects of NumPy.
+        return others or dtype.kind not in "SUTMmO"
+    if dtype is None:
+        return others or isinstance(leaf, bool | int | float | complex)
+    # Keys have a dtype of JAX's own, and other frameworks' arrays one of theirs.
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_inexact(leaf: object) -> bool:

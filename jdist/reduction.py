@@ -52,6 +52,7 @@ from jdist._compat import tracks_varying_axes, varying_axes
 from jdist._errors import check_choice, requirement
 from jdist._tree import (
     PyTree,
+    check_arrays,
     described,
     is_inexact,
     merge,
@@ -202,6 +203,8 @@ def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
     rule = "must be an array of numbers, one for each example"
     try:
         array = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+    except jax.errors.TracerArrayConversionError:  # A list under `jax.jit`.
+        array = jnp.asarray(weights)
     except ValueError as error:  # Lists of unequal lengths.
         raise TypeError(requirement(argument, rule, repr(weights))) from error
     if jnp.issubdtype(array.dtype, jnp.floating):
@@ -468,6 +471,7 @@ def weighted_mean(tree: PyTree, weight: ArrayLike, axis_name: Hashable) -> PyTre
         remedy = "Give each replica the sum of its examples' weights."
         rule = "must be one scalar per replica"
         raise ValueError(requirement("weighted_mean(weight=...)", rule, got, remedy))
+    check_arrays("weighted_mean(tree=...)", tree)
     _check_reducible(tree, axis_name)
     weight = wide_weights(weight)
     weight = jnp.where(weight >= 0, weight, jnp.nan)

@@ -34,7 +34,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
 from jdist._errors import check_function, check_sequence, requirement
-from jdist._tree import PyTree, described, is_inexact, is_none, path_of, wide_dtype
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    described,
+    is_inexact,
+    is_none,
+    path_of,
+    wide_dtype,
+)
 from jdist.optim._hyperparameters import (
     Hyperparameter,
     check_overrides,
@@ -116,7 +124,9 @@ class Optimizer:
 
         Raises:
           ValueError: `params` has no leaves.
+          TypeError: An array is of another framework.
         """
+        check_arrays(f"{self.name}.init(params)", params, others=True)
         if not jax.tree.leaves(params):
             rule = "must have at least one leaf"
             raise ValueError(requirement(f"{self.name}.init(params)", rule, "none"))
@@ -144,10 +154,10 @@ class Optimizer:
         Raises:
           ValueError: The trees do not match, a gradient's shape or dtype is not its
             parameter's, or an override breaks its rule.
-          TypeError: An override is not one of the optimizer's numeric hyperparameters.
+          TypeError: An override is not one of the optimizer's numeric hyperparameters;
+            an array is of another framework.
         """
-        _check_gradients(self.name, params, grads, self.precision is not None)
-        return self.step_tree(params, grads, state, overrides)
+        return self._step(params, grads, state, overrides)
 
     def updates(
         self, params: PyTree, grads: PyTree, state: PyTree, **overrides: object
@@ -180,8 +190,25 @@ class Optimizer:
           >>> float(opt.updates(params, params, opt.init(params))[0][0])
           -9.999999717180685e-10
         """
-        _check_gradients(self.name, params, grads, self.precision is not None)
-        return self.step_tree(params, grads, state, overrides, updates=True)
+        return self._step(params, grads, state, overrides, updates=True)
+
+    def _step(
+        self,
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
+        overrides: Mapping[str, Any],
+        **form: bool,
+    ) -> tuple[PyTree, PyTree]:
+        try:
+            _check_gradients(self.name, params, grads, self.precision is not None)
+            return self.step_tree(params, grads, state, overrides, **form)
+        except TypeError:
+            # Looked for only now: in each eager step it would take longer than tracing.
+            given = {"params": params, "grads": grads, "state": state}
+            for name, tree in given.items():
+                check_arrays(f"{self.name}.step({name}=...)", tree, others=True)
+            raise
 
     def scale_loss(self, loss: jax.Array, state: PyTree) -> jax.Array:
         """The loss to differentiate: multiplied by the state's loss scale, if any.
@@ -197,6 +224,7 @@ class Optimizer:
         """
         if self.loss_factor is None:
             return loss
+        check_arrays(f"{self.name}.scale_loss(loss)", loss, others=True)
         if not is_inexact(loss):
             rule = "must be a floating number or array"
             got = described(loss) if hasattr(loss, "dtype") else repr(loss)
@@ -439,8 +467,9 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
         try:
             got = jnp.result_type(grad)
         except (TypeError, ValueError):  # a subtree, or no array
-            rule = f"must have an array or None for its parameter at {path_of(keys)}"
             argument = f"{name}.step(grads=...)"
+            check_arrays(argument, grads, others=True)
+            rule = f"must have an array or None for its parameter at {path_of(keys)}"
             raise ValueError(requirement(argument, rule, repr(grad))) from None
         # Without masters a wider gradient would be rounded to the parameter's dtype.
         fits = got == dtype or (masters and _widens(dtype, got))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
+from jdist._tree import PyTree, check_arrays, is_inexact, named_leaves, wide_dtype
 from jdist.optim._hyperparameters import AT_LEAST_0, check_scalar
 
 TORCH_EPS = 1e-6
@@ -56,6 +56,7 @@ def clip_by_global_norm(
     """
     call = "clip_by_global_norm"
     check_scalar(f"{call}(max_norm=...)", AT_LEAST_0, max_norm, remedy="")
+    check_arrays(f"{call}(grads=...)", grads, others=True)
     leaves = {k: g for k, g in named_leaves(grads).items() if g is not None}
     if not leaves:
         rule = "must have at least one gradient"

@@ -9,7 +9,7 @@ place of all others.
                    labels)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,8 @@ def by_label(
     Args:
       optimizers: Label to optimizer; `from_optax` ones too.
       labels: Tree of strings like the parameters, or a function from parameters
-        (arrays or tracers) to such a tree.
+        (arrays or tracers) to such a tree. A module of strings is a tree, also where
+        it may be called.
 
     Raises:
       ValueError: `optimizers` is empty, or one has a loss scale: put
@@ -58,17 +59,22 @@ def by_label(
       `torch.optim.Optimizer.param_groups`; `optax.multi_transform`.
     """
     _check_optimizers(optimizers)
+    # A module of labels may be callable too, and is a tree: it has texts for leaves.
+    held = jax.tree.leaves(labels)
+    is_function = callable(labels) and not any(isinstance(x, str) for x in held)
 
     def labels_for(params: PyTree) -> list[str]:
         # Called in each step, so that nothing is kept between `init` and `step`. Shapes
         # are known of tracers too.
-        tree = labels(params) if callable(labels) else labels
+        tree = labels(params) if is_function else labels
         found = matching("by_label", "labels", params, tree)
-        for label in found:
-            if label not in optimizers:
+        # A label may be wrapped, as in a state of Flax beside plain arrays.
+        each = [x[0] if len(x := jax.tree.leaves(y)) == 1 else y for y in found]
+        for label in each:
+            if not isinstance(label, Hashable) or label not in optimizers:
                 rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
                 raise ValueError(requirement("by_label(labels=...)", rule, label))
-        return found
+        return each
 
     def init_tree(params: PyTree) -> PyTree:
         found = labels_for(params)

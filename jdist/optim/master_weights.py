@@ -33,7 +33,15 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, is_shape, named_leaves, owned, wide_dtype
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    is_inexact,
+    is_shape,
+    named_leaves,
+    owned,
+    wide_dtype,
+)
 from jdist.optim._loss_scale import (
     DynamicLossScale,
     LossScaleState,
@@ -66,7 +74,7 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
       dtype: Such as `jnp.bfloat16`.
 
     Raises:
-      TypeError: `dtype` is no dtype.
+      TypeError: `dtype` is no dtype, or an array of another framework.
       ValueError: It is not a real floating one.
 
     Example:
@@ -75,6 +83,7 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
       {'n': 3, 'w': Array([1], dtype=bfloat16)}
     """
     dtype = _floating("compute_copies(dtype)", dtype)
+    check_arrays("compute_copies(params)", params, others=True)
 
     def rounded(param: Any) -> Any:
         if not _is_real(param):

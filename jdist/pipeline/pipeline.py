@@ -22,7 +22,7 @@ from jdist._errors import (
     requirement,
 )
 from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, is_shape, owned, shapes_of
+from jdist._tree import PyTree, check_arrays, is_shape, owned, shapes_of
 from jdist.optim import Optimizer
 from jdist.optim.internal import started
 from jdist.pipeline.run.action_timer import ActionTimer
@@ -271,8 +271,10 @@ class Pipeline:
             stage's mesh does not have, or that does not divide the array; a call inside
             `jax.jit`.
         """
+        trees = trees_of("Pipeline.place(params)", params, len(self.stages))
+        check_arrays("Pipeline.place(params)", trees)
         # Copied, since a device may read an array of NumPy's in place.
-        params = owned(trees_of("Pipeline.place(params)", params, len(self.stages)))
+        params = owned(trees)
         specs = trees_of("Pipeline.place(specs)", specs, len(self.stages))
         if any(device is not None for device in self._places.devices):
             check_not_traced("Pipeline.place(params)", params)
@@ -396,6 +398,8 @@ class Pipeline:
         """The state, and the parameters in full precision."""
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
+        check_arrays("Pipeline.init(params)", params)
+        check_arrays("Pipeline.init(states=...)", given)
         optimizers = self._optimizers
         # A copy, because training steps donate the state and the caller keeps its own.
         placed = jax.tree.map(jnp.copy, self.place(params))
@@ -670,6 +674,10 @@ class Pipeline:
         stages = len(self.stages)
         kept = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
+        check_arrays(f"{call}(params)", trees)
+        check_arrays(f"{call}(states=...)", kept)
+        # What no stage and no loss takes may be anything.
+        check_arrays(f"{call}(batch)", batch, others=True)
         return CallInputs(trees, batch, weights, kept, key, step)
 
 

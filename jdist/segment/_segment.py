@@ -602,6 +602,9 @@ class Segment:
         given = self._invoke, half, params, inputs, static
         try:
             return self._halves.call(*given)
+        except TypeError as error:
+            explain(f"Segment.{half}", error, {"params": params, "inputs": inputs})
+            raise
         except Changed:
             # The caller has found the function in a cache of its own, and looks it up
             # again there.

@@ -1,13 +1,15 @@
 """What is no mesh, batch, loss or step is refused in words, with its value."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from jdist import data_parallel, optim
 from jdist.data_parallel import Sampler, TrainCheckpoints, hooks
-from tests.wrong_types import refused
+from tests.wrong_types import FOREIGN, Tensor, refused
 
 BATCH = {"x": np.arange(6, dtype=np.float32), "t": np.ones(6, np.float32)}
 OPTIMIZER = optim.sgd(lr=0.1)
@@ -124,7 +126,7 @@ WRONG = {
         lambda v: data_parallel.from_nnx(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), v),
         FUNCTIONS,
     ),
-    "replicate(params": (
+    "init(params": (
         lambda v: step().init(v),
         ["w", {"w": "text"}, object(), loss],
     ),
@@ -185,6 +187,87 @@ WRONG = {
 @pytest.mark.parametrize("named", WRONG)
 def test_a_wrong_type(named):
     refused(*WRONG[named], named)
+
+
+W = {"w": np.ones(2, np.float32)}
+X = np.ones((6, 2), np.float32)
+
+
+def losses(params, x):
+    return (x @ params["w"]) ** 2
+
+
+def of_step(call, *given, **options):
+    made = data_parallel.train_step(losses, OPTIMIZER, 2)
+    return getattr(made, call)(*given, **options)
+
+
+def begun():
+    return of_step("init", W)
+
+
+def local_step(batch):
+    made = data_parallel.local_sgd(losses, OPTIMIZER, 2, period=2)
+    return made.step(made.init(W), batch)
+
+
+UNREADABLE = {
+    r"shard_batch\(batch=...\)": lambda x: data_parallel.shard_batch(x, 2),
+    r"fn\(batch=...\)": lambda x: data_parallel.value_and_grad(losses, 2)(W, x),
+    r"step\(batch=...\)": lambda x: of_step("__call__", begun(), x),
+    r"lower\(batch=...\)": lambda x: of_step("lower", begun(), x),
+    r"evaluate\(batch=...\)": lambda x: of_step("evaluate", begun(), x),
+    r"apply\(batch=...\)": lambda x: data_parallel.DataParallel(losses, 2)(W, x),
+    r"step\(batch=...\) ": local_step,
+}
+"""Calls that take a batch."""
+UNREADABLE_PARAMS = {
+    r"fn\(params=...\)": lambda w: data_parallel.value_and_grad(losses, 2)(w, X),
+    r"init\(params=...\)": lambda w: of_step("init", w),
+    r"init\(states=...\)": lambda w: of_step("init", W, states=w),
+    r"init\(opt_state=...\)": lambda w: of_step("init", W, opt_state=w),
+    r"init\(params=...\) ": lambda w: local().init(w),
+    r"apply\(params=...\)": lambda w: data_parallel.DataParallel(losses, 2)(w, X),
+    r"replicate\(params=...\)": lambda w: data_parallel.replicate(w, 2),
+    r"weighted_mean\(tree=...\)": (
+        lambda w: data_parallel.weighted_mean(w, 1.0, "data")
+    ),
+}
+
+
+@pytest.mark.parametrize("named", UNREADABLE)
+def test_batches_that_jax_cannot_read(named):
+    """Of another framework, or of texts; said where it is given, with its path."""
+    start = rf"^`{named.strip()}` "
+    with pytest.raises(
+        TypeError, match=rf"{start}{FOREIGN}\(root\).*Convert it, as by"
+    ):
+        UNREADABLE[named](Tensor(6, 2))
+    with pytest.raises(TypeError, match=rf"{start}.*Got a numpy.ndarray at \(root\)"):
+        UNREADABLE[named](np.array(["text"] * 6))
+
+
+@pytest.mark.parametrize("named", UNREADABLE_PARAMS)
+def test_parameters_that_jax_cannot_read(named):
+    start, call = rf"^`{named.strip()}` ", UNREADABLE_PARAMS[named]
+    with pytest.raises(TypeError, match=rf"{start}{FOREIGN}w.*Convert it, as by"):
+        call({"w": Tensor(2)})
+    with pytest.raises(TypeError, match=rf"{start}.*Got a str at w"):
+        call({"w": "text"})
+
+
+def test_weights_of_another_framework_are_converted():
+    loss, _ = data_parallel.value_and_grad(losses, 2)(W, X, Tensor(6))
+    assert float(loss) == 4
+
+
+def test_specs_that_are_none():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    for specs, got in ((3, "3"), ({"w": "model"}, "'model'")):
+        opt = data_parallel.zero(OPTIMIZER, mesh, specs=specs)
+        rule = r"^`zero\(specs=...\)` must have a PartitionSpec or None for each param"
+        with pytest.raises(TypeError, match=rf"{rule}.*Got {got}"):
+            opt.init(W)
 
 
 OUT_OF_RANGE = {

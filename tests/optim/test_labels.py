@@ -1,10 +1,13 @@
 """Groups of parameters: each has its own optimizer, found by label."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jdist import optim
 
@@ -138,3 +141,44 @@ def test_refusals():
         opt.step(params, params, opt.init(params), lr={"b": 1.0})
     with pytest.raises(ValueError, match=r"state=...\)` must be what `init` or"):
         opt.step(params, params, {"b": None})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """A module that is a tree and may be called."""
+
+    w: object
+    b: object
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def test_labels_in_a_module_that_may_be_called():
+    """A tree with texts for leaves is a tree; a function without leaves is one."""
+    params = Layer(jnp.array([[1.0, 2.0]]), jnp.array([3.0, 4.0]))
+    groups = {"fast": optim.sgd(lr=0.5), "slow": optim.sgd(lr=0.1)}
+    tree = Layer("fast", "slow")
+    for labels in (tree, lambda _: tree, jax.tree_util.Partial(lambda _: tree)):
+        opt = optim.by_label(groups, labels)
+        new, _ = opt.step(params, params, opt.init(params))
+        np.testing.assert_allclose(new.w, [[0.5, 1.0]], rtol=1e-6)
+        np.testing.assert_allclose(new.b, [2.7, 3.6], rtol=1e-6)
+
+
+def test_labels_of_a_flax_state():
+    """Made by `jax.tree.map` of a state, whose variables then hold the labels."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    labels = jax.tree.map(
+        lambda x: "fast" if x.ndim > 1 else "slow", nnx.state(model, nnx.Param)
+    )
+    groups = {"fast": optim.sgd(lr=0.5), "slow": optim.sgd(lr=0.0)}
+    opt = optim.by_label(groups, labels)
+    trained = nnx.Optimizer(model, optim.as_optax(opt), wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    x = jnp.arange(6.0, dtype=jnp.float32).reshape(2, 3)
+    trained.update(model, nnx.grad(lambda m: (m(x) ** 2).sum())(model))
+    assert not np.allclose(model.kernel[...], before["kernel"][...])
+    with pytest.raises(ValueError, match="must hold labels of optimizers, fast, slow"):
+        optim.by_label(groups, {"w": ["fast", "slow"]}).init({"w": jnp.ones(2)})

@@ -419,6 +419,11 @@ def test_golden_inputs_are_the_problem():
     assert json.loads(json.dumps(torch_runs.inputs())) == load("inputs")
 
 
+def test_torchs_own_tensors_are_refused():
+    with pytest.raises(TypeError, match=r"Got a torch.Tensor at w\. Convert it, as by"):
+        optim.adam().init({"w": torch.ones(2)})
+
+
 @EACH
 def test_defaults_are_torchs(algorithm):
     """Those of torch.optim; lr of SGD and Adamax as in torch's functional classes."""

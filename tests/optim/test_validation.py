@@ -10,6 +10,7 @@ import pytest
 
 from jdist import optim
 from tests.optim.cases import ALGORITHMS, BY_NAME
+from tests.wrong_types import FOREIGN, Tensor
 
 EACH = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
 AT_LEAST_0 = "must be at least 0"
@@ -340,3 +341,41 @@ def test_a_tree_is_no_gradient_of_an_integer(params):
         ValueError, match=r"sgd.step\(grads=.* must have a leaf or None"
     ):
         opt.step(params, grads, opt.init(params))
+
+
+W = {"w": jnp.ones(2), "name": "text"}
+OTHER = {"w": Tensor(2), "name": "text"}
+ADAM = optim.adam()
+MASTERS = optim.with_master_weights(optim.sgd())
+
+
+def started():
+    return ADAM.init(W)
+
+
+@pytest.mark.parametrize(
+    ("named", "call"),
+    {
+        r"adam.init\(params\)": lambda: ADAM.init(OTHER),
+        r"adam.step\(params=...\)": lambda: ADAM.step(OTHER, W, started()),
+        r"adam.step\(grads=...\)": lambda: ADAM.step(W, OTHER, started()),
+        r"adam.step\(grads=...\) ": lambda: ADAM.updates(W, OTHER, started()),
+        r"adam.step\(state=...\)": lambda: ADAM.step(
+            W, W, {**started(), "w": started()["w"]._replace(exp_avg=Tensor(2))}
+        ),
+        r"with_master_weights.init\(params\)": lambda: MASTERS.init(OTHER),
+        r"with_master_weights.scale_loss\(loss\)": lambda: MASTERS.scale_loss(
+            Tensor(), MASTERS.init(W)
+        ),
+        r"compute_copies\(params\)": lambda: optim.compute_copies(OTHER, jnp.bfloat16),
+        r"clip_by_global_norm\(grads=...\)": (
+            lambda: optim.clip_by_global_norm({"w": Tensor(2)}, 1.0)
+        ),
+    }.items(),
+)
+def test_an_array_of_another_framework(named, call):
+    """Beside leaves that are no arrays, which pass."""
+    with pytest.raises(TypeError, match=rf"^`{named.strip()}` {FOREIGN}.*Convert it"):
+        call()
+    params, _ = ADAM.step(W, W, started())
+    assert params["name"] == "text"

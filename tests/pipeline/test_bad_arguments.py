@@ -3,13 +3,15 @@
 import inspect
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from jdist import optim, pipeline
 from jdist.pipeline import Costs, Layer, Profile, Schedule, ScheduleError, UpdatePolicy
-from tests.wrong_types import refused
+from tests.wrong_types import FOREIGN, Tensor, refused
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 LAYERS = tuple(Layer(f"l{i}", "", 1.0, 2.0, (8.0,), 4.0) for i in range(3))
@@ -237,3 +239,36 @@ def test_a_flush_without_drains():
     late = replace(pipeline.gpipe(3, 6), update_policy=made.update_policy)
     with pytest.raises(ScheduleError, match="must drain"):
         late.validate()
+
+
+ONE = pipeline.Stage(lambda w, x: x @ w, ("x",), ("y",))
+W, X = np.ones((2, 3), np.float32), {"x": np.ones((4, 2), np.float32), "note": ["a"]}
+
+
+def sole(places=None, **options):
+    given = pipeline.gpipe(1, 2), places
+    options = {"optimizer": optim.sgd()} | options
+    return pipeline.Pipeline([ONE], lambda y, batch: y.sum(-1), *given, **options)
+
+
+@pytest.mark.parametrize(
+    ("named", "path", "call"),
+    [
+        (r"value_and_grad\(params\)", "0", lambda w, x: sole().value_and_grad([w], X)),
+        (r"value_and_grad\(batch\)", "x", lambda w, x: sole().value_and_grad([W], x)),
+        (r"evaluate\(batch\)", "x", lambda w, x: sole().evaluate([W], x)),
+        (r"init\(params\)", "0", lambda w, x: sole().init([w])),
+        (r"place\(params\)", "0", lambda w, x: sole().place([w])),
+    ],
+)
+def test_arrays_of_another_framework(named, path, call):
+    with pytest.raises(TypeError, match=rf"^`Pipeline.{named}` {FOREIGN}{path}\. Conv"):
+        call(Tensor(2, 3), {"x": Tensor(4, 2)})
+
+
+def test_specs_that_are_none():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    pipe = sole([mesh], data_axis="data")
+    rule = r"^`Pipeline.place\(specs\)` must have a PartitionSpec or None for each par"
+    with pytest.raises(TypeError, match=rf"{rule}.*Got 3"):
+        pipe.place([W], [3])

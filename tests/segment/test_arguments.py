@@ -469,8 +469,14 @@ def test_leaves_that_are_no_arrays(heads, wrong):
     seg = segment(_two_heads)
     _, residuals = seg.forward(params, *inputs)
     moved = jax.tree.unflatten(*jax.tree.flatten(residuals)[::-1])
+    rule = r"=...\)` must be a tree of arrays\. Got .* at "
+    for forward in (seg.forward, seg.outputs):
+        name = forward.__name__
+        with pytest.raises(TypeError, match=rf"^`Segment.{name}\(params{rule}a"):
+            forward({**params, "a": wrong}, *inputs)
+        with pytest.raises(TypeError, match=rf"^`Segment.{name}\(inputs{rule}0"):
+            forward(params, wrong, *inputs[1:])
     for half in (seg.backward, seg.backward_inputs):
-        rule = r"=...\)` must be a tree of arrays\. Got .* at "
         with pytest.raises(TypeError, match=rf"\(d_outputs{rule}b/0"):
             half(params, residuals, {**d_outputs, "b": (wrong, None)})
         # Residuals that were taken apart know no version of the parameters.

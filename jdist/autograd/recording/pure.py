@@ -36,7 +36,7 @@ from jax.typing import ArrayLike
 
 from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, path_of
+from jdist._tree import PyTree, is_inexact, path_of, type_name
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
 from jdist.rpc.extension import is_asynchronous
 from jdist.segment import Segment
@@ -356,12 +356,11 @@ def _key(leaf: object) -> Hashable:
     if isinstance(leaf, slice):
         return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
     rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
-    kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = (
         "Register its class with jax.tree_util, or mark the function with "
         "@autograd.eager: then it runs as Python, with recorded values."
     )
-    raise TypeError(requirement("apply(*args)", rule, kind, remedy))
+    raise TypeError(requirement("apply(*args)", rule, type_name(leaf), remedy))
 
 
 def _key_of_end(end: SupportsInt | None) -> int | None:

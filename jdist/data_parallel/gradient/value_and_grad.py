@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist import reduction as reductions
 from jdist._compat import paced
 from jdist._errors import check_function, requirement
-from jdist._tree import PyTree, examples_in
+from jdist._tree import PyTree, check_arrays, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
@@ -131,6 +131,8 @@ def value_and_grad(
         check_params("fn(params=...)", params, mesh, axis)
         given = (batch, weights)
         if not are_ready((params, given), mesh):
+            check_arrays("fn(params=...)", params)
+            check_arrays("fn(batch=...)", batch)
             # Before `brought`, which would read a donated buffer to move it.
             check_alive("fn(params, batch)", (params, *given))
             params, given = brought("fn(params, batch)", mesh, axis, params, given)

@@ -41,7 +41,8 @@ def are_ready(tree: PyTree, mesh: Mesh | int) -> bool:
         # The type first, because it is known in a seventh of the time.
         if type(leaf) is not ArrayImpl and not _is_array(leaf):
             # JAX itself places what is on the host.
-            if not isinstance(leaf, np.ndarray) and not is_traced(leaf):
+            numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
+            if not numbers and not is_traced(leaf):
                 return False
         elif leaf.is_deleted():
             return False

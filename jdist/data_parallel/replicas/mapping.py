@@ -51,7 +51,8 @@ def over_replicas(
     mapped = jax.vmap(on_replica, in_axes=takes, axis_name=axis)
 
     def divided(x: jax.Array) -> jax.Array:
-        return x.reshape(mesh, -1, *x.shape[1:])
+        # The rows counted, not -1, which no array without elements determines.
+        return x.reshape(mesh, x.shape[0] // mesh, *x.shape[1:])
 
     def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
         given = (
@@ -130,7 +131,7 @@ def _brought_together(
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _first(x: jax.Array) -> jax.Array:

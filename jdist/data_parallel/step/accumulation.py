@@ -86,7 +86,8 @@ def accumulated(
 
     indices = jnp.arange(count, dtype=jnp.int32)
     rows = jax.tree.map(
-        lambda x: x.reshape(count, -1, *x.shape[1:]), (share.batch, share.weights)
+        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]),
+        (share.batch, share.weights),
     )
     first = own_row((indices, *rows))
     # `scan` needs the structure of its carry; a trace shows which gradients are None.

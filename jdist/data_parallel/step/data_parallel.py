@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._errors import check_function
-from jdist._tree import PyTree, examples_in, is_inexact, wide_dtype
+from jdist._tree import PyTree, check_arrays, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
@@ -72,6 +72,8 @@ def DataParallel(
     def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
         count = examples_in(batch, "apply(params, batch)")
+        check_arrays("apply(params=...)", params)
+        check_arrays("apply(batch=...)", batch)
         check_params("apply(params=...)", params, mesh, axis)
         # The weights are not needed: outputs of padding are dropped below.
         scattered, _ = shard_batch(batch, mesh, axis=axis)

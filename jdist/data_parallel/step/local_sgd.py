@@ -28,7 +28,15 @@ from jdist import reduction as reductions
 from jdist._compat import paced
 from jdist._errors import check_at_least, check_function, requirement
 from jdist._fit import check_state
-from jdist._tree import PyTree, examples_in, is_shape, merge, owned, split_inexact
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    examples_in,
+    is_shape,
+    merge,
+    owned,
+    split_inexact,
+)
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
@@ -94,6 +102,7 @@ class LocalSGD:
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         # Sums of weights over a period: as wide as the precision in use allows.
         nothing = jnp.zeros((), jnp.result_type(float))
+        check_arrays("init(params=...)", params)
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
 
@@ -160,6 +169,7 @@ class LocalSGD:
         weights = weights_given(call, batch, weights, count, "mean")
         if are_ready((state, batch, weights), self.mesh):
             return batch, weights
+        check_arrays(f"{call}(batch=...)", batch)
         check_alive(f"{call}(state=...)", state)
         check_place(f"{call}(state=...)", state, self.mesh)
         _, given = brought(

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import Ahead, alike, paced
 from jdist._errors import check_flags, check_function, check_number, requirement
 from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, examples_in, is_shape, shapes_of
+from jdist._tree import PyTree, check_arrays, examples_in, is_shape, shapes_of
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
@@ -139,6 +139,9 @@ class TrainStep:
             is divided over the replicas, or not over this mesh. `params` is a Flax
             module with batch statistics or other variables that are no parameters.
         """
+        trees = {"params": params, "states": states, "opt_state": opt_state, "key": key}
+        for name, tree in trees.items():
+            check_arrays(f"init({name}=...)", tree)
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
         first: Any = np.int32(0)
@@ -262,6 +265,7 @@ class TrainStep:
         weights = weights_given(call, batch, weights, count, self.reduction)
         if are_ready((state, batch, weights), self.mesh):
             return batch, weights
+        check_arrays(f"{call}(batch=...)", batch)
         check_alive(f"{call}(state=...)", state)
         check_alive(f"{call}(batch=...)", (batch, weights))
         check_place(f"{call}(state=...)", state, self.mesh)

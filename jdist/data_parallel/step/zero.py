@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, is_none, named_leaves
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.shards import replicas_of
@@ -221,6 +221,9 @@ class _StateLayout:
             got = str(error).splitlines()[0]
             raise ValueError(requirement("zero(specs=...)", rule, got)) from error
         specs = structure.flatten_up_to(found)
+        for spec in specs:
+            rule = "must have a PartitionSpec or None for each parameter"
+            check_type("zero(specs=...)", spec, PartitionSpec | None, rule)
         return structure.unflatten(PartitionSpec() if x is None else x for x in specs)
 
     def by_path(self, params: PyTree) -> dict[str, PartitionSpec]:

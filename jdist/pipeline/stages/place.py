@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 
 from jdist._compat import launched, placed, shares_threads
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
 _PLACES = "Pipeline(workers_or_devices=...)"
@@ -491,6 +491,10 @@ def sharded(
         rule = "must be a tree like the parameters, or a part of it from the top, for "
         rule += f"stage {stage}"
         raise ValueError(requirement(f"{call}(specs)", rule, str(error))) from error
+
+    for spec in jax.tree.leaves(each, is_leaf=_is_spec):
+        rule = "must have a PartitionSpec or None for each parameter"
+        check_type(f"{call}(specs)", spec, PartitionSpec | None, rule)
 
     def there(spec: PartitionSpec | None, leaf: Any) -> Any:
         spec = PartitionSpec() if spec is None else spec

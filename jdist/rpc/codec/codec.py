@@ -44,6 +44,7 @@ import numpy as np
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
+from jdist._tree import type_name
 from jdist.rpc.base.current import Meta, Operation
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.base.future import Future
@@ -471,14 +472,12 @@ def _registered(decoding: Decoding, node: list[Tree]) -> Any:
 
 
 def _refusal(value: Any) -> str:
-    kind = type(value)
     rule = "must be made of scalars, containers, arrays, dataclasses and functions"
     remedy = (
         "Make its class a dataclass, keep it where it is and send an RRef to it, or "
         "start every worker with `allow_pickle=True`."
     )
-    shown = f"a {kind.__module__}.{kind.__qualname__}"
-    return requirement("rpc(value)", rule, shown, remedy)
+    return requirement("rpc(value)", rule, type_name(value), remedy)
 
 
 # --- Python's own scalars, texts, bytes, ranges, slices and containers ---
@@ -865,8 +864,8 @@ def _pickle(value: Any, refusal: Exception) -> bytes:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         rule = "must at least be something that pickle takes"
-        shown = f"{type(value).__module__}.{type(value).__qualname__}"
-        message = requirement("rpc(value)", rule, shown, f"{refusal} {error}")
+        remedy = f"{refusal} {error}"
+        message = requirement("rpc(value)", rule, type_name(value), remedy)
         raise TypeError(message) from error
 
 

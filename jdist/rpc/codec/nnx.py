@@ -10,6 +10,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist._nnx import is_module
+from jdist._tree import type_name
 from jdist.rpc.codec.functions import own_name
 
 __all__ = ["StandIn", "method", "refusal", "variables"]
@@ -40,7 +41,6 @@ def refusal(value: Any) -> str:
     kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])
     if not isinstance(value, kinds):
         return ""
-    kind = f"a {type(value).__module__}.{type(value).__qualname__}"
     if is_module(value):
         rule = "must not be a Flax NNX module, which belongs to one worker"
         remedy = (
@@ -53,7 +53,7 @@ def refusal(value: Any) -> str:
             "The arrays of a state travel as `nnx.to_pure_dict(state)`; there "
             "`nnx.replace_by_pure_dict` puts them into a state."
         )
-    return requirement("rpc(value)", rule, kind, remedy)
+    return requirement("rpc(value)", rule, type_name(value), remedy)
 
 
 def method(value: Any, name: str) -> Callable[..., Any] | None:

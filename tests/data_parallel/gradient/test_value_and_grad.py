@@ -416,3 +416,21 @@ def test_weights_beyond_the_devices_precision_are_refused(problem, wide):
                 fn(params, batch, weights)
             with pytest.raises(ValueError, match=message):
                 shard_batch(batch, 2, weights=weights)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_weights_in_a_list_under_jit(kind):
+    """Converted there too, where their numbers are traced."""
+    x, weights = np.arange(10.0).reshape(5, 2) / 7, kind([1.0, 0.0, 2.5, 0.25, 3.0])
+    fn = value_and_grad(lambda w, x: (x @ w) ** 2, 1)
+    params = jnp.array([0.3, -0.4])
+    expected = fn(params, x, np.array(weights))
+    for one, two in zip(jax.jit(fn)(params, x, weights), expected, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-12)
+    integers = jax.jit(fn)(params, x, kind([2, 1, 0, 1, 3]))
+    plain = fn(params, x, np.array([2.0, 1, 0, 1, 3], np.float32))
+    np.testing.assert_allclose(integers[1], plain[1], rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"one per row, shape \(5,\). Got shape \(2,\)"
+    ):
+        jax.jit(fn)(params, x, kind([1.0, 2.0]))

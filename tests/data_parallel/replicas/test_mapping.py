@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jdist import data_parallel, optim
 from jdist.data_parallel import value_and_grad
 from jdist.data_parallel.replicas.mapping import (
     EACH,
@@ -62,3 +63,32 @@ def test_replicas_on_one_device_reduce_no_rows(rng):
     assert "add" in program
     # What a `psum` over the rows of a `vmap` is written as, and lowered to a reduction.
     assert "psum" not in program
+
+
+@pytest.mark.parametrize("place", ["rows", "mesh"])
+def test_entries_without_elements_are_divided_by_rows(place, mesh):
+    """A batch's leaf of shape (n, 0), also in micro-batches and auxiliary outputs."""
+    where = 3 if place == "rows" else mesh(3)
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(11, 2)).astype(np.float32)
+    batch = {"x": x, "none": np.zeros((11, 0, 5), np.float32)}
+    w = jnp.array([0.3, -0.7], jnp.float32)
+
+    def losses(w, batch):
+        return (batch["x"] @ w) ** 2 + batch["none"].sum((1, 2))
+
+    expected, gradient = jax.value_and_grad(lambda w: losses(w, batch).mean())(w)
+    given = data_parallel.shard_batch(batch, where, (5, 4, 2), rows=6)
+    found = data_parallel.value_and_grad(losses, where)(w, *given)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(found[1], gradient, rtol=1e-5)
+    step = data_parallel.train_step(
+        lambda w, batch: (losses(w, batch), batch["none"]),
+        optim.sgd(lr=1.0),
+        where,
+        accumulate=2,
+        has_aux=True,
+    )
+    state, metrics = step(step.init(w), *given)
+    np.testing.assert_allclose(state.params, w - gradient, rtol=1e-5)
+    assert metrics.aux.shape == (6, 3, 0, 5)
