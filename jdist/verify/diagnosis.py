@@ -78,7 +78,9 @@ def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
     # The least-squares factor; the rest decides whether it explains the leaf.
     factor = float(np.vdot(a, b).real) / power
     rest = np.linalg.norm(b - factor * a)
-    return factor if rest <= LIKENESS * np.linalg.norm(b) else None
+    # A factor of 1 explains nothing: large entries that are right hide the wrong ones.
+    told = rest <= LIKENESS * np.linalg.norm(b) and abs(factor - 1) > LIKENESS
+    return factor if told else None
 
 
 def _alike(first: np.ndarray, second: np.ndarray) -> bool:

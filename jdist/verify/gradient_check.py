@@ -31,7 +31,7 @@ from jdist.verify.draws import (
     split_dependent,
 )
 from jdist.verify.measure import LossPrograms, Measured, measurer
-from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
+from jdist.verify.oracle import REDUCERS, LossFn, reduced
 from jdist.verify.processes import TIMEOUT, Peers, held, joined
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
 from jdist.verify.uses import uses_counted
@@ -75,9 +75,10 @@ def gradients(  # noqa: PLR0913 - options, by keyword
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
 
-    The reference is computed on one device over the whole batch. How far a right answer
-    may be from it is derived from the number of examples, and from the magnitudes and
-    the rounding of each example's own gradient, which are measured here (see
+    The reference is computed on one device over the whole batch, so that the backward
+    pass of an example begins with w / sum w for a mean. How far a right answer may be
+    from it is derived from the number of examples, and from the magnitudes and the
+    rounding of each example's own gradient, which are measured here (see
     `jdist.verify.bound`). The reference itself is held against a finite difference.
 
     In a run of several processes (`jax.distributed`) every process calls it with the
@@ -98,7 +99,9 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       params: Pytree; leaves that are not floating must have None as gradient.
       batch: Pytree; for losses per example each leaf is `(examples, ...)`.
       candidates: Name to `fn(params, batch) -> (loss, gradient)`.
-      weights: `(examples,)`, at least 0, as in `data_parallel`. None for 1 each.
+      weights: `(examples,)`, at least 0, as in `data_parallel`. None for 1 each. An
+        example of weight 0 is excluded: where its loss or gradient is not finite it is
+        left out of the reference, unless others depend on it.
       reduction: "mean", "sum", "max" or "min".
       seed: Of the finite differences that the reference itself is held against; None
         leaves them out.
@@ -236,9 +239,9 @@ def prepared(
     """
     check_options(call, reduction, accumulation)
     check_function(f"{call}(loss_fn=...)", loss_fn)
-    scalar = reduced(loss_fn, reduction)
-    reference = jax.jit(differentiated(scalar))
     # Compiled parts are kept in the closure, for every step of a run.
+    programs = programs or LossPrograms(loss_fn, accumulation)
+    reference, scalar = programs.reference(reduction), reduced(loss_fn, reduction)
     measure = measurer(loss_fn, reduction, accumulation, programs)
 
     def prepare(
@@ -246,13 +249,14 @@ def prepared(
     ) -> Prepared:
         _check_seed(call, seed)
         given = params, batch
-        expected = reference(*given, weights)
-        measured = measure(*given, weights, expected[1], seed)
+        counted = programs.counted(reduction, params, batch, weights)
+        expected = reference(params, *counted[:2])
+        measured = measure(params, counted, expected[1], seed)
 
         # Measured on the first failure, for all candidates together.
         @cache
         def measured_again() -> Measured:
-            return measure(*given, weights, expected[1], None, SECOND_LOOK)
+            return measure(params, counted, expected[1], None, SECOND_LOOK)
 
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {n: _call(call, n, x, *given, peers) for n, x in candidates.items()}
@@ -278,9 +282,8 @@ def prepared(
                 )
                 # Over several processes no host has a whole gradient to explain.
                 if peers.size == 1:
-                    notes += _uses(
-                        lambda p: scalar(p, batch, weights), params, condemned, second
-                    )
+                    rest = params, condemned, second
+                    notes += _uses(lambda p: scalar(p, *counted[:2]), *rest)
             report = Report(rows, measured.oracle, notes + looseness(rows))
             return agreed(report, peers)
 

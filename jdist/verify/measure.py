@@ -3,7 +3,9 @@
 The gradient program of one example is traced once, in the user's own settings. It is
 then run on each example alone, as it is and in float64, in lockstep (`lockstep`): once
 exactly, and several times with every equation perturbed as rounding would. From these
-come the sums over examples that `bound.Sums` lists.
+come the sums over examples that `bound.Sums` lists. The backward pass of an example
+begins with its share of the reduced loss, w / sum w for a mean, as that of the whole
+batch does: a custom derivative rule may clip, round or take the sign of its cotangent.
 
 On the way the examples' losses are compared with those of the whole batch: if they
 differ, examples influence each other (batch statistics), and no split of the batch can
@@ -13,10 +15,11 @@ batch's gradient, so that the batch is measured as one term, as with a scalar lo
 Losses can hide it, as those of `f - stop_gradient(f)` do. So the batch's gradient and
 the sum of its examples' own are compared in float64 where a wrong gradient might pass
 for it: where it is small beside the bound, or further than the bound from that sum.
+A rule that adds a gradient of its own, of a loss over the batch, is found in this way.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +43,14 @@ from jdist.verify.bound import (
     wide_of,
 )
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
-from jdist.verify.oracle import LossFn, differentiated, finite_differences, reduced
+from jdist.verify.oracle import (
+    LossFn,
+    differentiated,
+    finite_differences,
+    own_rules,
+    reduced,
+    seeded,
+)
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -77,6 +87,21 @@ class Measured(NamedTuple):
     """Number of draws of each example's error."""
 
 
+class Counted(NamedTuple):
+    """A batch without the examples that are excluded by a weight of 0.
+
+    Attributes:
+      batch: Pytree, each leaf `(examples, ...)`.
+      weights: `(examples,)`, or None for 1 each.
+      rows: The numbers of these examples in the batch that was given; None if it has
+        no others.
+    """
+
+    batch: PyTree
+    weights: ArrayLike | None
+    rows: np.ndarray | None = None
+
+
 class _Collected(NamedTuple):
     """Sums over examples, of the loss and of each floating leaf of the gradient."""
 
@@ -106,8 +131,7 @@ def measurer(
 
     def measure(
         params: PyTree,
-        batch: PyTree,
-        weights: ArrayLike | None,
+        counted: Counted,
         gradient: PyTree,
         seed: int | None,
         more: int = 1,
@@ -117,6 +141,7 @@ def measurer(
         `gradient` is that of the whole batch, as the candidates are compared with it;
         `more` is by how much the number of draws is multiplied.
         """
+        batch, weights, rows = counted
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
         losses = programs.losses(params, batch)
         apart = losses.exact.ndim > 0
@@ -127,25 +152,23 @@ def measurer(
         examples = int(np.count_nonzero(shares))
         draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
-        loss_limit, limits = _limits(
-            params, losses.dtype, found.sums, terms, draws * examples, accumulation
-        )
+        bounds = partial(_limits, params, losses.dtype, accumulation)
+        loss_limit, limits = bounds(found.sums, terms, draws * examples)
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
         coupled: tuple[str, ...] = ()
         if apart:
-            coupled = _coupling(losses.exact, found.losses) or _hidden_coupling(
+            coupled = _coupling(losses.exact, found.losses, rows) or _hidden_coupling(
                 gradient,
                 found.sums,
                 limits,
-                lambda: of_whole.exact_gradient(params, (batch, w)),
+                partial(of_whole.exact_gradient, params, (batch, w)),
+                partial(programs.own_rules, params, batch),
             )
         if coupled:
             terms, draws = _leading(batch), more * DRAWS_EACH
             found = of_whole.gradients(params, (batch, w), np.ones(()), draws)
-            loss_limit, limits = _limits(
-                params, losses.dtype, found.sums, terms, draws, accumulation
-            )
+            loss_limit, limits = bounds(found.sums, terms, draws)
         notes += coupled + found.notes + _accumulates(params, accumulation)
         oracle = None if seed is None else check(params, batch, weights, seed)
         return Measured(limits, loss_limit, oracle, notes, draws)
@@ -177,11 +200,43 @@ class LossPrograms:
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
 
+        self._loss_fn = loss_fn
+        self._references: dict[str, Callable[..., tuple[jax.Array, PyTree]]] = {}
         # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
-        self._gradient_of = jax.jit(differentiated(summed))
+        self._summed = summed
+        self._gradient_of = jax.jit(seeded(summed))
         self._run_together = jax.jit(self._together, static_argnums=(0, 2))
         self._run_gradients = jax.jit(self._by_example, static_argnums=0)
+
+    def reference(self, reduction: str) -> Callable[..., tuple[jax.Array, PyTree]]:
+        """The compiled `(params, batch, weights) -> (loss, gradient)`."""
+        if reduction not in self._references:
+            fn = differentiated(reduced(self._loss_fn, reduction))
+            self._references[reduction] = jax.jit(fn)
+        return self._references[reduction]
+
+    def counted(
+        self, reduction: str, params: PyTree, batch: PyTree, weights: ArrayLike | None
+    ) -> Counted:
+        """Leaves out examples of weight 0 that make the reference NaN.
+
+        Multiplied by 0, a loss of 0 / 0 or an infinite gradient is NaN. Where others
+        depend on such examples, as by batch statistics, nothing is left out.
+        """
+        whole = Counted(batch, weights)
+        if weights is None or np.all(weights):
+            return whole
+        found = self.reference(reduction)(params, batch, weights)
+        if all(np.isfinite(in_double(x)).all() for x in jax.tree.leaves(found)):
+            return whole
+        rows = np.flatnonzero(weights)
+        batch = jax.tree.map(jnp.asarray, batch)
+        kept = jax.tree.map(lambda x: x[rows], batch)
+        together, apart = (self.losses(params, x).exact for x in (batch, kept))
+        if _coupling(together[rows], apart):
+            return whole
+        return Counted(kept, np.asarray(weights)[rows], rows)
 
     def losses(self, params: PyTree, batch: PyTree) -> _Losses:
         """Losses of the whole batch in float64, and the dtype that the user sees."""
@@ -210,7 +265,7 @@ class LossPrograms:
         """
         apart = shares.ndim > 0
         row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
-        program = self._gradient_of.trace(params, row).jaxpr
+        program = self._program(params, row)
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             sums, losses = self._run_gradients(
                 program, params, batch, jnp.asarray(shares, jnp.float64), draws
@@ -222,14 +277,26 @@ class LossPrograms:
         sums = jax.tree.map(np.asarray, sums)
         return _ExampleSums(sums, np.asarray(losses), notes if missed else ())
 
-    def exact_gradient(self, params: PyTree, batch: PyTree) -> list[np.ndarray]:
+    def exact_gradient(
+        self, params: PyTree, batch: PyTree, cotangent: float = 1.0
+    ) -> list[np.ndarray]:
         """The gradient of the whole batch in float64: its floating leaves in order."""
-        program = self._gradient_of.trace(params, batch).jaxpr
+        program = self._program(params, batch)
+        seed = jnp.asarray(cotangent, program.in_avals[0].dtype)
         # By a program that is never perturbed, which compiles in half the time.
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            leaves = jax.tree.leaves((params, batch))
+            leaves = jax.tree.leaves((seed, params, batch))
             _, (_, *exact) = self._run_together(program, leaves, None)
         return list(map(np.asarray, exact))
+
+    def own_rules(self, params: PyTree, batch: PyTree) -> list[str]:
+        """The functions in the loss that have derivative rules of their own."""
+        return own_rules(self._losses_of.trace(params, batch).jaxpr)
+
+    def _program(self, params: PyTree, batch: PyTree) -> ClosedJaxpr:
+        """The program `(cotangent, params, batch) -> (loss, gradient)`."""
+        loss = jax.eval_shape(self._summed, params, batch)
+        return self._gradient_of.trace(loss, params, batch).jaxpr
 
     def _together(
         self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: float | None
@@ -262,7 +329,10 @@ class LossPrograms:
             # A prime above the number of draws: no two draws share a seed.
             seed = (index * 65537 + draw).astype(jnp.uint32)
             noise = Perturbation(amplitude, seed, self._accumulation, missed)
-            return run(program, jax.tree.leaves((params, row)), noise)
+            # As in the reference, whose share is rounded to the dtype of the losses.
+            share = shares.reshape(-1)[index]
+            start = PrecisionPair(share.astype(program.in_avals[0].dtype), share)
+            return run(program, [start, *jax.tree.leaves((params, row))], noise)
 
         def step(at: jax.Array, state: PyTree) -> PyTree:
             index, draw = at // (draws + 1), at % (draws + 1)
@@ -278,9 +348,11 @@ class LossPrograms:
             exact = [
                 jnp.where(first, p.wide, e) for p, e in zip(pairs, exact, strict=True)
             ]
-            sums = _add(sums, pairs, exact, share, first, 1 / (factor**2 * draws))
             losses = losses.at[index].set(exact[0])
-            return sums, exact, losses
+            # The gradient has the share already, with which its backward pass began.
+            factors: list[ArrayLike] = [share, *[1.0] * len(exact[1:])]
+            each = share > 0, first, 1 / (factor**2 * draws)
+            return _add(sums, pairs, exact, factors, *each), exact, losses
 
         exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
         real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
@@ -297,17 +369,18 @@ def _add(
     sums: _Collected,
     pairs: list[PrecisionPair],
     exact: list[jax.Array],
-    share: jax.Array,
+    shares: Sequence[ArrayLike],
+    counts: jax.Array,
     first: jax.Array,
     each: jax.Array,
 ) -> _Collected:
     """Adds one draw of one example to the sums."""
 
     def add(old: jax.Array, new: jax.Array, wanted: jax.Array) -> jax.Array:
-        return old + jnp.where(wanted & (share > 0), new, 0)
+        return old + jnp.where(wanted & counts, new, 0)
 
     columns = []
-    for *old, pair, base in zip(*sums, pairs, exact, strict=True):
+    for *old, pair, base, share in zip(*sums, pairs, exact, shares, strict=True):
         error = pair.rounded.astype(base.dtype) - base
         drawn = jnp.abs(pair.wide - base) ** 2
         size = jnp.abs(base)
@@ -342,10 +415,10 @@ def magnified(program: ClosedJaxpr) -> float:
 def _limits(
     params: PyTree,
     loss_dtype: DTypeLike,
+    accumulation: DTypeLike | None,
     sums: _Collected,
     terms: int,
     draws: int,
-    accumulation: DTypeLike | None,
 ) -> tuple[Limit, dict[str, Limit | None]]:
     leaves = named_leaves(params)
     dtypes = [loss_dtype, *(x.dtype for x in leaves.values() if is_inexact(x))]
@@ -372,15 +445,19 @@ def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, .
     return (f"sums of {', '.join(narrow)} are taken to be accumulated in {chosen}",)
 
 
-def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
+def _coupling(
+    together: np.ndarray, alone: np.ndarray, rows: np.ndarray | None = None
+) -> tuple[str, ...]:
+    """A note if losses differ; `rows` are their numbers, if these are not all."""
     # One loss that is NaN or infinite must not hide how large the others are.
     slack = COUPLED * np.abs(together[np.isfinite(together)]).max(initial=0)
     if np.allclose(alone, together, rtol=0, atol=slack, equal_nan=True):
         return ()
     with np.errstate(invalid="ignore"):
         example = int(np.argmax(np.abs(alone - together)))
+    number = example if rows is None else rows[example]
     return (
-        f"examples influence each other: example {example} has a loss of "
+        f"examples influence each other: example {number} has a loss of "
         f"{together[example]:.6g} in the batch and of {alone[example]:.6g} alone. No "
         f"split of the batch reproduces this gradient.",
     )
@@ -390,11 +467,13 @@ def _hidden_coupling(
     gradient: PyTree,
     alone: _Collected,
     limits: dict[str, Limit | None],
-    exact: Callable[[], list[np.ndarray]],
+    exact: Callable[..., list[np.ndarray]],
+    rules: Callable[[], list[str]],
 ) -> tuple[str, ...]:
     """A note if the batch's exact gradient is not the sum of its examples' own.
 
-    `exact` computes that of the batch, and is called only where it may matter.
+    `exact` computes that of the batch, for a cotangent of the loss, and is called only
+    where it may matter; `rules` are the derivative rules in the loss.
     """
     leaves = named_leaves(gradient)
     known = [(path, limit) for path, limit in limits.items() if limit is not None]
@@ -404,18 +483,24 @@ def _hidden_coupling(
         for (path, limit), total in zip(known, sums, strict=True)
     ):
         return ()
-    for (path, limit), total, whole in zip(known, sums, exact(), strict=True):
+    # Without a cotangent of the loss, what is left is what derivative rules add.
+    added = map(np.nan_to_num, exact(0.0))
+    for (path, limit), total, whole, part in zip(
+        known, sums, exact(), added, strict=True
+    ):
         unit = unit_roundoff(leaves[path].dtype)
         finer = min(1, ROUNDINGS * unit_roundoff("float64") / unit)
         apart = np.abs(whole - total)
         # Decisions are those of the rounded programs (see `lockstep`), of which the
         # batch's may take some otherwise: a small part of the gradient.
-        large = np.linalg.norm(apart) > BLIND * np.linalg.norm(whole)
-        if large and (apart > finer * limit.bound).any():
+        large = BLIND * np.linalg.norm(part if part.any() else whole)
+        if np.linalg.norm(apart) > large and (apart > finer * limit.bound).any():
+            adds = f" through what a rule adds ({', '.join(rules())})"
             return (
-                f"examples influence each other: the batch's exact gradient at {path} "
-                f"and the sum of its examples' own are {apart.max():.1e} apart. No "
-                f"split of the batch reproduces this gradient.",
+                f"examples influence each other{adds if part.any() else ''}: the "
+                f"batch's exact gradient at {path} and the sum of its examples' own "
+                f"are {apart.max():.1e} apart. No split of the batch reproduces this "
+                f"gradient.",
             )
     return ()
 

@@ -86,6 +86,26 @@ def differentiated(
     return value_and_gradient
 
 
+def seeded(
+    fn: Callable[..., jax.Array],
+) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """`differentiated`, whose backward pass begins with its first argument.
+
+    The cotangent is an input of the program: a rule that is not linear in it sees the
+    example's own share, and what depends on it alone, such as the 1 / n of a mean, is
+    not a constant rounded to the program's dtype.
+    """
+
+    def value_and_gradient(
+        cotangent: jax.Array, params: PyTree, *rest: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        trainable, fixed = split_inexact(params)
+        value, pull = jax.vjp(lambda t: fn(merge(t, fixed), *rest), trainable)
+        return value, pull(cotangent)[0]
+
+    return value_and_gradient
+
+
 # Of the parameters' typical size: how far aside the differences are taken, and how far
 # they reach to both sides of that point.
 ASIDE, REACH = 1e-3, 4e-6
@@ -124,7 +144,7 @@ def finite_differences(
 ) -> Callable[[Any, Any, Any, int], OracleCheck]:
     """Builds `check(params, batch, weights, seed)`, which caches compiled programs."""
     scalar = reduced(loss_fn, reduction)
-    value_of, gradient_of = jax.jit(scalar), jax.jit(partial(_pulled_back, scalar))
+    value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
     foreign: dict[ClosedJaxpr, set[str]] = {}
 
     def noting(value: ClosedJaxpr, *rest: PyTree) -> Slopes:
@@ -154,24 +174,10 @@ def finite_differences(
         if foreign[value]:
             names = ", ".join(sorted(foreign[value]))
             return OracleCheck(skipped=f"{names} cannot be evaluated in float64")
-        rules = sorted(set(_own_rules(value)))
-        return replace(found, own_rules=tuple(rules)) if found.wrong else found
+        rules = tuple(own_rules(value))
+        return replace(found, own_rules=rules) if found.wrong else found
 
     return check
-
-
-def _pulled_back(
-    scalar: Callable[..., jax.Array],
-    cotangent: jax.Array,
-    params: PyTree,
-    *rest: PyTree,
-) -> PyTree:
-    """The gradient, times a cotangent."""
-    # The cotangent is an input: what depends on it alone, such as the 1 / n of a mean,
-    # would otherwise be a constant rounded to the program's dtype.
-    trainable, fixed = split_inexact(params)
-    _, pull = jax.vjp(lambda t: scalar(merge(t, fixed), *rest), trainable)
-    return pull(cotangent)[0]
 
 
 def _slopes(
@@ -202,7 +208,7 @@ def _slopes(
     losses = each(jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
     exact = Perturbation(None, seed, None, missed)
-    slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
+    _, *slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
     # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
     parts = [
         jnp.sum(pair.wide * d).real
@@ -273,16 +279,16 @@ def pinned(found: Slopes) -> OracleCheck:
     return OracleCheck(exact, difference, tolerance)
 
 
-def _own_rules(program: ClosedJaxpr) -> list[str]:
+def own_rules(program: ClosedJaxpr) -> list[str]:
     """The functions in a program with a derivative rule that is not JAX's own."""
-    found = []
+    found = set()
     for equation in equations_in(program):
         if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             about = equation.params["call_jaxpr"].jaxpr.debug_info
             if JAX not in Path(about.func_filename or "").parents:
                 kind = equation.primitive.name.removesuffix("_call")
-                found.append(f"{kind} of {about.func_name}")
-    return found
+                found.add(f"{kind} of {about.func_name}")
+    return sorted(found)
 
 
 JAX = Path(jax.__file__).parent

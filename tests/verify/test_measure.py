@@ -14,6 +14,7 @@ import pytest
 from jdist import VerificationError, verify
 from jdist.verify.measure import (
     MAGNIFIED,
+    Counted,
     LossPrograms,
     _coupling,
     _leading,
@@ -322,7 +323,7 @@ def measured(losses, params, batch, weights=None, reduction="mean", seed=None, m
     reference = jax.jit(differentiated(reduced(losses, reduction)))
     _, gradient = reference(params, batch, weights)
     measure = measurer(losses, reduction, None)
-    return measure(params, batch, weights, gradient, seed, more)
+    return measure(params, Counted(batch, weights), gradient, seed, more)
 
 
 def test_the_sums_are_those_of_the_examples(rng):
@@ -467,6 +468,8 @@ def test_examples_that_influence_each_other_are_named():
     (note,) = _coupling(together, alone)
     assert "example 1 has a loss of 2 in the batch and of 2.5 alone" in note
     assert _coupling(together, together * (1 + 1e-12)) == ()
+    (note,) = _coupling(together, alone, np.array([0, 4, 6]))
+    assert "example 4 has a loss of 2 in the batch" in note
     # NaN is like NaN, and hides no other example.
     broken = np.array([np.nan, 1.0, np.inf])
     assert _coupling(broken, broken) == ()

@@ -32,7 +32,7 @@ from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
-from jdist.verify.measure import Measured, measurer
+from jdist.verify.measure import Counted, LossPrograms, Measured, measurer
 from jdist.verify.oracle import reduced
 
 # How many other right trainers are followed.
@@ -151,16 +151,17 @@ def trajectory(
     """
     gradient_of = jax.jit(training.gradient)
     updated = jax.jit(training.update)
-    measure = _measurement(training)
+    counted, measure = _measurement(training)
     state = start = jax.tree.map(jnp.asarray, start)
     earlier: PyTree = None
     others = starts(start)
     origin = [wide[0] for wide in others]
-    for t, (batch, own) in enumerate(batches):
+    for t, weighted in enumerate(batches):
         params, opt_state, states = state
+        batch, own, _ = given = counted(params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
         _, gradient, new = gradient_of(params, batch, own, states)
-        measured = measure(state, batch, own, gradient)
+        measured = measure(state, given, gradient)
         known = [x for x in measured.limits.values() if x is not None]
         taken = _Taken(state, gradient, (batch, own), known)
         traced = (
@@ -202,12 +203,16 @@ def _stale(params: PyTree, gradient: PyTree, moved: PyTree) -> dict[str, np.ndar
     return {path: x for path, x in found if x is not None}
 
 
-def _measurement(training: Training) -> Callable[..., Measured]:
-    """Measures the gradient's bound at a state."""
+def _measurement(
+    training: Training,
+) -> tuple[Callable[..., Counted], Callable[..., Measured]]:
+    """The examples that count, and the measurement of the gradient's bound."""
     reduction, accumulation = training.reduction, training.accumulation
     if not training.stateful:
-        measure = measurer(training.loss_fn, reduction, accumulation)
-        return lambda state, *given: measure(state[0], *given, None)
+        programs = LossPrograms(training.loss_fn, accumulation)
+        measure = measurer(training.loss_fn, reduction, accumulation, programs)
+        counted = partial(programs.counted, reduction)
+        return counted, lambda state, *given: measure(state[0], *given, None)
 
     def whole(params: PyTree, given: PyTree) -> jax.Array:
         batch, own, states = given
@@ -215,8 +220,8 @@ def _measurement(training: Training) -> Callable[..., Measured]:
 
     # Batch statistics couple the examples, so the loss is measured as a whole.
     measure = measurer(whole, "mean", accumulation)
-    return lambda state, batch, own, gradient: measure(
-        state[0], (batch, own, state[2]), None, gradient, None
+    return lambda _, *given: Counted(*given), lambda state, given, gradient: measure(
+        state[0], Counted((*given[:2], state[2]), None), gradient, None
     )
 
 

@@ -122,19 +122,19 @@ def _matched(
     found: np.ndarray, expected: np.ndarray, bounds: np.ndarray, label: np.ndarray
 ) -> np.ndarray:
     """The class of each row."""
-    # A row with NaN matches no example; as 0 it does not disturb the distances.
-    numbers = ~np.isnan(found).any(axis=1)
-    known = np.where(numbers[:, None], found, 0)
-    unit = _unit(expected)
-    # The distance of a row that is far from all may overflow.
-    with np.errstate(over="ignore", invalid="ignore"):
-        nearest = _distances(known / unit, expected / unit).argmin(axis=1)
-    near = numbers & _within(known, expected[nearest], bounds[nearest])
-    return np.where(near, label[nearest], NONE)
+    near = _near((found, np.zeros_like(bounds[:1])), (expected, bounds))
+    classes = np.full(len(found), NONE)
+    for row, close in enumerate(near.T):
+        # Rows of several classes' bounds are none: such classes are one.
+        left = np.flatnonzero(close & (classes == NONE))
+        same = _within(found[left], expected[row], bounds[row])
+        classes[left[same]] = label[row]
+    return classes
 
 
 def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Whether each row has the same infinities, and else is within the bound."""
+    # Infinite bounds hide no NaN, which is no example's.
     apart = np.abs(finite_part(found) - finite_part(expected))
     same = infinities(found) == infinities(expected)
     close: np.ndarray = (same & (apart <= bounds)).all(axis=-1)
@@ -144,13 +144,7 @@ def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.n
 def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """The first row that each row is equal to, within both bounds."""
     label = np.arange(len(expected))
-    unit = _unit(expected)
-    reach, rows = np.linalg.norm(bounds / unit, axis=1), expected / unit
-    squares = _distances(rows, rows)
-    # Products cancel where rows are close: none that is equal must be left out.
-    slack = 1e-12 * (np.abs(finite_part(rows)) ** 2).sum(axis=1)
-    # A cheap filter by distance; the entries themselves decide below.
-    near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
+    near = _near((expected, bounds), (expected, bounds))
     for i, j in np.argwhere(np.triu(near, 1)):
         if _within(expected[i], expected[j], bounds[i] + bounds[j]):
             # Two classes become one where a row is equal to rows of both.
@@ -159,23 +153,28 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return label
 
 
-def _unit(array: np.ndarray) -> float:
-    """The scale of an array: its largest finite magnitude, or 1."""
-    # Squares of values in this unit neither underflow nor overflow.
-    largest = float(np.max(np.abs(finite_part(array)), initial=0))
-    return largest if largest > 0 and np.isfinite(largest) else 1.0
+def units(array: np.ndarray) -> np.ndarray:
+    """The scale of each entry of rows: its largest finite magnitude, or 1."""
+    # Of each entry by itself: scores that are masked by -1e9 would hide all others.
+    largest = np.max(np.abs(np.nan_to_num(finite_part(array))), axis=0, initial=0)
+    return np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
 
 
-def _distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Squares of the distances between rows; infinite where infinities differ."""
-    whole = [finite_part(x) for x in (first, second)]
-    powers = [(np.abs(x) ** 2).sum(axis=1) for x in whole]
-    squares: np.ndarray = powers[0][:, None] + powers[1]
-    squares = squares - 2 * (whole[0] @ whole[1].conj().T).real
-    signs = [infinities(x) for x in (first, second)]
-    if not any(x.any() for x in signs):
-        return squares
-    # Of two rows of -1, 0 and 1: the square of their distance, 0 where they are equal.
-    counts = [(x**2).sum(axis=1) for x in signs]
-    differ = counts[0][:, None] + counts[1] - 2 * (signs[0] @ signs[1].T)
-    return np.where(differ > 0, np.inf, squares)
+def _near(
+    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """Which rows may be equal within both bounds, by a product of matrices.
+
+    A cheap filter: no pair that is equal is left out. The entries themselves decide.
+    """
+    unit = units(second[0])
+    # Rows that are far from all may overflow, and NaN is near to all.
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows = [finite_part(x) / unit for x, _ in (first, second)]
+        reach = [np.linalg.norm(x / unit, axis=1) for _, x in (first, second)]
+        powers = [(np.abs(x) ** 2).sum(axis=1) for x in rows]
+        total = powers[0][:, None] + powers[1]
+        squares = total - 2 * (rows[0] @ rows[1].conj().T).real
+        # Products cancel where rows are close.
+        limit = 2 * (reach[0][:, None] + reach[1]) ** 2 + 1e-12 * total
+        return ~(squares > limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -19,8 +20,9 @@ from jdist.verify.gradient_check import (
     copied,
     prepared,
 )
+from jdist.verify.measure import Counted, LossPrograms
 from jdist.verify.oracle import LossFn
-from jdist.verify.processes import TIMEOUT, joined
+from jdist.verify.processes import TIMEOUT, Peers, joined
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecording
 from jdist.verify.tracing.reference import passages
@@ -126,17 +128,16 @@ def tracer(
       ValueError: As `trace`.
     """
     with joined(TIMEOUT) as peers:
-        if peers.size > 1:
-            rule = "must be called in one process"
-            remedy = "verify.gradients judges a run of several."
-            got = f"one of {peers.size}"
-            raise ValueError(requirement("trace(candidate=...)", rule, got, remedy))
+        _check_alone(peers)
         named = {NAME: None}
         check_arguments("trace", loss_fn, params, batch, named, weights, reduction)
-        prepare = prepared("trace", loss_fn, reduction, accumulation)
+        programs = LossPrograms(loss_fn, accumulation)
+        prepare = prepared("trace", loss_fn, reduction, accumulation, programs)
         judge_all = prepare(params, batch, weights, seed)
+        counted = programs.counted(reduction, params, batch, weights)
     examples = _examples(batch)
-    own = passages(loss_fn, params, batch, weights, reduction, accumulation, examples)
+    batches = Counted(batch, weights), counted
+    own = passages(loss_fn, params, *batches, reduction, accumulation, examples)
     if not own:
         rule = "must mark values with verify.tap"
         remedy = "verify.gradients judges without taps."
@@ -151,8 +152,7 @@ def tracer(
         if not (apart and reduction in ("mean", "sum")):
             return None
         each = w / w.sum() if reduction == "mean" else w
-        found = example_gradients(loss_fn, params, batch)
-        return {path: x * each[:, None] for path, x in found.items()}
+        return example_gradients(loss_fn, params, batch, each)
 
     def judged(candidate: Candidate) -> Trace:
         """Judges one candidate on this batch."""
@@ -175,6 +175,13 @@ def tracer(
         return Trace(report, difference, tuple(findings.right), tuple(notes))
 
     return judged
+
+
+def _check_alone(peers: Peers) -> None:
+    if peers.size > 1:
+        rule, got = "must be called in one process", f"one of {peers.size}"
+        remedy = "verify.gradients judges a run of several."
+        raise ValueError(requirement("trace(candidate=...)", rule, got, remedy))
 
 
 def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
@@ -220,6 +227,10 @@ def _beyond_taps(
     each = parts() if paths else None
     if each is not None:
         place = (worst.path, worst.ratio, words)
+        wrong = {row.path for row in leaves}
+        if not all(path in wrong for path, own in each.items() if own.any()):
+            # Cotangents of the last tap that are wrong make every leaf wrong.
+            findings = replace(findings, entered="")
         groups = _partition(findings.groups, weights > 0)
         found = shares(gradient, paths, each, groups)
         if found is not None:

@@ -9,7 +9,7 @@ like a leaf's (`bound`), of a sum of one term.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.lockstep import Perturbation, Position, PrecisionPair, run
-from jdist.verify.measure import magnified
+from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts
 from jdist.verify.tracing.primitive import show
@@ -63,12 +63,23 @@ class Passage:
     forward: Rows
     backward: Rows | None
 
+    def with_cotangents(self, other: "Passage", rows: np.ndarray) -> "Passage":
+        """The passage with the cotangents of another, whose examples are these rows."""
+        if self.backward is None or other.backward is None:
+            return self
+        backward = other.backward
+        if self.layout.axis is not None:
+            backward = Rows(*map(np.zeros_like, self.backward))
+            for whole, part in zip(backward, other.backward, strict=True):
+                whole[rows] = part
+        return replace(self, backward=backward)
+
 
 def passages(
     loss_fn: LossFn,
     params: PyTree,
-    batch: PyTree,
-    weights: ArrayLike | None,
+    whole: Counted,
+    counted: Counted,
     reduction: str,
     accumulation: DTypeLike | None,
     examples: int | None,
@@ -78,15 +89,36 @@ def passages(
     Args:
       loss_fn: With taps.
       params: Its parameters.
-      batch: The whole batch.
-      weights: One per example, or None.
+      whole: The whole batch.
+      counted: The examples of it that count.
       reduction: A key of `oracle.REDUCERS`.
       accumulation: The dtype in which sums are accumulated.
-      examples: How many the batch has; None if that is not known, and all values are
-        compared as wholes.
+      examples: How many the whole batch has; None if that is not known, and all values
+        are compared as wholes.
     """
+    options = reduction, accumulation
+    found = _passages(loss_fn, params, whole, *options, examples)
+    flowing = [x.backward.values for x in found if x.backward is not None]
+    if counted.rows is None or all(np.isfinite(x).all() for x in flowing):
+        return found
+    # An example that does not count may have a cotangent of 0 / 0.
+    rows = counted.rows
+    others = _passages(loss_fn, params, counted, *options, examples and len(rows))
+    pairs = zip(found, others, strict=True)
+    return [own.with_cotangents(other, rows) for own, other in pairs]
+
+
+def _passages(
+    loss_fn: LossFn,
+    params: PyTree,
+    counted: Counted,
+    reduction: str,
+    accumulation: DTypeLike | None,
+    examples: int | None,
+) -> list[Passage]:
+    """The passages of one batch of so many examples."""
     # Converted before x64 is enabled, which would give NumPy arrays wider dtypes.
-    params, batch, weights = jax.tree.map(jnp.asarray, (params, batch, weights))
+    params, batch, weights = jax.tree.map(jnp.asarray, (params, *counted[:2]))
     value_and_gradient = differentiated(reduced(loss_fn, reduction))
     # Taps are part of a program only if it is traced during a recording.
     with TapRecording():

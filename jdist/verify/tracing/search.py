@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from jdist.verify.diagnosis import likeness
-from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align
+from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align, units
 from jdist.verify.tracing.layout import finite_part
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
@@ -239,8 +239,9 @@ def _assigned(
 
 def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """The magnitude of the cosine between rows; 0 where one is 0 or not finite."""
-    first, second = finite_part(first), finite_part(second)
+    unit = units(second)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        first, second = finite_part(first) / unit, finite_part(second) / unit
         sizes = [np.linalg.norm(x, axis=1, keepdims=True) for x in (first, second)]
         cosine = abs((first / sizes[0]) @ (second / sizes[1]).conj().T)
     found: np.ndarray = np.nan_to_num(cosine)

@@ -16,7 +16,7 @@ import numpy as np
 from jdist._compat import fast_in_loops
 from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import EXTRA, in_double, unit_roundoff
-from jdist.verify.oracle import LossFn, differentiated
+from jdist.verify.oracle import LossFn, seeded
 
 ENTRIES = 1 << 16
 """Number of the gradient's entries that are fitted; a larger gradient is sampled."""
@@ -32,7 +32,7 @@ DEVIATIONS = 4
 
 
 def example_gradients(
-    loss_fn: LossFn, params: PyTree, batch: PyTree
+    loss_fn: LossFn, params: PyTree, batch: PyTree, factors: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Each example's gradient by leaf, `(examples, entries)`: some entries of each.
 
@@ -40,22 +40,27 @@ def example_gradients(
       loss_fn: Of which the sum is differentiated.
       params: At which.
       batch: Each leaf `(examples, ...)`.
+      factors: `(examples,)`: with which each backward pass begins.
     """
     sizes = {p: np.size(x) for p, x in named_leaves(params).items() if is_inexact(x)}
     count = max(ENTRIES // len(sizes), 1)
     picks = {path: _picked(size, count) for path, size in sizes.items()}
 
-    def one(params: PyTree, row: PyTree) -> dict[str, jax.Array]:
-        def total(own: PyTree) -> jax.Array:
-            return jnp.sum(loss_fn(own, jax.tree.map(lambda x: x[None], row)))
+    def total(own: PyTree, row: PyTree) -> jax.Array:
+        return jnp.sum(loss_fn(own, jax.tree.map(lambda x: x[None], row)))
 
-        leaves = named_leaves(differentiated(total)(params)[1])
+    def one(params: PyTree, given: tuple[PyTree, jax.Array]) -> dict[str, jax.Array]:
+        row, factor = given
+        seed = factor.astype(jax.eval_shape(total, params, row).dtype)
+        leaves = named_leaves(seeded(total)(seed, params, row)[1])
         return {path: leaves[path].ravel()[own] for path, own in picks.items()}
 
     # One example after the other: the memory is that of one gradient.
     each = jax.jit(fast_in_loops(lambda p, rows: jax.lax.map(partial(one, p), rows)))
-    found = each(params, jax.tree.map(jnp.asarray, batch))
-    return {path: in_double(x) for path, x in found.items()}
+    found = each(params, jax.tree.map(jnp.asarray, (batch, factors)))
+    # What does not count has no part, also where 0 times its gradient is NaN.
+    counts = factors[:, None] > 0
+    return {path: np.where(counts, in_double(x), 0) for path, x in found.items()}
 
 
 def shares(
@@ -69,7 +74,7 @@ def shares(
     Args:
       gradient: The wrong one.
       paths: The leaves that are wrong.
-      parts: `example_gradients`, each times its weight.
+      parts: `example_gradients`, each of its share.
       groups: Examples, each in one group.
     """
     leaves = named_leaves(gradient)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdist.verify.tracing.alignment import NONE, _classes, _distances, align
+from jdist.verify.tracing.alignment import NONE, _classes, align
 from jdist.verify.tracing.layout import Layout
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage, Rows
@@ -115,21 +115,36 @@ def test_rows_of_vmap_follow_each_other(rng):
     assert found.forward.calls == (6,)
 
 
-@pytest.mark.parametrize("kind", ["real", "complex", "infinite"])
-def test_distances_are_those_of_the_definition(rng, kind):
-    """Squares in the 2-norm; infinite where infinities differ, else without them."""
-    first, second = rng.normal(size=(5, 4)), rng.normal(size=(3, 4))
-    if kind == "complex":
-        first, second = first + 1j * rng.normal(size=(5, 4)), second * (1 + 2j)
-    if kind == "infinite":
-        first[0, 1] = second[2, 1] = np.inf
-        first[3, 1] = -np.inf
-    with np.errstate(invalid="ignore"):
-        apart = first[:, None] - second[None]
-        same = np.isnan(apart) | np.isfinite(apart)
-        squares = np.where(np.isnan(apart), 0, np.abs(apart) ** 2).sum(axis=-1)
-    wanted = np.where(same.all(axis=-1), squares, np.inf)
-    np.testing.assert_allclose(_distances(first, second), wanted, rtol=1e-12)
+@pytest.mark.parametrize("mask", [-np.inf, -30, -1e9, float(np.finfo("f4").min)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masked_scores_do_not_hide_the_others(rng, mask, causal):
+    """In all rows the same entries, or in each row others: padding of many lengths."""
+    values = rng.normal(size=(7, 11))
+    kept = np.arange(11) < (5 if causal else rng.integers(2, 11, size=(7, 1)))
+    values = np.where(kept, values, mask)
+    order = rng.permutation(7)
+    # Less than the bound, and more than that in one entry that is not masked.
+    inside = values[order] + np.where(kept, rng.uniform(-0.9, 0.9) * BOUND, 0)
+    outside = values[order].copy()
+    outside[:, 1] += 2 * BOUND
+    found = aligned(values, record(inside), record(outside))
+    assert found.label.tolist() == list(range(7))
+    assert found.forward.found.tolist() == [*order, *[NONE] * 7]
+
+
+def test_complex_rows_are_told_apart_by_both_parts(rng):
+    values = rng.normal(size=(5, 4)) + 1j * rng.normal(size=(5, 4))
+    found = aligned(values, record(values[::-1]), record(values.conj()))
+    assert found.forward.found.tolist() == [4, 3, 2, 1, 0, *[NONE] * 5]
+
+
+def test_a_row_of_nan_is_no_row_of_a_candidate(rng):
+    """As of an example that is excluded, whose loss may be 0 / 0."""
+    values = rng.normal(size=(4, 3))
+    values[2] = np.nan
+    found = aligned(values, record(values[::-1]))
+    assert found.forward.found.tolist() == [3, NONE, 1, 0]
+    assert found.label.tolist() == [0, 1, 2, 3]
 
 
 def test_classes_are_those_of_all_pairs(rng):
@@ -152,8 +167,3 @@ def test_rows_within_a_wide_bound_differ_by_a_narrow_one():
     """Their distance is small beside the bounds; the entries decide."""
     values = np.array([[0.0, 0.0], [0.0, 0.1]])
     assert _classes(values, np.full((2, 2), [1.0, BOUND])).tolist() == [0, 1]
-
-
-def test_a_row_with_an_infinity_is_far_from_those_without():
-    found = _distances(np.array([[np.inf, 1.0]]), np.array([[0.0, 1.0]]))
-    assert found.tolist() == [[np.inf]]

@@ -302,26 +302,71 @@ def attending(heat=1.0, minus=-jnp.inf):
     return loss
 
 
-def test_infinities_that_are_equal_are_equal(rng):
-    """As in masked logits: a right program is right, and a wrong one has its place."""
+@pytest.mark.parametrize("minus", [-np.inf, -1e9, float(np.finfo("float32").min)])
+def test_masked_logits_are_found_again(rng, minus):
+    """A right program is right, and a wrong one has its place behind the mask."""
     x = jnp.asarray(rng.normal(size=(8, 5, 3)), jnp.float32)
     mask = jnp.asarray(rng.random((8, 5)) < 0.6).at[:, 0].set(True)
     w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": mask}
-    loss = attending()
+    loss = attending(minus=minus)
     judged = verify.tracer(loss, w, rows, seed=None)
     right = judged(parts_of(loss, 1, 7))
     assert right.raise_if_failed().difference is None
     assert right.right[0] == "forward masked"
     assert right.notes == ()
 
-    wrongs = {"shares": attending(heat=1.01), "masked": attending(minus=-3.0)}
+    wrongs = {
+        "shares": attending(heat=1.01, minus=minus),
+        "masked": attending(minus=-3.0),
+    }
     for place, wrong in wrongs.items():
         trace = judged(parts_of(loss, 3, 5, own=lambda part, f=wrong: part and f))
         assert not trace.ok
         found = trace.difference
         assert (found.direction, found.tap) == ("forward", place)
-        if place == "masked":
-            assert set(found.examples) == {e for e in range(3, 8) if not mask[e].all()}
+        hidden = {e for e in range(3, 8) if not mask[e].all()}
+        assert set(found.examples) == (
+            hidden if place == "masked" else set(range(3, 8))
+        )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("leaf", ["inward", "readout"])
+def test_one_leaf_that_is_wrong_by_the_number_of_parts_is_named(rng, parts, leaf):
+    """The means of k parts have cotangents k times as large, which is no fault."""
+    shapes = {"inward": (4, 5), "hidden": (5, 5), "readout": (5, 3)}
+    params = {name: jnp.asarray(rng.normal(size=x)) for name, x in shapes.items()}
+    rows = {k: jnp.asarray(rng.normal(size=(8, n))) for k, n in (("x", 4), ("y", 3))}
+
+    def loss(params, rows):
+        h = verify.tap(rows["x"] @ params["inward"], "first")
+        h = verify.tap(jnp.tanh(h @ params["hidden"]), "second")
+        out = verify.tap(h @ params["readout"], "last")
+        return ((out - rows["y"]) ** 2).sum(axis=-1)
+
+    def in_means(change):
+        mean = jax.jit(jax.value_and_grad(lambda p, rows: loss(p, rows).mean()))
+
+        def candidate(params, rows):
+            cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+            found = [mean(params, jax.tree.map(lambda x, i=i: x[i], cut))
+                     for i in range(parts)]  # fmt: skip
+            value, gradient = jax.tree.map(lambda *x: sum(x) / parts, *found)
+            return value, change(gradient)
+
+        return candidate
+
+    judged = verify.tracer(loss, params, rows, seed=None)
+    for factor in (0.5, 2.0, 4.0):
+        wrong = in_means(lambda g, f=factor: g | {leaf: f * g[leaf]})
+        found = judged(wrong).difference
+        assert (found.direction, found.tap) == ("gradient", leaf)
+        assert f"all examples count {factor:g} times" in found.words
+    if parts > 1:
+        # Every leaf is: a sum of means, which the cotangents show.
+        summed = in_means(lambda g: jax.tree.map(lambda x: parts * x, g))
+        found = judged(summed).difference
+        assert (found.direction, found.tap) == ("backward", "last")
 
 
 def test_weights_may_be_numpys_own(rng):

@@ -83,22 +83,33 @@ def test_bfloat16_counts_are_rounded_to_what_they_can_be(parts):
 
 
 def test_gradients_of_single_examples():
-    """Of the sum, by leaf, in float64 or complex128; None and integers have none."""
+    """Of the sum, by leaf, in float64 or complex128; None and integers have none.
+
+    The backward pass of each begins with its factor, which a rule may clip.
+    """
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.3, 0.3),))
 
     def loss(params, batch):
-        return jnp.abs(batch["x"] @ params["w"]) ** 2 * batch["weight"]
+        return clipped(jnp.abs(batch["x"] @ params["w"]) ** 2 * batch["weight"])
 
     rng = np.random.default_rng(2)
     x = rng.normal(size=(EXAMPLES, 4)).astype(np.complex64)
     w = (rng.normal(size=4) + 1j * rng.normal(size=4)).astype(np.complex64)
     batch = {"x": x, "weight": np.arange(EXAMPLES, dtype=np.float32)}
     params = {"w": w, "count": np.int32(3)}
-    found = example_gradients(loss, params, batch)
+    factors = np.linspace(0.1, 0.6, EXAMPLES, dtype=np.float32)
+    found = example_gradients(loss, params, batch, factors)
     assert list(found) == ["w"]
     assert found["w"].dtype == np.complex128
     for e in range(EXAMPLES):
         row = jax.tree.map(lambda x, e=e: x[e : e + 1], batch)
-        wanted = jax.grad(lambda w, row=row: loss({"w": w}, row).sum())(w)
+        f = factors[e]
+        wanted = jax.grad(lambda w, row=row, f=f: f * loss({"w": w}, row).sum())(w)
         np.testing.assert_allclose(found["w"][e], wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -119,7 +130,7 @@ def test_of_large_leaves_some_entries_are_fitted(monkeypatch, rng):
             for name, shape in shapes.items()
         )
 
-    parts = example_gradients(loss, params, batch)
+    parts = example_gradients(loss, params, batch, np.ones(EXAMPLES))
     assert {name: x.shape for name, x in parts.items()} == dict.fromkeys(
         shapes, (EXAMPLES, 128 // 3)
     )
@@ -136,7 +147,8 @@ def test_of_large_leaves_some_entries_are_fitted(monkeypatch, rng):
     picked = module._picked(100, 64)
     assert len(set(picked.tolist())) == 64
     monkeypatch.setattr(module, "ENTRIES", 2)
-    assert example_gradients(loss, params, batch)["c"].shape == (EXAMPLES, 1)
+    one = example_gradients(loss, params, batch, np.ones(EXAMPLES))["c"]
+    assert one.shape == (EXAMPLES, 1)
 
 
 def test_complex_gradients_are_fitted_in_both_parts(rng):
