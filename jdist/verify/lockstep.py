@@ -54,11 +54,14 @@ class PrecisionPair:
       wide: The value in float64.
       size: The square root of the sum of squares of the terms that the value was last
         summed of: its magnitude if they do not cancel. None: the value's own.
+      narrow: The dtype of less than 32 bits that the value was cast from, where a dtype
+        was chosen in which such numbers are accumulated; else None.
     """
 
     rounded: Array
     wide: Array
     size: Array | None = None
+    narrow: np.dtype | None = None
 
 
 # A value without a wide side of its own stands for itself.
@@ -268,14 +271,31 @@ def _both_sides(
         return [_as_pair(x) if _has_sides(x) else x for x in rounded]
     perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
     found: list[Value] = []
+    narrow = None if noise.accumulation is None else _narrow(equation, operands)
     for r, w in zip(rounded, wide, strict=True):
         if noise.in_parts and _is_float(r) and _widens(equation):
             w = _perturb_part(w, equation, noise)
         elif perturbed and _is_float(r):
-            w = _perturb(w, r.dtype, _summed(equation), noise)
+            dtypes = r.dtype, _cast_from(operands) or r.dtype
+            w = _perturb(w, dtypes, _summed(equation), noise)
         size = _size(equation, operands) if sized and _is_float(r) else None
-        found.append(PrecisionPair(r, w, size) if _has_sides(r) else r)
+        found.append(PrecisionPair(r, w, size, narrow) if _has_sides(r) else r)
     return found
+
+
+def _narrow(equation: JaxprEqn, operands: list[Value]) -> np.dtype | None:
+    """The dtype of less than 32 bits that the results are cast from; None without."""
+    if _widens(equation):
+        given = _dtype_of(equation.invars[0])
+        narrow = jnp.issubdtype(given, jnp.inexact) and jnp.finfo(given).bits < 32
+        return given if narrow else None
+    return _cast_from(operands) if equation.primitive.name in _MOVES else None
+
+
+def _cast_from(operands: list[Value]) -> np.dtype | None:
+    # `jnp.sum` casts 16-bit numbers to float32 before it adds them.
+    found = (x.narrow for x in operands if isinstance(x, PrecisionPair))
+    return next(filter(None, found), None)
 
 
 def _first(wide: Array, axis: str) -> Array:
@@ -295,10 +315,11 @@ def _widely(
     if name in _UNMEASURED or any(is_key(_rounded(x)) for x in operands):
         return None
     terms = 1 if noise.amplitude is None else _summed(equation)
-    wide = [
-        _perturb_terms(x, terms, equation, noise) if terms > 1 else _wide(x)
-        for x in operands
-    ]
+    wide = list(map(_wide, operands))
+    if terms > 1:
+        dtype = _dtype_of(equation.outvars[0])
+        dtypes = dtype, _cast_from(operands) or dtype
+        wide = [_perturb_terms(x, dtypes, terms, noise) for x in wide]
     try:
         if name in _RULES:
             return _RULES[name](_Call(equation, operands, wide, rounded))
@@ -401,11 +422,14 @@ _SCALED: dict[str, Callable[..., Array]] = {
 # Perturbation.
 
 
-def _perturb(wide: Array, dtype: np.dtype, terms: int, noise: Perturbation) -> Array:
-    """A result of `dtype` as if it had been rounded."""
+def _perturb(
+    wide: Array, dtypes: tuple[np.dtype, np.dtype], terms: int, noise: Perturbation
+) -> Array:
+    """A result as if it had been rounded, given its dtype and that of its terms."""
+    dtype, narrow = dtypes
     unit = unit_roundoff(dtype)
     if terms > 1:
-        adding = unit_roundoff(accumulated(dtype, noise.accumulation))
+        adding = unit_roundoff(accumulated(narrow, noise.accumulation))
         unit = math.hypot(unit, adding * math.sqrt(terms / 3))
     factors = noise.factors(wide, unit)
     if factors is None:
@@ -420,14 +444,13 @@ def _perturb(wide: Array, dtype: np.dtype, terms: int, noise: Perturbation) -> A
 
 
 def _perturb_terms(
-    value: Value, terms: int, equation: JaxprEqn, noise: Perturbation
+    wide: Array, dtypes: tuple[np.dtype, np.dtype], terms: int, noise: Perturbation
 ) -> Array:
     """An operand of a sum, perturbed for the roundings of its partial sums."""
-    wide = _wide(value)
     if not _is_float(wide):
         return wide
-    dtype = _dtype_of(equation.outvars[0])
-    unit = unit_roundoff(accumulated(dtype, noise.accumulation)) * math.sqrt(terms / 6)
+    dtype, narrow = dtypes
+    unit = unit_roundoff(accumulated(narrow, noise.accumulation)) * math.sqrt(terms / 6)
     if noise.in_parts:
         # At most a rounding of every term for each of the roundings that `bound` takes.
         unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))

@@ -395,3 +395,79 @@ def test_the_steps_of_this_library():
     (cause,) = report.of("penalized").attributions
     rule = "as if a weight decay of 0.01 were added to the gradient of bias, out"
     assert cause.why == rule
+
+
+def averaging(tx, decay):
+    """An optimizer that keeps an average of the parameters beside its state."""
+
+    def init(params):
+        return {"inner": tx.init(params), "average": params}
+
+    def update(params, gradient, state):
+        moves, inner = tx.update(gradient, state["inner"], params)
+        params = optax.apply_updates(params, moves)
+        average = jax.tree.map(
+            lambda a, p: decay * a + (1 - decay) * p, state["average"], params
+        )
+        return params, {"inner": inner, "average": average}
+
+    return init, update
+
+
+@pytest.mark.parametrize("name", ["opt", "opt_state", "optimizer", "state"])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.9999])
+def test_an_average_of_the_parameters_is_wrong_with_them(name, decay):
+    """It says nothing of the gradient, whether it is far enough off to fail or not."""
+    params, batches = problem()
+
+    def step(tx, factor=1.0):
+        _, update = averaging(tx, decay)
+
+        def one(state, batch):
+            gradient = jax.grad(lambda p: losses(p, batch).mean())(state["params"])
+            gradient = jax.tree.map(lambda g: factor * g, gradient)
+            params, own = update(state["params"], gradient, state[name])
+            return {"params": params, name: own}
+
+        return one
+
+    def judged(tx, wrong):
+        init, _ = averaging(tx, decay)
+        start = {"params": params, name: init(params)}
+        report = verify.step(wrong, step(tx), start, batches[:1])
+        (cause,) = report.attributions
+        return cause.part
+
+    tx = optax.sgd(0.05, momentum=0.9)
+    assert judged(tx, step(optax.sgd(0.06, momentum=0.9))) == "optimizer update"
+    unknown = "gradient or optimizer update"
+    assert judged(tx, step(tx, 1.2)) == unknown
+    # Nothing tells what gradient it was, without a moment.
+    plain = optax.sgd(0.05)
+    assert judged(plain, step(optax.sgd(0.06))) == unknown
+    assert judged(plain, step(plain, 1.2)) == unknown
+
+    # Where the parameters are right, no gradient can be wrong.
+    def frozen(state, batch):
+        new = step(tx)(state, batch)
+        return new | {name: new[name] | {"average": state[name]["average"]}}
+
+    if decay < 0.9999:
+        assert judged(tx, frozen) == "optimizer update"
+
+
+def test_an_average_is_no_accumulator_of_the_gradient():
+    """With a loss and an update: the momentum tells that the rate is wrong."""
+    params, batches = problem()
+    init, update = averaging(optax.sgd(0.05, momentum=0.9), 0.9)
+    _, faster = averaging(optax.sgd(0.06, momentum=0.9), 0.9)
+    gradient = jax.grad(lambda p, b: losses(p, b).mean())
+    wrong = {
+        "rate": lambda p, s, b: faster(p, gradient(p, b), s),
+        "gradient": lambda p, s, b: update(
+            p, jax.tree.map(lambda g: 1.2 * g, gradient(p, b)), s
+        ),
+    }
+    report = verify.step(losses, update, (params, init(params)), batches[:1], wrong)
+    parts = {x.candidate: x.part for x in report.attributions}
+    assert parts == {"rate": "optimizer update", "gradient": "gradient"}

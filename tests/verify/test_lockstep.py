@@ -169,16 +169,39 @@ def test_iterations_and_equal_equations_are_perturbed_independently(rng):
     assert np.std(twice) > 2.0**-24
 
 
-def test_sixteen_bit_sums_are_accumulated_as_told(rng):
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.lax.reduce_sum(x, (1,)),
+        # These are cast to float32 first.
+        lambda x: x.sum(1),
+        lambda x: x.sum(1, where=jnp.arange(400) % 9 > 0),
+        lambda x: x.mean(1),
+        lambda x: jnp.cumsum(x, 1)[:, -1],
+    ],
+)
+def test_sixteen_bit_sums_are_accumulated_as_told(fn, rng):
     """In float32 by default; in their own dtype on request."""
     x = jnp.asarray(rng.normal(size=(50, 400)), jnp.bfloat16)
-    fn = lambda x: jax.lax.reduce_sum(x, (1,))  # noqa: E731
     _, exact, _ = both(fn, x)
     spread = {}
     for accumulation in (None, jnp.bfloat16):
         _, drawn, _ = both(fn, x, amplitude=1.0, accumulation=accumulation)
         spread[accumulation] = np.std(drawn - exact)
     assert spread[jnp.bfloat16] > 5 * spread[None]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_wider_sums_are_accumulated_in_their_own_dtype(dtype, rng):
+    """Whatever is said of 16-bit numbers; and so are those of wider casts."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(rng.normal(size=(50, 400)), jnp.float32)
+        fn = lambda x: x.astype(dtype).sum(1)  # noqa: E731
+        drawn = [
+            both(fn, x, amplitude=1.0, accumulation=accumulation)[1]
+            for accumulation in (None, jnp.bfloat16)
+        ]
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_what_cannot_be_evaluated_in_float64_is_named():

@@ -551,7 +551,10 @@ def test_each_rounding_of_each_step_is_one_of_its_own():
     assert 1.4 < np.median(apart[1] / apart[0]) < 1.9
 
 
-def test_sixteen_bit_sums_are_accumulated_as_it_is_said():
+@pytest.mark.parametrize(
+    "total", [lambda x: jnp.ones(len(x), x.dtype) @ x, lambda x: x.sum(0)]
+)
+def test_sixteen_bit_sums_are_accumulated_as_it_is_said(total):
     """One by one in bfloat16 is right only for who accumulates so."""
     rng = np.random.default_rng(0)
     batch = jnp.asarray(rng.uniform(1, 2, (600, 3)), jnp.bfloat16)
@@ -562,7 +565,7 @@ def test_sixteen_bit_sums_are_accumulated_as_it_is_said():
         return {"params": jax.lax.scan(add, state["params"], batch)[0]}
 
     def step(state, batch):
-        return {"params": state["params"] + jnp.ones(600, batch.dtype) @ batch}
+        return {"params": state["params"] + total(batch)}
 
     for accumulation, right in ((None, False), (jnp.bfloat16, True)):
         report = verify.step(

@@ -118,17 +118,24 @@ def attributed_of_whole(
     """
     name = rows[0].candidate
     failing = [row.path for row in rows if row.problem]
-    places = dict.fromkeys(path.partition("/")[0] for path in failing)
-    parts = [(_PARTS.get(x, x), _first(rows, x)) for x in places if x not in _UPDATED]
-    updated = [path for path in failing if path.partition("/")[0] in _UPDATED]
+    updated = [path for path in failing if _is_updated(path)]
+    places = dict.fromkeys(p.partition("/")[0] for p in failing if p not in updated)
+    parts = [(_PARTS.get(x, x), _first(rows, x)) for x in places]
     if updated:
         parts.append(_of_update(of_batch, rows, updated, found, moment))
     return tuple(Attribution(name, step, part, why) for part, why in parts)
 
 
 _PARTS = dict.fromkeys(("states", "batch_stats", "model_state"), "model state")
-_OPTIMIZER = ("state", "opt_state", "optimizer")
-_UPDATED = ("params", *_OPTIMIZER)
+
+
+def _is_optimizers(path: str) -> bool:
+    # Also "opt", "opt_state", "optim", "optimizer".
+    return within(path, "state") or path.startswith("opt")
+
+
+def _is_updated(path: str) -> bool:
+    return within(path, "params") or _is_optimizers(path)
 
 
 def _of_update(
@@ -139,17 +146,20 @@ def _of_update(
     moment: Moment,
 ) -> tuple[str, str]:
     """The part, and why, of wrong parameters or a wrong optimizer state."""
-    update, first = "optimizer update", _first(rows, *_UPDATED)
+    update, first = "optimizer update", _first(rows, *failing)
     # Such as a count: no gradient can make it wrong.
     fixed = [path for path in failing if not of_batch.get(path)]
     if fixed:
         return update, f"{fixed[0]}, which does not depend on the batch, is wrong"
+    averages = _averages(moment)
     moments = [
         path for path in found
-        if of_batch.get(path) and path.partition("/")[0] in _OPTIMIZER
+        if of_batch.get(path) and _is_optimizers(path) and path not in averages
     ]  # fmt: skip
-    # An optimizer leaf with a parameter's name and shape is its moment. If it is right,
-    # so is the gradient: if all that fails are parameters, all moments are right.
+    # Averages of wrong parameters are wrong with them.
+    failing = [path for path in failing if path not in averages]
+    # Another optimizer leaf with a parameter's name and shape is its moment. If it is
+    # right, so is the gradient: if only parameters fail, all moments are right.
     kept = [
         any(
             path.endswith(f"/{_bare(p)}")
@@ -159,9 +169,40 @@ def _of_update(
         for p in failing
         if within(p, "params")
     ]
+    if not failing:
+        return update, f"its parameters are right; {first}"
     if all(kept) and len(kept) == len(failing):
         return update, f"its optimizer state is right; {first}"
     return UNKNOWN, f"{first}. {COMPOSE}"
+
+
+def _averages(moment: Moment) -> set[str]:
+    """The optimizer's leaves that are averages of the parameters, or copies of them.
+
+    Such a tree becomes a + c (p - a), of the new parameters p, with one 0 < c <= 1.
+    """
+    params = [path for path in moment.moves if within(path, "params")]
+    trees: dict[str, dict[str, str]] = {}
+    for path in filter(_is_optimizers, moment.moves):
+        for p in params:
+            if path.endswith(f"/{_bare(p)}"):
+                trees.setdefault(path.removesuffix(_bare(p)), {})[p] = path
+    found: set[str] = set()
+    for tree in trees.values():
+        pairs = [
+            ((in_double(moment.wanted[p]) - moment.before[a]).ravel(), own.ravel())
+            for p, a in tree.items()
+            if (own := moment.moves[a]).shape == moment.moves[p].shape
+        ]
+        if len(pairs) < len(params):
+            continue
+        way, step = map(np.concatenate, zip(*pairs, strict=True))
+        power = float(np.vdot(way, way).real)
+        factor = float(np.vdot(way, step).real) / power if power else 0.0
+        rest = np.linalg.norm(step - factor * way)
+        if 0 < factor < 1 + REST and rest <= REST * np.linalg.norm(step):
+            found.update(tree.values())
+    return found
 
 
 def within(path: str, part: str) -> bool:
@@ -277,10 +318,11 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
             jax.jvp(update, [x * small for x in own], direction) for small in SMALL
         ]
     known: dict[str, Accumulator] = {}
+    averages = _averages(moment)
     for place, name in enumerate(_floating(moment)):
         value = np.asarray(slopes[0][0][place])
         first, second = (np.asarray(tangent[place]) for _, tangent in slopes)
-        if within(name, "params"):
+        if within(name, "params") or name in averages:
             continue  # Of the step, not of the gradient alone.
         for path, point, along in zip(gradients, own, direction, strict=True):
             factor = _factor(first, along)
