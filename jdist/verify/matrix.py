@@ -162,12 +162,14 @@ def judge_in_processes(
     # Not fork, which would copy locks that JAX's threads hold.
     start = multiprocessing.get_context("spawn")
     with ExitStack() as at_end:
-        lines, pools = [], []
+        lines = []
         for first, end in pairwise(cuts):
             # A pool of one each, so that a range of strategies stays in one process.
             one = ProcessPoolExecutor(1, start, devices.set_up)
-            pools.append(one)
-            at_end.callback(one.shutdown, wait=False, cancel_futures=True)
+            # Waited for, also after an error: Python 3.11 wakes the threads of pools
+            # that are ending at its exit, by pipes that they may have closed: an
+            # ignored OSError (Bad file descriptor).
+            at_end.callback(one.shutdown, cancel_futures=True)
             line = partial(_of_installed, reductions, dtypes)
             lines += [one.submit(line, name) for name in names[first:end]]
         for done in as_completed(lines):
@@ -178,10 +180,6 @@ def judge_in_processes(
                     f"One of {count} processes that judge was killed, as the system "
                     "does when memory runs out. --processes 1 needs the least."
                 ) from error
-        # Python 3.11 wakes the threads of pools that are ending at its exit, by pipes
-        # that they may have closed: an ignored OSError (Bad file descriptor).
-        for one in pools:
-            one.shutdown()
 
 
 def _of_installed(

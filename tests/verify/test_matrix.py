@@ -173,6 +173,20 @@ def test_no_thread_of_a_pool_is_left_when_all_are_judged(monkeypatch):
     assert set(threading.enumerate()) <= set(before)
 
 
+def test_no_thread_of_a_pool_is_left_after_an_error(monkeypatch):
+    """Nor where a row raises, or where what is judged is not looked at to its end."""
+    before = threading.enumerate()
+    given = ("mean",), ("float32",), 2, SimpleNamespace(set_up=int)
+    monkeypatch.setattr(matrix, "_of_installed", range)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        list(matrix.judge_in_processes("abc", *given))
+    assert set(threading.enumerate()) <= set(before)
+    monkeypatch.setattr(matrix, "_of_installed", itertools.product)
+    next(found := matrix.judge_in_processes("abc", *given))
+    found.close()
+    assert set(threading.enumerate()) <= set(before)
+
+
 def test_a_process_that_is_killed_ends_the_judgement():
     dying = SimpleNamespace(set_up=functools.partial(os._exit, 9))
     names = ("pipeline 1F1B x3", "data_parallel all_reduce x2")
