@@ -92,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         help="only strategies with this in their names, combinations among them",
     )
     parser.add_argument(
+        "--rules",
+        action="store_true",
+        help="of a loss with derivative rules that clip cotangents, for mean and sum",
+    )
+    parser.add_argument(
         "--all", action="store_true", help="also combinations of what other rows show"
     )
     parser.add_argument(
@@ -130,6 +135,7 @@ def _judge_problem(options: argparse.Namespace) -> int:
 def _judge_matrix(options: argparse.Namespace) -> int:
     if not options.finite_differences:
         raise JdistError("--no-finite-differences goes with a problem, module:name")
+    options.reductions = _reductions(options)
     # Printed first: importing strategies and compiling the first one take longer.
     console.print("largest error/bound (a right answer stays below 1)")
     console.print(matrix.heading(options.reductions))
@@ -156,6 +162,16 @@ def _judge_matrix(options: argparse.Namespace) -> int:
     return _concluded([cell.report for cell in cells if cell.report], text)
 
 
+def _reductions(options: argparse.Namespace) -> Sequence[str]:
+    """Those to judge: not every row knows an extreme before its backward pass."""
+    chosen: Sequence[str] = options.reductions
+    if options.rules:
+        chosen = [name for name in chosen if name in ("mean", "sum")]
+    if not chosen:
+        raise JdistError("--rules is for the reductions mean and sum")
+    return chosen
+
+
 def _chosen(options: argparse.Namespace) -> tuple[Mapping[str, matrix.Strategy], int]:
     """The rows to judge, and how many combinations are left to `--all`."""
     known = matrix.strategies()
@@ -175,13 +191,15 @@ def _rows(
     rows: Mapping[str, matrix.Strategy], options: argparse.Namespace
 ) -> Iterator[list[matrix.Cell]]:
     chosen = options.reductions, options.dtypes
+    problem = "rules" if options.rules else "standard"
     # Two processes cannot share an accelerator.
     processes = options.processes or (2 if jax.default_backend() == "cpu" else 1)
     # A process without a row would only be started and ended.
     count = min(processes, len(rows))
     if count == 1:
-        return matrix.judge(rows, *chosen)
-    return matrix.judge_in_processes(list(rows), *chosen, count, options.devices)
+        return matrix.judge(rows, *chosen, problem)
+    given = list(rows), *chosen, count, options.devices
+    return matrix.judge_in_processes(*given, problem)
 
 
 def _count(text: str) -> int:

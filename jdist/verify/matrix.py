@@ -33,12 +33,15 @@ from jdist._compat import double_precision, set_cpu_device_count
 from jdist._errors import JdistError, Unavailable
 from jdist.verify.gradient_check import Prepared, prepared
 from jdist.verify.measure import LossPrograms
-from jdist.verify.problem import Problem, standard
+from jdist.verify.problem import Problem, standard, with_rules
 from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
 
 GROUP = "jdist.verify"
 DTYPES = ("float32", "float64", "bfloat16")
+PROBLEMS = {"standard": standard, "rules": with_rules}
+"""The losses that strategies are judged on: the common one, and one with derivative
+rules that are not linear in their cotangent, for mean and sum."""
 
 Strategy = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
 
@@ -122,14 +125,17 @@ def strategies(combinations: bool = True) -> dict[str, Strategy]:
 
 
 def judge(
-    rows: Mapping[str, Strategy], reductions: Sequence[str], dtypes: Sequence[str]
+    rows: Mapping[str, Strategy],
+    reductions: Sequence[str],
+    dtypes: Sequence[str],
+    problem: str = "standard",
 ) -> Iterator[list[Cell]]:
     """Judges the matrix; yields a strategy's reductions in one dtype as they are done.
 
     All strategies share the references and their measured bounds, which cost more than
-    a candidate.
+    a candidate. `problem` is a key of `PROBLEMS`.
     """
-    columns = {dtype: _Columns(dtype) for dtype in dtypes}
+    columns = {dtype: _Columns(problem, dtype) for dtype in dtypes}
     for name, build in rows.items():
         for dtype in dtypes:
             yield columns[dtype].row(name, build, reductions)
@@ -141,6 +147,7 @@ def judge_in_processes(
     dtypes: Sequence[str],
     count: int,
     devices: Devices,
+    problem: str = "standard",
 ) -> Iterator[list[Cell]]:
     """Judges the matrix like `judge`, in several processes at the same time.
 
@@ -152,6 +159,7 @@ def judge_in_processes(
       dtypes: Of each.
       count: How many processes.
       devices: Of each of them.
+      problem: A key of `PROBLEMS`.
 
     Raises:
       RuntimeError: One of them was killed.
@@ -170,7 +178,7 @@ def judge_in_processes(
             # that are ending at its exit, by pipes that they may have closed: an
             # ignored OSError (Bad file descriptor).
             at_end.callback(one.shutdown, cancel_futures=True)
-            line = partial(_of_installed, reductions, dtypes)
+            line = partial(_of_installed, reductions, dtypes, problem)
             lines += [one.submit(line, name) for name in names[first:end]]
         for done in as_completed(lines):
             try:
@@ -183,23 +191,23 @@ def judge_in_processes(
 
 
 def _of_installed(
-    reductions: Sequence[str], dtypes: Sequence[str], name: str
+    reductions: Sequence[str], dtypes: Sequence[str], problem: str, name: str
 ) -> list[list[Cell]]:
     """Judges one strategy in a worker process of `judge_in_processes`."""
     build = _installed()[name]
-    return [_columns(dtype).row(name, build, reductions) for dtype in dtypes]
+    return [_columns(problem, dtype).row(name, build, reductions) for dtype in dtypes]
 
 
 class _Columns:
     """The reductions in one dtype, each measured when its first strategy is judged."""
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self, problem: str, dtype: str) -> None:
+        self._make, self._dtype = PROBLEMS[problem], dtype
         self._prepared: dict[str, Prepared] = {}
 
     @cached_property
     def _problem(self) -> Problem:
-        return standard(jnp.dtype(self._dtype))
+        return self._make(jnp.dtype(self._dtype))
 
     @cached_property
     def _programs(self) -> LossPrograms:

@@ -290,6 +290,30 @@ def test_failing_and_missing_rows(monkeypatch, capsys):
     assert "no strategy has 'nothing' in its name" in capsys.readouterr().err
 
 
+def test_rows_are_judged_by_a_loss_whose_rules_see_a_scale(monkeypatch, capsys):
+    """Of the mean and the sum, which all rows know before their backward pass."""
+
+    def scaled(loss_fn, reduction):
+        right = honest(lambda *given: 8 * loss_fn(*given), reduction)
+        return lambda *given: jax.tree.map(lambda x: x / 8, right(*given))
+
+    rows = {"honest": honest, "scaled": scaled}
+    monkeypatch.setattr(matrix, "strategies", lambda **_: rows)
+    monkeypatch.setattr(matrix, "set_cpu_device_count", lambda count: None)
+    one = ["--dtypes", "float64", "--processes", "1"]
+    assert command.main([*one, "--reductions", "mean"]) == 0
+    capsys.readouterr()
+    assert command.main([*one, "--rules", "--reductions", "max", "mean"]) == 1
+    heading = capsys.readouterr().out.splitlines()[1]
+    assert heading.split() == ["mean"]
+    mean = ["--rules", "--reductions", "mean"]
+    assert command.main([*one, *mean, "--rows", "honest"]) == 0
+    judged = "1 of 1 gradients judged, all equal to one device's in float64"
+    assert judged in capsys.readouterr().out
+    assert command.main([*one, "--rules", "--reductions", "max", "min"]) == 2
+    assert "--rules is for the reductions mean and sum" in capsys.readouterr().err
+
+
 def test_the_heading_is_shown_before_strategies_are_imported(monkeypatch, capsys):
     """And every line before the next strategy is built, also into a pipe."""
     shown = []
