@@ -1,8 +1,9 @@
 """Derivation of a rounding-error bound on the difference of two right gradients.
 
-One entry of a gradient is a sum g = t_1 + .. + t_n over examples, t_i = c_i g_i with
-c_i the example's share (w_i / sum w for a mean). A program computes the terms, adds
-them in some order, and each rounding adds an error of at most u |p|, where u is the
+One entry of a gradient is a sum g = t_1 + .. + t_n over examples: t_i is what a
+backward pass makes of the example's share c_i of the loss (w_i / sum w for a mean),
+c_i times its gradient if all rules are linear. A program computes the terms, adds them
+in some order, and each rounding adds an error of at most u |p|, where u is the
 dtype's rounding unit and p what is rounded. Taken as independent with mean zero, such
 errors e_k stay below lambda sqrt(sum e_k^2) but with a probability of
 2 exp(-lambda^2 / 2): Hoeffding's inequality (Higham and Mary 2019). An error that is
