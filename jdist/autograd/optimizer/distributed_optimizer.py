@@ -150,8 +150,9 @@ class DistributedOptimizer:
           ValueError: `max_norm` is negative, or would be of replicated variables and
             of others.
           ExceptionGroup: "Error running optimizer.", with the errors of all owners that
-            failed. Their parameters are as before; those of the others have been
-            stepped, unless it was the norm that failed.
+            failed, such as where there are masters and another has set a variable.
+            Their parameters are as before; those of the others have been stepped,
+            unless it was the norm that failed.
         """
         here().retrieve(context_id)
         # Checked before the first message, so that no owner steps if one is wrong.

@@ -51,6 +51,8 @@ class OwnedOptimizer:
         # serve as long as the variables live, and this keeps them.
         self._locks = [each.step_lock for each in sorted(self._variables, key=id)]
         self._state = self._alone(self._init)
+        # The values that this optimizer gave its variables last.
+        self._copies: list[Any] = []
 
     @property
     def has_masters(self) -> bool:
@@ -62,8 +64,8 @@ class OwnedOptimizer:
 
         def act() -> None:
             _refuse_if_given_up()
-            values = computed_in(self._program.opt, self._values())
-            for variable, value in zip(self._variables, values, strict=True):
+            self._copies = computed_in(self._program.opt, self._values())
+            for variable, value in zip(self._variables, self._copies, strict=True):
                 variable.convert(value)
 
         self._alone(act)
@@ -102,6 +104,8 @@ class OwnedOptimizer:
             # The caller may have given up while this step waited for the locks.
             _refuse_if_given_up()
             values = self._values()
+            if self.has_masters:
+                self._check_copies(values)
             grads = [
                 _nothing(value) if grad is None else grad
                 for value, grad in zip(values, reached, strict=True)
@@ -116,6 +120,8 @@ class OwnedOptimizer:
                 if jax.tree.leaves(grad):
                     variable.value = value
             self._state = state
+            if self.has_masters:
+                self._copies = self._values()
 
         self._alone(act)
 
@@ -154,8 +160,20 @@ class OwnedOptimizer:
             for variable, value in zip(self._variables, tree["params"], strict=True):
                 variable.value = value
             self._state = tree["state"]
+            self._copies = self._values()
 
         self._alone(act)
+
+    def _check_copies(self, values: Sequence[Any]) -> None:
+        """Checks that no other has changed the variables: masters would undo that."""
+        for position, *pair in zip(self._positions, values, self._copies, strict=True):
+            now, ours = map(jax.tree.leaves, pair)
+            if any(x is not y for x, y in zip(now, ours, strict=True)):
+                argument = f"DistributedOptimizer(params_rrefs[{position}])"
+                rule = "must be changed by the optimizer with its masters alone"
+                got = "a value that another optimizer, or you, have set"
+                remedy = "Give all trainers one optimizer, or none that has masters."
+                raise ValueError(requirement(argument, rule, got, remedy))
 
     def _alone(self, action: Callable[[], T]) -> T:
         """Calls `action` while this thread holds the variables' locks."""

@@ -189,6 +189,26 @@ def test_variables_in_full_precision_become_copies_of_masters(cluster):
     assert wide == {"float32", "float64"}
 
 
+def by_two():
+    rrefs = world.remote_variables(values())
+    first, second = (
+        autograd.DistributedOptimizer(world.masters, rrefs, 1e-3) for _ in range(2)
+    )
+    each = gradients()[0]
+    world.step(second, rrefs, each)
+    before = world.values_of(rrefs)
+    with pytest.raises(
+        ExceptionGroup, match=r"its masters alone\. Got a value that an"
+    ):
+        world.step(first, rrefs, each)
+    world.assert_same_bits(world.values_of(rrefs), before)
+    world.step(second, rrefs, each)
+
+
+def test_masters_do_not_undo_the_steps_of_another(cluster):
+    cluster.run(0, by_two)
+
+
 def some_without():
     rrefs = world.remote_variables(
         [("worker1", world.tree(1)), ("worker1", world.tree(2))]
