@@ -32,7 +32,8 @@ class RpcOptions:
 
     Attributes:
       timeout: Seconds that a call may take when it does not say; 0 for no limit.
-      join_timeout: Seconds to wait for the other workers in `init_rpc`.
+      join_timeout: Seconds to wait for the other workers in `init_rpc`, and for the
+        name of a host to be known.
       heartbeat_interval: Seconds between two signs of life to the coordinator.
       heartbeat_timeout: Seconds of silence after which a worker counts as frozen. Signs
         of life need the interpreter: it must be longer than the longest C function

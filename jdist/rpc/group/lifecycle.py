@@ -288,8 +288,8 @@ def _once_known(
     try:
         return once_known(host, until, use)
     except TimeoutError as error:
-        rule = f"must be a host whose name {request.info.name!r} finds"
-        got = f"{error} after {options.join_timeout} s"
+        rule = f"must be a host of which {request.info.name!r} finds an address"
+        got = f"{host!r}, not found within {options.join_timeout} s ({error.__cause__})"
         raise RpcTimeout(requirement(origin, rule, got, _NAMELESS)) from error
 
 
