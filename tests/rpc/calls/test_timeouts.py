@@ -2,10 +2,12 @@
 
 import datetime
 import threading
+import unittest.mock
 
 import pytest
 
 from jdist import rpc
+from jdist.rpc.calls import debug
 
 PATIENCE = 60
 ARRIVES = 0.5  # Enough for a call to begin on a slow machine; in vain otherwise.
@@ -30,9 +32,14 @@ def open_gate(name):
     gate(name).set()
 
 
+def patient():
+    """Waits for what the callee is doing as long as a slow machine takes to say it."""
+    return unittest.mock.patch.object(debug, "_PATIENCE", PATIENCE)
+
+
 def call_with_limit(start, name):
     start("worker1", add, args=(1, 2), timeout=0)  # Whose connection is there then.
-    with pytest.raises(rpc.RpcTimeout, match=RAN) as caught:
+    with patient(), pytest.raises(rpc.RpcTimeout, match=RAN) as caught:
         start("worker1", wait_at, args=(name,), timeout=ARRIVES)
     rpc.rpc_sync("worker1", open_gate, args=(name,))
     # The channel that was given up is not used again with an old answer on it.
@@ -65,7 +72,7 @@ def waiting_in_turn(name):
     """worker0 waits for worker1, which waits for worker2."""
     future = rpc.rpc_async("worker1", relay, args=("worker2", name))
     rpc.rpc_sync("worker2", has_begun, args=(name,))
-    with pytest.raises(rpc.RpcTimeout, match=RAN) as caught:
+    with patient(), pytest.raises(rpc.RpcTimeout, match=RAN) as caught:
         rpc.rpc_sync("worker1", wait_at, args=(f"{name} more",), timeout=0.05)
     for to in ("worker1", "worker2"):
         rpc.rpc_sync(to, open_gate, args=(name,))
