@@ -27,7 +27,9 @@ from tests.rpc.nursery import Nursery
 
 def pytest_report_header():
     """The seed, with which the delays come again."""
-    return chaos.PLAN and f"delays: make chaos SEED={chaos.PLAN.seed}"
+    if chaos.PLAN is None:
+        return []
+    return f"delays: make chaos SEED={chaos.PLAN.seed} SHARE={chaos.SHARE}"
 
 
 def pytest_collection_modifyitems(config, items):
