@@ -114,7 +114,7 @@ def test_turns_are_given_back_where_one_is_refused():
     holder = Outcome(hold)
     assert taken.wait(PATIENCE)
     waiting = Outcome(holding, [first, second], "while it was busy", lambda: "used")
-    blocked(waiting.thread)
+    blocked(waiting.thread, InterruptSafeLock.acquire)
     assert not first.try_acquire()
     done.set()
     holder.get()

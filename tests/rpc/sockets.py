@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import secrets
 import signal
@@ -80,10 +81,20 @@ def nothing_left():
     raise AssertionError(f"left over: {left}, {more}")
 
 
-def blocked(thread):
-    """Waits until the thread sleeps in the kernel."""
-    state = Path(f"/proc/self/task/{thread.native_id}/stat")
-    wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "S")
+def blocked(thread, function):
+    """Waits until the thread sleeps in the kernel within a function."""
+    wait_until(lambda: _sleeps(thread, function))
+
+
+def _sleeps(thread, function):
+    # Its state alone would not do: a thread that waits for the interpreter sleeps too,
+    # and may be anywhere.
+    frame, code = sys._current_frames().get(thread.ident), inspect.unwrap(function)
+    while frame is not None and frame.f_code is not code.__code__:
+        frame = frame.f_back
+    main = thread is threading.main_thread()  # whose id is the process's, also forked
+    state = Path(f"/proc/self/task/{os.getpid() if main else thread.native_id}/stat")
+    return frame and state.read_text().rpartition(") ")[2][0] == "S"
 
 
 @contextlib.contextmanager
@@ -106,18 +117,11 @@ def names_unknown_at_first(looks=5):
 @contextlib.contextmanager
 def interrupted_in(function):
     """Ctrl-C for the main thread, once it sleeps in the kernel within a function."""
-    # Not by the time that passes: it might not be there yet.
+    # Not after a time: it might not be there yet.
     main = threading.main_thread()
-    state = Path(f"/proc/self/task/{os.getpid()}/stat")  # the id is the process's
-
-    def sleeps():
-        frame = sys._current_frames().get(main.ident)
-        while frame is not None and frame.f_code is not function.__code__:
-            frame = frame.f_back
-        return frame and state.read_text().rpartition(") ")[2][0] == "S"
 
     def interrupt():
-        wait_until(sleeps)
+        blocked(main, function)
         signal.pthread_kill(main.ident, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -195,7 +195,7 @@ def test_a_turn_is_taken_by_one_at_a_time():
     with pytest.raises(TimeoutError, match="another one has it"):
         turn.acquire(0.0, "another one has it")
     waiting = Outcome(use, turn, used := [])
-    blocked(waiting.thread)
+    blocked(waiting.thread, InterruptSafeLock.acquire)
     assert used == []
     done.set()
     holder.get()

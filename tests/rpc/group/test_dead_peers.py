@@ -11,8 +11,11 @@ import time
 import numpy as np
 import pytest
 
+from jdist.rpc.wire import sockets
 from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.connection import Connection
 from jdist.rpc.wire.socket_transport import SocketTransport
+from jdist.rpc.wire.stream import Stream
 from tests.rpc.sockets import KEY, PATIENCE, Outcome, blocked, call, nothing_left, soon
 
 
@@ -66,7 +69,7 @@ def test_a_killed_worker_is_noticed(route):
         channel = here.connect("victim", address, soon())
         assert channel.exchange(call(1, np.arange(3)), soon()).id == 1
         waiting = Outcome(channel.receive)
-        blocked(waiting.thread)
+        blocked(waiting.thread, Connection._next)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(ChannelClosed, match=r"its connection (closed|broke)"):
             waiting.get()
@@ -99,7 +102,7 @@ def test_connecting_to_a_frozen_worker_is_given_up(route):
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         connecting = Outcome(here.connect, "victim", address)
-        blocked(connecting.thread)
+        blocked(connecting.thread, Stream._receive_once)
         here.abandon("another", "it left")
         assert connecting.thread.is_alive()
         here.abandon("victim", "no sign of life")
@@ -115,7 +118,7 @@ def test_who_ends_gives_up_connecting():
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         connecting = Outcome(here.connect, "victim", address)
-        blocked(connecting.thread)
+        blocked(connecting.thread, Stream._receive_once)
         here.close()
         with pytest.raises(ChannelClosed, match=r"^this worker has ended$"):
             connecting.get()
@@ -132,7 +135,7 @@ def test_a_listener_with_a_full_queue_is_given_up():
                 filler.connect_ex(tuple(address))
             here = stack.enter_context(SocketTransport("here", KEY))
             connecting = Outcome(here.connect, "victim", address)
-            blocked(connecting.thread)
+            blocked(connecting.thread, sockets._dial_tcp)
             here.abandon("victim", "no sign of life")
             with pytest.raises(ChannelClosed, match=r"^no sign of life$"):
                 connecting.get()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.connection import Terms
+from jdist.rpc.wire.connection import Connection, Terms
 from jdist.rpc.wire.frame import PREFIX_BYTES, pack
 from jdist.rpc.wire.stream import Stream
 from tests.rpc.sockets import (
@@ -140,11 +140,11 @@ def test_waiting_for_another_sender_has_a_deadline(pair):
     """The one before does not get rid of his frame."""
     left, right = pair
     sending = Outcome(left.send, call(1, np.arange(1 << 20)))
-    blocked(sending.thread)
+    blocked(sending.thread, Stream._wait_for_room)
     with pytest.raises(TimeoutError, match="another thread was still sending"):
         left.send(call(2), time.monotonic() + 0.01)
     reading = Outcome(left.receive)
-    blocked(reading.thread)
+    blocked(reading.thread, Connection._next)
     with pytest.raises(TimeoutError, match="another thread was still receiving"):
         left.receive(time.monotonic() + 0.01)
     assert right.receive(soon()).id == 1
@@ -161,8 +161,9 @@ def test_close_wakes_everybody_with_the_reason(pair):
     left, _ = pair
     receiving = Outcome(left.receive)
     sending = [Outcome(left.send, call(n, np.zeros(1 << 20))) for n in (1, 2)]
-    for thread in (receiving, *sending):
-        blocked(thread.thread)
+    blocked(receiving.thread, Connection._next)
+    for sender in sending:
+        blocked(sender.thread, Connection.send)
     left.close("the tide went out")
     for thread in (receiving, *sending):
         with pytest.raises(ChannelClosed, match="the tide went out"):

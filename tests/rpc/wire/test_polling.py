@@ -194,7 +194,7 @@ def test_polling_in_vain_ends_in_sleep(streams):
     counted.slept(PROMPT)
     waiting = Outcome(_received, here, counted)
     wait_until(lambda: counted.polls)
-    blocked(waiting.thread)
+    blocked(waiting.thread, Stream._receive_once)
     there.send([b"late"], None)
     assert waiting.get() == b"late"
     assert not counted.worthwhile

@@ -11,6 +11,7 @@ import pytest
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire import memory, sockets
 from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.connection import Connection
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.sockets import (
     KEY,
@@ -159,7 +160,7 @@ def test_a_worker_that_does_not_serve_yet(peers):
         with pytest.raises(TimeoutError, match="nothing was received in time"):
             peers.here.connect("late", late.address[:2], time.monotonic() + 0.05)
         connecting = Outcome(peers.here.connect, "late", late.address[:2], soon())
-        blocked(connecting.thread)
+        blocked(connecting.thread, SocketTransport._connected)
         late.serve(echo)
         if peers.route == "tls":
             with pytest.raises(ChannelClosed, match="its connection"):
@@ -199,7 +200,7 @@ def test_close_ends_everything(peers):
     """Channels on both sides, whoever waits in them, and new connections."""
     channel = peers.connect()
     receiving = Outcome(channel.receive)
-    blocked(receiving.thread)
+    blocked(receiving.thread, Connection._next)
     peers.there.close()
     with pytest.raises(ChannelClosed, match="its connection closed"):
         receiving.get()

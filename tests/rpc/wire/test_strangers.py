@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from jdist.rpc.base.errors import RpcError
+from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.sockets import (
     PATIENCE,
     ROUTES,
@@ -74,7 +75,7 @@ def test_close_does_not_wait_for_a_crowd(peers):
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(_stranger(peers)) for _ in range(6)]
         wait_until(lambda: len(peers.there._strangers) == 2)
-        blocked(peers.there._accepting)
+        blocked(peers.there._accepting, SocketTransport._welcome)
         peers.there.close()
         assert not peers.there._accepting.is_alive()
         for stranger in crowd:

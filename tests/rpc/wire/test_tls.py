@@ -13,6 +13,7 @@ from jdist import _errors
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire import socket_transport, tls
 from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.connection import Connection
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.stream import CutOff, Stream
 from jdist.rpc.wire.tls import Credentials, TlsConfig, TlsStream
@@ -303,7 +304,7 @@ def test_close_wakes_who_waits():
     with Peers("tls") as peers:
         channel = peers.connect()
         waiting = Outcome(channel.receive)
-        blocked(waiting.thread)
+        blocked(waiting.thread, Connection._next)
         channel.close("enough")
         with pytest.raises(ChannelClosed, match="enough"):
             waiting.get()
