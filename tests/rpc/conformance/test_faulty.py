@@ -12,6 +12,7 @@ from tests.rpc.faulty_clusters import WAYS, late, let_go, struck
 
 RAN = "RPC ran for more than set timeout"
 LIMIT = 0.1
+ARRIVES = 0.5  # Enough for a call to begin on a slow machine; in vain otherwise.
 _ran: list = []
 
 
@@ -100,10 +101,10 @@ def ran():
     return list(_ran)
 
 
-def calls_in_vain():
+def calls_in_vain(limit=LIMIT):
     for number, start in enumerate((synchronous, asynchronous)):
         with pytest.raises(rpc.RpcTimeout, match=RAN):
-            start(note, (number,), timeout=LIMIT)
+            start(note, (number,), timeout=limit)
 
 
 def calls_that_succeed():
@@ -129,7 +130,7 @@ def lost_answers():
 def test_answers_that_are_lost(begin):
     """Nothing is sent again, so nothing runs twice."""
     cluster = begin(lost_answers)
-    cluster.run(0, calls_in_vain)
+    cluster.run(0, calls_in_vain, ARRIVES)
     assert cluster.run(1, ran) == [0, 1]
 
 
@@ -140,7 +141,7 @@ def late_answers():
 def test_answers_that_come_too_late(begin):
     """Nobody takes them for those of the next calls."""
     cluster = begin(late_answers)
-    cluster.run(0, calls_in_vain)
+    cluster.run(0, calls_in_vain, ARRIVES)
     cluster.run(1, let_go)
     assert cluster.run(0, calls_that_succeed) == ((3, 7), (4, 8))
     assert cluster.run(1, ran) == [0, 1, 7, 8]
