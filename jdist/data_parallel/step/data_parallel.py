@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jdist._compat import laid_out
 from jdist._errors import check_function
 from jdist._tree import PyTree, check_arrays, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
@@ -38,7 +39,8 @@ def DataParallel(
     Returns:
       `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
       differentiable in `params`, whose gradient is the whole batch's, added up over
-      the devices of a mesh in float32 at least.
+      the devices of a mesh in float32 at least. With explicit axes JAX differentiates
+      within `jax.set_mesh(mesh)` only.
 
     Raises:
       ValueError: The mesh has no such axis. On calling: an empty batch.
@@ -91,7 +93,10 @@ def DataParallel(
             for rank in range(replicas)
             for i in range(share + (rank < extra))
         ]
-        # Padding is within each replica's rows, not at the end of the batch.
+        # Padding is within each replica's rows, not at the end of the batch. JAX picks
+        # no rows along an explicit axis that divides them.
+        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+            outputs = jax.tree.map(lambda x: laid_out(x, mesh, EACH), outputs)
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
 
     return apply

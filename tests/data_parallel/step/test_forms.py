@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jdist import optim
 from jdist.data_parallel import DataParallel, averaged
@@ -43,6 +43,23 @@ def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
             np.testing.assert_allclose(found[name], leaf, rtol=1e-12, atol=1e-13)
         for name, leaf in wanted.items():
             np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
+
+
+@pytest.mark.parametrize("count", [2, 6, 7])
+def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count):
+    """As an automatic one; JAX differentiates its arrays within `jax.set_mesh`."""
+    x, where = rng.normal(size=(count, 3)), mesh(3, AxisType.Explicit)
+    apply, expected = DataParallel(model, where), model(params, x)
+    for name, leaf in apply(params, x).items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-12, atol=1e-13)
+
+    def loss(params, apply):
+        return (apply(params, x)["scores"] ** 3).sum()
+
+    with jax.set_mesh(where):
+        gradient = jax.grad(loss)(params, apply)
+    for name, leaf in jax.grad(loss)(params, model).items():
+        np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
 
 
 def test_what_data_parallel_refuses(params):
