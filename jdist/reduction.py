@@ -1,38 +1,39 @@
 """Reductions as partial results that combine, for every split of a batch.
 
 A batch of examples e with losses l_e and weights w_e is reduced to one loss, and its
-gradient is a sum over examples with *seeds* s_e:
+gradient is a sum over examples with *seeds* s_e, the cotangents of the losses:
 
     sum         L = S w l           dL/dW = S s dl/dW             s = w
-    mean        L = S w l / S w     dL/dW = S s dl/dW / S w       s = w
-    max, min    L = extreme of l    dL/dW = S s dl/dW / S s       s = 1 where l = L
+    mean        L = S (w / S w) l   dL/dW = S s dl/dW             s = w / S w
+    max, min    L = extreme of l    dL/dW = S s dl/dW             s = 1 / ties where l = L
 
-(over w > 0 for max and min: ties share equally, as in `jnp.max`.) Each line has the
-same three parts: a value, a sum of seeded gradients, and a total by which the sum is
-divided at the very end. A shard of the batch, or a micro-batch, yields the three for
-its own examples: a `Partial`. Partials combine by addition (for max and min: of those
-that hold the extreme), so that any split gives the whole batch's gradient:
+(over w > 0 for max and min: ties share equally, as in `jnp.max`.) A shard of the batch,
+or a micro-batch, yields a value, a sum of seeded gradients and a weight for its own
+examples: a `Partial`. Partials combine by addition (for max and min: of those that hold
+the extreme), so that any split gives the whole batch's gradient:
 
     dL/dW = sum_i (B_i / B) dL_i/dW                 with B_i = S w over shard i
 
-A shard without examples needs no special case, and because weights enter through the
-seeds and not afterwards, a loss that uses collectives (batch statistics over all
-replicas) gets its right gradient too.
+Seeds. `shares` divides the weights of a mean by the total of the whole batch, which is
+known before the backward pass; a mean is a sum from there on. An example's backward
+pass thus begins with its share w / S w, as in `jax.grad` of the mean, and a rule that
+is not linear in its cotangent (which clips or rounds it, or adds something to it) does
+what it does there, in every split. The extreme of a batch is known beforehand if the
+batch is one pass, or one pass on each replica: `partial_with_aux` then divides by the
+ties. Elsewhere (micro-batches) each part divides by its own ties, and `finish` by the
+sum of what counts: equal for rules that are linear.
 
-Precision. Partials are float32 or wider, and so are their sums, their total and the
-division; the finished gradient is rounded once. Inside the backward pass the model
-computes in dtypes of its own, and in float16 a sum over many examples overflows where
-their mean does not. So what enters it is divided beforehand, by a power of two, which
-rounds nothing and cancels in the end:
+Weights enter through the seeds and not afterwards, so that a loss that uses collectives
+(batch statistics over all replicas) gets its right gradient too.
 
-    mean        `normalized` weights, whose total over *all* shards is in (1/2, 1]: the
-                cotangent of a loss is at most w / S w, as in `jax.grad` of the mean
-    max, min    `partial` divides by the number of ties in the shard, rounded up
-    sum         is not divided by anything, and overflows where `jax.grad` of it does
+Weight 0 excludes an example: before the forward pass `without_excluded` puts the first
+example that counts in its place. A seed of 0 alone would not do, since 0 times the
+infinite derivative of a loss such as 0 / 0 is NaN.
 
-A loss in 16 bits takes its cotangent rounded to 16 bits. `partial` multiplies what
-comes back by S seed / S rounded seed, so that the roundings do not change the total:
-equal weights stay exact, and B_i / B is.
+Precision. Partials are float32 or wider, and so are their sums and their total; the
+finished gradient is rounded once. A loss in 16 bits takes its cotangent rounded to 16
+bits. `partial` multiplies what comes back by S seed / S rounded seed, so that the
+roundings do not change the total: equal weights stay exact, and B_i / B is.
 
 Weights that are negative or NaN give NaN on every replica, and so do weights that are
 all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
@@ -68,18 +69,19 @@ __all__ = [
     "check_losses",
     "check_reduction",
     "combine",
+    "divided",
     "empty",
     "finish",
-    "normalized",
     "partial",
     "partial_with_aux",
     "rounded",
     "scaled",
     "seeds",
-    "share",
+    "shares",
     "weight_array",
     "weighted_mean",
     "wide_weights",
+    "without_excluded",
 ]
 
 REDUCTIONS = ("mean", "sum", "max", "min")
@@ -96,8 +98,9 @@ class Partial(NamedTuple):
     parameter is not a floating array."""
 
     weight: jax.Array
-    """Scalar: S w, or the number of examples that hold the extreme. NaN marks a
-    result that must not be trusted, and survives every combination."""
+    """Scalar: S w; of a mean's shares, so that it is 1 for the whole batch, to
+    rounding; or the number of examples that hold the extreme. NaN marks a result that
+    must not be trusted, and survives every combination."""
 
 
 def check_reduction(call: str, reduction: str) -> None:
@@ -114,15 +117,18 @@ def partial(
     batch: PyTree,
     weights: jax.Array,
     reduction: str,
+    axis_name: Hashable | None = None,
 ) -> Partial:
-    """One forward and backward pass over a shard, not yet divided by a total.
+    """One forward and backward pass over a shard.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`.
       params: Pytree; leaves that are not floating arrays get no gradient.
       batch: Pytree of arrays, each `(examples, ...)`.
-      weights: `(examples,)`, non-negative; 0 leaves an example out.
+      weights: `(examples,)`, non-negative; 0 leaves an example out. From `shares`.
       reduction: One of `REDUCTIONS`.
+      axis_name: The bound axis of replicas if this is the only pass of each: the
+        extreme of max and min is then found over all of them before the backward pass.
 
     Raises:
       ValueError: `loss_fn` returned something else than one loss per example.
@@ -131,7 +137,9 @@ def partial(
     def without_aux(params: PyTree, batch: PyTree) -> tuple[jax.Array, None]:
         return loss_fn(params, batch), None
 
-    part, _ = partial_with_aux(without_aux, params, batch, weights, reduction)
+    part, _ = partial_with_aux(
+        without_aux, params, batch, weights, reduction, axis_name
+    )
     return part
 
 
@@ -141,9 +149,14 @@ def partial_with_aux(
     batch: PyTree,
     weights: jax.Array,
     reduction: str,
+    axis_name: Hashable | None = None,
 ) -> tuple[Partial, Any]:
     """`partial` for a loss function that returns `(losses, aux)`; returns aux too."""
     trainable, fixed = split_inexact(params)
+    # Before the passes: a gradient is final once nothing costly follows (see
+    # `jdist.data_parallel.gradient.gradient_order`).
+    some = jnp.any(weights != 0)
+    batch = without_excluded(batch, weights)
 
     def losses_of(trainable: PyTree) -> tuple[jax.Array, Any]:
         losses, aux = loss_fn(merge(trainable, fixed), batch)
@@ -152,20 +165,29 @@ def partial_with_aux(
 
     losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
     value, cotangents, weight = seeds(losses, weights, reduction)
-    given, factor = _entering(cotangents, losses.dtype, reduction)
+    # 1 for a mean and a sum, whose seeds are known.
+    ties: ArrayLike = 1
+    if reduction in ("max", "min"):
+        value, cotangents, weight, ties = _tied(
+            value, cotangents, weight, reduction, axis_name
+        )
+    given, factor = rounded(cotangents, losses.dtype)
     (gradient,) = pull_back(given)
+    if axis_name is None and reduction in ("max", "min"):
+        factor = ties if factor is None else factor * ties
     # Widened before any sum: a total of many shards in 16 bits would lose terms.
     gradient = scaled(jax.tree.map(_widen, gradient), factor)
+    # Without an example that counts there was none to put in the place of the others.
+    gradient = jax.tree.map(lambda g: jnp.where(some, g, 0), gradient)
     return Partial(value, gradient, weight), aux
 
 
-def normalized(
+def shares(
     weights: ArrayLike, reduction: str, total: ArrayLike | None = None
 ) -> jax.Array:
-    """Scales the weights of a mean by a power of two to a total in (1/2, 1].
+    """Weights as shares of their total, w / S w, for a mean.
 
-    Nothing is rounded, and a mean does not change: both of its sums get the factor.
-    Use it before `partial`, with the total of all shards; see the module.
+    A mean with these weights is a sum; see the module.
 
     Args:
       weights: `(examples,)`, of one shard.
@@ -173,21 +195,46 @@ def normalized(
       total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
 
     Returns:
-      `(examples,)`, float32 or wider. As they were if the total is 0, negative, NaN or
-      infinite, so that the result is NaN all the same.
+      `(examples,)`, float32 or wider; NaN if the total is 0, negative, NaN or infinite.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> normalized(jnp.array([3.0, 1.0, 2.0]), "mean")
-      Array([0.375, 0.125, 0.25 ], dtype=float32)
+      >>> shares(jnp.array([5.0, 1.0, 2.0]), "mean")
+      Array([0.625, 0.125, 0.25 ], dtype=float32)
     """
     weights = wide_weights(weights)
     if reduction != "mean":
         return weights
     total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
-    # A total that is not usable gives NaN in the end, and must not give 0 on the way.
     usable = (total > 0) & jnp.isfinite(total)
-    return weights * jnp.where(usable, _reciprocal_power(total), 1)
+    return jnp.where(usable, weights / total, jnp.nan)
+
+
+def without_excluded(batch: PyTree, weights: jax.Array) -> PyTree:
+    """Puts the first example that counts in the place of those of weight 0.
+
+    What an excluded example's own numbers would make of the backward pass (NaN, if its
+    loss is 0 / 0) cannot reach the gradient. A batch of weights that are all 0 stays as
+    it is.
+
+    Args:
+      batch: Pytree of arrays, each `(examples, ...)`.
+      weights: `(examples,)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> without_excluded(jnp.array([5.0, 7.0, 3.0]), jnp.array([0, 2, 1]))
+      Array([7., 7., 3.], dtype=float32)
+    """
+    excluded = weights == 0
+    first = jnp.argmax(weights != 0)
+
+    def included(leaf: jax.Array) -> jax.Array:
+        chosen = jax.lax.dynamic_index_in_dim(leaf, first, keepdims=True)
+        mask = excluded.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(mask, chosen, leaf)
+
+    return jax.tree.map(included, batch)
 
 
 def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
@@ -225,7 +272,8 @@ def seeds(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The value, the cotangent of each loss, and the total of one shard.
 
-    All three are float32 or wider; the cotangents are not divided by any total yet.
+    All three are float32 or wider. The cotangents of max and min are 1, and not divided
+    by the number of ties yet.
     """
     losses = _widen(losses)
     weights = wide_weights(weights).astype(losses.dtype)
@@ -302,7 +350,7 @@ def rounded(
 
 
 def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
-    """Multiplies a tree by the factor that `rounded` returned."""
+    """Multiplies a tree by the factor that `rounded` returned, or by a weight."""
     if factor is None:
         return gradient
     # 16-bit leaves in float32: in 16 bits the factor may round to 1.
@@ -311,25 +359,29 @@ def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
     )
 
 
-def _entering(
-    cotangents: jax.Array, dtype: DTypeLike, reduction: str
-) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangents that enter the backward pass, and the factor for its result."""
-    if reduction not in ("max", "min"):
-        return rounded(cotangents, dtype)
-    power = _reciprocal_power(jnp.maximum(jnp.sum(cotangents), 1))
-    # A power of two rounds nothing, and brings the sum of the seeds to 1 at most.
-    given, factor = rounded(cotangents * power, dtype)
-    return given, (1 if factor is None else factor) / power
+def _tied(
+    value: jax.Array,
+    ties: jax.Array,
+    count: jax.Array,
+    reduction: str,
+    axis_name: Hashable | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Divides the seeds of an extreme by the number of examples that hold it.
 
-
-def _reciprocal_power(number: jax.Array) -> jax.Array:
-    """1 / 2^k for the smallest 2^k that is not below a positive number; exact."""
-    mantissa, exponent = jnp.frexp(number)
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    # The reciprocal of the largest powers is no normal number, and would be 0.
-    least = jnp.finfo(number.dtype).minexp
-    return jnp.ldexp(jnp.ones_like(number), jnp.clip(-exponent, least, -least))
+    Returns:
+      The value, the seeds, the partial's weight, and the number of ties here.
+    """
+    if axis_name is None:
+        held = jnp.maximum(jnp.sum(ties), 1)
+        return value, ties / held, count, held
+    pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
+    whole = pick(value, axis_name)
+    ties = jnp.where(value == whole, ties, 0)
+    held = jax.lax.psum(jnp.where(jnp.isnan(count), count, jnp.sum(ties)), axis_name)
+    # Nothing is left to divide: the weights of all replicas are 1 together.
+    counted = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
+    weight = jnp.where(held > 0, counted, held * counted)
+    return whole, ties / held, weight, held
 
 
 def _widen(array: jax.Array) -> jax.Array:
@@ -379,26 +431,22 @@ def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
     return _holders(part, value)._replace(value=value)
 
 
-def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
-    """The summand of one replica in a leaf of the finished gradient."""
-    return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
-
-
 def finish(part: Partial, reduction: str, like: PyTree) -> tuple[jax.Array, Any]:
-    """Divides by the total: the loss, and the gradient in the dtypes of `like`."""
-    total = part.weight
-    if reduction == "sum":
-        divided = part.gradient
-        loss = part.value
-    else:
-        divided = jax.tree.map(lambda g: _scaled(jnp.divide, g, total), part.gradient)
-        loss = part.value / total if reduction == "mean" else part.value
+    """The loss, and the gradient in the dtypes of `like`, from the sum of partials."""
+    loss, gradient, total = part
+    if reduction in ("max", "min"):
+        gradient = divided(gradient, total)
     # A sum of nothing is 0; a mean or an extreme of nothing is nothing.
     usable = total >= 0 if reduction == "sum" else total > 0
     loss = jnp.where(usable, loss, jnp.nan)
     trainable, _ = split_inexact(like)
-    # Rounded to the parameters' dtypes once, after the division.
-    return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), divided, trainable)
+    # Rounded to the parameters' dtypes once.
+    return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trainable)
+
+
+def divided(tree: PyTree, total: jax.Array) -> PyTree:
+    """Divides a tree by a real scalar, each leaf in its own precision."""
+    return jax.tree.map(lambda x: _scaled(jnp.divide, x, total), tree)
 
 
 def _holders(part: Partial, value: jax.Array) -> Partial:

@@ -570,7 +570,7 @@ def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
         for leaf, weight in zip(wide, weights, strict=True)
     ]
     total = functools.reduce(jnp.add, summands)
-    mean = reduction.share(total, functools.reduce(jnp.add, weights), "mean")
+    mean = reduction.divided(total, functools.reduce(jnp.add, weights))
     return mean.astype(leaves[0].dtype)
 
 

@@ -48,7 +48,7 @@ class Programs:
         def shard_sum(
             params: PyTree, batch: PyTree, weights: jax.Array, total: jax.Array
         ) -> Partial:
-            weights = reductions.normalized(weights, reduction, total)
+            weights = reductions.shares(weights, reduction, total)
             return reductions.partial(loss_fn, params, batch, weights, reduction)
 
         def stepped(state: TrainState, total: Partial) -> tuple[TrainState, jax.Array]:

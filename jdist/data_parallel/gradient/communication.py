@@ -1,12 +1,13 @@
 """Communication: from every replica's partial gradient to the whole batch's.
 
-Without a hook each bucket of gradients takes one collective; the loss and the total
-weight are sent with the first. With a hook the total is needed first, so that each
-replica can pass the hook its *share*, already weighted:
+Each bucket of gradients takes one collective, or its hook; the loss and the sum of
+weights are sent with the first bucket, or before the hooks. The summands are *shares*
+of the finished gradient, since the seeds of the backward pass were:
 
-    without   psum of S w l, S w, S w dl/dW        then  / S w
-    with      psum of S w l, S w;   share_i = (S w dl/dW on replica i) / S w
-              gradient = hook's sum of the shares
+    share_i = S (w / S w) dl/dW over replica i's examples       gradient = sum_i share_i
+
+A share of max or min is divided by the ties of all replicas: at the end or, with a
+hook, before it.
 
 The collectives are kept apart and in the order of the buckets by a data dependence (see
 `jdist._compat.after`).
@@ -133,7 +134,7 @@ class Communication:
     def weights_of(self, batch: PyTree, weights: jax.Array | None) -> jax.Array:
         """This replica's weights as `partial` takes them; None stands for 1 each.
 
-        For a mean they are normalized by the total over all replicas, which takes a
+        For a mean they are shares of the total over all replicas, which takes a
         collective of one number.
         """
         count = examples_in(batch, self.call)
@@ -146,7 +147,7 @@ class Communication:
             total = jnp.sum(reductions.wide_weights(weights))
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
-        return reductions.normalized(weights, self.reduction, total)
+        return reductions.shares(weights, self.reduction, total)
 
     def checksums(self, gradient: PyTree) -> dict[str, jax.Array] | None:
         """Checksums of all replicas' gradients; None unless `debug` is set."""
@@ -192,7 +193,7 @@ class Communication:
             whole = whole._replace(gradient=jax.tree.unflatten(structure, arrays))
             return *reductions.finish(whole, self.reduction, like), ()
         whole, arrays, state = self._with_hook(part, leaves, state)
-        # Shares were divided by the total before: only the loss is left to finish.
+        # Shares of an extreme are divided already: only the loss is left to finish.
         nothing = whole._replace(gradient=None)
         loss, _ = reductions.finish(nothing, self.reduction, like=None)
         trainable, _ = split_inexact(like)
@@ -297,9 +298,9 @@ class Communication:
         scalars = jnp.stack(self._scalars(part))
         found = METHODS[self.method](scalars, self.axis)
         whole = self._with_scalars(part, list(found))
-        shares = [
-            reductions.share(g, whole.weight, self.reduction) for g in leaves.arrays
-        ]
+        shares = leaves.arrays
+        if self.reduction in ("max", "min"):
+            shares = reductions.divided(shares, whole.weight)
         fraction = part.weight / whole.weight  # B_i / B
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None

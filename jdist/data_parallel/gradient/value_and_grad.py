@@ -1,8 +1,7 @@
 """The loss and gradient of a whole batch, computed by replicas on parts of it.
 
 Each replica runs one forward and one backward pass over its own examples and gets a
-`Partial` (see `jdist.reduction`); one collective joins the partials; the division by
-the total comes last. The replicas are the devices of a mesh axis under `shard_map`, or,
+`Partial` (see `jdist.reduction`); one collective joins the partials. The replicas are the devices of a mesh axis under `shard_map`, or,
 on a single device, the rows of a `vmap` with an axis name; both run the same code.
 """
 
@@ -166,7 +165,12 @@ class _Programs:
         rows = PartitionSpec(communication.axis)
 
         def parts(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
-            fn = partial(reductions.partial, loss_fn, reduction=reduction)
+            fn = partial(
+                reductions.partial,
+                loss_fn,
+                reduction=reduction,
+                axis_name=communication.axis,
+            )
             weights = communication.weights_of(batch, weights)
             return with_gradient_order(fn, params, batch, weights)
 

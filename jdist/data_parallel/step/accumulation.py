@@ -5,7 +5,7 @@ As with `no_sync` in PyTorch, k backward passes share one reduction. The micro-b
 counts by the weight of its examples: the mean of k means differs if the counts do.
 
     rows of one replica, k = 3:   [a b][c d][e .]     . has weight 0
-    partial = a + b + c + d + e,  total = 5           one reduction, then / 5
+    partial = (a + b + c + d + e) / 5                 seeds of 1 / 5; one reduction
 """
 
 from collections.abc import Callable
@@ -43,7 +43,12 @@ class ReplicaBatch(NamedTuple):
 
 
 def accumulated(
-    loss: LossCall, params: PyTree, share: ReplicaBatch, reduction: str, count: int
+    loss: LossCall,
+    params: PyTree,
+    share: ReplicaBatch,
+    reduction: str,
+    count: int,
+    axis_name: str,
 ) -> tuple[Partial, PyTree, PyTree]:
     """Forward and backward passes over one replica's share, summed.
 
@@ -53,6 +58,7 @@ def accumulated(
       share: The replica's examples; their number is a multiple of `count`.
       reduction: One of `jdist.reduction.REDUCTIONS`.
       count: Number of micro-batches.
+      axis_name: The axis of replicas.
 
     Returns:
       The partial, with None as gradient of a parameter that no loss depends on; the
@@ -69,7 +75,13 @@ def accumulated(
             return loss(watched(params, used), batch, key, state)
 
         part, (new_states, aux) = reductions.partial_with_aux(
-            losses_of, params, batch, weights, reduction
+            losses_of,
+            params,
+            batch,
+            weights,
+            reduction,
+            # The extreme of several micro-batches is known after the last one.
+            axis_name if count == 1 else None,
         )
         # Padding repeats examples: alone it must not move the statistics.
         some = jnp.any(weights > 0)

@@ -248,7 +248,7 @@ def local_sgd(
         communication = Communication("local_sgd", axis, hook=hook, replicated=False)
         if weights is None:
             weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
-        # Before they are normalized: averages weigh replicas by their examples.
+        # Before they are shares: averages weigh replicas by their examples.
         seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
         weights = communication.weights_of(batch, weights)
         part, ready = with_gradient_order(part_of, params, batch, weights)

@@ -273,8 +273,8 @@ class _Driver:
         spec = PartitionSpec(axis)
         self.head = GuardedJit(head, "reducer", {"loss_fn": loss_fn})
         # One program over all devices, since the total is that of all replicas.
-        self.normalized = jax.jit(
-            lambda weights: reductions.normalized(weights, reduction),
+        self.shares = jax.jit(
+            lambda weights: reductions.shares(weights, reduction),
             out_shardings=self.rows,
         )
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
@@ -304,7 +304,7 @@ class _Driver:
         params = _laid_out(list(params), self.whole)
         own_params = self._by_device(params)
         batch, weights = _laid_out(given, self.rows)
-        own_given = self._by_device((batch, self.normalized(weights)))
+        own_given = self._by_device((batch, self.shares(weights)))
         passes = [
             _ReplicaPass(self.segments, self.head, p, *g)
             for p, g in zip(own_params, own_given, strict=True)
@@ -356,7 +356,7 @@ class _Driver:
 
         one = SingleDeviceSharding(self.mesh.devices.flat[0])
         batch, weights = _placed(given, self.rows)
-        weights = call("weights", self.normalized, weights)
+        weights = call("weights", self.shares, weights)
         # The replicas divide the rows of the batch evenly.
         own = jax.tree.map(
             lambda x: x.update(shape=(x.shape[0] // self.mesh.size, *x.shape[1:])),

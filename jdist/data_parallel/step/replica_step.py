@@ -63,7 +63,7 @@ class ReplicaStep:
         weights = self.communication.weights_of(batch, weights)
         (part, states, aux), ready = self._own(state, scale, batch, weights)
         axis = self.communication.axis
-        # Normalized weights serve as well: only their proportions matter.
+        # Shares serve as well: only their proportions matter.
         states = synchronized(states, jnp.sum(weights), axis, self.rule)
         like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
         kept = own_row(hook_state)
@@ -100,7 +100,12 @@ class ReplicaStep:
 
         def fn(params: PyTree, share: ReplicaBatch) -> PyTree:
             return accumulated(
-                loss, params, share, self.communication.reduction, self.accumulate
+                loss,
+                params,
+                share,
+                self.communication.reduction,
+                self.accumulate,
+                self.communication.axis,
             )
 
         share = ReplicaBatch(batch, weights, key, state.states)
@@ -175,7 +180,7 @@ def evaluation(
         # A partial without gradients, so that losses are joined as in a training step.
         part = Partial(value, {}, weight)
         found, *_ = communication(part, part, {})
-        # Counted from the weights as given, since `entering` is normalized.
+        # Counted from the weights as given, since `entering` has shares.
         given = jnp.ones(entering.shape, jnp.float32) if weights is None else weights
         wide = reductions.wide_weights(given)
         own = jnp.sum(wide > 0), jnp.sum(wide)

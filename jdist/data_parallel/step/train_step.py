@@ -2,7 +2,7 @@
 
                      replica 0 .. K-1, each on its own rows
     state, batch --> [ micro-batch 1 .. k: forward, backward; partials summed ]
-                     one reduction over the replicas, then / total
+                     one reduction over the replicas
                  --> clip by the global norm --> optimizer --> state, metrics
 
 Random numbers depend on the state only:
