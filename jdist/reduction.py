@@ -207,7 +207,10 @@ def shares(
         return weights
     total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
     usable = (total > 0) & jnp.isfinite(total)
-    return jnp.where(usable, weights / total, jnp.nan)
+    # XLA multiplies by a reciprocal, which is 0 for the largest totals: a power of two
+    # rounds nothing, and brings the total near 1 first.
+    power = _reciprocal_power(total)
+    return jnp.where(usable, weights * power / (total * power), jnp.nan)
 
 
 def without_excluded(batch: PyTree, weights: jax.Array) -> PyTree:
@@ -382,6 +385,15 @@ def _tied(
     counted = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
     weight = jnp.where(held > 0, counted, held * counted)
     return whole, ties / held, weight, held
+
+
+def _reciprocal_power(number: jax.Array) -> jax.Array:
+    """1 / 2^k for the smallest 2^k that is not below a positive number; exact."""
+    mantissa, exponent = jnp.frexp(number)
+    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    # The reciprocal of the largest powers is no normal number, and would be 0.
+    least = jnp.finfo(number.dtype).minexp
+    return jnp.ldexp(jnp.ones_like(number), jnp.clip(-exponent, least, -least))
 
 
 def _widen(array: jax.Array) -> jax.Array:

@@ -45,7 +45,13 @@ def judge(name):
 
 def reduce_whole(params, batch, weights, name):
     """All examples as one partial."""
-    whole = reduction.partial(losses_of, params, batch, weights, name)
+    return reduce_of(losses_of, params, batch, weights, name)
+
+
+def reduce_of(loss_fn, params, batch, weights, name):
+    """All examples as one partial, with their shares of the total."""
+    weights = reduction.shares(weights, name)
+    whole = reduction.partial(loss_fn, params, batch, weights, name)
     return reduction.finish(whole, name, like=params)
 
 
@@ -66,9 +72,10 @@ def test_partials_of_any_split_combine_to_the_whole(problem, name, cut):
     params, batch, weights = problem
 
     def split(p, b):
+        own = np.split(reduction.shares(weights, name), cut)
         parts = [
             reduction.partial(losses_of, p, rows, w, name)
-            for rows, w in zip(np.split(b, cut), np.split(weights, cut), strict=True)
+            for rows, w in zip(np.split(b, cut), own, strict=True)
             if len(rows)
         ]
         whole = parts[0]
@@ -78,6 +85,60 @@ def test_partials_of_any_split_combine_to_the_whole(problem, name, cut):
 
     report = judge(name)(params, batch, {"split": split}, weights=weights, seed=None)
     report.raise_if_failed()
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity, whose cotangent is clipped: JAX's tutorial on custom rules."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.03, 0.02),))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("examples", [5, 6, 7, 11])
+def test_a_rule_that_clips_sees_the_whole_batchs_cotangent(rng, name, examples):
+    """As under `jax.grad` of the reduced loss, with unequal weights."""
+    w = jnp.asarray(rng.normal(size=(4, 3)))
+    x = jnp.asarray(rng.normal(size=(examples, 4)))
+    weights = jnp.asarray(rng.uniform(0.5, 3, size=examples))
+
+    def losses(w, x):
+        return (jnp.tanh(clipped(x @ w)) ** 2).sum(axis=-1)
+
+    def whole(w):
+        found = losses(w, x)
+        if name in ("max", "min"):
+            return getattr(jnp, name)(found)
+        weighted = (weights * found).sum()
+        return weighted / weights.sum() if name == "mean" else weighted
+
+    loss, gradient = jax.value_and_grad(whole)(w)
+    found = reduce_of(losses, w, x, weights, name)
+    np.testing.assert_allclose(found[0], loss, rtol=1e-12)
+    np.testing.assert_allclose(found[1], gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_an_excluded_example_reaches_no_backward_pass(rng, name):
+    """Its loss is 0 / 0, whose derivative no seed of 0 makes finite."""
+    x = jnp.asarray(rng.normal(size=(7, 3)))
+    tokens = jnp.asarray([2.0, 1.0, 0.0, 3.0, 0.0, 1.0, 5.0])
+    w = jnp.asarray(rng.normal(size=3))
+
+    def losses(w, batch):
+        x, tokens = batch
+        return jnp.tanh(x @ w) ** 2 * tokens / tokens
+
+    found = reduce_of(losses, w, (x, tokens), tokens, name)
+    kept = np.flatnonzero(tokens)
+    alone = reduce_of(losses, w, (x[kept], tokens[kept]), tokens[kept], name)
+    assert np.isfinite(found[1]).all()
+    np.testing.assert_allclose(found[0], alone[0], rtol=1e-12)
+    np.testing.assert_allclose(found[1], alone[1], rtol=1e-12)
+    part = reduction.partial(losses, w, (x[2:3], tokens[2:3]), tokens[2:3], name)
+    assert not part.gradient.any()
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
@@ -119,7 +180,7 @@ def test_ties_agree_with_jnp_max():
 def test_negative_and_nan_weights_give_nan(problem, name, wrong):
     """In whichever part the bad weight is, the whole is NaN; nothing is hidden."""
     params, batch, weights = problem
-    bad = weights.at[7].set(wrong)
+    bad = reduction.shares(weights.at[7].set(wrong), name)
     parts = [
         reduction.partial(losses_of, params, batch[rows], bad[rows], name)
         for rows in (slice(0, 5), slice(5, 9))
@@ -153,8 +214,7 @@ def test_an_excluded_infinite_loss_does_not_matter(name):
     """A loss that is infinite at weight 0 leaves loss and gradient finite."""
     x = jnp.array([1.0, jnp.inf, 3.0])
     weights = jnp.array([1.0, 0.0, 2.0])
-    whole = reduction.partial(lambda w, x: w + x, jnp.array(2.0), x, weights, name)
-    loss, gradient = reduction.finish(whole, name, like=jnp.array(2.0))
+    loss, gradient = reduce_of(lambda w, x: w + x, jnp.array(2.0), x, weights, name)
     assert loss == {"mean": 13 / 3, "sum": 13, "max": 5, "min": 3}[name]
     assert gradient == (3 if name == "sum" else 1)
 
@@ -375,46 +435,38 @@ def test_ties_do_not_overflow_in_float16(name):
     assert gradient.dtype == jnp.float16
 
 
-def reduce_of(loss_fn, params, batch, weights, name):
-    """All examples as one partial, weights as the library normalizes them."""
-    weights = reduction.normalized(weights, name)
-    whole = reduction.partial(loss_fn, params, batch, weights, name)
-    return reduction.finish(whole, name, like=params)
-
-
 @pytest.mark.parametrize("factor", [2.0**-90, 1.0, 2.0**90])
-def test_normalizing_rounds_nothing(problem, factor):
-    """Loss and gradient have the bits that undivided sums give, whatever the scale."""
+def test_a_factor_of_all_weights_changes_no_bit(problem, factor):
+    """Nor does it let a sum overflow or vanish: a mean's weights are shares."""
     params, batch, weights = jax.tree.map(
         lambda x: x if x.dtype == int else x.astype(jnp.float32), problem
     )
-    whole = reduction.partial(losses_of, params, batch, weights, "mean")
-    plain = reduction.finish(whole, "mean", like=params)
-    weights = weights * jnp.float32(factor)
-    found = reduce_of(losses_of, params, batch, weights, "mean")
-    assert verify.compare(plain, found).bit_equal
-    total = float(reduction.normalized(weights, "mean").sum())
-    assert 0.5 < total <= 1
+    plain = reduce_whole(params, batch, weights, "mean")
+    scaled = weights * jnp.float32(factor)
+    assert verify.compare(
+        plain, reduce_whole(params, batch, scaled, "mean")
+    ).bit_equal
 
 
 @pytest.mark.parametrize("total", [1.0, 0.75, 3e38, 1.5e-38, 8192.0, 8193.0])
-def test_totals_are_normalized_to_a_half_and_one(total):
-    """Powers of two become 1; at the ends of float32 the power is a normal number."""
-    found = reduction.normalized(jnp.float32([total]), "mean")[0]
-    power = float(found) / float(np.float32(total))
-    assert np.frexp(power)[0] == 0.5
-    assert 0.5 < found <= 1 or total in (3e38, 1.5e-38)
-    assert 0.1 < found < 4
+def test_shares_are_exact_to_rounding(total):
+    """At the ends of float32 as well: XLA multiplies by the rounded reciprocal."""
+    # Weights below the least normal number count as 0 on a CPU.
+    weights = np.float32(total) * np.float32([1 / 2, 1 / 3, 1 / 7] if total > 1 else 1)
+    weights = np.atleast_1d(weights)
+    whole = np.float32(weights.astype(float).sum())
+    found = reduction.shares(jnp.asarray(weights), "mean", whole)
+    exact = weights.astype(float) / float(whole)
+    np.testing.assert_allclose(found, exact, rtol=2**-23)
 
 
 def test_bad_totals_are_not_hidden():
-    """What is not a total stays as it is, and so do the weights of other reductions."""
+    """Their shares are NaN; the weights of other reductions stay as they are."""
     for weights in ([0.0, 0.0], [-1.0, 0.5], [np.nan, 1.0], [np.inf, 1.0]):
-        found = reduction.normalized(jnp.array(weights), "mean")
-        np.testing.assert_array_equal(found, weights)
+        assert np.isnan(reduction.shares(jnp.array(weights), "mean")).all()
     for name in ("sum", "max", "min"):
         np.testing.assert_array_equal(
-            reduction.normalized(jnp.array([3.0, 5.0]), name), [3, 5]
+            reduction.shares(jnp.array([3.0, 5.0]), name), [3, 5]
         )
 
 
@@ -444,7 +496,7 @@ def test_shards_of_a_16_bit_loss_count_by_their_exact_weight():
             lambda w, x: (x * w).astype(jnp.bfloat16),
             jnp.float32(1),
             jnp.full(len(weights), value, jnp.float32),
-            jnp.float32(weights),
+            reduction.shares(jnp.float32(weights), "mean", 1275),
             "mean",
         )
         for value, weights in ((4.0, [257]), (0.5, [509, 509]))
