@@ -195,7 +195,9 @@ def shares(
       total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
 
     Returns:
-      `(examples,)`, float32 or wider; NaN if the total is 0, negative, NaN or infinite.
+      `(examples,)`; NaN if the total is 0, negative, NaN or infinite. Those of a mean
+      are as wide as the precision in use allows, so that losses of any dtype can take
+      their shares from them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -205,6 +207,7 @@ def shares(
     weights = wide_weights(weights)
     if reduction != "mean":
         return weights
+    weights = weights.astype(jnp.result_type(float))
     total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
     usable = (total > 0) & jnp.isfinite(total)
     # XLA multiplies by a reciprocal, which is 0 for the largest totals: a power of two

@@ -91,10 +91,10 @@ class Batches:
         """Number of units of a step: its slots, or its examples."""
         return len(self.rows(step)) if self.slots is None else self.slots
 
-    def shard(self, step: int, part: Part) -> tuple[PyTree, np.ndarray, np.float32]:
+    def shard(self, step: int, part: Part) -> tuple[PyTree, np.ndarray, np.float64]:
         """Examples and weights of a part of a step, padded, and the step's weight."""
         rows = self.rows(step)
-        total = np.float32(self.weights[rows].sum(dtype=np.float64))
+        total = self.weights[rows].sum(dtype=np.float64)
         if self.slots is None:
             own = rows[part.start : part.stop]
             # A power of two, so that few programs are compiled.
@@ -108,7 +108,7 @@ class Batches:
         places = np.concatenate([own, np.repeat(rows[:1], size - len(own))])
         weights = np.where(np.arange(size) < len(own), self.weights[places], 0)
         batch = jax.tree.map(lambda x: np.asarray(x[places]), self.data)
-        return batch, weights.astype(np.float32), total
+        return batch, weights.astype(self.weights.dtype), total
 
 
 class SumStructure(Protocol):

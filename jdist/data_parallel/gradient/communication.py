@@ -144,7 +144,9 @@ class Communication:
             weights = jnp.ones(count, jnp.float32)
         elif self.reduction == "mean":
             # Depends on the weights only, so that it can run beside the forward pass.
-            total = jnp.sum(reductions.wide_weights(weights))
+            # As wide as the shares will be.
+            wide = reductions.wide_weights(weights).astype(jnp.result_type(float))
+            total = jnp.sum(wide)
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
         return reductions.shares(weights, self.reduction, total)
