@@ -3,11 +3,11 @@
 A batch of examples e with losses l_e and weights w_e is reduced to one loss, and its
 gradient is a sum over examples with *seeds* s_e, the cotangents of the losses:
 
-    sum         L = S w l           dL/dW = S s dl/dW             s = w
-    mean        L = S (w / S w) l   dL/dW = S s dl/dW             s = w / S w
-    max, min    L = extreme of l    dL/dW = S s dl/dW             s = 1 / ties where l = L
+    sum         L = S w l           dL/dW = S s dl/dW         s = w
+    mean        L = S (w / S w) l   dL/dW = S s dl/dW         s = w / S w
+    max, min    L = extreme of l    dL/dW = S s dl/dW         s = 1 / ties where l = L
 
-(over w > 0 for max and min: ties share equally, as in `jnp.max`.) A shard of the batch,
+(over w > 0 for max and min: ties share equally, as in `jnp.max`.) A shard of a batch,
 or a micro-batch, yields a value, a sum of seeded gradients and a weight for its own
 examples: a `Partial`. Partials combine by addition (for max and min: of those that hold
 the extreme), so that any split gives the whole batch's gradient:
@@ -165,16 +165,19 @@ def partial_with_aux(
 
     losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
     value, cotangents, weight = seeds(losses, weights, reduction)
-    # 1 for a mean and a sum, whose seeds are known.
-    ties: ArrayLike = 1
+    held = None  # Divided by at the seeds, and not yet known to be the whole batch's.
     if reduction in ("max", "min"):
-        value, cotangents, weight, ties = _tied(
-            value, cotangents, weight, reduction, axis_name
-        )
+        if axis_name is None:
+            held = jnp.maximum(weight, 1)
+            cotangents = cotangents / held
+        else:
+            value, cotangents, weight = _over_replicas(
+                value, cotangents, weight, reduction, axis_name
+            )
     given, factor = rounded(cotangents, losses.dtype)
     (gradient,) = pull_back(given)
-    if axis_name is None and reduction in ("max", "min"):
-        factor = ties if factor is None else factor * ties
+    if held is not None:
+        factor = held if factor is None else factor * held
     # Widened before any sum: a total of many shards in 16 bits would lose terms.
     gradient = scaled(jax.tree.map(_widen, gradient), factor)
     # Without an example that counts there was none to put in the place of the others.
@@ -365,29 +368,23 @@ def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
     )
 
 
-def _tied(
+def _over_replicas(
     value: jax.Array,
     ties: jax.Array,
     count: jax.Array,
     reduction: str,
-    axis_name: Hashable | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Divides the seeds of an extreme by the number of examples that hold it.
-
-    Returns:
-      The value, the seeds, the partial's weight, and the number of ties here.
-    """
-    if axis_name is None:
-        held = jnp.maximum(jnp.sum(ties), 1)
-        return value, ties / held, count, held
+    axis_name: Hashable,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The extreme of all replicas, its seeds here, and the weight of the partial."""
     pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
     whole = pick(value, axis_name)
     ties = jnp.where(value == whole, ties, 0)
-    held = jax.lax.psum(jnp.where(jnp.isnan(count), count, jnp.sum(ties)), axis_name)
-    # Nothing is left to divide: the weights of all replicas are 1 together.
-    counted = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
-    weight = jnp.where(held > 0, counted, held * counted)
-    return whole, ties / held, weight, held
+    here = jnp.where(jnp.isnan(count), count, jnp.sum(ties))
+    held = jax.lax.psum(here, axis_name)
+    # The seeds are divided: what is left for `finish` to divide by is 1 in all.
+    first = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
+    weight = jnp.where(held > 0, first, held * first)
+    return whole, ties / held, weight
 
 
 def _reciprocal_power(number: jax.Array) -> jax.Array:

@@ -443,9 +443,7 @@ def test_a_factor_of_all_weights_changes_no_bit(problem, factor):
     )
     plain = reduce_whole(params, batch, weights, "mean")
     scaled = weights * jnp.float32(factor)
-    assert verify.compare(
-        plain, reduce_whole(params, batch, scaled, "mean")
-    ).bit_equal
+    assert verify.compare(plain, reduce_whole(params, batch, scaled, "mean")).bit_equal
 
 
 @pytest.mark.parametrize("total", [1.0, 0.75, 3e38, 1.5e-38, 8192.0, 8193.0])

@@ -14,7 +14,7 @@ import pytest
 
 from jdist import data_parallel, optim, rpc
 from jdist.data_parallel import Join, hooks, local_sgd, reducer, shard_batch, zero
-from tests.data_parallel.recording import gradient_of, recorder
+from tests.data_parallel.recording import gradient_of
 
 
 def rule(change):

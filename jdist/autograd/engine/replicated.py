@@ -36,8 +36,9 @@ from jdist.rpc.extension import (
     current_agent,
 )
 
-Weight = float | Callable[[], float]
-"""The weight of a trainer's gradient, or a function that returns it at each pass."""
+Weight = float | Callable[[], float] | None
+"""The weight of a trainer's gradient, or a function that returns it at each pass; None
+for gradients that are added."""
 
 STATE = "jdist.autograd.replicated"
 """The key under which a worker keeps its groups of trainers."""
@@ -75,7 +76,12 @@ def replicated(
       group: Names of the trainers, this worker's among them.
       weight: A number that is not negative, such as that of the examples in this
         trainer's batch where its loss is their mean; or a function that is called
-        once in each pass. A weight of 0 leaves a trainer out.
+        once in each pass. A weight of 0 leaves a trainer out. None on all
+        trainers: their gradients are added, for losses that are shares of the whole
+        batch's, S w l / B over the trainer's own examples. The backward pass of each
+        example then begins with its share w / B, as in `jax.grad` of the whole mean; by
+        weights it begins with that of the trainer's own mean. The two differ for rules
+        that are not linear in their cotangent, such as clipping.
       timeout: Seconds; -1 for the default, 0 for no limit. Passes have their own.
 
     Returns:
@@ -161,7 +167,7 @@ class _Contribution(NamedTuple):
     them, shapes and dtypes take their places first.
     """
 
-    weights: dict[int, float]
+    weights: dict[int, float | None]
     leaves: dict[int, list[Any]]
 
 
@@ -208,7 +214,7 @@ class ReplicaGroup:
         tag = f"replicated variable {number}"
         try:
             made = Variable(params)
-            if not callable(weight):
+            if weight is not None and not callable(weight):
                 _check_weight(weight)
         except Exception as error:
             self._refuse(error, tag)
@@ -268,7 +274,7 @@ class ReplicaGroup:
             variable = member.variable
             # At each pass: the number of examples may differ from batch to batch.
             weight = member.weight() if callable(member.weight) else member.weight
-            own.weights[number] = _check_weight(weight)
+            own.weights[number] = None if weight is None else _check_weight(weight)
             gradient = found.get(variable)
             absent: list[Any] = [None] * variable.structure.num_leaves
             own.leaves[number] = (
@@ -536,16 +542,22 @@ def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
 def _mean(
     parts: Sequence[_Contribution], number: int, names: Sequence[str]
 ) -> list[Any] | None:
-    """Return the weighted mean of a variable's leaves; None if no pass reached it.
+    """Return the weighted mean of a variable's leaves, or their sum without weights.
+
+    None if no pass reached it.
 
     Raises:
-      ValueError: No weight is positive.
+      ValueError: No weight is positive, or some trainers have none.
     """
-    weights = [part.weights[number] for part in parts]
+    given = [part.weights[number] for part in parts]
+    weights = [weight for weight in given if weight is not None]
+    if weights and len(weights) < len(given):
+        rule = f"must be None on all of {', '.join(names)}, or on none"
+        raise ValueError(requirement(f"{_CALL}(weight=...)", rule, given))
     rows = list(zip(*(part.leaves[number] for part in parts), strict=True))
     if all(leaf is None for row in rows for leaf in row):
         return None
-    if not (sum(weights) > 0 and isfinite(sum(weights))):
+    if weights and not (sum(weights) > 0 and isfinite(sum(weights))):
         rule = f"must be positive on one of {', '.join(names)}"
         raise ValueError(requirement(f"{_CALL}(weight=...)", rule, weights))
     return [_leaf_mean(row, weights) for row in rows]
@@ -563,8 +575,13 @@ def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> jax.Array | None
 
 @jax.jit
 def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
-    """Return the weighted mean in the order of ranks, in float32 at least."""
+    """Return the weighted mean in the order of ranks, in float32 at least.
+
+    The sum where there are no weights.
+    """
     wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
+    if not weights:
+        return functools.reduce(jnp.add, wide).astype(leaves[0].dtype)
     summands = [
         jnp.where(weight == 0, jnp.zeros_like(leaf), reduction.scaled(leaf, weight))
         for leaf, weight in zip(wide, weights, strict=True)

@@ -200,6 +200,49 @@ def test_weights_are_asked_for_at_each_pass(cluster):
     assert [each[2] for each in found[1:]] == [[4.0], [8.0]]
 
 
+@jax.custom_vjp
+def clip(x):
+    return x
+
+
+clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.02),))
+ROWS, COUNTS = numbers(11, shape=(sum(SIZES), 4)), numbers(12, shape=sum(SIZES)) ** 2
+
+
+def clipping(w, rows, counts):
+    losses = (jnp.tanh(clip(rows @ w)) ** 2).sum(axis=1)
+    return (counts * losses).sum() / COUNTS.sum()
+
+
+def shares():
+    own = slice(sum(SIZES[: rank()]), sum(SIZES[: rank() + 1]))
+    w = autograd.replicated(params(0)["w"], TRAINERS, weight=None)
+    with autograd.context() as context_id:
+        root = autograd.apply(clipping, w, ROWS[own], COUNTS[own])
+        autograd.backward(context_id, [root])
+        return np.asarray(autograd.get_gradients(context_id)[w])
+
+
+def test_shares_of_the_whole_mean_are_added(cluster):
+    """A rule that clips sees what it sees on one device."""
+    found = trainers(cluster, shares)
+    assert bits(found) == bits(found[:1]) * 3
+    expected = jax.grad(clipping)(params(0)["w"], ROWS, COUNTS)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-12)
+
+
+def weighted_here_alone():
+    w = autograd.replicated(np.float32(5), TRAINERS, weight=2 if rank() else None)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [w * 2.0])
+
+
+def test_weights_on_some_trainers_are_refused(cluster):
+    for error in trainers(cluster, weighted_here_alone):
+        assert isinstance(error, ValueError)
+        assert "None on all of worker0, worker1, worker2, or on none" in str(error)
+
+
 def without_weight():
     w = autograd.replicated(np.float32(5), TRAINERS, weight=lambda: 0)
     with autograd.context() as context_id:
