@@ -1,9 +1,9 @@
 """The loss and gradient of a whole batch, computed by replicas on parts of it.
 
 Each replica runs one forward and one backward pass over its own examples and gets a
-`Partial` (see `jdist.reduction`); one collective joins the partials. The replicas are the devices of a mesh axis under
-`shard_map`, or, on a single device, the rows of a `vmap` with an axis name; both run
-the same code.
+`Partial` (see `jdist.reduction`); one collective joins the partials. The replicas are
+the devices of a mesh axis under `shard_map`, or, on a single device, the rows of a
+`vmap` with an axis name; both run the same code.
 """
 
 from __future__ import annotations
