@@ -78,6 +78,7 @@ __all__ = [
     "scaled",
     "seeds",
     "shares",
+    "total_weight",
     "weight_array",
     "weighted_mean",
     "wide_weights",
@@ -211,12 +212,17 @@ def shares(
     if reduction != "mean":
         return weights
     weights = weights.astype(jnp.result_type(float))
-    total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
-    usable = (total > 0) & jnp.isfinite(total)
+    whole = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
+    usable = (whole > 0) & jnp.isfinite(whole)
     # XLA multiplies by a reciprocal, which is 0 for the largest totals: a power of two
     # rounds nothing, and brings the total near 1 first.
-    power = _reciprocal_power(total)
-    return jnp.where(usable, weights * power / (total * power), jnp.nan)
+    power = _reciprocal_power(whole)
+    return jnp.where(usable, weights * power / (whole * power), jnp.nan)
+
+
+def total_weight(weights: ArrayLike) -> jax.Array:
+    """The sum of a shard's weights, in the precision of `shares`."""
+    return jnp.sum(wide_weights(weights).astype(jnp.result_type(float)))
 
 
 def without_excluded(batch: PyTree, weights: jax.Array) -> PyTree:

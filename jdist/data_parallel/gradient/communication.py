@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
@@ -139,14 +140,12 @@ class Communication:
         """
         count = examples_in(batch, self.call)
         # Without weights the total is known without a collective.
-        total: Any = count * jax.lax.axis_size(self.axis)
+        total: ArrayLike = count * jax.lax.axis_size(self.axis)
         if weights is None:
             weights = jnp.ones(count, jnp.float32)
         elif self.reduction == "mean":
             # Depends on the weights only, so that it can run beside the forward pass.
-            # As wide as the shares will be.
-            wide = reductions.wide_weights(weights).astype(jnp.result_type(float))
-            total = jnp.sum(wide)
+            total = reductions.total_weight(weights)
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
         return reductions.shares(weights, self.reduction, total)

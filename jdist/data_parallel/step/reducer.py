@@ -88,8 +88,7 @@ def reducer(
       bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
         last layer's first. Paths begin with the layer's number: `"2/w"`.
       on_reduce: Called with each bucket's number and its sum, a flat array that may not
-        be computed yet, when its collective has been dispatched; for timelines. Of a
-        mean the sum is still to be divided by a total between 1/2 and 1.
+        be computed yet, when its collective has been dispatched; for timelines.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
@@ -267,16 +266,20 @@ class _Driver:
             # A row per replica: the rows of all devices form one array.
             return jnp.stack([part.value, part.weight])[None], cast
 
+        def shard(batch: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
+            total = jax.lax.psum(reductions.total_weight(weights), axis)
+            # Before the first layer: `head` replaces what the loss reads alone.
+            batch = reductions.without_excluded(batch, weights)
+            return batch, reductions.shares(weights, reduction, total)
+
         def reduce_bucket(buffer: jax.Array) -> jax.Array:
             return jax.lax.psum(buffer[0], axis)
 
         spec = PartitionSpec(axis)
         self.head = GuardedJit(head, "reducer", {"loss_fn": loss_fn})
         # One program over all devices, since the total is that of all replicas.
-        self.shares = jax.jit(
-            lambda weights: reductions.shares(weights, reduction),
-            out_shardings=self.rows,
-        )
+        own_rows = map_shards(shard, mesh, (spec, spec), (spec, spec))
+        self.shards = jax.jit(_named("shards", own_rows))
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
         self.reduce = jax.jit(_named("reduce_bucket", summed))
         # The plan is static, since it determines how sums are split.
@@ -303,8 +306,7 @@ class _Driver:
         """Dispatches one forward and backward pass."""
         params = _laid_out(list(params), self.whole)
         own_params = self._by_device(params)
-        batch, weights = _laid_out(given, self.rows)
-        own_given = self._by_device((batch, self.shares(weights)))
+        own_given = self._by_device(self.shards(*_laid_out(given, self.rows)))
         passes = [
             _ReplicaPass(self.segments, self.head, p, *g)
             for p, g in zip(own_params, own_given, strict=True)
@@ -329,7 +331,8 @@ class _Driver:
                     break  # A leaf of it belongs to an earlier layer.
                 with jax.profiler.TraceAnnotation(f"bucket {len(sums)}"):
                     filled = [
-                        _fill_bucket(one.gradients(plan, bucket)) for one in passes
+                        _fill_bucket(one.gradients(plan, bucket), one.weights)
+                        for one in passes
                     ]
                     sums.append(self._reduced(filled))
                 if on_reduce is not None:
@@ -355,8 +358,7 @@ class _Driver:
             return shapes
 
         one = SingleDeviceSharding(self.mesh.devices.flat[0])
-        batch, weights = _placed(given, self.rows)
-        weights = call("weights", self.shares, weights)
+        batch, weights = call("weights", self.shards, *_placed(given, self.rows))
         # The replicas divide the rows of the batch evenly.
         own = jax.tree.map(
             lambda x: x.update(shape=(x.shape[0] // self.mesh.size, *x.shape[1:])),
@@ -387,7 +389,9 @@ class _Driver:
         sums = []
         for number, bucket in enumerate(plan.buckets):
             gradients = replica.gradients(plan, bucket)
-            filled = call(f"bucket {number}: fill", _fill_bucket, gradients)
+            filled = call(
+                f"bucket {number}: fill", _fill_bucket, gradients, replica.weights
+            )
             sums.append(reduced(f"bucket {number}: reduce", filled))
         whole = _placed((sums, scalars, list(params)), self.whole)
         call("gradient", self.finish, plan.static, *whole)
@@ -487,9 +491,11 @@ def _placed(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
 
 
 @jax.jit
-def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
+def _fill_bucket(gradients: list[jax.Array], weights: jax.Array) -> jax.Array:
     # Sums over replicas are float32 at least, as in the compiled step.
-    return flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
+    filled = flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
+    # A shard without an example that counts has its own rows, as in `partial`.
+    return jnp.where(jnp.any(weights != 0), filled, 0)
 
 
 def _first(layer: Layer) -> Layer:
