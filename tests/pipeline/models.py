@@ -91,9 +91,11 @@ def step_by_step(pipe, params, batch, weights, kind):
     from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 
     made = pipe.stages
+    # The weights of a mean are shares of the batch, whose gradients are added.
+    joined = "sum" if kind == "mean" else kind
     runs = [
         StageRun(
-            stage, stage.compiled(pipe.wiring.from_batch(j), j), p, None, None, kind
+            stage, stage.compiled(pipe.wiring.from_batch(j), j), p, None, None, joined
         )
         for j, (stage, p) in enumerate(zip(made, params, strict=True))
     ]

@@ -172,19 +172,17 @@ class StagePrograms:
     def runs(
         self,
         given: CallInputs,
-        kind: str,
+        kinds: Sequence[str],
         *,
         single: bool,
-        of_means: bool = False,
         evaluated: bool = False,
     ) -> dict[tuple[int, int], StageRun]:
         """Makes the stages of this process for one call, by worker and stage.
 
         Args:
           given: The arguments of the call.
-          kind: The reduction of the gradients.
+          kinds: For each stage, the reduction of its gradients.
           single: As for `StageRun`.
-          of_means: As for `StageRun`.
           evaluated: Whether they run the stages' functions for evaluation.
         """
         # Stages on devices of their own cannot be parts of one enclosing program.
@@ -213,9 +211,8 @@ class StagePrograms:
                     resident(given.params[j], place, f"{CALL}(params)", j),
                     resident(given.states[j], place, f"{CALL}(states=...)", j),
                     moved(key, undivided(place)),
-                    kind,
+                    kinds[j],
                     single,
-                    of_means,
                 )
         return runs
 
@@ -346,8 +343,10 @@ class ScheduleExecutor(Executor):
         cut = given.batch, given.weights, count, loss.kind, channels.parts
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale, sum(part.total for part in parts))
-        runs = programs.runs(given, loss.gradient_kind, single=count == 1)
+            loss = loss.scaled(update.scale)
+        runs = programs.runs(
+            given, [loss.gradient_kind] * places.loss, single=count == 1
+        )
         # Every message after this line carries the call's identity, so that a worker
         # with another step or batch is found before its values are used.
         settings = {} if update is None else update.settings
@@ -387,8 +386,10 @@ class ScheduleExecutor(Executor):
         cut = given.batch, given.weights, count, loss.kind, channels.parts
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale, sum(part.total for part in parts))
-        runs = programs.runs(given, loss.gradient_kind, single=count == 1)
+            loss = loss.scaled(update.scale)
+        runs = programs.runs(
+            given, [loss.gradient_kind] * places.loss, single=count == 1
+        )
         inputs = programs.inputs(channels, runs, parts, loss)
         inputs = inputs._replace(routes=self._routes)
         found = LoweredPrograms()
@@ -438,7 +439,8 @@ class ScheduleExecutor(Executor):
         # batches of any size, and the last one of a data set is often short.
         rows = 1 if examples < count * channels.parts else channels.parts
         parts = split_batch(given.batch, given.weights, count, kind, rows)
-        runs = programs.runs(given, kind, single=False, evaluated=True)
+        kinds = [kind] * self._places.loss
+        runs = programs.runs(given, kinds, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
         # A batch with fewer examples than micro-batches needs a shorter schedule.
         if count not in self._forward:

@@ -34,7 +34,7 @@ class LossPasses(NamedTuple):
     Attributes:
       both: Maps `(values, entries, weights)` to the losses' partial without a
         gradient, the cotangents of the values, and the auxiliary outputs, None if
-        there are none; a fourth argument, `(scale, total)`, scales the cotangents.
+        there are none; a fourth argument scales the cotangents.
       losses: Maps `(values, entries, weights)` to the partial and the auxiliary
         outputs.
     """
@@ -107,7 +107,7 @@ class PipelineLoss:
         has_aux: bool = False,
     ) -> None:
         self._names = names
-        self._factor: PyTree = None
+        self._scale: PyTree = None
         self._invoke: Invoke = operator.call
         # Both by the entries that the losses do not read.
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
@@ -119,25 +119,18 @@ class PipelineLoss:
 
     @property
     def gradient_kind(self) -> str:
-        """The reduction by which the stages' gradients are finished."""
-        divided = self._factor is not None and self._factor[1] is not None
-        # A scaled mean was divided at the seed; the stages only add.
-        return "sum" if divided and self.kind == "mean" else self.kind
+        """The reduction by which the stages' gradients are joined."""
+        # The weights of a mean are shares of the batch: the stages only add.
+        return "sum" if self.kind == "mean" else self.kind
 
-    def scaled(
-        self, scale: jax.typing.ArrayLike, total: float | None
-    ) -> "PipelineLoss":
+    def scaled(self, scale: jax.typing.ArrayLike) -> "PipelineLoss":
         """A copy of the loss, with gradients multiplied by `scale`.
 
         Args:
           scale: A number, or a scalar on any device.
-          total: Sum of the weights of the batch. None: each micro-batch is divided by
-            its own, and its gradient is weighted when it is added to others.
         """
         made = copy.copy(self)
-        # A mean is divided at the seed and not at the end: undivided cotangents would
-        # be larger by the total of the weights and overflow 16 bits earlier.
-        made._factor = scale, total if self.kind == "mean" else 1.0
+        made._scale = scale
         return made
 
     def through(self, invoke: Invoke) -> "PipelineLoss":
@@ -190,8 +183,8 @@ class PipelineLoss:
         if kinds is None:
             kinds = self._unread[shapes] = tuple(map(specs_of, leaves))
         # Each step has its own scaled copy, for which they would form a cycle.
-        if self._factor is not None:
-            return self._with_factor(self._passes(kinds, structure))
+        if self._scale is not None:
+            return self._with_scale(self._passes(kinds, structure))
         made = self._made.get((structure, shapes))
         if made is None:
             made = self._made[structure, shapes] = self._passes(kinds, structure)
@@ -229,12 +222,12 @@ class PipelineLoss:
             self._compiled = self._compiled.aside(self._fn)
             return run()
 
-    def _with_factor(self, made: LossPasses) -> LossPasses:
+    def _with_scale(self, made: LossPasses) -> LossPasses:
         def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:
             # Moved at each call: several workers of the last stage compute the loss on
             # several devices.
-            factor = moved(self._factor, _place_of(values))
-            return made.both(values, entries, weights, factor)
+            scale = moved(self._scale, _place_of(values))
+            return made.both(values, entries, weights, scale)
 
         return made._replace(both=both)
 
@@ -287,7 +280,7 @@ def _compiled(
         return found, aux
 
     def both(
-        values: PyTree, entries: PyTree, weights: jax.Array, factor: PyTree = None
+        values: PyTree, entries: PyTree, weights: jax.Array, scale: PyTree = None
     ) -> tuple[Partial, dict[str, PyTree], PyTree]:
         # Differentiated without integers: their cotangents would have the dtype
         # float0, which the backward passes of stages do not take.
@@ -298,12 +291,11 @@ def _compiled(
             has_aux=True,
         )
         value, seeds, weight = reduction.seeds(found, weights, kind)
-        if factor is not None:
-            scale, total = factor[0], weight if factor[1] is None else factor[1]
-            scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
-            # Seeds of a micro-batch of weight 0 are 0; a divisor of 1 keeps them so,
-            # where 0 / 0 would be NaN.
-            seeds = seeds * (scale / jnp.where(total == 0, 1, total))
+        if kind in ("max", "min"):
+            # Ties share equally, as in `jnp.max`; the stages weight by their number.
+            seeds = seeds / jnp.maximum(weight, 1)
+        if scale is not None:
+            seeds = seeds * jnp.asarray(scale, seeds.dtype)
         # Seeds have the dtype of the losses, which may round them; `rounding` restores
         # their total.
         given, rounding = reduction.rounded(seeds, found.dtype)

@@ -1,4 +1,13 @@
-"""Splits a batch into micro-batches and normalises their weights."""
+"""Splits a batch into micro-batches, with each example's share of the whole batch.
+
+The weights of a mean become shares w / S w of the whole batch: the backward pass of an
+example begins with its share, in every split as in `jax.grad` of the mean, and a mean
+is a sum from there on (see `jdist.reduction`).
+
+Weight 0 excludes an example. Before the batch is cut, an example that counts takes the
+place of those that do not: in all entries, and from the whole batch, so that a
+micro-batch of excluded examples has its numbers too.
+"""
 
 import functools
 import itertools
@@ -11,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, is_shape
-from jdist.reduction import weight_array
+from jdist.reduction import weight_array, without_excluded
 
 
 class MicroBatch(NamedTuple):
@@ -20,16 +29,15 @@ class MicroBatch(NamedTuple):
     Attributes:
       number: Number of the micro-batch, from 0.
       batch: Its entries.
-      weights: `(examples,)`, float32 or wider, normalised by `normalized`.
-      total: The sum of the normalised weights.
-      given: The sum of the weights that the user gave.
+      weights: `(examples,)`, float32 or wider; see `normalized`.
+      total: The sum of the weights; in an epoch that of the weights as they were given,
+        in units of a power of two.
     """
 
     number: int
     batch: dict[str, PyTree]
     weights: np.ndarray
     total: float
-    given: float
 
 
 class MicroBatchSource(Protocol):
@@ -44,8 +52,8 @@ def split_batch(
     """Splits a batch into `count` micro-batches of nearly equal size.
 
     Where the examples do not divide, the first ones have more. No example is added or
-    left out: each counts by its weight, so that uneven parts add up to the gradient of
-    the whole batch.
+    left out: each counts by its share of the whole batch, so that uneven parts add up
+    to its gradient. Rows of weight 0 repeat one that counts.
 
     Args:
       batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
@@ -89,7 +97,8 @@ def split_batch(
     sizes[-1] += left
     bounds = tuple(itertools.pairwise([0, *np.cumsum(sizes).tolist()]))
     leaves, structure = jax.tree.flatten(batch)
-    pieces = [_cut(x, bounds) for x in leaves]
+    some = None if checked is None or checked.all() else checked
+    pieces = [_cut(x, bounds, some) for x in leaves]
     if checked is None:
         parts = _of_weight_one(bounds, kind)
     else:
@@ -113,19 +122,18 @@ def _without_entries(
     weights: np.ndarray, bounds: "Bounds", kind: str
 ) -> list[MicroBatch]:
     """Micro-batches with the weights between the bounds, normalised."""
+    whole = normalized(weights, kind, "Pipeline.value_and_grad")
     numbered = enumerate(bounds)
-    parts = [_weighted(i, {}, weights[start:end]) for i, (start, end) in numbered]
-    return normalized(parts, kind, "Pipeline.value_and_grad")
+    return [_weighted(i, {}, whole[start:end]) for i, (start, end) in numbered]
 
 
-def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroBatch]:
-    """Normalises the weights of micro-batches so that float32 can add them up.
+def normalized(weights: np.ndarray, kind: str, call: str) -> np.ndarray:
+    """The weights of a whole batch as shares, in float64, for a mean.
 
-    For a mean the largest total is in (1/2, 1]. For max and min weights are 0 or 1.
-    For a sum they are unchanged.
+    For max and min they become 0 or 1. For a sum they are unchanged.
 
     Args:
-      parts: All micro-batches that are joined with each other.
+      weights: Weights of all examples, of which one is above 0.
       kind: The reduction.
       call: The public function, for the error's text.
 
@@ -133,65 +141,55 @@ def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroB
       ValueError: A weight of a sum is beyond float32.
 
     Example:
-      >>> parts = split_batch({"x": np.arange(3.0)}, [1e38, 3e38, 2e38], 1, "mean")
-      >>> parts[0].weights.round(3), round(parts[0].total, 3)
-      (array([0.147, 0.441, 0.294]), 0.882)
+      >>> normalized(np.array([5.0, 1.0, 2.0]), "mean", "Pipeline.value_and_grad")
+      array([0.625, 0.125, 0.25 ])
     """
     if kind == "sum":
-        check_sum([part.weights for part in parts], call)
-        return list(parts)
-    if kind == "mean":
-        # A mean does not change with a factor of all weights, and a power of two
-        # rounds nothing: neither totals nor the cotangents of 16-bit losses overflow,
-        # and no total vanishes.
-        exponent = exponent_of(parts)
-        return [scaled_down(part, exponent) for part in parts]
-    chosen = [(part.weights > 0).astype(part.weights.dtype) for part in parts]
-    return [
-        part._replace(weights=own, total=_total(own))
-        for part, own in zip(parts, chosen, strict=True)
-    ]
-
-
-def exponent_of(parts: Sequence[MicroBatch]) -> int:
-    """The exponent of the smallest power of two not below any total of weights.
-
-    Args:
-      parts: Micro-batches, of which one has a weight above 0.
-    """
-    # Divided by a power near the largest weight first, so that the sum of float64
-    # weights does not overflow.
-    _, top = np.frexp(max(part.weights.max() for part in parts))
-    scaled = [np.ldexp(part.weights.astype(np.float64), -top) for part in parts]
-    fraction, exponent = np.frexp(max(own.sum() for own in scaled))
-    return int(top + (exponent - 1 if fraction == 0.5 else exponent))
-
-
-def scaled_down(part: MicroBatch, exponent: int) -> MicroBatch:
-    """Divides the weights of a micro-batch by a power of two.
-
-    Args:
-      part: The micro-batch.
-      exponent: Exponent of the power; see `exponent_of`.
-    """
-    # In float64: a division in float32 may round to denormal numbers, or to 0.
-    wide = np.ldexp(part.weights.astype(np.float64), -exponent)
-    # A positive weight must stay positive, because its example counts, also where the
-    # quotient is 0 in float64. Beside totals near 1 the smallest float32 adds nothing.
+        _check_sum(weights, call)
+        return weights
+    if kind != "mean":
+        return (weights > 0).astype(weights.dtype)
+    # In float64, and rounded once: to the dtype of the losses, where they are computed.
+    wide = _in_units(weights, weights)
+    # A positive weight must stay positive, because its example counts. Beside a total
+    # of 1 the smallest float32 adds nothing.
     tiny = float(np.finfo(np.float32).tiny)
-    wide = np.where(part.weights > 0, np.maximum(wide, tiny), 0.0)
-    own = wide.astype(part.weights.dtype)
-    return part._replace(weights=own, total=_total(own))
+    return np.where(weights > 0, np.maximum(wide / wide.sum(), tiny), 0.0)
 
 
-def check_sum(weights: Sequence[np.ndarray], call: str) -> None:
+def total_beside(weights: np.ndarray, others: np.ndarray) -> float:
+    """The total of some weights, in units of a power of two near that of others.
+
+    Args:
+      weights: Some weights.
+      others: Others, of which one is above 0.
+
+    Example:
+      >>> [total_beside(np.array(own), np.array([2.0, 3.0])) for own in ([5.0], [4.0])]
+      [0.625, 0.5]
+    """
+    # A power of two rounds nothing: no bit of an average depends on the unit.
+    _, exponent = np.frexp(_in_units(others, others).sum())
+    with np.errstate(over="ignore"):
+        return float(np.ldexp(_in_units(weights, others).sum(), -exponent))
+
+
+def _in_units(weights: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Weights in float64, in units of a power of two near the largest of others."""
+    # So that the sum of weights in float64 does not overflow.
+    _, exponent = np.frexp(others.max())
+    with np.errstate(over="ignore"):
+        return np.ldexp(weights.astype(np.float64), -exponent)
+
+
+def _check_sum(weights: np.ndarray, call: str) -> None:
     """Refuses weights of a sum that are beyond float32.
 
     Raises:
       ValueError: A weight is beyond float32.
     """
     # A sum changes with a factor of its weights, so that these cannot be normalised.
-    largest = max(own.max() for own in weights)
+    largest = weights.max()
     if largest > np.finfo(np.float32).max:
         rule = "must be within float32 where losses are added up"
         remedy = "Divide them, or use the mean, which does not change with a factor."
@@ -199,39 +197,89 @@ def check_sum(weights: Sequence[np.ndarray], call: str) -> None:
 
 
 def _weighted(number: int, batch: PyTree, weights: np.ndarray) -> MicroBatch:
-    total = _total(weights)
-    return MicroBatch(number, batch, weights, total, total)
+    return MicroBatch(number, batch, weights, _total(weights))
 
 
 def _total(weights: np.ndarray) -> float:
     # In float64: gradients in double precision may have weights in float32.
-    with np.errstate(over="ignore"):  # Normalised totals, which count, are near 1.
+    with np.errstate(over="ignore"):
         return float(weights.sum(dtype=np.float64))
 
 
 Bounds = tuple[tuple[int, int], ...]
 
 
-def _cut(array: Any, bounds: Bounds) -> Sequence[PyTree]:
-    """Slices an array, or a shape, at the bounds."""
+def _cut(array: Any, bounds: Bounds, weights: np.ndarray | None) -> Sequence[PyTree]:
+    """Slices an array, or a shape, at the bounds, without excluded examples.
+
+    Args:
+      array: `(examples, ...)`.
+      bounds: The first and the last example of each slice.
+      weights: `(examples,)`, 0 where an example is excluded; None if none is.
+    """
     if is_shape(array):
         rows = [end - start for start, end in bounds]
         return [array.update(shape=(size, *array.shape[1:])) for size in rows]
     if isinstance(array, jax.Array):
         # One compiled call for all slices costs as much as dispatching one of them.
-        return _cut_compiled(array, bounds)
-    return [array[start:end] for start, end in bounds]
+        return _cut_compiled(array, bounds, weights)
+    if weights is None:
+        return [array[start:end] for start, end in bounds]
+    # As in `without_excluded`, and without a copy of slices where all count.
+    order = np.where(weights == 0, np.argmax(weights != 0), np.arange(len(weights)))
+    return [
+        array[start:end] if weights[start:end].all() else array[order[start:end]]
+        for start, end in bounds
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
+def _cut_compiled(
+    array: jax.Array, bounds: Bounds, weights: jax.Array | None
+) -> list[jax.Array]:
+    if weights is not None:
+        array = without_excluded(array, weights)
     return [array[start:end] for start, end in bounds]
+
+
+def in_epoch(part: MicroBatch, kind: str, first: MicroBatch, call: str) -> MicroBatch:
+    """A whole batch as a micro-batch of an epoch, normalised by itself.
+
+    Args:
+      part: The return value of `micro_batch_of`.
+      kind: The reduction, "mean" or "sum".
+      first: The first such batch of the epoch that has a weight above 0.
+      call: The public function, for the error's text.
+
+    Raises:
+      ValueError: A weight of a sum is beyond float32; or the total of a mean's weights
+        is too far from the first one's.
+    """
+    weights = part.weights
+    # Nothing of it counts, and there is no example to put in the place of the others.
+    if not weights.any():
+        return part
+    if not weights.all():
+        leaves, structure = jax.tree.flatten(part.batch)
+        whole = [_cut(x, ((0, len(weights)),), weights)[0] for x in leaves]
+        part = part._replace(batch=jax.tree.unflatten(structure, whole))
+    own = normalized(weights, kind, call)
+    if kind == "sum":
+        return part._replace(weights=own)
+    total = total_beside(weights, first.weights)
+    # Beyond that float32 could not hold the smaller totals beside the larger ones.
+    if not 2.0**-64 <= total <= 2.0**64:
+        rule = "must have totals within a factor of 2^64 of the first one's"
+        got = f"totals of {first.total:.3g} in batch {first.number} and "
+        got += f"{part.total:.3g} in batch {part.number}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    return part._replace(weights=own, total=total)
 
 
 def micro_batch_of(
     number: int, batch: PyTree, weights: ArrayLike | None, call: str
 ) -> MicroBatch:
-    """Makes a whole batch one micro-batch, whose weights may all be 0.
+    """Makes a whole batch one micro-batch, whose weights may all be 0, as given.
 
     Args:
       number: Number of the micro-batch.

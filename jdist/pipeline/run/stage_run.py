@@ -66,10 +66,10 @@ class StageRun:
       params: Its parameters, on its device.
       state: Its initial state; None for a stage without one.
       key: A PRNG key of this step and stage, if it takes keys.
-      kind: The reduction.
+      kind: How the gradients of micro-batches are joined. "sum": they are added.
+        "mean": each is that of the micro-batch's own mean, and they are averaged by
+        their weights. "max", "min": likewise, over those that hold the extreme.
       single: Whether its gradient is that of a single micro-batch.
-      of_means: Whether each micro-batch's cotangents are those of its own mean, so that
-        its gradient is weighted where it is added.
 
     Attributes:
       params: The argument of the same name.
@@ -90,7 +90,6 @@ class StageRun:
         key: jax.Array | None,
         kind: str,
         single: bool = False,
-        of_means: bool = False,
     ) -> None:
         self.params = params
         self.state = state
@@ -103,11 +102,11 @@ class StageRun:
         self._single = single
         self._invoke: Invoke = operator.call
         self._on_mesh = on_mesh(state)
-        self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
+        self._add = _ADD[kind]
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[PyTree, MicroBatchShare]] = {}
-        self._deferred: dict[int, Deferred] = {}
+        self._deferred: dict[int, tuple[Deferred, MicroBatchShare]] = {}
         self._partial: Partial | None = None
 
     def through(self, invoke: Invoke) -> "StageRun":
@@ -226,7 +225,8 @@ class StageRun:
         # micro-batches, which has fewer and larger operations.
         if self._stage.join_weight_gradients:
             found = backward_deferring(passes, *given, add)
-            self._partial, (_, d_inputs, _), self._deferred[micro] = found
+            self._partial, (_, d_inputs, _), deferred = found
+            self._deferred[micro] = deferred, share
         # The previous stage gets its cotangent before the weight gradient is computed.
         elif split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
@@ -267,10 +267,15 @@ class StageRun:
 
     def finish(self) -> None:
         """Computes joined weight gradients, after the last backward pass."""
-        deferred = list(self._deferred.values())
+        # One product for all that have one weight, by which it is multiplied.
+        alike: dict[Any, list[Deferred]] = {}
+        for deferred, share in self._deferred.values():
+            weight = bool(share.weight) if self.kind == "sum" else share.weight
+            alike.setdefault(weight, []).append(deferred)
         self._deferred.clear()
-        complete = Fold(_completed, self._partial)
-        self._partial = join_deferred(self._compiled, deferred, complete)
+        for weight, each in alike.items():
+            complete = Fold(_COMPLETE[self.kind], self._partial, weight)
+            self._partial = join_deferred(self._compiled, each, complete)
 
     def finish_like(self, stand_ins: Sequence[int]) -> None:
         """Calls `finish` in a rehearsal in which some micro-batches represent all.
@@ -294,7 +299,7 @@ class StageRun:
         )
 
     def finished(self, joined: Partial, unrounded: bool = False) -> PyTree:
-        """Divides a partial and rounds it, which gives the gradient.
+        """The gradient: the partial divided, if it is to be, and rounded.
 
         Args:
           joined: The partial of all micro-batches.
@@ -330,9 +335,9 @@ def fold(key: jax.Array, number: int) -> jax.Array:
     return jax.random.fold_in(key, number)
 
 
-def contribution(d_params: PyTree, share: MicroBatchShare) -> Partial:
+def contribution(kind: str, d_params: PyTree, share: MicroBatchShare) -> Partial:
     """The partial of one micro-batch, in the dtypes of the sum."""
-    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    wide = _counted(kind, d_params, share.weight)
     return Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
 
 
@@ -340,7 +345,7 @@ def added(
     kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
     """Adds a micro-batch's gradient to the sum; earlier ones come first."""
-    own = contribution(d_params, share)
+    own = contribution(kind, d_params, share)
     if so_far is not None:
         wide = jax.tree.map(_or_nothing, own.gradient, so_far.gradient, is_leaf=is_none)
         own = own._replace(gradient=wide)
@@ -351,23 +356,27 @@ def added(
     return reduction.combine(so_far, own, kind)
 
 
-def added_mean(
-    so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
-) -> Partial:
-    """Adds the gradient of a micro-batch's mean, times its weight, to the sum."""
-    return added("mean", so_far, weighted(d_params, share), share)
+def gradient_of(joined: Partial, kind: str, like: PyTree) -> PyTree:
+    """The gradient in the dtypes of `like`, from the partial of all micro-batches."""
+    if kind == "mean":
+        mean = reduction.divided(joined.gradient, joined.weight)
+        joined = joined._replace(gradient=mean)
+    return reduction.finish(joined, kind, like)[1]
 
 
-def weighted(d_params: PyTree, share: MicroBatchShare) -> PyTree:
-    """The gradient of a micro-batch's mean, times its weight, in a wide dtype."""
+def _counted(kind: str, d_params: PyTree, weight: Any) -> PyTree:
+    """A micro-batch's term of the sum that is joined by a kind of reduction."""
 
-    def of_sum(mean: jax.Array) -> jax.Array:
+    def wide(leaf: jax.Array) -> jax.Array:
         # Widened before the product: 16 bits hold a mean times a loss scale, but may
         # overflow with a sum.
-        wide = mean.astype(wide_dtype(mean.dtype))
-        return wide * jnp.asarray(share.weight, wide.dtype)
+        term = leaf.astype(wide_dtype(leaf.dtype))
+        factor = jnp.asarray(weight, jnp.finfo(term.dtype).dtype)
+        # A batch of weight 0 has no example to put in the place of those that do not
+        # count; what 0 times its infinities made of the gradient must not count either.
+        return jnp.where(factor == 0, 0, term if kind == "sum" else term * factor)
 
-    return jax.tree.map(of_sum, d_params)
+    return jax.tree.map(wide, d_params)
 
 
 def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | None:
@@ -425,13 +434,15 @@ def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
     return place
 
 
-def _completed(so_far: Partial, joined: PyTree, given: None) -> Partial:
+def _completed(kind: str, so_far: Partial, joined: PyTree, weight: Any) -> Partial:
     """Adds joined weight gradients, whose weights the partial has already."""
-    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined)
+    wide = _counted(kind, joined, weight)
     return so_far._replace(gradient=add_trees(so_far.gradient, wide))
 
 
+# Made once: a function is a part of the key by which a compiled pass is found.
 _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
+_COMPLETE = {kind: functools.partial(_completed, kind) for kind in reduction.REDUCTIONS}
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -442,7 +453,7 @@ def join(first: Partial, second: Partial, kind: str) -> Partial:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _unrounded(part: Partial, kind: str) -> PyTree:
-    return reduction.finish(part, kind, part.gradient)[1]
+    return gradient_of(part, kind, part.gradient)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -453,4 +464,4 @@ def _finished(
     kind: str,
 ) -> PyTree:
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), d) for d in dtypes])
-    return reduction.finish(part, kind, like)[1]
+    return gradient_of(part, kind, like)

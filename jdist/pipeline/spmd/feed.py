@@ -32,7 +32,8 @@ class Lots(NamedTuple):
     """Examples of a batch in micro-batches of one size.
 
     Attributes:
-      order: Indices of the examples, `(micro_batches, rows)`.
+      order: Indices of the examples, `(micro_batches, rows)`; where one is excluded,
+        that of one which counts.
       weights: Their weights, `(micro_batches, rows)`; 0 for padding.
       totals: The sum of each micro-batch's weights, float64, `(micro_batches,)`.
     """
@@ -44,12 +45,9 @@ class Lots(NamedTuple):
     def of(self, leaf: PyTree) -> PyTree:
         """The rows of an array, `(micro_batches, rows, ...)`."""
         shape = (*self.order.shape, *leaf.shape[1:])
-        # Without padding the rows are in order already: a reshape makes no copy.
-        return leaf.reshape(shape) if self._is_even else leaf[self.order]
-
-    @property
-    def _is_even(self) -> bool:
-        return bool(self.order[-1, -1] == self.order.size - 1)
+        # Where the rows are in order already, a reshape makes no copy.
+        in_order = (self.order.ravel() == np.arange(self.order.size)).all()
+        return leaf.reshape(shape) if in_order else leaf[self.order]
 
 
 def lots(

@@ -447,7 +447,7 @@ class OneProgramExecutor(Executor):
             shared_leaves(first, last, (ends.first, ends.last)),
             loss,
             tuple(self._stages[-1].outputs),
-            self._loss.kind,
+            self._loss.gradient_kind,
             self._axis,
             specs_of(key),
             self._block.keyed,

@@ -27,7 +27,12 @@ from jdist._compat import fast_in_loops
 from jdist._tree import PyTree, is_none, split_inexact, unworded, wide_dtype
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
-from jdist.pipeline.run.stage_run import MicroBatchShare, fold
+from jdist.pipeline.run.stage_run import (
+    MicroBatchShare,
+    contribution,
+    fold,
+    gradient_of,
+)
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.spmd.table import INPUTS, NOTHING, Clock, Row, Table
 from jdist.pipeline.stages.array_spec import ArraySpec
@@ -97,7 +102,7 @@ class Model(NamedTuple):
       tied: Pairs of leaf numbers of both ends that are one parameter.
       loss: The passes of the loss, given the outputs by name.
       names: Names of the outputs.
-      kind: The reduction.
+      kind: The reduction by which gradients are joined; see `PipelineLoss`.
       axis: The mesh's axis of workers.
       key: Shape and dtype of the call's PRNG key; None if it takes none.
       keyed: Whether the stages themselves take keys.
@@ -173,7 +178,7 @@ def run(
     scan = fast_in_loops(partial(jax.lax.scan, clock))
     state, _ = scan(device.start(), clocks)
     grads = [
-        reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
+        gradient_of(part, model.kind, part.gradient if model.unrounded else own)
         for part, own in zip(state.partials, params, strict=True)
     ]
     # Only the last stage's device has computed losses; to add zeros to them is exact.
@@ -192,8 +197,9 @@ def _finished_ends(model: Model, parts: Ends, params: Ends) -> Ends:
     for part, stage in zip(parts, (0, model.stages - 1), strict=True):
         grads = None
         if part is not None:
-            _, grads = reduction.finish(part, model.kind, part.gradient)
-        # On the other devices the sum of the weights is 0, and a mean would be 0 / 0.
+            grads = gradient_of(part, model.kind, part.gradient)
+        # On the other devices the sum of the weights is 0, and a maximum's would be
+        # 0 / 0.
         here = rank == model.place_of(stage)[0]
         wide.append(jax.tree.map(lambda g, here=here: jnp.where(here, g, 0), grads))
     flat: Any = [jax.tree.flatten(tree, is_none) for tree in wide]
@@ -438,7 +444,9 @@ class _Device:
         sent = take(state.mail, at.result)
         d_own, _ = first.backward(own, residuals, (sent.value, None))
         share = sent.share or _share_of(take(self._feed.totals, at.micro_batch))
-        return self._with_end(state, wanted, first=_partial(d_own, share))
+        return self._with_end(
+            state, wanted, first=contribution(self._model.kind, d_own, share)
+        )
 
     def _first_given(self, at: Row) -> tuple[tuple[PyTree, ...], PyTree]:
         """Arguments of the function before the first stage: its inputs and its key."""
@@ -477,7 +485,9 @@ class _Device:
         if d_own is None:
             return state
         counted = sent or _share_of(take(self._feed.totals, at.micro_batch))
-        return self._with_end(state, wanted, last=_partial(d_own, counted))
+        return self._with_end(
+            state, wanted, last=contribution(self._model.kind, d_own, counted)
+        )
 
     def _lost(
         self, value: PyTree, entries: PyTree, weights: jax.Array, key: PyTree
@@ -564,7 +574,9 @@ class _Device:
         counted = share or _share_of(take(self._feed.totals, at.micro_batch))
         before = state.partials[chunk]
         # The sum so far first, so that terms are added in the order of the schedule.
-        joined = reduction.combine(before, _partial(d_own, counted), self._model.kind)
+        joined = reduction.combine(
+            before, contribution(self._model.kind, d_own, counted), self._model.kind
+        )
         joined = kept_unless(wanted, joined, before)
         partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
         return state._replace(partials=partials)
@@ -679,10 +691,6 @@ def _zeros(params: PyTree) -> PyTree:
 
 def _share_of(total: jax.Array) -> MicroBatchShare:
     return MicroBatchShare(jnp.zeros_like(total), total)
-
-
-def _partial(d_own: PyTree, share: MicroBatchShare) -> Partial:
-    return Partial(share.value, jax.tree.map(_wide, d_own), share.weight)
 
 
 def _wide(leaf: jax.Array) -> jax.Array:

@@ -12,13 +12,7 @@ from numpy.typing import ArrayLike
 from jdist._errors import requirement
 from jdist._tree import PyTree, owned
 from jdist.pipeline.run.identity import chained
-from jdist.pipeline.run.micro_batch import (
-    MicroBatch,
-    check_sum,
-    exponent_of,
-    micro_batch_of,
-    scaled_down,
-)
+from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 
 # A sentinel, because an iterator may yield None.
 _END = object()
@@ -38,8 +32,8 @@ class Supply:
 
     Attributes:
       count: The length of `batches`; None for an iterator.
-      first: The first micro-batch with a positive weight, without its batch; its
-        weights normalise all others.
+      first: The first micro-batch with a positive weight, without its batch; the total
+        of its weights decides the unit of all totals.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class BatchStream:
 
     Attributes:
       length: The number of micro-batches; None until the end has been read.
-      totals: The sum of the weights of each micro-batch that was read.
+      totals: The `total` of each micro-batch that was read.
       checksums: Checksums of all batches that were read, if they are needed.
     """
 
@@ -219,25 +213,12 @@ class BatchStream:
             raise ValueError(requirement(f"{self._call}(weights=...)", rule, got))
 
     def _normalized(self, part: MicroBatch) -> MicroBatch:
-        """Normalises the weights of a micro-batch; see `normalized`."""
-        if self._kind == "sum":
-            check_sum([part.weights], self._call)
-            return part
-        # A total of 0 has no exponent, and its losses count for nothing.
-        if not part.weights.any():
-            return part
-        # By the exponent of the first positive total, because the largest one is not
-        # known before the end. All parts of an epoch share it, whose losses are joined.
+        """Normalises the weights of a micro-batch; see `in_epoch`."""
         first = self._supply.first or part._replace(batch={})
-        self._supply.first = first
-        exponent = exponent_of([first])
-        # Beyond that float32 could not hold the smaller totals beside the larger ones.
-        if abs(exponent_of([part]) - exponent) > 64:
-            rule = "must have totals within a factor of 2^64 of the first one's"
-            got = f"totals of {first.given:.3g} in batch {first.number} and "
-            got += f"{part.given:.3g} in batch {part.number}"
-            raise ValueError(requirement(f"{self._call}(weights=...)", rule, got))
-        return scaled_down(part, exponent)
+        # All parts of an epoch share it, whose losses are joined.
+        if part.weights.any():
+            self._supply.first = first
+        return in_epoch(part, self._kind, first, self._call)
 
 
 def _iterator(given: Iterable[PyTree], argument: str) -> Iterator[PyTree]:

@@ -69,8 +69,8 @@ class EpochReport(NamedTuple):
     """The results of one process in an epoch, sent to all others.
 
     Attributes:
-      found: For each of its micro-batches the weighted sum of the losses, the sum of
-        the weights, and the auxiliary outputs; see `stacked`.
+      found: For each of its micro-batches the mean or sum of the losses, its
+        `total`, and the auxiliary outputs; see `stacked`.
       length: The number of micro-batches that it has read.
       more: Whether there are further batches, for the next part of the epoch.
       checksums: Checksums of the batches that it has read.
@@ -210,8 +210,8 @@ class EpochStep(Step):
           computed: The results of the epoch; see `StageChannels.agree`.
 
         Returns:
-          For all micro-batches, on every worker: the weighted sums of the losses, the
-          sums of the weights, and the auxiliary outputs.
+          For all micro-batches, on every worker: the means or sums of the losses, the
+          `total` of each, and the auxiliary outputs.
 
         Raises:
           ValueError: Other workers have read other batches, or more.
@@ -229,7 +229,8 @@ class EpochStep(Step):
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         # Fetched later, because a transfer to the host waits for the device.
-        self._computing.append((micro, (found.value, found.weight, aux)))
+        total = self._stream.totals[micro]
+        self._computing.append((micro, (found.value, total, aux)))
         self._fetch(AHEAD)
 
     def _fetch(self, left: int) -> None:

@@ -22,7 +22,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import stacked
 from jdist.pipeline.run.lowered import LoweredPrograms
-from jdist.pipeline.run.micro_batch import MicroBatch, micro_batch_of, normalized
+from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 from jdist.pipeline.run.replicas import joined_states
 from jdist.pipeline.run.stage_channels import (
     InProcessChannels,
@@ -64,8 +64,8 @@ class EpochPart(NamedTuple):
     """The losses of a part of an epoch, up to a drain.
 
     Attributes:
-      values: By micro-batch, the weighted sums of the losses.
-      weights: By micro-batch, the sums of the weights.
+      values: By micro-batch, the mean or the sum of the losses.
+      weights: By micro-batch, its `total`; see `MicroBatch`.
       aux: See `Metrics`.
       skipped: See `Metrics`.
     """
@@ -147,12 +147,10 @@ class EpochExecutor(Executor):
         if update is None or self._optimizers is None:
             return self._synchronous.lower(given, update)
         places, kind = self._programs.places, self._programs.loss.kind
-        # One micro-batch, normalised by itself, as the first batch of an epoch is.
+        # One micro-batch, as the first batch of an epoch is.
         one = micro_batch_of(0, given.batch, given.weights, CALL)
-        part, channels = (
-            normalized([one], kind, CALL)[0],
-            InProcessChannels(places.devices),
-        )
+        part = in_epoch(one, kind, one, CALL)
+        channels = InProcessChannels(places.devices)
         inputs = self._inputs(channels, given, update.opt_states, part)
         found, grads = LoweredPrograms(), {}
         for (_, j), run in inputs.runs.items():
@@ -185,22 +183,23 @@ class EpochExecutor(Executor):
     ) -> StepInputs:
         """The inputs of an epoch, of which one micro-batch represents all."""
         programs, loss = self._programs, self._programs.loss
-        runs = programs.runs(
-            given,
-            loss.kind,
-            single=self._policy.every == 1,
-            of_means=self._of_means,
-        )
+        kinds = [self._kind(j) for j in range(programs.places.loss)]
+        runs = programs.runs(given, kinds, single=self._policy.every == 1)
         if self._scaled:
-            loss = loss.scaled(scale_in(opt_states), None)
+            loss = loss.scaled(scale_in(opt_states))
         every = dict.fromkeys(range(programs.places.schedule.micro_batches), first)
         return programs.inputs(channels, runs, every, loss)
 
-    @property
-    def _of_means(self) -> bool:
-        # Scaled cotangents of a mean fit into 16 bits, where those of a sum may
-        # overflow.
-        return self._scaled and self._programs.loss.kind == "mean"
+    def _kind(self, stage: int) -> str:
+        """How the gradients of an update of a stage are joined; see `StageRun`."""
+        alone = self._policy.every == 1 and self._is_alone(stage)
+        # Each batch begins its backward pass with its own mean: later ones of the same
+        # update are not read yet, so that their total is not known.
+        return "sum" if alone else self._programs.loss.kind
+
+    def _is_alone(self, stage: int) -> bool:
+        """Whether a stage has one worker."""
+        return len(self._programs.places.schedule.placement[stage]) == 1
 
     @property
     def _updates_jointly(self) -> bool:
@@ -208,15 +207,14 @@ class EpochExecutor(Executor):
 
     def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
         """The update within a stage's backward pass; None if it comes later."""
-        alone = len(self._programs.places.schedule.placement[stage]) == 1
+        alone = self._is_alone(stage)
         joins = self._programs.wiring.stages[stage].join_weight_gradients
         # Only an update that needs the gradient of one micro-batch on one worker, and
         # nothing of other stages, can be a part of the pass.
         if self._policy.every > 1 or self._updates_jointly or joins or not alone:
             return None
         assert self._optimizers is not None
-        made_of = self._optimizers[stage], self._programs.loss.kind, self._of_means
-        return update_in_backward(*made_of)
+        return update_in_backward(self._optimizers[stage], self._kind(stage))
 
     def train(
         self,
@@ -296,11 +294,9 @@ class EpochExecutor(Executor):
             skipped = [None if c[0] is None else sum(c) for c in columns]
         if self._programs.loss.kind == "sum":
             return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
+        loss = float((values * weights).sum() / weights.sum())
         # NaN for a micro-batch of weight 0, which has no mean.
-        means = np.divide(
-            values, weights, out=np.full_like(values, np.nan), where=weights > 0
-        )
-        loss = float(values.sum() / weights.sum())
+        means = np.where(weights > 0, values, np.full_like(values, np.nan))
         return Metrics(loss, aux=aux, losses=means, skipped=skipped)
 
     def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
@@ -407,9 +403,4 @@ def check_epochs(
         rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
         raise ValueError(requirement("Pipeline(reduction=...)", rule, reduction))
     is_scaled = optimizers is not None and static_loss_scale_of(optimizers) is not None
-    for number, stage in enumerate(stages if is_scaled else ()):
-        if stage.join_weight_gradients and reduction == "mean":
-            rule = "must not join weight gradients with a loss scale: those of each "
-            rule += "micro-batch are weighted before they are added"
-            raise ValueError(requirement("Pipeline(stages)", rule, f"stage {number}"))
     check_together(stages, policy, max_norm, is_scaled)

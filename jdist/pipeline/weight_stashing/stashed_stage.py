@@ -8,7 +8,6 @@ from typing import NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from jdist import reduction
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.optim.internal import scaled, shrinking
@@ -17,7 +16,7 @@ from jdist.pipeline.run.stage_run import (
     StageRun,
     UpdateInBackward,
     contribution,
-    weighted,
+    gradient_of,
 )
 from jdist.pipeline.run.update import square_of
 from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
@@ -248,14 +247,13 @@ def lower_update(
 # compiled backward pass is found.
 @functools.lru_cache(maxsize=256)
 def update_in_backward(
-    optimizer: Optimizer, kind: str, of_means: bool
+    optimizer: Optimizer, kind: str
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Makes an update that is a part of the backward pass; see `UpdateInBackward`.
 
     Args:
       optimizer: The optimizer of the stage.
-      kind: The reduction.
-      of_means: As for `StageRun`.
+      kind: As for `StageRun`.
     """
 
     # Each gradient is used while it is in the cache: with SGD an update takes half of
@@ -264,8 +262,8 @@ def update_in_backward(
         opt_state: PyTree, d_params: PyTree, given: tuple[PyTree, MicroBatchShare]
     ) -> tuple[PyTree, PyTree]:
         params, share = given
-        whole = weighted(d_params, share) if of_means else d_params
-        grads = _finished(optimizer, params, contribution(whole, share), kind)
+        part = contribution(kind, d_params, share)
+        grads = _finished(optimizer, params, part, kind)
         return optimizer.step(params, grads, opt_state)
 
     return update
@@ -284,7 +282,7 @@ def _updated(
 def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> PyTree:
     # Master weights take the gradient in the precision of the sum.
     rounded_as = params if optimizer.precision is None else part.gradient
-    return reduction.finish(part, kind, rounded_as)[1]
+    return gradient_of(part, kind, rounded_as)
 
 
 _divided = functools.partial(jax.jit, static_argnums=(0, 3))(_finished)

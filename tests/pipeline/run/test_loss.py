@@ -81,26 +81,28 @@ def test_outputs_come_by_name_where_there_are_several(rng):
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum"])
-@pytest.mark.parametrize("total", [None, 8.0])
-def test_a_scale_multiplies_cotangents_and_no_loss(kind, total, rng):
-    """A mean is divided at the seed, by its own weights or by the batch's."""
+def test_a_scale_multiplies_cotangents_and_no_loss(kind, rng):
+    """The weights of a mean are shares already: nothing is divided here."""
     plain = PipelineLoss(lambda y, batch: y * batch["b"], ("y",), kind)
-    scaled = plain.scaled(np.float32(1024), total)
+    scaled = plain.scaled(np.float32(1000))
     batch, values = {"b": rng.normal(size=3)}, {"y": jnp.arange(3.0)}
     weights = np.array([0.5, 1.0, 1.5])
-    divisor = 1.0 if kind == "sum" else (weights.sum() if total is None else total)
-    expected = weights * batch["b"] * 1024 / divisor
     part, cotangents, _ = scaled.passes(batch, ("b",)).both(values, batch, weights)
+    expected = weights * batch["b"] * 1000
     np.testing.assert_allclose(cotangents["y"], expected, rtol=1e-15)
     other, _, _ = plain.passes(batch, ("b",)).both(values, batch, weights)
     assert (float(part.value), float(part.weight)) == (float(other.value), 3.0)
-    # Where each micro-batch is divided by its own, they are weighted when added.
-    divided = kind == "mean" and total is not None
-    assert scaled.gradient_kind == ("sum" if divided else kind)
-    assert plain.gradient_kind == kind
-    nothing = np.zeros(3)
-    _, cotangents, _ = scaled.passes(batch, ("b",)).both(values, batch, nothing)
-    assert cotangents["y"].tolist() == [0, 0, 0]
+
+
+def test_ties_share_the_cotangent_of_an_extreme(rng):
+    """As in `jnp.max`; their number is the weight by which the stages multiply."""
+    extreme = PipelineLoss(lambda y, batch: y * batch["b"], ("y",), "max")
+    batch, values = {"b": np.array([2.0, 3.0, 6.0, 7.0])}, {"y": jnp.ones(4)}
+    values["y"] = values["y"].at[1].set(2.0)
+    weights = np.array([1.0, 1.0, 1.0, 0.0])
+    part, cotangents, _ = extreme.passes(batch, ("b",)).both(values, batch, weights)
+    assert cotangents["y"].tolist() == [0, 1.5, 3, 0]
+    assert (float(part.value), float(part.weight)) == (6, 2)
 
 
 # --- what is missing ---

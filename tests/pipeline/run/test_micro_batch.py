@@ -1,7 +1,7 @@
 """How a batch is cut, and what becomes of its weights: beside plain counts."""
 
 import itertools
-import math
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from jdist.pipeline.run.micro_batch import (
     check_weights,
-    exponent_of,
+    in_epoch,
     micro_batch_of,
     normalized,
-    scaled_down,
     size_of_batch,
     split_batch,
+    total_beside,
 )
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -55,7 +55,7 @@ def test_parts_are_the_batch_in_order(data):
         pairs = zip(jax.tree.leaves(part.batch), jax.tree.leaves(wanted), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
         assert np.array_equal(part.weights, weights[start:end])
-        assert part.total == part.given == float(weights[start:end].sum())
+        assert part.total == float(weights[start:end].sum())
 
 
 def test_shapes_and_arrays_on_devices_are_cut_alike():
@@ -88,91 +88,132 @@ def test_batches_that_are_too_small(examples, count, rows, match):
 
 # --- weights ---
 
-weights_of_parts = st.lists(
-    st.lists(
-        st.floats(1e-30, 1e30) | st.sampled_from([0.0, 0.25, 1.0, 3.0]),
-        min_size=1, max_size=4,
-    ),
-    min_size=1, max_size=4,
-).filter(lambda parts: any(map(any, parts)))  # fmt: skip
-
-
-def parts_of(lists, dtype=np.float64):
-    return [
-        micro_batch_of(number, batch_of(len(own)), np.array(own, dtype), "f")
-        for number, own in enumerate(lists)
-    ]
+weights_of_batches = st.lists(
+    st.floats(1e-30, 1e30) | st.sampled_from([0.0, 0.25, 1.0, 3.0]),
+    min_size=1, max_size=12,
+).filter(any)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=30)
-@given(lists=weights_of_parts)
-def test_a_mean_divides_by_one_power_of_two(lists):
-    """The largest total comes to lie in (1/2, 1]; what is positive stays so."""
-    given = parts_of(lists)
-    exponent = exponent_of(given)
-    found = normalized(given, "mean", "f")
-    largest = max(math.fsum(own) for own in lists)
-    assert 2.0 ** (exponent - 1) < largest <= 2.0**exponent * (1 + 1e-15)
-    for before, after in zip(given, found, strict=True):
-        wanted = np.ldexp(before.weights, -exponent)
-        kept = wanted >= TINY
-        assert np.array_equal(after.weights[kept], wanted[kept])
-        assert np.array_equal(after.weights > 0, before.weights > 0)
-        assert after.total == after.weights.sum()
-        assert (after.given, after.number) == (before.total, before.number)
-        assert after.batch is before.batch
+@given(own=weights_of_batches, dtype=st.sampled_from([np.float32, np.float64]))
+def test_weights_of_a_mean_are_shares_in_double(own, dtype):
+    """To rounding the quotients of real numbers; what is positive stays so."""
+    weights = np.array(own, dtype)
+    found = normalized(weights, "mean", "f")
+    exact = [Fraction(float(w)) for w in weights]
+    shares = np.array([float(w / sum(exact)) for w in exact])
+    assert found.dtype == np.float64
+    expected = np.where(weights > 0, np.maximum(shares, TINY), 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+    assert np.array_equal(found > 0, weights > 0)
 
 
-@pytest.mark.parametrize("power", [-1060, -200, -1, 0, 1, 5, 900])
-def test_a_total_that_is_a_power_of_two_becomes_1(power):
-    """Not 1/2: four examples of 1/4 each, and a smaller part beside them."""
-    given = parts_of([[2.0**power] * 4, [2.0**power]])
-    assert exponent_of(given) == power + 2
-    assert [part.total for part in normalized(given, "mean", "f")] == [1.0, 0.25]
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("examples", [5, 6, 7, 11, 1000])
+def test_shares_of_equal_weights_are_those_of_jnp_mean(examples, dtype):
+    """To the bit, in every split, once they are rounded to the losses' dtype."""
+    y = np.zeros(examples, dtype)
+    expected = jax.grad(lambda y: y.mean())(jax.numpy.asarray(y))
+    for count in (1, 2, 3, 4):
+        parts = split_batch({"y": y}, None, count, "mean")
+        found = np.concatenate([part.weights for part in parts])
+        np.testing.assert_array_equal(found.astype(dtype), expected)
+        assert [part.total for part in parts] == [part.weights.sum() for part in parts]
 
 
-def test_a_sum_beyond_double_precision_has_an_exponent():
-    """3e308 is none of float64's numbers; another part may be as small as they get."""
-    given = parts_of([[1e-300], [1e308] * 3])
-    assert exponent_of(given) == exponent_of(given[::-1]) == 1025
-    small, large = normalized(given, "mean", "f")
-    assert large.weights.tolist() == [math.ldexp(1e308, -1025)] * 3
-    assert 0.5 < large.total <= 1
-    assert small.weights.tolist() == [TINY]
+def test_shares_do_not_depend_on_the_split():
+    """The total is that of the whole batch, in one order."""
+    weights = np.random.default_rng(2).uniform(size=1001).astype(np.float32)
+    batch = {"x": np.zeros(1001)}
+    found = [
+        np.concatenate([p.weights for p in split_batch(batch, weights, n, "mean")])
+        for n in (1, 3, 7)
+    ]
+    assert all(np.array_equal(each, found[0]) for each in found)
+
+
+def test_a_sum_beyond_double_precision_has_shares():
+    """3e308 is none of float64's numbers; another one may be as small as they get."""
+    weights = np.array([1e-300, 1e308, 1e308, 1e308])
+    assert normalized(weights, "mean", "f").tolist() == [TINY, *[1 / 3] * 3]
+    # By a power of two, of which the first total is less than 1.
+    assert total_beside(weights, np.full(2, 1.5e308)) == 1.5e308 / 2.0**1023 / 2
+    assert total_beside(np.array([5.0, 6.0]), np.array([1.0, 4.0])) == 11 / 8
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_would_vanish_is_raised_to_the_smallest_normal_number(dtype):
-    (part,) = parts_of([[1.0, 1e-38, 0.0]], dtype)
-    found = scaled_down(part, 40)
-    assert found.weights.dtype == dtype
-    assert found.weights.tolist() == [2.0**-40, TINY, 0.0]
-    assert found.total == 2.0**-40 + TINY
+    weights = np.array([2.0**40, 1e-38, 0.0], dtype)
+    assert normalized(weights, "mean", "f").tolist() == [1, TINY, 0.0]
 
 
 @settings(deadline=None, max_examples=30)
-@given(lists=weights_of_parts, kind=st.sampled_from(["max", "min"]))
-def test_of_an_extreme_weights_are_counts(lists, kind):
+@given(own=weights_of_batches, kind=st.sampled_from(["max", "min"]))
+def test_of_an_extreme_weights_are_counts(own, kind):
     for dtype in (np.float32, np.float64):
-        for part, own in zip(
-            normalized(parts_of(lists, dtype), kind, "f"), lists, strict=True
-        ):
-            chosen = [float(np.asarray(weight, dtype) > 0) for weight in own]
-            assert part.weights.dtype == dtype
-            assert part.weights.tolist() == chosen
-            assert part.total == sum(chosen)
-            assert part.given == float(np.array(own, dtype).sum(dtype=np.float64))
+        weights = np.array(own, dtype)
+        found = normalized(weights, kind, "f")
+        assert found.dtype == dtype
+        assert np.array_equal(found, weights > 0)
 
 
 def test_weights_of_a_sum_are_refused_beyond_single_precision():
-    """The largest float32 is not beyond it; any part may hold the one that is."""
-    given = parts_of([[1.0], [LARGEST, 0.0]])
-    found = normalized(given, "sum", "f")
-    assert [part.weights.tolist() for part in found] == [[1.0], [LARGEST, 0.0]]
-    beyond = parts_of([[1.0], [0.0, np.nextafter(LARGEST, np.inf)]])
+    """The largest float32 is not beyond it."""
+    given = np.array([1.0, LARGEST, 0.0])
+    assert normalized(given, "sum", "f") is given
+    beyond = np.array([1.0, 0.0, np.nextafter(LARGEST, np.inf)])
     match = r"f\(weights=...\).*within float32 where losses.*Got .*3.4028.*or use the m"
     with pytest.raises(ValueError, match=match):
         normalized(beyond, "sum", "f")
+
+
+def test_a_batch_of_an_epoch_has_shares_of_its_own():
+    """Beside others it counts by its total, in units of a power of two."""
+    first, other = (
+        micro_batch_of(n, batch_of(3), weights, "f")
+        for n, weights in ((2, [1.0, 2.0, 1.0]), (5, [3.0, 0.0, 9.0]))
+    )
+    found = in_epoch(other, "mean", first, "f")
+    assert (found.number, found.total) == (5, 12 / 8)
+    assert found.weights.tolist() == [0.25, 0, 0.75]
+    assert found.batch["x"].tolist() == [[0, 1, 2], [0, 1, 2], [6, 7, 8]]
+    summed = in_epoch(other, "sum", first, "f")
+    assert (summed.weights.tolist(), summed.total) == ([3, 0, 9], 12)
+    assert summed.batch["x"].tolist() == found.batch["x"].tolist()
+    nothing = micro_batch_of(7, batch_of(2), [0, 0], "f")
+    assert in_epoch(nothing, "mean", first, "f") is nothing
+
+
+# --- excluded examples ---
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "max", "min"])
+@pytest.mark.parametrize("make", [np.asarray, jax.numpy.asarray])
+def test_an_example_that_counts_stands_where_one_is_excluded(kind, make):
+    """In every entry; also where a whole micro-batch is excluded."""
+    batch = jax.tree.map(make, batch_of(7))
+    weights = [0, 0, 0, 2, 5, 0, 1]
+    parts = split_batch(batch, weights, 3, kind)
+    order = [[3, 3, 3], [3, 4], [3, 6]]
+    for part, rows in zip(parts, order, strict=True):
+        for found, leaf in zip(
+            jax.tree.leaves(part.batch), jax.tree.leaves(batch), strict=True
+        ):
+            assert type(found) is type(leaf)
+            np.testing.assert_array_equal(found, np.asarray(leaf)[rows])
+    assert parts[0].total == 0
+    # Not in the caller's arrays.
+    np.testing.assert_array_equal(batch["deep"]["ids"], np.arange(7))
+
+
+def test_nothing_is_copied_where_all_examples_count():
+    batch = batch_of(7)
+    for weights in (None, np.arange(1.0, 8.0)):
+        for part in split_batch(batch, weights, 3, "mean"):
+            assert np.shares_memory(part.batch["x"], batch["x"])
+    one, two = split_batch(batch, [1, 1, 1, 1, 0, 1, 1], 2, "mean")
+    assert np.shares_memory(one.batch["x"], batch["x"])
+    assert not np.shares_memory(two.batch["x"], batch["x"])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +251,7 @@ def test_weights_that_are_refused(weights, match):
 def test_a_whole_batch_may_count_for_nothing():
     """As one of several micro-batches of an update."""
     part = micro_batch_of(7, batch_of(2), [0, 0], "f")
-    assert (part.number, part.total, part.given) == (7, 0.0, 0.0)
+    assert (part.number, part.total) == (7, 0.0)
     with pytest.raises(ValueError, match=r"not negative. Got -1.0 to 0.0"):
         micro_batch_of(7, batch_of(2), [0, -1], "f")
 

@@ -111,8 +111,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         for j, (s, p) in enumerate(zip(pipe.stages, params, strict=True))
     ]
     parts = split_batch(batch, weights, pipe.schedule.micro_batches, "mean")
-    total = sum(part.total for part in parts)
-    factor = opt_states[2].loss_scale.scale, total
+    scale = opt_states[2].loss_scale.scale
     for part in parts:
         rows = {name: jnp.asarray(x) for name, x in part.batch.items()}
         first = runs[0].forward(part.number, {"x": rows["x"], "boom0": rows["boom0"]})
@@ -122,7 +121,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         third = runs[2].forward(part.number, given)
         passes = pipe._loss.passes(part.batch, ("target",))
         read = {"target": rows["target"]}
-        _, d_y, _ = passes.both(third, read, part.weights, factor)
+        _, d_y, _ = passes.both(third, read, part.weights, scale)
         share = MicroBatchShare(np.float32(0), part.total)
         d_third = runs[2].backward(part.number, d_y, share, False)
         d_second = runs[1].backward(part.number, {"m": d_third["m"]}, share, False)

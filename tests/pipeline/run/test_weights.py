@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline
-from jdist.pipeline.run.micro_batch import normalized, split_batch
 
 PARTS = 3
 STAGES = [
@@ -147,20 +146,6 @@ def test_totals_that_no_sum_can_hold_together_are_refused(rng):
         runtime.train_epoch(
             runtime.init(params), [batch] * 2, [weights, weights * 1e-30]
         )
-
-
-def test_the_factor_is_a_power_of_two(rng):
-    """Nothing is rounded: the bits of the weights but their exponents."""
-    for _ in range(50):
-        weights = rng.uniform(size=9).astype(np.float32) * np.float32(
-            10.0
-        ) ** rng.integers(-30, 30)
-        parts = split_batch({"x": np.zeros(9)}, weights, PARTS, "mean")
-        ratio = np.concatenate([p.weights for p in parts]).astype(np.float64) / weights
-        assert len({*ratio.tolist()}) == 1
-        assert np.frexp(ratio[0])[0] == 0.5
-        assert 0.5 < max(p.total for p in parts) <= 1
-        assert normalized(parts, "mean", "f")[0].total == parts[0].total
 
 
 def test_weights_of_a_mean_in_float16_do_not_overflow():
