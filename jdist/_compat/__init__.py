@@ -10,6 +10,7 @@ from jdist._compat.ahead import Ahead
 from jdist._compat.convolution import fast_in_loops
 from jdist._compat.layout import alike
 from jdist._compat.programs import (
+    STATIC_ARGUMENT,
     WRAPPED_FUNCTION,
     Loop,
     byte_count,
@@ -66,6 +67,7 @@ from jdist._compat.staging import (
 )
 
 __all__ = [
+    "STATIC_ARGUMENT",
     "WRAPPED_FUNCTION",
     "Ahead",
     "ArrayImpl",

@@ -11,6 +11,7 @@ import numpy as np
 from jax._src import core, dtypes
 from jax._src.config import trace_context as _trace_context
 from jax._src.linear_util import WrappedFun
+from jax._src.util import Unhashable
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
@@ -25,6 +26,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 WRAPPED_FUNCTION = WrappedFun
 """The type in which equations hold derivative rules that are still to be called."""
+
+STATIC_ARGUMENT = Unhashable
+"""The type in which these hold arguments that are no arrays (`nondiff_argnums`), as an
+attribute `val`."""
 
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 

@@ -1,6 +1,7 @@
 """Traces, compilations and reads, by counts."""
 
 import argparse
+import functools
 import hashlib
 import threading
 import types
@@ -323,6 +324,45 @@ def test_a_derivative_rule_that_changes_is_seen(arrays):
 
     for scale in (2.0, 3.0):
         np.testing.assert_allclose(gradient(scale), np.full(3, scale * p), rtol=1e-6)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def clipped(kind, bounds, x):
+    return x
+
+
+clipped.defvjp(
+    lambda kind, bounds, x: (x, None),
+    lambda kind, bounds, _, d: (getattr(jnp, kind)(d, bounds[0]),),
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def scaled_tangent(factor, x):
+    return x
+
+
+scaled_tangent.defjvp(lambda factor, x, dx: (x[0], factor * dx[0]))
+
+
+def test_a_static_argument_of_a_derivative_rule_is_a_part_of_it(arrays):
+    """Functions that differ in it alone have one program forward, and two backward."""
+    p, x = arrays
+    d = jnp.array([-2.0, 0.5, 3.0], x.dtype)
+
+    def gradient(fn):
+        seg = segment(fn)
+        _, residuals = seg.forward(p, x)
+        return seg.backward(p, residuals, d)[1][0]
+
+    for kind, bound in (("minimum", 1.0), ("maximum", 1.0)):
+        fn = functools.partial(clipped, kind, [bound])
+        found = gradient(lambda p, x, fn=fn: fn(x))
+        np.testing.assert_array_equal(found, getattr(np, kind)(d, bound))
+    for factor in (2.0, 3.0):
+        fn = functools.partial(scaled_tangent, factor)
+        found = gradient(lambda p, x, fn=fn: fn(x))
+        np.testing.assert_array_equal(found, factor * d)
 
 
 def test_callbacks_write_to_their_own_objects(arrays):

@@ -438,7 +438,9 @@ class ScheduleExecutor(Executor):
         # A batch with few examples is not split over data axes: an evaluation takes
         # batches of any size, and the last one of a data set is often short.
         rows = 1 if examples < count * channels.parts else channels.parts
-        parts = split_batch(given.batch, given.weights, count, kind, rows)
+        # All examples stay: outputs are those of each, and no gradient can be NaN.
+        cut = given.batch, given.weights, count, kind, rows
+        parts = split_batch(*cut, replacing=False)
         kinds = [kind] * self._places.loss
         runs = programs.runs(given, kinds, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)

@@ -4,9 +4,10 @@ The weights of a mean become shares w / S w of the whole batch: the backward pas
 example begins with its share, in every split as in `jax.grad` of the mean, and a mean
 is a sum from there on (see `jdist.reduction`).
 
-Weight 0 excludes an example. Before the batch is cut, an example that counts takes the
-place of those that do not: in all entries, and from the whole batch, so that a
-micro-batch of excluded examples has its numbers too.
+Weight 0 excludes an example: 0 times the derivative of a loss of 0 / 0 would be NaN.
+Before the batch is cut for a backward pass, an example that counts takes the place of
+those that do not: in all entries, and from the whole batch, so that a micro-batch of
+excluded examples has its numbers too.
 """
 
 import functools
@@ -47,13 +48,19 @@ class MicroBatchSource(Protocol):
 
 
 def split_batch(
-    batch: PyTree, weights: ArrayLike | None, count: int, kind: str, rows: int = 1
+    batch: PyTree,
+    weights: ArrayLike | None,
+    count: int,
+    kind: str,
+    rows: int = 1,
+    *,
+    replacing: bool = True,
 ) -> list[MicroBatch]:
     """Splits a batch into `count` micro-batches of nearly equal size.
 
     Where the examples do not divide, the first ones have more. No example is added or
     left out: each counts by its share of the whole batch, so that uneven parts add up
-    to its gradient. Rows of weight 0 repeat one that counts.
+    to its gradient.
 
     Args:
       batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
@@ -62,6 +69,8 @@ def split_batch(
       kind: The reduction.
       rows: The numbers of examples are multiples of it; the remainder is in the last
         micro-batch.
+      replacing: Whether an example that counts takes the place of those of weight 0,
+        for a backward pass.
 
     Raises:
       TypeError: The batch is no mapping.
@@ -97,7 +106,7 @@ def split_batch(
     sizes[-1] += left
     bounds = tuple(itertools.pairwise([0, *np.cumsum(sizes).tolist()]))
     leaves, structure = jax.tree.flatten(batch)
-    some = None if checked is None or checked.all() else checked
+    some = None if checked is None or checked.all() or not replacing else checked
     pieces = [_cut(x, bounds, some) for x in leaves]
     if checked is None:
         parts = _of_weight_one(bounds, kind)

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jdist._compat import WRAPPED_FUNCTION, inner_programs, parts_of_wrapped
+from jdist._compat import (
+    STATIC_ARGUMENT,
+    WRAPPED_FUNCTION,
+    inner_programs,
+    parts_of_wrapped,
+)
 from jdist.segment._lookup.contents import (
     FIXED_PACKAGES,
     MOST_BYTES,
@@ -148,8 +153,12 @@ class _Writer:
             return "callable"
         if self._host:
             return tuple([_referents(each) for each in _users_functions(fn)])
-        keys = []
-        for each in _users_functions(fn):
+        keys: list[Hashable] = []
+        for each in _users_parts(fn):
+            # Of a rule with `nondiff_argnums`: it decides what the rule computes.
+            if isinstance(each, STATIC_ARGUMENT):
+                keys.append(self._parameter(each.val))
+                continue
             contents = contents_of(each, "segment")
             keys.append(contents if contents.complete else object())
         return tuple(keys)
@@ -176,13 +185,21 @@ def _bits(array: np.ndarray) -> Hashable:
 
 def _users_functions(fn: object) -> Iterator[Callable[..., Any]]:
     """The user's functions among all that a callable refers to."""
+    return (part for part in _users_parts(fn) if callable(part))
+
+
+def _users_parts(fn: object) -> Iterator[Any]:
+    """The user's functions among all that a callable refers to, and the arguments that
+    it holds for them."""
     waiting, met = [fn], {id(None)}
     while waiting:
         value = waiting.pop()
         if id(value) in met:
             continue
         met.add(id(value))
-        if callable(value) and not isinstance(value, type) and not _of_library(value):
+        is_function = callable(value) and not isinstance(value, type)
+        users = is_function and not _of_library(value)
+        if users or isinstance(value, STATIC_ARGUMENT):
             yield value
         else:
             waiting += _inside(value)

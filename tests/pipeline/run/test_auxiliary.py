@@ -37,7 +37,11 @@ def test_an_entry_for_each_micro_batch(schedule):
     plain = pipeline.Pipeline(
         models.stages(), models.losses, SCHEDULES[schedule], where
     )
-    wanted = expected(models.forward(params, batch), batch, SIZES)
+    # In a backward pass another example stands where one has weight 0.
+    assert weights[0] == 0 < weights[1]
+    rows = [1, *range(1, len(weights))]
+    filled = jax.tree.map(lambda x: x[np.array(rows)], batch)
+    wanted = expected(models.forward(params, filled), filled, SIZES)
     placed = pipe.place(params)
     (loss, aux), grads = pipe.value_and_grad(placed, batch, weights)
     same(aux, wanted, rtol=1e-12)
@@ -107,6 +111,9 @@ def test_epochs_of_pipedream():
     aux = worlds.asynchronous()
     sizes = (4, 6, 4, 4, 4, 4)
     ids = [sum(range(rows)) + rows * i for i, rows in enumerate(sizes)]
+    # Row i of batch i has weight 0: the first one that counts stands there.
+    for i, rows in enumerate(sizes):
+        ids[i] += (0 if i % rows else 1) - i % rows
     assert aux["ids"].tolist() == ids
     assert aux["worst"][0].shape == (6, 2)
     replicated = worlds.asynchronous(replicas=(1, 1, 2))
