@@ -83,6 +83,9 @@ class Pipeline:
 
         dL/dW = S_i S_k w_ik dl_ik/dW / S_i S_k w_ik      (mean; example k of i)
 
+    The backward pass of an example begins with its share w_ik / S_i S_k w_ik, so that
+    a rule that is not linear in its cotangent does what it does on one device.
+
     Args:
       stages: The stages.
       loss_fn: `loss_fn(outputs, batch) -> losses`, one per example. `outputs` is the
@@ -102,7 +105,8 @@ class Pipeline:
         further axes a stage is divided as on a mesh of its own.
       optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
-      reduction: "mean", "sum", "max" or "min" over the examples of the batch.
+      reduction: "mean", "sum", "max" or "min" over the examples of the batch. The last
+        two, with several micro-batches, for rules that are linear in their cotangent.
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
       has_aux: Whether the loss function returns `(losses, aux)`: any tree of arrays, of
@@ -324,7 +328,8 @@ class Pipeline:
           params: One pytree per stage, each on its stage's device (`place`). Those of
             stages that run in other processes are ignored.
           batch: Named arrays, each `(examples, ...)`.
-          weights: `(examples,)`, non-negative; by default 1 each.
+          weights: `(examples,)`, non-negative; by default 1 each. In the place of an
+            example of weight 0 stands one that counts, in every entry.
           states: One per stage, None where there is none, if a stage is stateful.
           key: A PRNG key, if a stage takes one: stage j and micro-batch i get
             `fold_in(fold_in(key, j), i)`.
@@ -643,7 +648,7 @@ class Pipeline:
           params: One pytree per stage, or a training state.
           batch: As for `value_and_grad`; it may have fewer examples than there are
             micro-batches.
-          weights: As for `value_and_grad`.
+          weights: As for `value_and_grad`; but every example stays in its place.
           states: As for `value_and_grad`; a training state has its own.
           key: A PRNG key, if a stage takes one and has no function for evaluation.
           outputs: Whether to return the inputs of the loss, too.
