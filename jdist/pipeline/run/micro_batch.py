@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -109,7 +110,7 @@ def split_batch(
     some = None if checked is None or checked.all() or not replacing else checked
     pieces = [_cut(x, bounds, some) for x in leaves]
     if checked is None:
-        parts = _of_weight_one(bounds, kind)
+        parts = _of_weight_one(bounds, kind, jnp.result_type(float))
     else:
         parts = _without_entries(checked, bounds, kind)
     return [
@@ -120,8 +121,10 @@ def split_batch(
 
 # Cached, because it takes 50 us a micro-batch and most batches have no weights.
 @functools.lru_cache(maxsize=64)
-def _of_weight_one(bounds: "Bounds", kind: str) -> list[MicroBatch]:
-    parts = _without_entries(np.ones(bounds[-1][1], np.float32), bounds, kind)
+def _of_weight_one(
+    bounds: "Bounds", kind: str, precision: np.dtype
+) -> list[MicroBatch]:
+    parts = _without_entries(np.ones(bounds[-1][1], precision), bounds, kind)
     for part in parts:
         part.weights.flags.writeable = False
     return parts
@@ -137,9 +140,10 @@ def _without_entries(
 
 
 def normalized(weights: np.ndarray, kind: str, call: str) -> np.ndarray:
-    """The weights of a whole batch as shares, in float64, for a mean.
+    """The weights of a whole batch as shares, for a mean.
 
-    For max and min they become 0 or 1. For a sum they are unchanged.
+    Those are as wide as the precision in use allows, as in `reduction.shares`. For max
+    and min they become 0 or 1. For a sum they are unchanged.
 
     Args:
       weights: Weights of all examples, of which one is above 0.
@@ -150,20 +154,21 @@ def normalized(weights: np.ndarray, kind: str, call: str) -> np.ndarray:
       ValueError: A weight of a sum is beyond float32.
 
     Example:
-      >>> normalized(np.array([5.0, 1.0, 2.0]), "mean", "Pipeline.value_and_grad")
-      array([0.625, 0.125, 0.25 ])
+      >>> normalized(np.array([5.0, 1.0, 2.0]), "mean", "train_step").tolist()
+      [0.625, 0.125, 0.25]
     """
     if kind == "sum":
         _check_sum(weights, call)
         return weights
     if kind != "mean":
         return (weights > 0).astype(weights.dtype)
-    # In float64, and rounded once: to the dtype of the losses, where they are computed.
+    # In float64, and rounded once: with the losses, if they can be float64.
     wide = _in_units(weights, weights)
     # A positive weight must stay positive, because its example counts. Beside a total
     # of 1 the smallest float32 adds nothing.
     tiny = float(np.finfo(np.float32).tiny)
-    return np.where(weights > 0, np.maximum(wide / wide.sum(), tiny), 0.0)
+    shares = np.where(weights > 0, np.maximum(wide / wide.sum(), tiny), 0.0)
+    return shares.astype(jnp.result_type(float))
 
 
 def total_beside(weights: np.ndarray, others: np.ndarray) -> float:
