@@ -206,6 +206,11 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
     def candidate(
         params: PyTree, batch: PyTree, weights: jax.Array | None
     ) -> tuple[jax.Array, PyTree]:
+        counts = np.asarray(weights, float)
+        if reduction == "mean":
+            # The total is known here. By itself an epoch begins each batch's backward
+            # pass with shares of its own mean: it has not read the others yet.
+            counts /= counts.sum()
         runtime = pipeline.PipeDream(
             _stages(loss_fn, params, 3),
             _losses,
@@ -214,13 +219,13 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
             # batch's.
             policy="flush",
             update_every=MICRO_BATCHES,
-            reduction=reduction,
+            reduction="sum",
         )
         rows = np.array_split(np.arange(examples_in(batch, "candidate")), MICRO_BATCHES)
         state, metrics = runtime.train_epoch(
             runtime.init(_shares(params, 3)),
             [{"batch": jax.tree.map(lambda x, i=own: x[i], batch)} for own in rows],
-            [np.asarray(weights)[own] for own in rows],
+            [counts[own] for own in rows],
         )
         return metrics.loss, _whole(state.opt_states, jax.tree.structure(params))
 
