@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from jdist import optim, pipeline
 from tests.pipeline.cotangents import close, losses, problem, stages, whole_gradient
 
+# Batches of many sizes are the point.
+pytestmark = pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
 SIZES = [5, 6, 7, 11]
 RATE = 1 / 16
 
@@ -28,7 +30,6 @@ def gradient(pipe, params, batch, weights):
     return pipe.value_and_grad(pipe.place(params), batch, weights)
 
 
-@pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_every_split_is_jax_grad_of_the_mean(m):
     pipe = made(pipeline.one_f_one_b(2, m))
