@@ -31,7 +31,7 @@ from jdist.verify.draws import (
     split_dependent,
 )
 from jdist.verify.measure import LossPrograms, Measured, measurer
-from jdist.verify.oracle import REDUCERS, LossFn, reduced
+from jdist.verify.oracle import REDUCERS, LossFn, gradient_of_sum, reduced
 from jdist.verify.processes import TIMEOUT, Peers, held, joined
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
 from jdist.verify.uses import uses_counted
@@ -421,7 +421,7 @@ def _excuses(
                 _, own = _call(call, name, candidates[name], *given, peers)
                 yield named_leaves(own)
 
-        drawn = (loss_fn, *given)
+        drawn = (gradient_of_sum(loss_fn), *given)
         excuses[name], own = excuse(
             name, candidates[name], given, drawn, answers(), measured.limits, peers
         )

@@ -86,6 +86,16 @@ def differentiated(
     return value_and_gradient
 
 
+def gradient_of_sum(
+    loss_fn: LossFn,
+) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
+    """`(params, batch) -> (sum of the losses, gradient)`: all that a loss draws.
+
+    A derivative rule may draw random numbers that the loss itself does not.
+    """
+    return differentiated(lambda params, batch: jnp.sum(loss_fn(params, batch)))
+
+
 def seeded(
     fn: Callable[..., jax.Array],
 ) -> Callable[..., tuple[jax.Array, PyTree]]:

@@ -126,6 +126,50 @@ def test_the_scale_of_the_whole_batch_is_the_right_one(name, examples):
     assert not any("influence" in note for note in report.notes)
 
 
+@jax.custom_vjp
+def stochastic(x, key):
+    """An identity whose cotangent is rounded up or down at random."""
+    del key
+    return x
+
+
+stochastic.defvjp(
+    lambda x, key: (x, key),
+    lambda key, g: (
+        jnp.floor(64 * g + jax.random.uniform(key, g.shape, g.dtype)) / 64,
+        None,
+    ),
+)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_noise_in_the_backward_pass_alone(keyed):
+    """With a key for each example it is judged; else it depends on the split."""
+    params, batch, weights = given(7)
+    batch = batch | {"key": jax.random.split(jax.random.key(5), 7)}
+
+    def losses(params, batch):
+        hidden = batch["x"] @ params["first"]
+        if keyed:
+            hidden = jax.vmap(stochastic)(hidden, batch["key"])
+        else:
+            hidden = stochastic(hidden, jax.random.key(5))
+        return ((jnp.tanh(hidden) @ params["second"] - batch["y"]) ** 2).sum(-1)
+
+    right, wrong = trainers(losses, weights)
+    report = verify.gradients(
+        losses, params, batch, right | wrong, weights=weights, seed=None
+    )
+    assert report.of("whole").ok
+    if keyed:
+        assert report.of("shares").ok, str(report)
+        assert all(report.of(name).failures for name in wrong)
+    else:
+        unjudged = report.of("shares").unjudged
+        assert [row.path for row in unjudged] == ["first"]
+        assert "whose keys are not one for each example" in unjudged[0].unjudged
+
+
 def test_linear_rules_know_no_scale():
     """A rule may be the derivative, at whatever scale."""
     params, batch, weights = given(7)

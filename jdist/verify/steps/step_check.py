@@ -32,6 +32,7 @@ from jdist.verify.gradient_check import (
     excuse,
     lent,
 )
+from jdist.verify.oracle import gradient_of_sum
 from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
 from jdist.verify.report import Attribution, LeafReport, Report
 from jdist.verify.steps.attribution import (
@@ -213,7 +214,7 @@ def _of_composed(
         [batch for batch, _ in batches],
         moments,
         partial(_trained, peers),
-        losses,
+        gradient_of_sum(losses),
         attributed,
     )
     return _report(steps, peers, candidates)
