@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -36,7 +37,7 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import size_of_batch
-from jdist.pipeline.run.stage_channels import Transfer
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer
 from jdist.pipeline.run.tied import tied_of
 from jdist.pipeline.run.update import (
     PipelineState,
@@ -70,6 +71,7 @@ from jdist.pipeline.weight_stashing.executor import (
 )
 from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 from jdist.reduction import check_reduction
+from jdist.segment.internal import GuardedContents, guarded
 
 __all__ = ["PipeDream", "Pipeline"]
 
@@ -246,6 +248,14 @@ class Pipeline:
         loss_scale_of(found)  # Called for its check that all scales are equal.
         return found
 
+    @cached_property
+    def _contents(self) -> GuardedContents:
+        """What the functions read."""
+        reads: dict[str, object] = {"loss_fn": self._loss.fn}
+        for j, stage in enumerate(self.stages):
+            reads[f"stage {j}"] = stage.fn, stage.in_evaluation
+        return GuardedContents(partial(guarded, reads, "Pipeline"))
+
     @property
     def stages(self) -> Sequence[Stage]:
         """The stages, by number."""
@@ -354,7 +364,7 @@ class Pipeline:
         """
         # Opened before arguments are checked: workers pair calls by counting them, so
         # that one with wrong arguments must count this call too, and fail it on all.
-        with self.communicator.opened("value_and_grad") as channels:
+        with self._opened("value_and_grad") as channels:
             given = self._inputs(params, batch, weights, states, key)
             found = self.executor.gradient(channels, given, None, self.action_timer)
         self.transfer_log = found.transfers
@@ -362,6 +372,21 @@ class Pipeline:
         if states is None:
             return loss, found.grads
         return loss, found.grads, found.states
+
+    @contextmanager
+    def _opened(self, kind: str) -> Iterator[StageChannels]:
+        """A call of all processes that runs the stages, if they are as compiled."""
+        with self.communicator.opened(kind) as channels:
+            self._check_functions()
+            yield channels
+            # After the traces, which may write to what they read.
+            if not self._contents.holds():
+                self._contents.take()
+
+    def _check_functions(self) -> None:
+        # Before the first call nothing is compiled.
+        if self._contents.taken and not self._contents.holds():
+            self.executor.check_functions()
 
     def init(
         self,
@@ -499,6 +524,7 @@ class Pipeline:
             rule = "must be called where one process has all stages"
             remedy = "Give devices in place of workers' names: any will do to lower."
             raise ValueError(requirement("Pipeline.lower", rule, "workers", remedy))
+        self._check_functions()
         update = None
         if isinstance(params, PipelineState):
             kept, states, key = list(params.opt_states), params.states, params.key
@@ -536,7 +562,7 @@ class Pipeline:
         Raises: what `value_and_grad` and `Optimizer.step` raise. Stages step together:
           if this raises on one worker, none has stepped.
         """
-        with self.communicator.opened("train_step") as channels:
+        with self._opened("train_step") as channels:
             check_state("Pipeline.train_step(state)", state, PipelineState, "pipe")
             step, key = state.step, state.key
             # Derived from the step's number: a resumed run draws the same numbers.
@@ -615,7 +641,7 @@ class Pipeline:
         parts: list[EpochPart] = []
         supply: Supply | None = None
         while supply is None or supply.more():
-            with self.communicator.opened("train_epoch") as channels:
+            with self._opened("train_epoch") as channels:
                 if supply is None:
                     check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
                     _check_saving(checkpoints, save_every)
@@ -655,7 +681,7 @@ class Pipeline:
 
         Raises: what `value_and_grad` raises.
         """
-        with self.communicator.opened("evaluate") as channels:
+        with self._opened("evaluate") as channels:
             step = None
             if isinstance(params, PipelineState):
                 step, states, params = params.step, params.states, params.params

@@ -173,6 +173,15 @@ class Halves:
         made_of = self._policy, self._user, self._contents, self._label
         return Halves(fn, *made_of, self._patience, before=self)
 
+    def check(self, fn: Callable[..., Any]) -> "Halves":
+        """These halves, or others for `fn`; see `Traced.check`."""
+        traced = self._traced.check(fn)
+        if traced is self._traced:
+            return self
+        own = self.aside(fn)
+        own._traced = traced
+        return own
+
     def home_of(self, owner: object) -> "Halves | None":
         """The halves with this `owner` among these and related ones; else None."""
         if owner is self.owner:
@@ -471,6 +480,14 @@ class Segment:
         if self._static:
             inputs, static = self._without_static(inputs)
         return self._call("outputs", params, inputs, static)
+
+    def check(self) -> None:
+        """Checks that the function reads what it read when it was first compiled.
+
+        Raises:
+          ValueError: It would now be compiled to another program.
+        """
+        self._halves = self._halves.check(self.fn)
 
     def backward(
         self,

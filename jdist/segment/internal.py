@@ -18,7 +18,7 @@ from jdist.segment._lookup.contents import (
     value_of,
 )
 from jdist.segment._lookup.guarded_jit import GuardedJit
-from jdist.segment._lookup.guards import Guards
+from jdist.segment._lookup.guards import GuardedContents
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
     Changed,
@@ -52,8 +52,8 @@ __all__ = [
     "Fold",
     "ForwardPlan",
     "FunctionCache",
+    "GuardedContents",
     "GuardedJit",
-    "Guards",
     "Invoke",
     "Traced",
     "TracedProgram",

@@ -57,7 +57,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.reduction import Partial
 from jdist.segment import Segment, segment
-from jdist.segment.internal import GuardedJit, Guards, Invoke, guarded
+from jdist.segment.internal import GuardedContents, GuardedJit, Invoke, guarded
 
 # The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
@@ -252,7 +252,8 @@ class _Driver:
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
         self._layers = tuple(layers)
-        self._guards: Guards | None = None
+        reads = {f"layer {n}": layer for n, layer in enumerate(layers)}
+        self._contents = GuardedContents(partial(guarded, reads, "reducer"))
         self.find_layers()
 
         def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
@@ -287,9 +288,8 @@ class _Driver:
 
     def find_layers(self) -> None:
         """Looks the compiled layers up, again where what they read has changed."""
-        if self._guards is not None and self._guards.hold():
+        if self._contents.holds():
             return
-        self._guards = None
         # All first layers share the code of the wrapper: the label tells them apart.
         first = self._layers[0]
         label = ("reducer", getattr(first, "__code__", type(first)))
@@ -337,10 +337,9 @@ class _Driver:
                     sums.append(self._reduced(filled))
                 if on_reduce is not None:
                     on_reduce(len(sums) - 1, sums[-1])
-        if self._guards is None:
+        if not self._contents.holds():
             # After the traces, which may write to what they read.
-            reads = {f"layer {n}": layer for n, layer in enumerate(self._layers)}
-            _, self._guards = guarded(reads, "reducer")
+            self._contents.take()
         found: tuple[jax.Array, PyTree]
         found = self.finish(plan.static, sums, scalars, params)
         paced(self.mesh, found[0])

@@ -106,6 +106,14 @@ class Executor(ABC):
         """
 
     @abstractmethod
+    def check_functions(self) -> None:
+        """Checks that stages and loss read what they read when they were compiled.
+
+        Raises:
+          ValueError: One would now be compiled to another program.
+        """
+
+    @abstractmethod
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
     ) -> tuple[Metrics, list[Transfer]]:
@@ -168,6 +176,12 @@ class StagePrograms:
         self._read: dict[Any, tuple[str, ...]] = {}
         # Pairs of a signature and whether there are forward passes only.
         self._compiled_ahead: set[tuple[Any, bool]] = set()
+
+    def check_functions(self) -> None:
+        """See `Executor`."""
+        for stage in (*self._compiled, *self._evaluated):
+            stage.check()
+        self.loss.check()
 
     def runs(
         self,
@@ -329,6 +343,10 @@ class ScheduleExecutor(Executor):
         self._tied = tied
         self._checked: set[Any] = set()
         self._forward: dict[int, Routes] = {}
+
+    def check_functions(self) -> None:
+        """See `Executor`."""
+        self._programs.check_functions()
 
     def gradient(
         self,

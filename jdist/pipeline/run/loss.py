@@ -65,6 +65,15 @@ class _Compiled:
         made.fn = self.fn.aside(fn)
         return made
 
+    def check(self, fn: Callable[..., PyTree]) -> "_Compiled":
+        """See `Traced.check`."""
+        traced = self.fn.check(fn)
+        if traced is self.fn:
+            return self
+        made = _Compiled(fn, self._contents)
+        made.fn = traced
+        return made
+
     def passes(
         self,
         names: tuple[str, ...],
@@ -96,6 +105,9 @@ class PipelineLoss:
       names: Names of the values that it takes.
       kind: The reduction.
       has_aux: Whether it returns a pair of losses and auxiliary outputs.
+
+    Attributes:
+      fn, kind, has_aux: The arguments of these names.
     """
 
     def __init__(
@@ -112,7 +124,7 @@ class PipelineLoss:
         # Both by the entries that the losses do not read.
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._made: dict[Any, LossPasses] = {}
-        self._fn = fn
+        self.fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
         self.has_aux = has_aux
@@ -219,8 +231,16 @@ class PipelineLoss:
             # The contents of the function have changed since its programs were found:
             # they serve other pipelines no more, and this one traces its own.
             _CACHE.drop(self._compiled)
-            self._compiled = self._compiled.aside(self._fn)
+            self._compiled = self._compiled.aside(self.fn)
             return run()
+
+    def check(self) -> None:
+        """Checks that the function reads what it read when it was first compiled.
+
+        Raises:
+          ValueError: It would now be compiled to another program.
+        """
+        self._compiled = self._compiled.check(self.fn)
 
     def _with_scale(self, made: LossPasses) -> LossPasses:
         def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:

@@ -116,6 +116,13 @@ class OneProgramExecutor(Executor):
         # Evaluation needs no program of its own: stage by stage on the same devices.
         self._in_evaluation = ScheduleExecutor(programs, places.schedule, None)
 
+    def check_functions(self) -> None:
+        """See `Executor`."""
+        for part in (self._compiled, *self._ends):
+            if part is not None:
+                part.check()
+        self._in_evaluation.check_functions()
+
     def gradient(
         self,
         channels: StageChannels,

@@ -124,6 +124,10 @@ class EpochExecutor(Executor):
         in_step = schedule_of_step(schedule)
         self._synchronous = ScheduleExecutor(programs, in_step, tied)
 
+    def check_functions(self) -> None:
+        """See `Executor`."""
+        self._programs.check_functions()
+
     def gradient(
         self,
         channels: StageChannels,

@@ -18,7 +18,7 @@ continues with its own function (`Traced.aside`).
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -146,6 +146,27 @@ class Traced:
         """A `Traced` for `fn` alone, one of the functions that share these programs."""
         return Traced(fn, self._user, self._contents, True, self._programs)
 
+    def check(self, fn: Callable[..., Any]) -> "Traced":
+        """The programs for `fn`, which must still be traced to them.
+
+        Args:
+          fn: One of the functions that share these programs.
+
+        Raises:
+          ValueError: What it reads has changed, and a program with it.
+        """
+        now = contents_of(fn, self._user)
+        if now.complete and now == self._contents:
+            return self
+        own = self if self._alone and fn is self._fn else self.aside(fn)
+        same = [x for x in self._programs if x[-1] == trace_context()]
+        # Programs of other settings, as within a mapped function, cannot be compared.
+        if len(same) < len(self._programs):
+            own._refuse(now)
+        for signature in same:
+            own._compare(signature, now)
+        return own
+
     def _trace(self, signature: Signature) -> TracedProgram:
         structure, kinds, static, _ = signature
 
@@ -172,18 +193,24 @@ class Traced:
             raise Changed
         # Under equal settings of JAX: other settings alone change the program.
         earlier = [x for x in self._programs if x[-1] == new[-1]]
-        if not earlier:
-            return
-        was, again = self._programs[earlier[0]], self._trace(earlier[0])
+        if earlier:
+            self._compare(earlier[0], now)
+
+    def _compare(self, signature: Signature, now: Contents) -> None:
+        """Raises if the function is traced to another program than before."""
+        was, again = self._programs[signature], self._trace(signature)
         if likeness_of(was.closed) != likeness_of(again.closed):
-            rule = "must stay what it was when it was first compiled"
-            changes = "; ".join(now.changes_since(self._contents))
-            remedy = (
-                "Pass what changes as an input, or make what holds the function (the "
-                "segment, the pipeline) anew."
-            )
-            got = f"another program of {now.name}: {changes or 'what it reads changed'}"
-            raise ValueError(requirement(f"{self._user}(fn)", rule, got, remedy))
+            self._refuse(now)
+
+    def _refuse(self, now: Contents) -> NoReturn:
+        rule = "must stay what it was when it was first compiled"
+        changes = "; ".join(now.changes_since(self._contents))
+        remedy = (
+            "Pass what changes as an input, or make what holds the function (the "
+            "segment, the pipeline) anew."
+        )
+        got = f"another program of {now.name}: {changes or 'what it reads changed'}"
+        raise ValueError(requirement(f"{self._user}(fn)", rule, got, remedy))
 
 
 def signature_of(arguments: PyTree, static: Static = ()) -> Signature:
