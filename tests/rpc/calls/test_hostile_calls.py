@@ -33,9 +33,11 @@ HERE = "tests.rpc.nameable"
 KEY = rpc.new_cluster_key()
 NO_KEYWORDS = [codes.DICT]
 _stop = threading.Event()
+_doubled = []
 
 
 def double(x):
+    _doubled.append(None)
     return 2 * x
 
 
@@ -99,6 +101,8 @@ def group(host_processes):
         be_one_of(0, 2, reserved.port, key=KEY)
         try:
             yield current.worker()
+            before = len(_doubled)
+            wait_until(lambda: len(_doubled) > before + 4)  # two turns
         finally:
             rpc.rpc_sync("worker1", stop)
             rpc.shutdown(timeout=30)
