@@ -106,6 +106,12 @@ class _AnswerHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     told: list[tuple[str, StarvationReport]]
 
 
+# msgspec reads the types of a class's fields at its first use, and another thread that
+# uses the class meanwhile ends the process (0.22). An import has one thread.
+for _header in (_RequestHeader, _AnswerHeader):
+    msgspec.msgpack.Decoder(_header)
+
+
 class PassFailure(NamedTuple):
     """An error and the worker on which it was raised; it travels as a value.
 

@@ -1,6 +1,8 @@
 """Gradient messages: an absent gradient takes no bytes; malformed ones are refused."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -139,3 +141,50 @@ def test_an_error_is_raised_with_its_place_and_cause():
 def test_errors_of_rpc_and_of_passes_are_raised_as_they_are():
     for error in (WorkerLost("b", "f", "it died"), BackwardError("b", "why")):
         assert PassFailure("worker1", error).exception() is error
+
+
+FIRST_MESSAGES = """
+import threading, time, types
+import msgspec._utils
+from jdist.autograd.engine import messages
+
+# From here on msgspec takes long to read the types of a class.
+utils = msgspec._utils
+code = utils.get_class_annotations.__code__
+utils._read = types.FunctionType(code, vars(utils))
+utils._wait = time.sleep
+
+def slowly(kind):
+    _wait(0.05)
+    return _read(kind)
+
+utils.get_class_annotations.__code__ = slowly.__code__
+
+terms = messages.PassTerms(5, 6, True, False)
+sent = [messages.MessageGradient(7, [11.0])]
+request = messages.GradientRequest(terms, [5], sent)
+report = {"worker1": messages.StarvationReport(7, ())}
+answer = messages.GradientAnswer(sent, report)
+found = []
+
+def read(after):
+    time.sleep(after)
+    reply = answer.pack()
+    got = messages.GradientAnswer.unpack(reply.value, reply.meta)
+    found.append(messages.GradientRequest.unpack(*request.pack()) == request)
+    found.append(dict(got.reports) == report)
+
+threads = [threading.Thread(target=read, args=(n / 50,)) for n in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(found.count(True), len(found))
+"""
+
+
+def test_first_messages_that_threads_read_at_the_same_time():
+    """A process ended where one used what msgspec had read by half for another."""
+    command = [sys.executable, "-c", FIRST_MESSAGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "16 16\n"), done.stderr
