@@ -51,7 +51,10 @@ def test_wrong_arguments(names, given, message):
         ({"options": {"timeout": 5}}, r"options=...\)` must be an RpcOptions. Got {"),
         ({"replace": "False"}, r"replace=...\)` must be True or False. Got 'False'"),
         ({"joined": "begin"}, r"joined=...\)` must be a function. Got 'begin'"),
-        ({"timeout": None}, r"timeout=...\)` must be a number of .* Got None"),
+        (
+            {"timeout": None},
+            r"timeout=...\)` must be a positive number of seconds.* Got None",
+        ),
     ],
 )
 def test_wrong_types(given, message):
