@@ -106,6 +106,32 @@ def problem(examples, seed=0, dtype=np.float64, empty=False):
     return params, batch, weights
 
 
+def made(schedule, where=None, injects=True, own=(), **options):
+    """A pipeline of the stages.
+
+    Args:
+      schedule: The schedule.
+      where: Its devices or workers.
+      injects: Whether stages add an auxiliary loss.
+      own: Options of the stages that are True.
+      **options: Options of the pipeline.
+    """
+    return pipeline.Pipeline(
+        stages(injects, **dict.fromkeys(own, True)), losses, schedule, where, **options
+    )
+
+
+def on_workers(names=None):
+    """A gradient with excluded examples, and a smaller one of all rules."""
+    found = []
+    for examples, injects in ((11, False), (7, True)):
+        pipe = made(pipeline.zero_bubble(2, 3), names, injects)
+        params, batch, weights = problem(examples, empty=not injects)
+        own = pipe.value_and_grad(pipe.place(params), batch, weights)
+        found.append(jax.tree.map(np.asarray, own))
+    return found
+
+
 def whole_gradient(params, batch, weights, injects=True, scale=1.0):
     """`jax.grad` of the weighted mean of the whole batch, of examples that count."""
     kept = weights > 0

@@ -12,18 +12,21 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import optim, pipeline
-from tests.pipeline.cotangents import close, losses, problem, stages, whole_gradient
+from tests.pipeline.cotangents import (
+    close,
+    losses,
+    made,
+    on_workers,
+    problem,
+    stages,
+    whole_gradient,
+)
+from tests.rpc.hosts import names
 
 # Batches of many sizes are the point.
 pytestmark = pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
 SIZES = [5, 6, 7, 11]
 RATE = 1 / 16
-
-
-def made(schedule, where=None, injects=True, own=(), **options):
-    return pipeline.Pipeline(
-        stages(injects, **dict.fromkeys(own, True)), losses, schedule, where, **options
-    )
 
 
 def gradient(pipe, params, batch, weights):
@@ -99,6 +102,21 @@ def test_executors_of_one_split_agree_to_the_bit():
     for other in others:
         pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_workers_agree_with_one_process_to_the_bit(cluster):
+    tasks = [cluster.start(rank, on_workers, names(2)) for rank in range(2)]
+    found, alone = [task.result() for task in tasks], on_workers()
+    for n, (loss, grads) in enumerate(alone):
+        params, batch, weights = problem((11, 7)[n], empty=n == 0)
+        close((loss, grads), whole_gradient(params, batch, weights, injects=n > 0))
+        for rank, each in enumerate(found):
+            own_loss, own = each[n]
+            assert own_loss == loss
+            pairs = zip(
+                jax.tree.leaves(own[rank]), jax.tree.leaves(grads[rank]), strict=True
+            )
+            assert all(np.array_equal(a, b) for a, b in pairs)
 
 
 # --- training ---
@@ -181,19 +199,28 @@ def test_what_excluded_rows_contain():
 # --- epochs ---
 
 
-def epoch(sizes, policy, every):
-    """An epoch of batches, of which some have excluded examples."""
+def epoch(sizes, policy, every, *, known=False):
+    """An epoch of batches, of which some have excluded examples.
+
+    Args:
+      sizes: Numbers of examples.
+      policy: The policy.
+      every: Number of batches for each update.
+      known: Whether the sum of the first update's weights is given by dividing them.
+    """
     pipe = pipeline.PipeDream(
         stages(injects=False),
         losses,
         policy=policy,
         update_every=every,
         optimizer=optim.sgd(lr=RATE),
+        reduction="sum" if known else "mean",
     )
     given = [problem(n, seed, empty=n > 5) for seed, n in enumerate(sizes)]
     batches, weights = [g[1] for g in given], [g[2] for g in given]
-    params = given[0][0]
-    state, metrics = pipe.train_epoch(pipe.init(params), batches, weights)
+    total = sum(own.sum() for own in weights) if known else 1.0
+    params, shares = given[0][0], [own / total for own in weights]
+    state, metrics = pipe.train_epoch(pipe.init(params), batches, shares)
     return params, list(zip(batches, weights, strict=True)), state, metrics
 
 
@@ -220,6 +247,15 @@ def test_an_update_of_several_batches_weights_their_means(policy):
     close(state.params, stepped(params, mean))
     expected = np.average([loss for loss, _ in each], weights=totals)
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-12)
+
+
+def test_a_total_that_is_known_gives_exact_shares():
+    params, given, state, metrics = epoch([5, 7, 11], "2bw", 3, known=True)
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *[batch for batch, _ in given])
+    weights = np.concatenate([own for _, own in given])
+    loss, grads = whole_gradient(params, batch, weights, injects=False)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-12)
+    close(state.params, stepped(params, grads))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
