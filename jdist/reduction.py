@@ -35,8 +35,10 @@ finished gradient is rounded once. A loss in 16 bits takes its cotangent rounded
 bits. `partial` multiplies what comes back by S seed / S rounded seed, so that the
 roundings do not change the total: equal weights stay exact, and B_i / B is.
 
-Weights that are negative or NaN give NaN on every replica, and so do weights that are
-all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
+Weights that are negative or NaN give NaN on every replica: inside a compiled function
+nothing can be refused. Weights that are all zero give a loss of NaN, the mean of
+nothing (a sum of nothing is 0), and a gradient of 0, since no example counts: a step of
+an optimizer then keeps its parameters.
 """
 
 from __future__ import annotations
@@ -199,9 +201,9 @@ def shares(
       total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
 
     Returns:
-      `(examples,)`; NaN if the total is 0, negative, NaN or infinite. Those of a mean
-      are as wide as the precision in use allows, so that losses of any dtype can take
-      their shares from them.
+      `(examples,)`; 0 if the total is 0, NaN if it is negative, NaN or infinite. Those
+      of a mean are as wide as the precision in use allows, so that losses of any dtype
+      can take their shares from them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -217,7 +219,9 @@ def shares(
     # XLA multiplies by a reciprocal, which is 0 for the largest totals: a power of two
     # rounds nothing, and brings the total near 1 first.
     power = _reciprocal_power(whole)
-    return jnp.where(usable, weights * power / (whole * power), jnp.nan)
+    found = jnp.where(usable, weights * power / (whole * power), jnp.nan)
+    # Of weights that are all 0; a negative one among them is NaN.
+    return jnp.where((whole == 0) & (weights == 0), 0, found)
 
 
 def total_weight(weights: ArrayLike) -> jax.Array:
@@ -390,7 +394,7 @@ def _over_replicas(
     # The seeds are divided: what is left for `finish` to divide by is 1 in all.
     first = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
     weight = jnp.where(held > 0, first, held * first)
-    return whole, ties / held, weight
+    return whole, ties / jnp.where(held == 0, 1, held), weight
 
 
 def _reciprocal_power(number: jax.Array) -> jax.Array:
@@ -463,7 +467,8 @@ def finish(part: Partial, reduction: str, like: PyTree) -> tuple[jax.Array, Any]
 
 
 def divided(tree: PyTree, total: jax.Array) -> PyTree:
-    """Divides a tree by a real scalar, each leaf in its own precision."""
+    """Divides sums by their total; those of nothing, whose total is 0, stay 0."""
+    total = jnp.where(total == 0, 1, total)
     return jax.tree.map(lambda x: _scaled(jnp.divide, x, total), tree)
 
 

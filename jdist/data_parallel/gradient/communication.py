@@ -302,7 +302,7 @@ class Communication:
         shares = leaves.arrays
         if self.reduction in ("max", "min"):
             shares = reductions.divided(shares, whole.weight)
-        fraction = part.weight / whole.weight  # B_i / B
+        fraction = reductions.divided(part.weight, whole.weight)  # B_i / B
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None
         filled = self._filled(leaves._replace(arrays=shares), fraction)

@@ -81,7 +81,8 @@ def value_and_grad(
       The loss is a scalar, float32 or wider. The gradient has the structure, shapes and
       dtypes of `params`, with None where a parameter is not a floating array, and is
       replicated: bit-equal on all replicas. Weights in device memory are not read back
-      to be checked: negative, NaN or all-zero ones give NaN.
+      to be checked: negative or NaN ones give NaN, all-zero ones a loss of NaN and a
+      gradient of 0.
 
     Raises:
       TypeError: An argument is of another type. On calling: weights are no numbers.

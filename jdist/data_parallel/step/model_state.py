@@ -60,8 +60,10 @@ def synchronized(
     if rule == "first":
         return _of_first(state, weight, axis_name)
     floating, rest = split_inexact(state)
+    # Where no example counts all have the state from before, and no mean.
+    given = jnp.where(jax.lax.psum(weight, axis_name) == 0, 1, weight)
     return merge(
-        weighted_mean(floating, weight, axis_name), _of_first(rest, weight, axis_name)
+        weighted_mean(floating, given, axis_name), _of_first(rest, weight, axis_name)
     )
 
 

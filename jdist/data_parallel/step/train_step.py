@@ -186,8 +186,8 @@ class TrainStep:
           state: What `init` or the last step returned.
           batch: As from `shard_batch`; its rows divide by replicas and micro-batches.
           weights: `(rows,)`, an array or a list of numbers, or None for 1 each. In
-            device memory they are not looked at: all 0, negative or NaN, they make the
-            loss and the new parameters NaN.
+            device memory they are not looked at: negative or NaN, they make the loss
+            and the new parameters NaN; all 0, the loss NaN and the gradient 0.
           **overrides: Hyperparameters of the optimizer for this step only; they may
             change without recompilation.
 

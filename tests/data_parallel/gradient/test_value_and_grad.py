@@ -202,10 +202,14 @@ def test_inside_jit_bad_weights_are_nan(problem):
     """What cannot be refused is not hidden either."""
     params, batch, weights = problem
     weights = jnp.asarray(weights)
-    for bad in (weights.at[3].set(-1), weights.at[3].set(jnp.nan), 0 * weights):
-        loss, gradient = jax.jit(value_and_grad(losses_of, 2))(params, batch, bad)
+    fn = jax.jit(value_and_grad(losses_of, 2))
+    for bad in (weights.at[3].set(-1), weights.at[3].set(jnp.nan)):
+        loss, gradient = fn(params, batch, bad)
         assert np.isnan(loss)
         assert np.isnan(gradient["w"]).all()
+    loss, gradient = fn(params, batch, 0 * weights)
+    assert np.isnan(loss)
+    assert not gradient["w"].any()
 
 
 @pytest.mark.parametrize("reduction", ["max", "min"])

@@ -54,6 +54,22 @@ def test_the_mean_is_by_examples(problem, mesh, kind):
     assert bool(found["warm"])
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"max_norm": 1.0}])
+def test_a_step_of_nothing_keeps_parameters_and_state(problem, mesh, options):
+    """Weights on a device, all 0, which are not looked at: the loss alone is NaN."""
+    params, x, states = problem
+    step = train_step(losses_of, optim.sgd(lr=0.1, momentum=0.9), mesh(2), **options)
+    before = step.init(params, states=states)
+    kept = jax.tree.map(np.asarray, (before.params, before.states, before.opt_state))
+    after, metrics = step(before, jnp.asarray(x[:4]), jnp.zeros(4))
+    assert np.isnan(metrics.loss)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (after.params, after.states, after.opt_state),
+        kept,
+    )
+
+
 def test_first_is_the_first_replica_that_has_examples(problem, mesh):
     """As DDP broadcasts rank 0's; bit for bit that replica's own."""
     _, x, old = problem
