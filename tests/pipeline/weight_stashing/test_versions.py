@@ -117,13 +117,16 @@ def test_all_callables_of_a_stage_and_the_loss_count(given):
 
 
 def test_one_pipeline_is_of_one_version(given, monkeypatch):
-    """It trains and evaluates with the same value, whatever changes meanwhile."""
+    """What changes meanwhile is refused, also by the first evaluation, until undone."""
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     pipe = pipe_of(scaled)
     before = trained(pipe, given)
     monkeypatch.setitem(globals(), "SCALE", 3.0)
+    for call in (trained, evaluated):
+        with pytest.raises(ValueError, match=r"stay what it was.* `SCALE` from 2.0 to"):
+            call(pipe, given)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
     assert trained(pipe, given) == before
-    # A first evaluation of the same shapes is of the program that was trained.
     np.testing.assert_allclose(evaluated(pipe, given), before, rtol=1e-6)
 
 
