@@ -9,26 +9,69 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 from jdist import _compilation_cache
 
 ROOT = Path(__file__).parent
 THOROUGH = os.environ.get("JDIST_THOROUGH", "") not in ("", "0")
-if not THOROUGH:
-    # The tests' programs are small and run once or twice: their time goes into being
-    # compiled. With these flags that takes a fifth. `make test-thorough` has none, and
-    # runs what rests on XLA again with the code that users get.
-    given = os.environ.get("XLA_FLAGS", "").split()
-    quick = (
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
+# The tests' programs are small and run once or twice: their time goes into being
+# compiled. With these flags that takes a fifth. `make test-thorough` has none, and runs
+# what rests on XLA again with the code that users get.
+QUICK_FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+FLAGS_TRIED = "JDIST_TEST_FLAGS"
+"""The variable with the flags that were left out, for the processes of a run."""
+
+
+def flags_refused(flags):
+    """What XLA says of flags that this jaxlib does not know; None if it takes them.
+
+    In a child: XLA ends the process at an unknown flag, behind pytest's capture.
+    """
+    tried = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
-    # What xdist starts has them already, and must find the same programs.
-    os.environ["XLA_FLAGS"] = " ".join([*given, *(x for x in quick if x not in given)])
+    if tried.returncode == 0:
+        return None
+    lines = tried.stderr.splitlines() or [f"exit status {tried.returncode}"]
+    told = next((line for line in lines if "nknown flag" in line), lines[-1])
+    return told.rsplit("] ", 1)[-1]
+
+
+def with_quick_flags(given, quick=QUICK_FLAGS):
+    """The given flags with those of `quick` that XLA knows; and those it does not.
+
+    Raises:
+      UsageError: XLA does not know the given ones.
+    """
+    more = [flag for flag in quick if flag not in given]
+    if flags_refused([*given, *more]) is None:
+        return [*given, *more], []
+    if told := flags_refused(given):
+        raise pytest.UsageError(f"XLA_FLAGS={' '.join(given)!r} is refused: {told}")
+    left = [flag for flag in more if flags_refused([flag]) is not None]
+    return [*given, *(flag for flag in more if flag not in left)], left
+
+
+# What xdist starts has them already, and must find the same programs.
+if not THOROUGH and FLAGS_TRIED not in os.environ:
+    flags, unknown = with_quick_flags(os.environ.get("XLA_FLAGS", "").split())
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    os.environ[FLAGS_TRIED] = " ".join(unknown)
 if _compilation_cache.FOLDER not in os.environ:
     os.environ.update(_compilation_cache.prepared(ROOT / "build" / "programs"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -42,9 +85,12 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax
 import numpy as np
-import pytest
-from jax._src.interpreters import mlir
 from jax.sharding import AxisType
+
+try:
+    from jax._src.interpreters import mlir
+except ImportError:  # The suite is slower then, and the same.
+    mlir = None
 
 # A suite started by `nohup` or `&` ignores them, and so would all that it starts.
 for number, handler in (
@@ -66,7 +112,7 @@ gc.set_threshold(50_000, 20, 20)
 # JAX makes an MLIR context for each program that it lowers. That takes 4 ms, most of
 # what a small program takes to lower, and the tests lower tens of thousands. What is
 # lowered does not depend on it (`tests/test_suite.py`).
-new_context = mlir.make_ir_context
+new_context = getattr(mlir, "make_ir_context", None)
 PROGRAMS = 100  # A context keeps all constants and types that it ever had.
 _of_thread = threading.local()
 
@@ -80,7 +126,7 @@ def shared_context():
     return context
 
 
-if not THOROUGH:
+if not THOROUGH and new_context is not None:
     mlir.make_ir_context = shared_context
 
 _modules = itertools.count()
@@ -173,6 +219,12 @@ def _slow(items):
             for number, item in enumerate(every)
             if number * kept % len(every) >= kept
         )
+
+
+def pytest_report_header():
+    """Names the flags without which this run compiles."""
+    unknown = os.environ.get(FLAGS_TRIED)
+    return f"left out, since this jaxlib does not know them: {unknown}" * bool(unknown)
 
 
 def _function(nodeid):

@@ -1,6 +1,7 @@
 """What jdist relies on in JAX beyond its documented surface; JAX changes show here."""
 
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
-from jdist._compat import Ahead, paced
+from jdist._compat import Ahead, internals, paced
 from jdist._compat.run_ahead import IN_FLIGHT
 from jdist.rpc.group.rendezvous import ReservedPort
 
@@ -22,6 +23,18 @@ pytestmark = pytest.mark.compiled
 
 class Memory(bytearray):
     """Memory whose end can be seen."""
+
+
+def test_a_name_that_jax_has_no_more_is_told_at_import():
+    """With the releases that are supported, and not by a step in its middle."""
+    message = (
+        rf"jdist needs a release of JAX that it was tested with, 0\.10\.2 or newer "
+        rf"\(docs/install\.md\): `jax\._src\.{{}}` is not in the installed one, "
+        rf"{re.escape(jax.__version__)}\. Install a tested release, or a newer jdist\."
+    )
+    for module, name in (("core", "gone"), ("gone", "core")):
+        with pytest.raises(ImportError, match=message.format(rf"{module}\.{name}")):
+            internals._internal(module, name)
 
 
 def test_double_precision_is_local():
@@ -304,7 +317,7 @@ def test_jaxs_coordinator_keeps_values_and_can_be_abandoned():
     program = """
 import sys, jax
 from jdist import _compat
-from jdist._compat import Ahead
+from jdist._compat import Ahead, internals
 from jdist.rpc.group.rendezvous import ReservedPort
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 client = _compat.distributed_client()

@@ -8,10 +8,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jax._src import core, dtypes
-from jax._src.config import trace_context as _trace_context
-from jax._src.linear_util import WrappedFun
-from jax._src.util import Unhashable
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
@@ -24,10 +20,12 @@ from jax.extend.core import (
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 
-WRAPPED_FUNCTION = WrappedFun
+from jdist._compat import internals
+
+WRAPPED_FUNCTION = internals.WRAPPED_FUN
 """The type in which equations hold derivative rules that are still to be called."""
 
-STATIC_ARGUMENT = Unhashable
+STATIC_ARGUMENT = internals.UNHASHABLE
 """The type in which these hold arguments that are no arrays (`nondiff_argnums`), as an
 attribute `val`."""
 
@@ -58,8 +56,7 @@ def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
     # functions of `jax.numpy`, while `jax.jit` and the functions of `jax.lax` raise a
     # ValueError of their own where it exists. A TypeError of `refuse` would be replaced
     # by another one in `jax.jit`.
-    core.pytype_aval_mappings[kind] = refuse
-    dtypes.register_canonicalize_value_handler(kind, refuse)
+    internals.register_refusal(kind, refuse)
 
 
 def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
@@ -113,7 +110,7 @@ def with_inner_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> Jax
 
 def trace_context() -> Any:
     """A key of all settings of JAX that change what a function is traced to."""
-    return _trace_context()
+    return internals.trace_context()
 
 
 def parts_of_wrapped(value: Any) -> list[Any]:

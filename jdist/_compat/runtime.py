@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
-from jax._src.array import ArrayImpl as _ArrayImpl
-from jax._src.lib import _jax, xla_client  # type: ignore[attr-defined]
 from jax.sharding import SingleDeviceSharding
 
+from jdist._compat import internals
 from jdist._errors import Unavailable, requirement
 
-ArrayImpl: type[jax.Array] = _ArrayImpl
+ArrayImpl = internals.ARRAY_IMPL
 """The class of arrays of numbers; PRNG key arrays have another class."""
 
 
@@ -59,12 +57,12 @@ def distributed_client() -> Any:
 
     Used of it: `key_value_set`, `key_value_dir_get`, `key_value_delete`.
     """
-    return distributed.global_state.client
+    return internals.distributed_state.client
 
 
 def abandon_distributed() -> None:
     """Makes this process forget `jax.distributed`: its exit waits for no other."""
-    state = distributed.global_state
+    state = internals.distributed_state
     # At exit JAX waits for all processes to get there, which they never will if they
     # are inside a collective with this one. The destructors of its objects would wait
     # too, hence one reference that nothing ever takes back.
@@ -108,7 +106,7 @@ def placed(
         device = default_device()
     abstract = _abstract(array.shape, array.dtype, weak)
     sharding = _only_on(device)
-    return xla_client.batched_device_put(
+    return internals.batched_device_put(
         abstract, sharding, [array], [device], committed, enable_x64=True
     )
 
@@ -129,7 +127,7 @@ def beside(array: jax.Array | np.ndarray, value: jax.Array) -> jax.Array:
     # Elsewhere it may stay, and over several devices there is no uncommitted array.
     if not (same and array.committed) or len(place.device_set) > 1:
         return array
-    return xla_client.batched_device_put(
+    return internals.batched_device_put(
         array.aval, place, [array], list(place.device_set), False, enable_x64=True
     )
 
@@ -142,7 +140,7 @@ def placed_at(
     if len(devices) > 1:
         return jax.device_put(array, place)
     abstract = _abstract(array.shape, array.dtype, False)
-    return xla_client.batched_device_put(
+    return internals.batched_device_put(
         abstract, place, [array], devices, committed, enable_x64=True
     )
 
@@ -152,7 +150,7 @@ def placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
     return jax.device_put(array, before.sharding) if before.committed else array
 
 
-let_go: Callable[[], None] = _jax.collect_garbage
+let_go: Callable[[], None] = internals.collect_garbage
 """Gives back the NumPy memory of arrays that are gone.
 
 JAX keeps what `placed` gave it until it next collects, which without this is when

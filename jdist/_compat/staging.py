@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 import jax
-from jax._src import effects
 from jax.extend.core import Effect
+
+from jdist._compat import internals
 
 
 def unrepeatable_effect(text: str) -> Effect:
@@ -18,9 +19,8 @@ def unrepeatable_effect(text: str) -> Effect:
     kind = type("UnrepeatableEffect", (Effect,), {"__repr__": told, "__str__": told})
     # An effect keeps a call from being dropped or made twice. `jax.checkpoint` would
     # make it twice and refuses it.
-    effects.lowerable_effects.add_type(kind)
-    effects.control_flow_allowed_effects.add_type(kind)
-    effects.custom_derivatives_allowed_effects.add_type(kind)
+    for registry in internals.effect_registries:
+        registry.add_type(kind)
     return kind()
 
 
