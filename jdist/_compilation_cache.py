@@ -1,10 +1,10 @@
 """JAX's persistent compilation cache: compiled programs, kept in files between runs.
 
 JAX identifies a program by a hash of its text, its compile options, XLA's flags and the
-versions of jaxlib and XLA, and does not store programs that call back into Python. A
-cached program is the machine code that was compiled before, so results have the same
-bits. Each kind of processor has a folder of its own, cut to a maximum size before a
-run.
+versions of jaxlib and XLA. (Before 0.12 it did not store programs that call back into
+Python.) A cached program is the machine code that was compiled before, so results have
+the same bits. Each kind of processor has a folder of its own, cut to a maximum size
+before a run.
 """
 
 import contextlib
