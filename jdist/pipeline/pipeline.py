@@ -256,6 +256,12 @@ class Pipeline:
             reads[f"stage {j}"] = stage.fn, stage.in_evaluation
         return GuardedContents(partial(guarded, reads, "Pipeline"))
 
+    @cached_property
+    def _updates(self) -> GuardedContents:
+        """What the optimizers read, such as a schedule of the user's."""
+        reads = {"optimizer": self._optimizer}
+        return GuardedContents(partial(guarded, reads, "Pipeline"))
+
     @property
     def stages(self) -> Sequence[Stage]:
         """The stages, by number."""
@@ -380,13 +386,20 @@ class Pipeline:
             self._check_functions()
             yield channels
             # After the traces, which may write to what they read.
-            if not self._contents.holds():
-                self._contents.take()
+            for each in (self._contents, self._updates):
+                if not each.holds():
+                    each.take()
 
     def _check_functions(self) -> None:
         # Before the first call nothing is compiled.
         if self._contents.taken and not self._contents.holds():
             self.executor.check_functions()
+        if self._updates.taken and not self._updates.holds():
+            rule = "must read what it read when its update was first compiled"
+            remedy = "Override what changes in `train_step`, or make the optimizer and "
+            remedy += "the pipeline anew."
+            argument, got = "Pipeline(optimizer=...)", "one that reads something else"
+            raise ValueError(requirement(argument, rule, got, remedy))
 
     def init(
         self,

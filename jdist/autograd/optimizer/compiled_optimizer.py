@@ -17,7 +17,7 @@ from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.internal import loss_scaling, scaled
-from jdist.segment.internal import FunctionCache, Traced, contents_of
+from jdist.segment.internal import FunctionCache, GuardedJit
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
 
@@ -105,11 +105,9 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
             grads = jax.tree.map(lambda g: scaled(g, factor), grads)
         return opt.step(params, grads, state, **overrides)
 
-    # A schedule is the user's code, which is read when a step is first traced.
-    traced = Traced(step, _CACHE.user, contents_of(step, _CACHE.user), alone=True)
-    return CompiledOptimizer(
-        opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step
-    )
+    # A schedule is the user's code, and may read something that changes.
+    compiled = GuardedJit(step, _CACHE.user, {"optimizer": opt})
+    return CompiledOptimizer(opt, jax.jit(opt.init), compiled, step)
 
 
 def _optimizer(made: object) -> Optimizer:

@@ -7,7 +7,14 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import optim
-from jdist.pipeline import PipeDream, Pipeline, Stage, gpipe, one_f_one_b
+from jdist.pipeline import (
+    PipeDream,
+    Pipeline,
+    Stage,
+    gpipe,
+    one_f_one_b,
+    pipedream,
+)
 
 TOLD = r"must stay what it was when it was first compiled\. Got another program of .*"
 
@@ -109,3 +116,36 @@ def test_changes_that_change_no_program_are_let_pass(x):
         loss, _ = pipe.value_and_grad([jnp.float32(1)], {"x": x})
         losses.append(float(loss))
     np.testing.assert_allclose(losses, 4 * x.sum(1).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(
+    "schedule", [gpipe(2, 2), pipedream(2, 2)], ids=["step", "epoch"]
+)
+def test_an_optimizer_that_reads_something_else_is_refused(schedule, each, x):
+    """Its update was compiled with the old value; back at that it goes on."""
+    rate = {"lr": 0.5}
+    opt = optim.sgd(lr=lambda t: rate["lr"])
+    optimizer = [opt, optim.sgd(lr=0.1)] if each else opt
+    stages = [
+        Stage(lambda w, x: x * w, ("x",), ("h",)),
+        Stage(lambda w, h: h * w, ("h",), ("y",)),
+    ]
+    pipe = Pipeline(
+        stages, lambda y, batch: (y**2).sum(axis=1), schedule, optimizer=optimizer
+    )
+    run = pipe.train_step if schedule.update_policy is None else pipe.train_epoch
+    batch = {"x": x} if schedule.update_policy is None else [{"x": x}, {"x": x}]
+
+    def trained():
+        state, _ = run(pipe.init([jnp.float32(0.5), jnp.float32(-2.0)]), batch)
+        return [float(w) for w in state.params]
+
+    before = trained()
+    for rate["lr"] in (0.25, 0.75):
+        with pytest.raises(
+            ValueError, match=r"`Pipeline\(optimizer=...\)` must read what"
+        ):
+            trained()
+    rate["lr"] = 0.5
+    assert trained() == before
