@@ -24,7 +24,8 @@ from tests.rpc import spawn_cases as cases
 
 GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
 VARIABLES = (
-    *GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS", "JAX_NUM_CPU_DEVICES",
+    *GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+    "JAX_NUM_CPU_DEVICES",
 )  # fmt: skip
 PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
