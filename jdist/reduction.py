@@ -83,6 +83,7 @@ __all__ = [
     "total_weight",
     "weight_array",
     "weighted_mean",
+    "wide_of",
     "wide_weights",
     "without_excluded",
 ]
@@ -189,7 +190,10 @@ def partial_with_aux(
 
 
 def shares(
-    weights: ArrayLike, reduction: str, total: ArrayLike | None = None
+    weights: ArrayLike,
+    reduction: str,
+    total: ArrayLike | None = None,
+    dtype: DTypeLike = float,
 ) -> jax.Array:
     """Weights as shares of their total, w / S w, for a mean.
 
@@ -199,11 +203,11 @@ def shares(
       weights: `(examples,)`, of one shard.
       reduction: Any but "mean" leaves the weights as they are.
       total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
+      dtype: Of the shares of a mean, from which losses take theirs in their own dtype.
+        By default as wide as the precision in use allows.
 
     Returns:
-      `(examples,)`; 0 if the total is 0, NaN if it is negative, NaN or infinite. Those
-      of a mean are as wide as the precision in use allows, so that losses of any dtype
-      can take their shares from them.
+      `(examples,)`; 0 if the total is 0, NaN if it is negative, NaN or infinite.
 
     Example:
       >>> import jax.numpy as jnp
@@ -213,20 +217,27 @@ def shares(
     weights = wide_weights(weights)
     if reduction != "mean":
         return weights
-    weights = weights.astype(jnp.result_type(float))
+    weights = weights.astype(jnp.result_type(dtype))
     whole = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
     usable = (whole > 0) & jnp.isfinite(whole)
-    # XLA multiplies by a reciprocal, which is 0 for the largest totals: a power of two
-    # rounds nothing, and brings the total near 1 first.
-    power = _reciprocal_power(whole)
+    # XLA multiplies by a reciprocal, which is 0 for the largest totals of float32; a
+    # power of two rounds nothing.
+    power = jnp.where(whole > 2.0**64, 2.0**-64, 1.0)
     found = jnp.where(usable, weights * power / (whole * power), jnp.nan)
     # Of weights that are all 0; a negative one among them is NaN.
     return jnp.where((whole == 0) & (weights == 0), 0, found)
 
 
-def total_weight(weights: ArrayLike) -> jax.Array:
+def total_weight(weights: ArrayLike, dtype: DTypeLike = float) -> jax.Array:
     """The sum of a shard's weights, in the precision of `shares`."""
-    return jnp.sum(wide_weights(weights).astype(jnp.result_type(float)))
+    return jnp.sum(wide_weights(weights).astype(jnp.result_type(dtype)))
+
+
+def wide_of(tree: PyTree) -> DTypeLike:
+    """float64 if any leaf is of it, or of complex128; else float32."""
+    wide = [jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)]
+    found = any(jnp.result_type(leaf) in wide for leaf in jax.tree.leaves(tree))
+    return jnp.float64 if found else jnp.float32
 
 
 def without_excluded(batch: PyTree, weights: jax.Array) -> PyTree:
@@ -395,15 +406,6 @@ def _over_replicas(
     first = jnp.where(jax.lax.axis_index(axis_name) == 0, 1, 0).astype(count.dtype)
     weight = jnp.where(held > 0, first, held * first)
     return whole, ties / jnp.where(held == 0, 1, held), weight
-
-
-def _reciprocal_power(number: jax.Array) -> jax.Array:
-    """1 / 2^k for the smallest 2^k that is not below a positive number; exact."""
-    mantissa, exponent = jnp.frexp(number)
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    # The reciprocal of the largest powers is no normal number, and would be 0.
-    least = jnp.finfo(number.dtype).minexp
-    return jnp.ldexp(jnp.ones_like(number), jnp.clip(-exponent, least, -least))
 
 
 def _widen(array: jax.Array) -> jax.Array:

@@ -132,12 +132,16 @@ class Communication:
         """Whether there is a hook with a state."""
         return isinstance(self.hook, Hook) and self.hook.init is not None
 
-    def weights_of(self, batch: PyTree, weights: jax.Array | None) -> jax.Array:
+    def weights_of(
+        self, batch: PyTree, weights: jax.Array | None, params: PyTree
+    ) -> jax.Array:
         """This replica's weights as `partial` takes them; None stands for 1 each.
 
         For a mean they are shares of the total over all replicas, which takes a
-        collective of one number.
+        collective of one number. They are float64 beside anything of float64: TPUs
+        have no sum of float64 over the replicas of a mesh with further axes.
         """
+        wide = reductions.wide_of((params, batch, weights))
         count = examples_in(batch, self.call)
         # Without weights the total is known without a collective.
         total: ArrayLike = count * jax.lax.axis_size(self.axis)
@@ -145,10 +149,10 @@ class Communication:
             weights = jnp.ones(count, jnp.float32)
         elif self.reduction == "mean":
             # Depends on the weights only, so that it can run beside the forward pass.
-            total = reductions.total_weight(weights)
+            total = reductions.total_weight(weights, wide)
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
-        return reductions.shares(weights, self.reduction, total)
+        return reductions.shares(weights, self.reduction, total, wide)
 
     def checksums(self, gradient: PyTree) -> dict[str, jax.Array] | None:
         """Checksums of all replicas' gradients; None unless `debug` is set."""

@@ -173,7 +173,7 @@ class _Programs:
                 reduction=reduction,
                 axis_name=communication.axis,
             )
-            weights = communication.weights_of(batch, weights)
+            weights = communication.weights_of(batch, weights, params)
             return with_gradient_order(fn, params, batch, weights)
 
         def step(

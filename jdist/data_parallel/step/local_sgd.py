@@ -250,7 +250,7 @@ def local_sgd(
             weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
         # Before they are shares: averages weigh replicas by their examples.
         seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
-        weights = communication.weights_of(batch, weights)
+        weights = communication.weights_of(batch, weights, params)
         part, ready = with_gradient_order(part_of, params, batch, weights)
         loss, grads, _ = communication(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)

@@ -60,7 +60,7 @@ class ReplicaStep:
           Loss, gradient, model state, the hook's new row, auxiliary outputs, and the
           replicas' checksums of the gradient, or None.
         """
-        weights = self.communication.weights_of(batch, weights)
+        weights = self.communication.weights_of(batch, weights, state.params)
         (part, states, aux), ready = self._own(state, scale, batch, weights)
         axis = self.communication.axis
         # Shares serve as well: only their proportions matter.
@@ -82,7 +82,7 @@ class ReplicaStep:
         self, state: TrainState, batch: PyTree, weights: jax.Array | None
     ) -> tuple[PyTree]:
         """This replica's row of the hook's first state."""
-        weights = self.communication.weights_of(batch, weights)
+        weights = self.communication.weights_of(batch, weights, state.params)
         (part, *_), ready = self._own(state, None, batch, weights)
         kept = self.communication.start(part, ready[0])
         return (as_row(kept),)
@@ -173,7 +173,7 @@ def evaluation(
     def on_replica(
         state: TrainState, batch: PyTree, weights: jax.Array | None
     ) -> tuple[PyTree, PyTree]:
-        entering = communication.weights_of(batch, weights)
+        entering = communication.weights_of(batch, weights, state.params)
         losses, aux = losses_of(state, batch)
         reductions.check_losses(losses, entering.shape)
         value, _, weight = reductions.seeds(losses, entering, reduction)
