@@ -51,17 +51,23 @@ def float64_arrays(lowered):
     return {tuple(map(int, x.split("x")[:-1])) for x in found}
 
 
-def compiled(lowered, hardware, rows=ROWS):
+def compiled(lowered, hardware, weights=()):
     """The report of a program that fits, with no float64 array and no callback.
 
-    But for the examples' weights: a number for each of so many, and their sums.
+    `weights` are the shapes of weights and their totals, where they are float64.
     """
-    wide = {x for x in float64_arrays(lowered) if x[-1] != rows}
-    assert not {x for x in wide if math.prod(x) > ROWS}
+    assert float64_arrays(lowered) <= set(weights)
     found = targets.compile(lowered, target=hardware)
     assert found.fits, found.refused
     assert found.host_callbacks == ()
     return found
+
+
+@pytest.fixture
+def narrow():
+    """Without 64 bits, in which a pipeline has each example's weight in float64."""
+    with jax.enable_x64(False):
+        yield
 
 
 def moved(found):
@@ -169,7 +175,11 @@ def test_the_reducer_sums_each_bucket_by_itself(hardware, mesh):
         layers, lambda y, x: ((y - x) ** 2).mean(1), mesh, bucket_cap_mb=0
     )
     given = [PARAMS["w"], PARAMS["v"]], shape(ROWS, WIDE), BATCH[1]
-    found = {name: compiled(each, hardware) for name, each in fn.lower(*given).items()}
+    weights = {(ROWS,), (ROWS // hardware.chips,)}
+    found = {
+        name: compiled(each, hardware, weights)
+        for name, each in fn.lower(*given).items()
+    }
     counts = {name: moved(each) for name, each in found.items()}
     sums = {f"bucket {n}: reduce" for n in (0, 1)}
     assert {name for name, kinds in counts.items() if kinds} == sums
@@ -231,7 +241,8 @@ def test_local_sgd_sums_and_passes_gradients_around_a_group(hardware, mesh):
     )
     state = local.init(PARAMS)
     # What each replica has seen is one number of its own.
-    found = compiled(local.lower(state, *BATCH), hardware)
+    totals = {(hardware.chips,), (1,)}
+    found = compiled(local.lower(state, *BATCH), hardware, totals)
     kinds = {each.kind for each in found.collectives if each.bytes >= KIB}
     assert kinds == {"all-reduce", "collective-permute"}
     assert found.donated_in_vain == ()
@@ -338,7 +349,7 @@ def one_program(hardware):
         )
         lowered = pipe.lower([LAYER] * count, batch_of(4096 * micro))
         (program,) = lowered.values()
-        return compiled(program, hardware, rows=4096)
+        return compiled(program, hardware)
 
     return report
 
@@ -348,6 +359,7 @@ HELD = 4096 * 2048 * 4
 large, a TPU may keep on the chip itself."""
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("case", CASES)
 def test_one_program_permutes_and_does_nothing_else(one_program, case):
     """Values go one way, cotangents the other; the loss is a number."""
@@ -357,6 +369,7 @@ def test_one_program_permutes_and_does_nothing_else(one_program, case):
     assert kinds == {"collective-permute": 1 if case[1] == 2 else 2}
 
 
+@pytest.mark.usefixtures("narrow")
 def test_messages_are_under_way_beside_the_actions(one_program, hardware):
     """In the compiled order of kernels: no time of a permute is left without one."""
     hidden = []
@@ -388,6 +401,7 @@ def picked(logits, batch):
     return -jnp.take_along_axis(chosen, batch["next"][..., None], -1)[..., 0].sum(-1)
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("family", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(
     "place",
@@ -442,6 +456,7 @@ def noisy_embedded(table, tokens, key):
     return dropped(embedded(table["table"], tokens), key)
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(
     "place",
     [
@@ -502,6 +517,7 @@ def test_messages_of_a_model_with_ends_and_keys_are_hidden(place, axes):
         assert hidden > 0.49
 
 
+@pytest.mark.usefixtures("narrow")
 def test_memory_of_1f1b_grows_with_stages_and_gpipes_with_micro_batches(one_program):
     used = {case: one_program(*case).bytes_per_device.temporaries for case in CASES}
     scratch = HELD / 16  # Of the compiler's, which differs between programs.
@@ -512,6 +528,7 @@ def test_memory_of_1f1b_grows_with_stages_and_gpipes_with_micro_batches(one_prog
     assert used["GPipe", 4, 8] - used["1F1B", 4, 8] >= 4 * HELD - scratch
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("kind", ["1F1B", "zero bubble", "PipeDream"])
 def test_programs_of_stages_need_no_other_device(hardware, kind):
     """Sums of gradients grow in place, and states are written where they were."""
@@ -543,6 +560,7 @@ def test_programs_of_stages_need_no_other_device(hardware, kind):
         assert updated >= bytes_of(kept)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_stages_on_meshes_sum_gradients_over_their_data_axis(hardware):
     """Half of the rows on each of a stage's chips, all of its parameters on both."""
     pairs = np.array(hardware.devices).reshape(2, 2)
