@@ -127,20 +127,13 @@ class _Walk:
             self._finish(ended)
             return
         found = collectives.inside(instruction, computation, self.module)
-        if self._is_overlapping(instruction):
-            # It repeats inside the collective that it overlaps. No others: XLA may give
-            # two collectives in flight one channel.
-            channels = {each.found.channel for each in self.started} - {""}
-            found = tuple(each for each in found if each.channel not in channels)
+        channels = {each.found.channel for each in self.started} - {""}
+        # A fusion that overlaps a collective in flight repeats it inside.
+        found = tuple(each for each in found if each.channel not in channels)
         for each in found:
             self._begin(each, instruction)
         if not found:
             self._hide(self._cost_of(instruction, computation))
-
-    def _is_overlapping(self, instruction: Instruction) -> bool:
-        """Whether it is a fusion, but none that starts a collective."""
-        targets = collectives.custom_calls(instruction, self.module)
-        return instruction.opcode == "fusion" and "AsyncCollectiveStart" not in targets
 
     def _ended(self, instruction: Instruction) -> _Started | None:
         if instruction.opcode.endswith("-done"):

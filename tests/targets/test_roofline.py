@@ -72,32 +72,6 @@ def test_collectives_of_a_gpu():
     assert permuted.seconds == pytest.approx(256 / 1e6)
 
 
-def test_two_collectives_of_one_channel():
-    """XLA gives several permutes one channel; each is counted, fused or not."""
-    sync = '"is_sync":true'
-    lines = GPU.replace(sync, '"is_sync":false').splitlines()
-    start = next(line for line in lines if "%permute-start =" in line)
-    done = next(line for line in lines if "%permute-done =" in line)
-    again = [line.replace("permute-", "permute-2-") for line in (start, done)]
-    at = lines.index(done)
-    text = "\n".join([*lines[:at], again[0], done, again[1], *lines[at + 1 :]])
-    text = text.replace("collective-permute-2-", "collective-permute-")
-    _, *permuted = cost(text).collectives
-    assert [(each.kind, each.bytes, each.count) for each in permuted] == [
-        ("collective-permute", 256, 1)
-    ] * 2
-    assert all(each.asynchronous for each in permuted)
-    second = [
-        line.replace("%async-", "%async-2-").replace("%kept", "%kept.2")
-        for line in TPU.splitlines()
-        if "%async-start" in line and "fusion" in line
-    ]
-    before, after = TPU.split("  %hidden")
-    twice = cost("\n".join([before.rstrip(), *second, f"  %hidden{after}"]))
-    gathers = [x for x in twice.collectives if x.kind == "all-gather"]
-    assert [x.bytes for x in gathers] == [64 * 128 * 2] * 2
-
-
 def test_memory_traffic():
     """An update in place moves the update; chips' own memory counts nothing."""
     module = hlo.parse(GPU)
