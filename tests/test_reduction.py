@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import reduction, verify
 from jdist.reduction import REDUCTIONS
+from tests.cotangents import rule
 
 SHARD, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -87,13 +88,8 @@ def test_partials_of_any_split_combine_to_the_whole(problem, name, cut):
     report.raise_if_failed()
 
 
-@jax.custom_vjp
-def clipped(x):
-    """The identity, whose cotangent is clipped: JAX's tutorial on custom rules."""
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.03, 0.02),))
+# JAX's tutorial on custom rules.
+clipped = rule(lambda g: jnp.clip(g, -0.03, 0.02))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

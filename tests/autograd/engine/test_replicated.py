@@ -12,6 +12,7 @@ from jdist import autograd, optim, rpc
 from jdist.autograd.contexts import here
 from jdist.autograd.engine.replicated import STATE
 from tests.autograd.engine_world import numbers
+from tests.cotangents import rule
 from tests.rpc.hosts import become_worker, results
 
 TRAINERS = ["worker0", "worker1", "worker2"]
@@ -200,12 +201,7 @@ def test_weights_are_asked_for_at_each_pass(cluster):
     assert [each[2] for each in found[1:]] == [[4.0], [8.0]]
 
 
-@jax.custom_vjp
-def clip(x):
-    return x
-
-
-clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.02),))
+clip = rule(lambda g: jnp.clip(g, -0.01, 0.02))
 ROWS, COUNTS = numbers(11, shape=(sum(SIZES), 4)), numbers(12, shape=sum(SIZES)) ** 2
 
 
@@ -231,28 +227,27 @@ def test_shares_of_the_whole_mean_are_added(cluster):
     np.testing.assert_allclose(found[0], expected, rtol=1e-12)
 
 
-def weighted_here_alone():
-    w = autograd.replicated(np.float32(5), TRAINERS, weight=2 if rank() else None)
+def weighing(*weights):
+    w = autograd.replicated(np.float32(5), TRAINERS, weight=weights[rank()])
     with autograd.context() as context_id:
         autograd.backward(context_id, [w * 2.0])
 
 
-def test_weights_on_some_trainers_are_refused(cluster):
-    for error in trainers(cluster, weighted_here_alone):
+def no_weight():
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ([no_weight] * 3, "must be positive on one of worker0, worker1, worker2"),
+        ([None, 2, 2], "None on all of worker0, worker1, worker2, or on none"),
+    ],
+)
+def test_weights_that_are_refused_together(cluster, weights, told):
+    for error in trainers(cluster, weighing, *weights):
         assert isinstance(error, ValueError)
-        assert "None on all of worker0, worker1, worker2, or on none" in str(error)
-
-
-def without_weight():
-    w = autograd.replicated(np.float32(5), TRAINERS, weight=lambda: 0)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [w * 2.0])
-
-
-def test_one_weight_is_positive(cluster):
-    for error in trainers(cluster, without_weight):
-        assert isinstance(error, ValueError)
-        assert "must be positive on one of worker0, worker1, worker2" in str(error)
+        assert told in str(error)
 
 
 def no_gradient(_):
