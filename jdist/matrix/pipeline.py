@@ -210,7 +210,7 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
         if reduction == "mean":
             # The total is known here. By itself an epoch begins each batch's backward
             # pass with shares of its own mean: it has not read the others yet.
-            counts /= counts.sum()
+            counts = counts / counts.sum()  # not in place: they are the judge's
         runtime = pipeline.PipeDream(
             _stages(loss_fn, params, 3),
             _losses,
