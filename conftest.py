@@ -59,7 +59,7 @@ def with_quick_flags(given, quick=QUICK_FLAGS):
       UsageError: XLA does not know the given ones.
     """
     more = [flag for flag in quick if flag not in given]
-    if flags_refused([*given, *more]) is None:
+    if not [*given, *more] or flags_refused([*given, *more]) is None:
         return [*given, *more], []
     if told := flags_refused(given):
         raise pytest.UsageError(f"XLA_FLAGS={' '.join(given)!r} is refused: {told}")
@@ -68,9 +68,11 @@ def with_quick_flags(given, quick=QUICK_FLAGS):
 
 
 # What xdist starts has them already, and must find the same programs.
-if not THOROUGH and FLAGS_TRIED not in os.environ:
-    flags, unknown = with_quick_flags(os.environ.get("XLA_FLAGS", "").split())
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+if FLAGS_TRIED not in os.environ:
+    own = os.environ.get("XLA_FLAGS", "").split()
+    flags, unknown = with_quick_flags(own, () if THOROUGH else QUICK_FLAGS)
+    if flags:
+        os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ[FLAGS_TRIED] = " ".join(unknown)
 if _compilation_cache.FOLDER not in os.environ:
     os.environ.update(_compilation_cache.prepared(ROOT / "build" / "programs"))
@@ -224,7 +226,7 @@ def _slow(items):
 def pytest_report_header():
     """Names the flags without which this run compiles."""
     unknown = os.environ.get(FLAGS_TRIED)
-    return f"left out, since this jaxlib does not know them: {unknown}" * bool(unknown)
+    return f"flags unknown to this jaxlib, left out: {unknown}" if unknown else None
 
 
 def _function(nodeid):

@@ -114,11 +114,10 @@ class Sampler:
         """
         check_at_least("shards(replicas=...)", replicas, 1)
         check_at_least("shards(epoch=...)", epoch, 0)
-        argument, rule = (
-            "shards(start=...)",
-            f"must be from 0 to the epoch's {self.steps} steps",
+        rule = f"must be from 0 to the epoch's {self.steps} steps"
+        check_number(
+            "shards(start=...)", start, rule, lambda n: 0 <= n <= self.steps, whole=True
         )
-        check_number(argument, start, rule, lambda n: 0 <= n <= self.steps, whole=True)
         if only is not None:
             rule = "must be numbers of replicas"
             check_sequence("shards(only=...)", only, Integral, rule)
