@@ -8,10 +8,16 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 
 from jdist._compat.ahead import Ahead
 from jdist._compat.convolution import fast_in_loops
-from jdist._compat.layout import alike
-from jdist._compat.programs import (
+from jdist._compat.internals import (
     STATIC_ARGUMENT,
     WRAPPED_FUNCTION,
+    ArrayImpl,
+    let_go,
+    refuse_as_argument,
+    trace_context,
+)
+from jdist._compat.layout import alike
+from jdist._compat.programs import (
     Loop,
     byte_count,
     called_program,
@@ -27,16 +33,13 @@ from jdist._compat.programs import (
     parts_of_wrapped,
     picks_by_row,
     reads,
-    refuse_as_argument,
     rewritten,
     trace,
-    trace_context,
     trace_whole,
     without_unread,
 )
 from jdist._compat.run_ahead import launched, paced, shares_threads
 from jdist._compat.runtime import (
-    ArrayImpl,
     abandon_distributed,
     beside,
     default_device,
@@ -44,7 +47,6 @@ from jdist._compat.runtime import (
     double_precision,
     is_computed,
     is_traced,
-    let_go,
     placed,
     placed_as,
     placed_at,

@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import jax
 
 __all__ = [
-    "ARRAY_IMPL",
-    "UNHASHABLE",
-    "WRAPPED_FUN",
+    "STATIC_ARGUMENT",
+    "WRAPPED_FUNCTION",
+    "ArrayImpl",
     "batched_device_put",
-    "collect_garbage",
     "distributed_state",
     "effect_registries",
-    "register_refusal",
+    "let_go",
+    "refuse_as_argument",
     "trace_context",
 ]
 
@@ -48,22 +48,25 @@ def _internal(module: str, name: str) -> Any:
 
 # `type(x) is ArrayImpl` takes a tenth of the time of `isinstance(x, jax.Array)`, which
 # would replace it.
-ARRAY_IMPL: type[jax.Array] = _internal("array", "ArrayImpl")
+ArrayImpl: type[jax.Array] = _internal("array", "ArrayImpl")
+"""The class of arrays of numbers; PRNG key arrays have another class."""
 
-# The type of derivative rules that equations hold before they are called. Without a
-# replacement: none is needed once equations hold programs.
-WRAPPED_FUN = _internal("linear_util", "WrappedFun")
+# Without a replacement: none is needed once equations hold programs.
+WRAPPED_FUNCTION = _internal("linear_util", "WrappedFun")
+"""The type in which equations hold derivative rules that are still to be called."""
 
-# The type in which these rules hold arguments of `nondiff_argnums`. As above.
-UNHASHABLE = _internal("util", "Unhashable")
+# As above.
+STATIC_ARGUMENT = _internal("util", "Unhashable")
+"""The type in which these hold arguments that are no arrays (`nondiff_argnums`), as an
+attribute `val`."""
 
 # Puts an array on a device in a fifth of the time of `jax.device_put`, which would
 # replace it but for weak types.
 batched_device_put = _internal("lib", "xla_client").batched_device_put
 
-# Gives memory of NumPy arrays back at once. Without it JAX does so when it next
-# collects.
-collect_garbage = _internal("lib", "_jax").collect_garbage
+# Without it JAX collects when something else is placed.
+let_go: Callable[[], None] = _internal("lib", "_jax").collect_garbage
+"""Gives back the NumPy memory of arrays that are gone, which JAX keeps of `placed`."""
 
 # The coordinator's client, for keys and values, and to leave without the coordinator. A
 # public client of `jax.distributed` would replace it.
@@ -76,17 +79,19 @@ effect_registries = tuple(
     for name in ("lowerable", "control_flow_allowed", "custom_derivatives_allowed")
 )
 
-# The settings that change what a function is traced to. A public key of them would
-# replace it.
-trace_context = _internal("config", "trace_context")
+# A public key of these settings would replace it.
+trace_context: Callable[[], Any] = _internal("config", "trace_context")
+"""A key of all settings of JAX that change what a function is traced to."""
 
-# By these a recorded value that is given to JAX is refused in words. A protocol for
-# types that are no arguments would replace them.
+# A protocol for types that are no arguments would replace these. `__jax_array__` does
+# not: operators and some functions of `jax.numpy` ask for it, while `jax.jit` and the
+# functions of `jax.lax` raise a ValueError of their own where it exists.
 _avals = _internal("core", "pytype_aval_mappings")
 _register = _internal("dtypes", "register_canonicalize_value_handler")
 
 
-def register_refusal(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
-    """Has JAX call `refuse(x)` for each argument x of this type."""
+def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
+    """Has JAX call `refuse(x)` for each argument x of this type, or one derived."""
+    # A TypeError of `refuse` would be replaced by another one in `jax.jit`.
     _avals[kind] = refuse
     _register(kind, refuse)

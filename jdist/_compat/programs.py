@@ -4,7 +4,7 @@ Tested in `tests/segment/test_programs.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,15 +19,6 @@ from jax.extend.core import (
 )
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
-
-from jdist._compat import internals
-
-WRAPPED_FUNCTION = internals.WRAPPED_FUN
-"""The type in which equations hold derivative rules that are still to be called."""
-
-STATIC_ARGUMENT = internals.UNHASHABLE
-"""The type in which these hold arguments that are no arrays (`nondiff_argnums`), as an
-attribute `val`."""
 
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
@@ -48,15 +39,6 @@ def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, A
     # lowered. Rewritten only if so: most programs close over nothing of NumPy's.
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
     return (_with_copies(program) if borrowed else program), shapes
-
-
-def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
-    """Has JAX call `refuse(x)` for each argument x of this type, or one derived."""
-    # JAX offers no public way: `__jax_array__` is asked for by operators and by some
-    # functions of `jax.numpy`, while `jax.jit` and the functions of `jax.lax` raise a
-    # ValueError of their own where it exists. A TypeError of `refuse` would be replaced
-    # by another one in `jax.jit`.
-    internals.register_refusal(kind, refuse)
 
 
 def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
@@ -106,11 +88,6 @@ def with_inner_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> Jax
         return equation
     params = {name: changed(value) for name, value in equation.params.items()}
     return equation.replace(params=params)
-
-
-def trace_context() -> Any:
-    """A key of all settings of JAX that change what a function is traced to."""
-    return internals.trace_context()
 
 
 def parts_of_wrapped(value: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jdist._compat.runtime import ArrayImpl
+from jdist._compat.internals import ArrayImpl
 
 IN_FLIGHT = 8
 """Launches of a thread that may be unfinished. Of the 32 the others are left to what a

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,9 +12,6 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist._compat import internals
 from jdist._errors import Unavailable, requirement
-
-ArrayImpl = internals.ARRAY_IMPL
-"""The class of arrays of numbers; PRNG key arrays have another class."""
 
 
 def double_precision() -> AbstractContextManager[None]:
@@ -148,14 +144,6 @@ def placed_at(
 def placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
     """An array in the place of another one, committed to its devices if that was."""
     return jax.device_put(array, before.sharding) if before.committed else array
-
-
-let_go: Callable[[], None] = internals.collect_garbage
-"""Gives back the NumPy memory of arrays that are gone.
-
-JAX keeps what `placed` gave it until it next collects, which without this is when
-something else is placed.
-"""
 
 
 @functools.lru_cache(1024)
