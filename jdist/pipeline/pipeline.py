@@ -71,7 +71,7 @@ from jdist.pipeline.weight_stashing.executor import (
 )
 from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 from jdist.reduction import check_reduction
-from jdist.segment.internal import GuardedContents, guarded
+from jdist.segment.internal import GuardedContents
 
 __all__ = ["PipeDream", "Pipeline"]
 
@@ -254,13 +254,12 @@ class Pipeline:
         reads: dict[str, object] = {"loss_fn": self._loss.fn}
         for j, stage in enumerate(self.stages):
             reads[f"stage {j}"] = stage.fn, stage.in_evaluation
-        return GuardedContents(partial(guarded, reads, "Pipeline"))
+        return GuardedContents(reads, "Pipeline")
 
     @cached_property
     def _updates(self) -> GuardedContents:
         """What the optimizers read, such as a schedule of the user's."""
-        reads = {"optimizer": self._optimizer}
-        return GuardedContents(partial(guarded, reads, "Pipeline"))
+        return GuardedContents({"optimizer": self._optimizer}, "Pipeline")
 
     @property
     def stages(self) -> Sequence[Stage]:

@@ -12,13 +12,12 @@ from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, Function
 from jdist.segment._lookup.contents import (
     READS,
     Contents,
+    GuardedContents,
     contents_of,
-    guarded,
     is_fixed,
     value_of,
 )
 from jdist.segment._lookup.guarded_jit import GuardedJit
-from jdist.segment._lookup.guards import GuardedContents
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
     Changed,
@@ -61,7 +60,6 @@ __all__ = [
     "backward_deferring",
     "contents_of",
     "forward_arrays",
-    "guarded",
     "identity_of",
     "is_fixed",
     "is_policy",

@@ -57,7 +57,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.reduction import Partial
 from jdist.segment import Segment, segment
-from jdist.segment.internal import GuardedContents, GuardedJit, Invoke, guarded
+from jdist.segment.internal import GuardedContents, GuardedJit, Invoke
 
 # The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
@@ -253,7 +253,7 @@ class _Driver:
         self.whole = NamedSharding(mesh, PartitionSpec())
         self._layers = tuple(layers)
         reads = {f"layer {n}": layer for n, layer in enumerate(layers)}
-        self._contents = GuardedContents(partial(guarded, reads, "reducer"))
+        self._contents = GuardedContents(reads, "reducer")
         self.find_layers()
 
         def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:

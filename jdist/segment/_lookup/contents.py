@@ -219,6 +219,41 @@ def guarded(reads: Mapping[str, object], user: str) -> tuple[Contents, Guards]:
     return Contents(code, tuple(parts), unread), found
 
 
+class GuardedContents:
+    """What functions and other values read, and whether it is still the same.
+
+    Args:
+      reads: As for `guarded`.
+      user: As for `guarded`.
+    """
+
+    def __init__(self, reads: Mapping[str, object], user: str) -> None:
+        self._reads, self._user = reads, user
+        self._contents: Contents | None = None
+        self._guards: Guards | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether it was taken."""
+        return self._guards is not None
+
+    def holds(self) -> bool:
+        """Whether it was taken, and nothing that can be read has changed since."""
+        if self._guards is None:
+            return False
+        if self._guards.hold():
+            return True
+        contents, found = guarded(self._reads, self._user)
+        same = contents.complete and contents == self._contents
+        if same:
+            self._guards = found
+        return same
+
+    def take(self) -> None:
+        """Notes what they read now."""
+        self._contents, self._guards = guarded(self._reads, self._user)
+
+
 def is_fixed(fn: Callable[..., Any]) -> bool:
     """Whether a function is a library's and has no closure."""
     if isinstance(fn, _JITTED):

@@ -58,40 +58,6 @@ class Guards:
         return all(_bytes_of(array) == found for array, found in self._arrays)
 
 
-class GuardedContents:
-    """What functions read, and whether it is still the same.
-
-    Args:
-      read: Returns the contents and guards over them; see `guarded`.
-    """
-
-    def __init__(self, read: Callable[[], tuple[Any, Guards]]) -> None:
-        self._read = read
-        self._contents: Any = None
-        self._guards: Guards | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether it was taken."""
-        return self._guards is not None
-
-    def holds(self) -> bool:
-        """Whether it was taken, and nothing that can be read has changed since."""
-        if self._guards is None:
-            return False
-        if self._guards.hold():
-            return True
-        contents, found = self._read()
-        same: bool = contents.complete and contents == self._contents
-        if same:
-            self._guards = found
-        return same
-
-    def take(self) -> None:
-        """Notes what the functions read now."""
-        self._contents, self._guards = self._read()
-
-
 def _bytes_of(array: np.ndarray) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
 
