@@ -74,6 +74,7 @@ __all__ = [
     "divided",
     "empty",
     "finish",
+    "host_weights",
     "partial",
     "partial_with_aux",
     "rounded",
@@ -289,6 +290,13 @@ def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(requirement(argument, rule, f"dtype {array.dtype}"))
     return array.astype(np.float32)
+
+
+def host_weights(argument: str, weights: Any) -> np.ndarray:
+    """`weight_array` on the host, in float32 or float64."""
+    found = np.asarray(weight_array(argument, weights))
+    # float64 is kept for models in double precision.
+    return found if found.dtype == np.float64 else found.astype(np.float32)
 
 
 def wide_weights(weights: ArrayLike) -> jax.Array:

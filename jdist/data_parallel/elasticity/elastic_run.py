@@ -325,10 +325,7 @@ def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.
     argument = f"{call}(weights=...)"
     if weights is None:
         return np.ones(examples, np.float32)
-    found = np.asarray(reductions.weight_array(argument, weights))
-    # float64 is kept for models in double precision.
-    if found.dtype != np.float64:
-        found = found.astype(np.float32)
+    found = reductions.host_weights(argument, weights)
     if found.shape != (examples,):
         rule = f"must have one weight for each example, shape {(examples,)}"
         raise ValueError(requirement(argument, rule, str(found.shape)))

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, is_shape
-from jdist.reduction import weight_array, without_excluded
+from jdist.reduction import host_weights, without_excluded
 
 
 class MicroBatch(NamedTuple):
@@ -341,10 +341,7 @@ def check_weights(
     if weights is None:
         return np.ones(examples, np.float32)
     call = f"{call}(weights=...)"
-    found = np.asarray(weight_array(call, weights))
-    # float64 is kept for models in double precision.
-    if found.dtype != np.float64:
-        found = found.astype(np.float32)
+    found = host_weights(call, weights)
     if found.shape != (examples,):
         rule = f"must be one number for each of the {examples} examples"
         raise ValueError(requirement(call, rule, f"shape {found.shape}"))
