@@ -9,7 +9,7 @@ pipeline as one SPMD program (`spmd`) implement the same interface.
 import dataclasses
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -186,7 +186,7 @@ class StagePrograms:
     def runs(
         self,
         given: CallInputs,
-        kinds: Sequence[str],
+        kind: Callable[[int], str],
         *,
         single: bool,
         evaluated: bool = False,
@@ -195,7 +195,7 @@ class StagePrograms:
 
         Args:
           given: The arguments of the call.
-          kinds: For each stage, the reduction of its gradients.
+          kind: By the number of a stage, the reduction of its gradients.
           single: As for `StageRun`.
           evaluated: Whether they run the stages' functions for evaluation.
         """
@@ -225,7 +225,7 @@ class StagePrograms:
                     resident(given.params[j], place, f"{CALL}(params)", j),
                     resident(given.states[j], place, f"{CALL}(states=...)", j),
                     moved(key, undivided(place)),
-                    kinds[j],
+                    kind(j),
                     single,
                 )
         return runs
@@ -362,9 +362,7 @@ class ScheduleExecutor(Executor):
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale)
-        runs = programs.runs(
-            given, [loss.gradient_kind] * places.loss, single=count == 1
-        )
+        runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
         # Every message after this line carries the call's identity, so that a worker
         # with another step or batch is found before its values are used.
         settings = {} if update is None else update.settings
@@ -405,9 +403,7 @@ class ScheduleExecutor(Executor):
         parts = split_batch(*cut)
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale)
-        runs = programs.runs(
-            given, [loss.gradient_kind] * places.loss, single=count == 1
-        )
+        runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
         inputs = programs.inputs(channels, runs, parts, loss)
         inputs = inputs._replace(routes=self._routes)
         found = LoweredPrograms()
@@ -459,8 +455,7 @@ class ScheduleExecutor(Executor):
         # All examples stay: outputs are those of each, and no gradient can be NaN.
         cut = given.batch, given.weights, count, kind, rows
         parts = split_batch(*cut, replacing=False)
-        kinds = [kind] * self._places.loss
-        runs = programs.runs(given, kinds, single=False, evaluated=True)
+        runs = programs.runs(given, lambda _: kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
         # A batch with fewer examples than micro-batches needs a shorter schedule.
         if count not in self._forward:

@@ -187,8 +187,7 @@ class EpochExecutor(Executor):
     ) -> StepInputs:
         """The inputs of an epoch, of which one micro-batch represents all."""
         programs, loss = self._programs, self._programs.loss
-        kinds = [self._kind(j) for j in range(programs.places.loss)]
-        runs = programs.runs(given, kinds, single=self._policy.every == 1)
+        runs = programs.runs(given, self._kind, single=self._policy.every == 1)
         if self._scaled:
             loss = loss.scaled(scale_in(opt_states))
         every = dict.fromkeys(range(programs.places.schedule.micro_batches), first)
