@@ -28,7 +28,6 @@ __all__ = [
     "Metrics",
     "check_batches",
     "check_saving",
-    "check_state",
     "fitted",
     "over_epoch",
     "pair",
@@ -121,26 +120,6 @@ def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
         joins = {"sum": sum, "max": max, "min": min}
         loss = joins[reduction](losses)
     return Metrics(loss, sum(int(part.examples) for part in found), sum(weights))
-
-
-def check_state(call: str, state: object, kind: type, maker: str) -> None:
-    """Checks that an argument is a training state, and not parameters, for example.
-
-    Args:
-      call: Function and argument, for the error's text.
-      state: What was given.
-      kind: What it must be.
-      maker: The object whose `init` makes one, such as `"pipe"`.
-
-    Raises:
-      TypeError: It is anything else.
-    """
-    if not isinstance(state, kind):
-        rule = f"must be a {kind.__name__}"
-        remedy = (
-            f"`state = {maker}.init(params)` makes one, and each step returns the next."
-        )
-        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
 def check_saving(

@@ -144,6 +144,25 @@ def _is_readable(leaf: Any, others: bool) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
+def check_state(call: str, state: object, kind: type, maker: str) -> None:
+    """Checks that an argument is a training state, and not parameters, for example.
+
+    Args:
+      call: Function and argument, for the error's text.
+      state: What was given.
+      kind: What it must be.
+      maker: The object whose `init` makes one, such as `"pipe"`.
+
+    Raises:
+      TypeError: It is anything else.
+    """
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`{call}` must be a {kind.__name__}. Got {type_name(state)}. "
+            f"`state = {maker}.init(params)` makes one, and each step returns the next."
+        )
+
+
 def is_inexact(leaf: object) -> bool:
     """Whether a leaf is a real or complex floating array, so that it has a gradient."""
     dtype = getattr(leaf, "dtype", None)

@@ -25,8 +25,7 @@ from jdist._checkpoint import (
     descriptions,
 )
 from jdist._errors import check_type, requirement
-from jdist._fit import check_state
-from jdist._tree import PyTree, named_leaves, unworded, words
+from jdist._tree import PyTree, check_state, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import (
     MessageTag,

@@ -22,8 +22,8 @@ from jdist._errors import (
     check_sequence,
     requirement,
 )
-from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, check_arrays, is_shape, owned, shapes_of
+from jdist._fit import Metrics
+from jdist._tree import PyTree, check_arrays, check_state, is_shape, owned, shapes_of
 from jdist.optim import Optimizer
 from jdist.optim.internal import started
 from jdist.pipeline.run.action_timer import ActionTimer

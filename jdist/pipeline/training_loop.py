@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 
 from jdist._errors import check_type
-from jdist._fit import Metrics, check_batches, check_saving, check_state, fitted, pair
-from jdist._tree import PyTree
+from jdist._fit import Metrics, check_batches, check_saving, fitted, pair
+from jdist._tree import PyTree, check_state
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.update import PipelineState

@@ -26,8 +26,7 @@ from jdist._checkpoint import (
     struct_of,
 )
 from jdist._errors import requirement
-from jdist._fit import check_state
-from jdist._tree import PyTree, named_leaves, unworded, words
+from jdist._tree import PyTree, check_state, named_leaves, unworded, words
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 

@@ -15,13 +15,12 @@ from jdist._fit import (
     Metrics,
     check_batches,
     check_saving,
-    check_state,
     fitted,
     over_epoch,
     pair,
     progress,
 )
-from jdist._tree import PyTree, examples_in, shapes_of
+from jdist._tree import PyTree, check_state, examples_in, shapes_of
 from jdist.data_parallel.replicas.shards import (
     BoundWeights,
     Weights,

@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import reduction as reductions
 from jdist._compat import paced
 from jdist._errors import check_at_least, check_function, requirement
-from jdist._fit import check_state
 from jdist._tree import (
     PyTree,
     check_arrays,
+    check_state,
     examples_in,
     is_shape,
     merge,

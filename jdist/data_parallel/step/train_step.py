@@ -26,8 +26,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import Ahead, alike, paced
 from jdist._errors import check_flags, check_function, check_number, requirement
-from jdist._fit import Metrics, check_state
-from jdist._tree import PyTree, check_arrays, examples_in, is_shape, shapes_of
+from jdist._fit import Metrics
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    check_state,
+    examples_in,
+    is_shape,
+    shapes_of,
+)
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
