@@ -156,10 +156,10 @@ def _judge_matrix(options: argparse.Namespace) -> int:
             console.print(f"\n[bold]{cell.reduction}, {cell.dtype}[/bold]", cell.report)
     if options.json:
         options.json.write_text(matrix.to_json(cells))
-    count = sum(cell.report is not None for cell in cells)
-    text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
+    reports = [cell.report for cell in cells if cell.report is not None]
+    text = f"{len(reports)} of {len(cells)} gradients judged, all equal to one device's"
     text += f" in {', '.join(options.dtypes)}"
-    return _concluded([cell.report for cell in cells if cell.report], text)
+    return _concluded(reports, text)
 
 
 def _reductions(options: argparse.Namespace) -> Sequence[str]:

@@ -69,6 +69,9 @@ class Cell:
         """Whether nothing was found wrong."""
         return self.report is None or self.report.ok
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __rich__(self) -> Text:
         """The largest error/bound, or why there is none."""
         if self.report is None:
@@ -277,7 +280,9 @@ def to_json(cells: Sequence[Cell]) -> str:
             "reduction": cell.reduction,
             "dtype": cell.dtype,
             "skipped": cell.skipped,
-            "report": json.loads(cell.report.to_json()) if cell.report else None,
+            "report": None
+            if cell.report is None
+            else json.loads(cell.report.to_json()),
         }
         for cell in cells
     ]

@@ -48,7 +48,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of mutation testing: `print` it, ask `ok`, or `raise_if_missed`.
+    """The result of mutation testing: `print` it, `assert` it, or `raise_if_missed`.
+
+    It is true where `ok` is.
 
     Attributes:
       unfit: Why the test proves nothing: it does not pass the right step; else empty.
@@ -73,6 +75,9 @@ class Score:
         wanting = self.having("missed", "cannot show", "crashed")
         # A test to which no defect applies has shown nothing.
         return bool(self.having("noticed")) and not wanting
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def raise_if_missed(self) -> Score:
         """Returns the score if it is ok.

@@ -52,6 +52,9 @@ class LeafReport:
         """Whether the leaf was judged, and rounding explains the difference."""
         return not self.problem and not self.unjudged
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     @property
     def bit_equal(self) -> bool:
         """Whether there is no difference at all, not even in the sign of a zero."""
@@ -91,6 +94,9 @@ class OracleCheck:
     def ok(self) -> bool:
         """Whether the reference is the derivative, as far as can be seen."""
         return not self.wrong and not self.own_rules
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def wrong(self) -> bool:
@@ -146,7 +152,9 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The judge's findings; `print` it, ask `ok`, or `raise_if_failed`.
+    """The judge's findings: `print` it, `assert` it, or `raise_if_failed`.
+
+    It is true where `ok` is.
 
     Attributes:
       leaves: One row per candidate and leaf.
@@ -168,6 +176,9 @@ class Report:
         """
         judged = bool(self.leaves) and all(leaf.ok for leaf in self.leaves)
         return judged and (self.oracle is None or self.oracle.ok)
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def failures(self) -> tuple[LeafReport, ...]:
@@ -223,7 +234,7 @@ class Report:
             "leaves": [
                 {**asdict(leaf), "verdict": leaf.verdict} for leaf in self.leaves
             ],
-            "oracle": asdict(self.oracle) if self.oracle else None,
+            "oracle": asdict(self.oracle) if self.oracle is not None else None,
             "notes": self.notes,
             "attributions": [asdict(cause) for cause in self.attributions],
         }

@@ -1,17 +1,22 @@
 """The report: what counts as right, wrong and not judged, and how it is told."""
 
+import ast
 import dataclasses
 import io
 import json
 import math
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from jdist import VerificationError
-from jdist.verify import Attribution, LeafReport, OracleCheck, Report
+from jdist.verify import Attribution, LeafReport, OracleCheck, Report, gradients
 from jdist.verify.report import SUSPICIOUSLY_LOOSE, looseness
 
+FIELD = ast.AnnAssign
 EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 0.75)
 SAME = dataclasses.replace(EQUAL, path="b", max_abs=0.0, max_ulp=0.0, ratio=0.0)
 WRONG = dataclasses.replace(EQUAL, path="v", ratio=31.0, problem="off by 31 times")
@@ -36,6 +41,7 @@ SKIPPED = OracleCheck(skipped="the loss is chaotic next to the parameters")
 def test_the_verdict_on_a_leaf(leaf, ok, bit_equal, verdict):
     """A problem outweighs what was not judged, and both outweigh equal bits."""
     assert (leaf.ok, leaf.bit_equal, leaf.verdict) == (ok, bit_equal, verdict)
+    assert bool(leaf) == ok
 
 
 @pytest.mark.parametrize(
@@ -54,12 +60,43 @@ def test_the_verdict_on_a_leaf(leaf, ok, bit_equal, verdict):
 def test_a_report_is_ok_if_everything_was_judged_and_holds(leaves, oracle, ok):
     """The oracle counts where it was compared."""
     report = Report(leaves, oracle)
-    assert report.ok == ok
+    assert report.ok == bool(report) == ok
     if ok:
         assert report.raise_if_failed() is report
     else:
         with pytest.raises(VerificationError, match=r"gradients differ|not judged"):
             report.raise_if_failed()
+
+
+def test_what_has_an_ok_is_true_where_it_is_ok():
+    """Or `assert` would pass on every verdict: any other object is true."""
+    found = {}
+    for path in (Path(__file__).parents[2] / "jdist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = {x.name: x for x in node.body if hasattr(x, "name")}
+                names = {ast.unparse(x.target) for x in node.body if type(x) is FIELD}
+                if "ok" in names | methods.keys():
+                    own = methods.get("__bool__")
+                    found[node.name] = ast.unparse(own.body[-1]) if own else ""
+    assert {"Report", "Trace", "Score"} < found.keys()
+    assert set(found.values()) == {"return self.ok"}, found
+
+
+def test_an_assertion_fails_on_a_wrong_gradient():
+    """As users of pytest write it."""
+    own = jax.value_and_grad(lambda w, x: jnp.tanh(x @ w).mean())
+    x = jax.random.normal(jax.random.key(0), (7, 5))
+
+    def judged(factor):
+        def scaled(w, x):
+            loss, gradient = own(w, x)
+            return loss, factor * gradient
+
+        return gradients(lambda w, x: jnp.tanh(x @ w), x[0], x, {"scaled": scaled})
+
+    assert judged(1)
+    assert not judged(2)
 
 
 def test_nothing_compared_is_nothing_right():
@@ -88,6 +125,7 @@ def test_nothing_compared_is_nothing_right():
 def test_the_check_of_the_reference(check, ok, wrong, text):
     """NaN is no agreement, whatever the tolerance; the tolerance itself is."""
     assert (check.ok, check.wrong) == (ok, wrong)
+    assert bool(check) == ok
     assert text in str(check)
 
 
@@ -141,6 +179,7 @@ def test_json_has_all_of_it_and_reads_back():
     assert record["notes"] == ["a note"]
     assert record["ok"] is False
     assert json.loads(Report((SAME,)).to_json())["oracle"] is None
+    assert json.loads(Report((SAME,), OFF).to_json())["oracle"]["slope"] == 1.5
 
 
 def test_what_is_printed():

@@ -43,6 +43,8 @@ class Difference:
 class Trace:
     """The judge's finding on one candidate: whether it is right, and if not, where.
 
+    It is true where `ok` is.
+
     Attributes:
       report: The report on the loss and the gradient, which has the verdict.
       difference: The first difference, where there is one. In a right candidate, or one
@@ -61,6 +63,9 @@ class Trace:
     def ok(self) -> bool:
         """Whether loss and gradient were judged, and are right."""
         return self.report.ok
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def raise_if_failed(self) -> "Trace":
         """Returns the trace if it is ok.
