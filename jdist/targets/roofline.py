@@ -127,13 +127,20 @@ class _Walk:
             self._finish(ended)
             return
         found = collectives.inside(instruction, computation, self.module)
-        channels = {each.found.channel for each in self.started} - {""}
-        # A fusion that overlaps a collective in flight repeats it inside.
-        found = tuple(each for each in found if each.channel not in channels)
+        if self._is_overlapping(instruction):
+            # It repeats inside the collective that it overlaps. No others: XLA may give
+            # two collectives in flight one channel.
+            channels = {each.found.channel for each in self.started} - {""}
+            found = tuple(each for each in found if each.channel not in channels)
         for each in found:
             self._begin(each, instruction)
         if not found:
             self._hide(self._cost_of(instruction, computation))
+
+    def _is_overlapping(self, instruction: Instruction) -> bool:
+        """Whether it is a fusion, but none that starts a collective."""
+        targets = collectives.custom_calls(instruction, self.module)
+        return instruction.opcode == "fusion" and "AsyncCollectiveStart" not in targets
 
     def _ended(self, instruction: Instruction) -> _Started | None:
         if instruction.opcode.endswith("-done"):
@@ -182,12 +189,13 @@ class _Walk:
 
     def _hide(self, cost: Cost) -> None:
         self.cost += cost
-        budget = cost.kernels
-        for each in self.started if budget else ():
-            # The links are shared: what hides one collective does not hide another.
-            hidden = min(each.left, budget)
-            each.left -= hidden
-            budget -= hidden
+        hidden: list[tuple[FoundCollective, float]] = []
+        for each in self.started if cost.kernels else ():
+            # What hides one collective does not hide another on the same links.
+            taken = sum(x for found, x in hidden if _shares_links(found, each.found))
+            seconds = min(each.left, max(cost.kernels - taken, 0.0))
+            each.left -= seconds
+            hidden.append((each.found, seconds))
             each.overlaps += 1
 
     def _cost_of(self, instruction: Instruction, computation: Computation) -> Cost:
@@ -256,6 +264,14 @@ def estimate(found: Cost, chip: Chip) -> Estimate:
         exposed,
         model,
     )
+
+
+def _shares_links(one: FoundCollective, other: FoundCollective) -> bool:
+    """Whether collectives in flight take bandwidth from each other."""
+    if one.kind != "collective-permute" or other.kind != "collective-permute":
+        return True
+    # Links carry both directions at once: pairs that differ use others, or the other way.
+    return not set(one.groups).isdisjoint(other.groups)
 
 
 def _peak(chip: Chip, products: arithmetic.MatrixProducts) -> float:

@@ -1,5 +1,7 @@
 """Costs of recorded programs against numbers worked out by hand."""
 
+import dataclasses
+
 import pytest
 
 from jdist import targets
@@ -70,6 +72,63 @@ def test_collectives_of_a_gpu():
     )
     assert not permuted.asynchronous
     assert permuted.seconds == pytest.approx(256 / 1e6)
+
+
+def test_two_collectives_of_one_channel():
+    """XLA gives several permutes one channel; each is counted, fused or not."""
+    sync = '"is_sync":true'
+    lines = GPU.replace(sync, '"is_sync":false').splitlines()
+    start = next(line for line in lines if "%permute-start =" in line)
+    done = next(line for line in lines if "%permute-done =" in line)
+    again = [line.replace("permute-", "permute-2-") for line in (start, done)]
+    at = lines.index(done)
+    text = "\n".join([*lines[:at], again[0], done, again[1], *lines[at + 1 :]])
+    text = text.replace("collective-permute-2-", "collective-permute-")
+    _, *permuted = cost(text).collectives
+    assert [(each.kind, each.bytes, each.count) for each in permuted] == [
+        ("collective-permute", 256, 1)
+    ] * 2
+    assert all(each.asynchronous for each in permuted)
+    second = [
+        line.replace("%async-", "%async-2-").replace("%kept", "%kept.2")
+        for line in TPU.splitlines()
+        if "%async-start" in line and "fusion" in line
+    ]
+    before, after = TPU.split("  %hidden")
+    twice = cost("\n".join([before.rstrip(), *second, f"  %hidden{after}"]))
+    gathers = [x for x in twice.collectives if x.kind == "all-gather"]
+    assert [x.bytes for x in gathers] == [64 * 128 * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("pairs", "hidden_again"),
+    [
+        ("{{1,0},{2,1},{3,2}}", True),  # The other way, as a pipeline's cotangents.
+        ("{{0,1},{3,2}}", False),
+    ],
+)
+def test_permutes_share_the_links_of_the_pairs_that_they_share(pairs, hidden_again):
+    """A kernel hides two permutes at once if they send over different links."""
+    sync = '"is_sync":true'
+    lines = GPU.replace(sync, '"is_sync":false').splitlines()
+    start = next(line for line in lines if "%permute-start =" in line)
+    lines.remove(start)
+    again = start.replace("permute-start =", "permute-start.2 =")
+    again = again.replace("{{0,1},{1,2},{2,3}}", pairs)
+    at = next(i for i, line in enumerate(lines) if "%gemm =" in line)
+    done = next(line for line in lines if "%permute-done =" in line)
+    done = done.replace("-done =", "-done.2 =").replace("-start)", "-start.2)")
+    text = [*lines[:at], start, again, *lines[at : at + 1], done, *lines[at + 1 :]]
+    reduced = next(line for line in text if "%all-reduce-start =" in line)
+    text.remove(reduced)
+    slow = dataclasses.replace(
+        CHIP, bandwidth=1e15, peak_flops={"float32": 1024e6 / 320}
+    )
+    sent = [x for x in cost("\n".join(text), slow).collectives if "permute" in x.kind]
+    # The product takes 320 us, a permute 256.
+    assert [x.seconds for x in sent] == [pytest.approx(256e-6)] * 2
+    left = sorted(x.exposed_seconds for x in sent)
+    assert left == [0, pytest.approx(0 if hidden_again else 192e-6)]
 
 
 def test_memory_traffic():
