@@ -270,7 +270,7 @@ def _shares_links(one: FoundCollective, other: FoundCollective) -> bool:
     """Whether collectives in flight take bandwidth from each other."""
     if one.kind != "collective-permute" or other.kind != "collective-permute":
         return True
-    # Links carry both directions at once: pairs that differ use others, or the other way.
+    # A link carries both directions at once, and other pairs use other links or ways.
     return not set(one.groups).isdisjoint(other.groups)
 
 
