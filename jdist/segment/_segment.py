@@ -27,7 +27,8 @@ from jdist.segment._lookup.cache import (
     VERSIONS,
     FunctionCache,
 )
-from jdist.segment._lookup.contents import Contents, value_of
+from jdist.segment._lookup.contents import Contents, contents_of, value_of
+from jdist.segment._lookup.guards import Guards
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
     Changed,
@@ -181,6 +182,11 @@ class Halves:
         own = self.aside(fn)
         own._traced = traced
         return own
+
+    @property
+    def traces(self) -> int:
+        """The number of times that the function was traced for these halves."""
+        return self._traced.count
 
     def home_of(self, owner: object) -> "Halves | None":
         """The halves with this `owner` among these and related ones; else None."""
@@ -404,7 +410,7 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_halves", "_invoke", "_own", "_static", "fn")
+    __slots__ = ("_guards", "_halves", "_invoke", "_own", "_static", "fn")
 
     def __init__(
         self,
@@ -413,12 +419,15 @@ class Segment:
         static: tuple[int, ...],
         own: bool = True,
         invoke: Invoke = operator.call,
+        guards: Guards | None = None,
     ) -> None:
         self.fn = fn
         self._halves = halves
         self._static = static
         self._invoke = invoke
         self._own = own  # Whether `fn` is the caller's, not one of equal contents.
+        # What `fn` reads; None where the caller checks, once for many calls.
+        self._guards = guards
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
@@ -430,7 +439,9 @@ class Segment:
           invoke: `invoke(function, *arguments)` replaces `function(*arguments)`; it may
             compile ahead of time, and return shapes for shapes.
         """
-        return Segment(self.fn, self._halves, self._static, self._own, invoke)
+        return Segment(
+            self.fn, self._halves, self._static, self._own, invoke, self._guards
+        )
 
     def forward(self, params: PyTree, *inputs: PyTree) -> tuple[PyTree, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -448,8 +459,8 @@ class Segment:
         Raises:
           TypeError: `fn` reads a value that is being traced; or a static argument is
             not hashable, or holds what cannot be read.
-          ValueError: The shapes are new, and what `fn` reads has changed since it was
-            first compiled.
+          ValueError: What `fn` reads has changed since it was first compiled, and its
+            program with it.
         """
         static: Static = ()
         if self._static:
@@ -617,9 +628,28 @@ class Segment:
         self, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
         given = self._invoke, half, params, inputs, static
+        if self._guards is None:
+            return self._called(half, given)
+        if not self._guards.hold():
+            self.check()
+            self._guards = self._seen()
+        count = self._halves.traces
+        found = self._called(half, given)
+        # A trace may write to what it reads, as one that counts traces does.
+        if self._halves.traces != count:
+            self._guards = self._seen()
+        return found
+
+    def _seen(self) -> Guards:
+        guards = Guards()
+        contents_of(self.fn, "segment", guards)
+        return guards
+
+    def _called(self, half: str, given: tuple[Any, ...]) -> PyTree:
         try:
             return self._halves.call(*given)
         except TypeError as error:
+            _, _, params, inputs, _ = given
             explain(f"Segment.{half}", error, {"params": params, "inputs": inputs})
             raise
         except Changed:
@@ -838,8 +868,8 @@ def segment(
     Args:
       fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Other
         values that it reads (closure, globals, defaults, attributes) count as they are
-        at this call; later changes are not seen. Segments of one code object share
-        compiled programs where these are certain to be equal.
+        at this call; a call after a change that matters is refused. Segments of one
+        code object share compiled programs where these are certain to be equal.
       recompute: What the backward pass may recompute instead of reading it from the
         residuals. False: element-wise arithmetic, which costs next to nothing. "dots":
         all but matrix products, convolutions and the like. True: everything; only
@@ -889,13 +919,22 @@ def segment(
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
         )
-    return Segment(fn, _halves_of(fn, recompute, label), static)
+    guards = Guards()
+    halves = _halves_of(fn, recompute, label, guards)
+    return Segment(fn, halves, static, guards=guards)
 
 
-def _halves_of(fn: Callable[..., Any], recompute: Policy, label: Hashable) -> Halves:
+def unguarded(segment: Segment) -> Segment:
+    """The same segment for a caller who checks by itself, once for many calls."""
+    return Segment(segment.fn, segment._halves, segment._static)
+
+
+def _halves_of(
+    fn: Callable[..., Any], recompute: Policy, label: Hashable, guards: Guards
+) -> Halves:
     patience = PATIENCE if label is None else PATIENCE_WITH_MODELS
 
     def build(contents: Contents) -> Halves:
         return Halves(fn, recompute, "segment", contents, label, patience)
 
-    return CACHE.get(fn, (recompute, label), build)
+    return CACHE.get(fn, (recompute, label), build, guards)

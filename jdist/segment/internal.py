@@ -38,6 +38,7 @@ from jdist.segment._segment import (
     backward_deferring,
     forward_arrays,
     join_deferred,
+    unguarded,
 )
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "pure_segment",
     "refuse_hidden",
     "signature_of",
+    "unguarded",
     "value_of",
 ]
 

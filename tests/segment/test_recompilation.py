@@ -171,11 +171,15 @@ def test_a_program_keeps_its_own_copy_of_an_array(arrays):
     p, x = arrays
     table = np.array([2.0, 5.0], np.float32)
     seg = segment(lambda p, x: p * x * table[:1])
-    y, _ = seg.forward(p, x)
+    y, residuals = seg.forward(p, x)
     table[0] = 3.0
     jax.clear_caches()
-    again, _ = seg.forward(p, x)
-    np.testing.assert_array_equal(again, y)
+    # A call that was begun is finished with the values that it began with.
+    d_p, (d_x,) = seg.backward(p, residuals, jnp.ones_like(y))
+    np.testing.assert_allclose(d_p, 2 * x.sum(), rtol=1e-6)
+    np.testing.assert_allclose(d_x, np.full(3, 2 * p), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"must stay what it was"):
+        seg.forward(p, x)
 
 
 def test_a_module_that_is_closed_over_is_read(arrays, compilations):
@@ -224,19 +228,73 @@ def test_a_segment_is_of_one_version(arrays):
     seg = segment(lambda p, x: p * x * config.scale)
     seg.forward(p, x)
     config.scale = 3.0
-    y, _ = seg.forward(p, x)  # As `jax.jit` has it.
-    np.testing.assert_allclose(y, 2 * p * x, rtol=1e-6)
     message = (
         r"`segment\(fn\)` must stay what it was when it was first compiled\. "
         r"Got another program of .*<lambda> .*: closure variable `config.scale` from "
         r"2.0 to 3.0\. "
         r"Pass what changes as an input, or make .* anew"
     )
-    for other in (seg.forward, seg.outputs):
-        with pytest.raises(ValueError, match=message):
-            other(p, x[:2])
+    for call in (seg.forward, seg.outputs, seg.lower):
+        for rows in (3, 2):
+            with pytest.raises(ValueError, match=message):
+                call(p, x[:rows])
     config.scale = 2.0
-    np.testing.assert_allclose(seg.forward(p, x[:2])[0], 2 * p * x[:2], rtol=1e-6)
+    for rows in (3, 2):
+        y, _ = seg.forward(p, x[:rows])
+        np.testing.assert_allclose(y, 2 * p * x[:rows], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seen", ["list", "attribute", "global", "array"])
+def test_a_change_is_refused_where_a_segment_of_equal_contents_was_compiled(
+    seen, arrays, monkeypatch
+):
+    """Nothing is traced for the second segment, whose function changes before a call."""
+    p, x = arrays
+    monkeypatch.setitem(globals(), "scale", 2.0)
+
+    def made():
+        if seen == "list":
+            held = [2.0]
+            change = functools.partial(held.__setitem__, 0, 3.0)
+            return (lambda p, x: p * x * held[0]), change
+        if seen == "attribute":
+            layer = Layer()
+            return (lambda p, x: layer.k * p * x), (lambda: setattr(layer, "k", 3.0))
+        if seen == "global":
+            change = functools.partial(globals().__setitem__, "scale", 3.0)
+            return (lambda p, x: scale * p * x), change  # noqa: F821
+        table = np.array([2.0], np.float32)
+        return (lambda p, x: table * p * x), functools.partial(table.fill, 3.0)
+
+    (one, _), (other, change) = made(), made()
+    first, second = segment(one), segment(other)
+    first.forward(p, x)
+    assert first._halves is second._halves
+    change()
+    for call in (second.forward, second.outputs):
+        with pytest.raises(ValueError, match=r"from 2\.0 to 3\.0|must stay what it"):
+            call(p, x)
+
+
+def test_a_function_that_writes_as_it_is_traced_is_traced_once(arrays):
+    """What it writes is no change of what it reads: no call of it matters to another."""
+    p, x = arrays
+    traces, layer = [], Layer()
+
+    def fn(p, x):
+        traces.append(x.shape)
+        layer.steps += 1
+        return layer.call(p, x) + 0.0 * len(traces) + 0.0 * layer.steps
+
+    seg = segment(fn)
+    for rows in (3, 3, 2, 3, 2):
+        y, _ = seg.forward(p, x[:rows])
+        np.testing.assert_allclose(y, jnp.tanh(p * x[:rows]) * 2, rtol=1e-6)
+    assert traces.count((3,)) <= 2 and traces.count((2,)) == 1
+    before = len(traces)
+    for rows in (3, 2, 3):
+        seg.forward(p, x[:rows])
+    assert len(traces) == before
 
 
 def test_one_version_of_what_cannot_be_read(arrays):

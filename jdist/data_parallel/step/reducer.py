@@ -57,7 +57,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.reduction import Partial
 from jdist.segment import Segment, segment
-from jdist.segment.internal import GuardedContents, GuardedJit, Invoke
+from jdist.segment.internal import GuardedContents, GuardedJit, Invoke, unguarded
 
 # The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
@@ -294,7 +294,8 @@ class _Driver:
         first = self._layers[0]
         label = ("reducer", getattr(first, "__code__", type(first)))
         own = segment(_first(first), label=label)
-        self.segments = [own, *map(segment, self._layers[1:])]
+        all_layers = [own, *map(segment, self._layers[1:])]
+        self.segments = list(map(unguarded, all_layers))
 
     def run(
         self,

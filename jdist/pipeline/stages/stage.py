@@ -9,7 +9,7 @@ import jax
 from jdist._errors import check_flags, check_function, requirement
 from jdist._tree import PyTree
 from jdist.segment import Segment, segment
-from jdist.segment.internal import POLICIES, is_policy
+from jdist.segment.internal import POLICIES, is_policy, unguarded
 
 Recompute = bool | Literal["dots"]
 """Recomputation in a backward pass; see `jdist.segment.segment`."""
@@ -113,7 +113,8 @@ class Stage:
           label: Distinguishes stages made by one factory.
         """
         meant = self._label("stage", label, self.fn, constant)
-        return segment(_body(self, constant), recompute=self.recompute, label=meant)
+        body = _body(self, constant)
+        return unguarded(segment(body, recompute=self.recompute, label=meant))
 
     def evaluated(self, compiled: Segment, label: Hashable) -> Segment:
         """The segment that evaluation runs.
@@ -127,7 +128,7 @@ class Stage:
             # The same segment, so that one function is not compiled twice.
             return compiled
         meant = self._label("evaluation", label, self.in_evaluation, frozenset())
-        return segment(_body_in_evaluation(self), label=meant)
+        return unguarded(segment(_body_in_evaluation(self), label=meant))
 
     def _label(
         self,

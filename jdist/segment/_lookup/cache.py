@@ -30,6 +30,7 @@ import jax
 from jdist._lru_cache import LRUCache
 from jdist._tree import Shaped, abbreviated
 from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
+from jdist.segment._lookup.guards import Guards
 
 Entry = TypeVar("Entry")
 Shapes = tuple[tuple[int, ...], ...]
@@ -84,15 +85,17 @@ class FunctionCache(Generic[Entry]):
         fn: Callable[..., Any],
         options: Hashable,
         build: Callable[[Contents], Entry],
+        found: Guards | None = None,
     ) -> Entry:
         """The entry of a function and options; `build(contents)` makes a new one.
 
-        A function that cannot be read completely gets a new one each time.
+        A function that cannot be read completely gets a new one each time. `found` is
+        told what is read, if given.
 
         Raises:
           TypeError: `fn` refers to a traced value.
         """
-        contents = contents_of(fn, self.user)
+        contents = contents_of(fn, self.user, found)
         # Equal contents prove nothing then; `ProgramVersions` compares the program.
         if not contents.complete:
             return build(contents)

@@ -167,12 +167,15 @@ class SameObject:
         return f"{type(self.held).__name__} at {id(self.held):#x}"
 
 
-def contents_of(fn: Callable[..., Any], user: str) -> Contents:
+def contents_of(
+    fn: Callable[..., Any], user: str, found: Guards | None = None
+) -> Contents:
     """The contents of a function.
 
     Args:
       fn: Any callable.
       user: Name of the public function that compiles, for error messages.
+      found: Is told what is read of things that may change, if given.
 
     Raises:
       TypeError: `fn` refers to a value that is being traced: a compiled function would
@@ -185,9 +188,9 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
       >>> contents_of(make(3), "f").changes_since(contents_of(make(2), "f"))
       ['closure variable `scale` from 2 to 3']
     """
-    reader = _ContentsReader(user)
-    found = reader.callable("the function", fn)
-    return Contents(found.code, found.parts, tuple(dict.fromkeys(reader.unread)))
+    reader = _ContentsReader(user, found)
+    own = reader.callable("the function", fn)
+    return Contents(own.code, own.parts, tuple(dict.fromkeys(reader.unread)))
 
 
 def value_of(value: object, user: str) -> Contents:
@@ -208,7 +211,8 @@ def guarded(reads: Mapping[str, object], user: str) -> tuple[Contents, Guards]:
     A value that is being traced is compared by identity.
     """
     found = Guards()
-    reader = _ContentsReader(user, found)
+    # A function that JAX jits may read what is being traced: it is found nowhere else.
+    reader = _ContentsReader(user, found, traced=True)
     parts: list[Part] = []
     for name, value in reads.items():
         read = reader.callable if callable(value) else reader.key
@@ -267,14 +271,18 @@ class _ContentsReader:
     Args:
       user: Name of the public function that compiles, for error messages.
       found: Is told what is read of things that may change, if given.
+      traced: Whether values that are being traced may be read, by identity.
 
     Attributes:
       unread: References that could not be read so far.
     """
 
-    def __init__(self, user: str, found: Guards | None = None) -> None:
+    def __init__(
+        self, user: str, found: Guards | None = None, traced: bool = False
+    ) -> None:
         self._user = user
         self._guards = found
+        self._takes_traced = traced
         # Whether what is read belongs to a value that does not change.
         self._settled = False
         self._met: dict[Any, tuple[int, Any]] = {}
@@ -485,8 +493,7 @@ class _ContentsReader:
         return self._once(id(value), value, lambda: self._structure(part, value))
 
     def _traced(self, part: str, value: object) -> Hashable:
-        # A function that JAX jits may read it: it is found again nowhere else.
-        if self._guards is not None:
+        if self._takes_traced:
             return SameObject(value)
         rule = f"must not refer to values that are being traced; {part} is one"
         remedy = "Pass it as an input; only inputs and parameters are differentiated."

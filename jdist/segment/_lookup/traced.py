@@ -101,6 +101,9 @@ class Traced:
         functions whose contents were equal to those of `fn` when they were looked up.
       programs: Programs traced earlier from this version of `fn`, by signature.
 
+    Attributes:
+      count: How often `fn` was traced.
+
     Raises:
       TypeError: On calling: `fn` refers to a value that is being traced.
       ValueError: On calling: what `fn` reads has changed since its first program.
@@ -123,6 +126,7 @@ class Traced:
         # these programs.
         self._alone = alone or not contents.complete
         self._programs = dict(programs)
+        self.count = 0
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Computes the outputs; called only while JAX traces."""
@@ -177,6 +181,7 @@ class Traced:
                 arguments[each.place] = each.value
             return self._fn(*arguments)
 
+        self.count += 1
         closed, shapes = trace_whole(called, *kinds)
         refuse_hidden(self._user, closed)
         if not self._alone and calls_user(closed):
