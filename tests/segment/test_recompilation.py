@@ -248,7 +248,7 @@ def test_a_segment_is_of_one_version(arrays):
 def test_a_change_is_refused_where_a_segment_of_equal_contents_was_compiled(
     seen, arrays, monkeypatch
 ):
-    """The second segment, for which nothing is traced, changes before its first call."""
+    """The second one, for which nothing is traced, changes before its first call."""
     p, x = arrays
     monkeypatch.setitem(globals(), "scale", 2.0)
 
