@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "ray": GROUND | {"rpc"},
     "matrix": GROUND
     | {"autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment"},
+    "pytest_plugin": GROUND | {"verify"},
     "__init__": GROUND,
     "__main__": GROUND,
 }

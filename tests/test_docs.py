@@ -113,7 +113,12 @@ def test_a_block_runs_alone_or_says_which_it_continues(page):
         assert not missing, f"block {place + 1} lacks {sorted(missing)}:\n{code}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# tests/test_pytest_plugin.py runs the test file on docs/pytest.md, by pytest.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "pytest.md"],
+    ids=lambda page: page.name,
+)
 def test_code_runs(page, capsys, monkeypatch, tmp_path):
     """Every Python block, as a user has it: JAX's defaults, what it continues before.
 

@@ -1,0 +1,201 @@
+"""A pytest plugin: the fixture `judge`, with which a test fails on a wrong gradient.
+
+pytest imports this module in every session of an environment that has jdist. It
+therefore imports neither JAX nor the judge before a test judges something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from jdist._errors import VerificationError, check_choice, check_number, requirement
+
+if TYPE_CHECKING:
+    from jdist.verify import Report
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+MARKER = "jdist(dtype=None, seed=0): what `judge` judges with; overrides the options"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of the fixture `judge`."""
+    group = parser.getgroup("jdist", "the fixture `judge` of jdist")
+    group.addoption(
+        "--jdist-dtype",
+        choices=DTYPES,
+        help="dtype of the floating arrays it is given (default: their own)",
+    )
+    group.addoption(
+        "--jdist-seed", type=int, default=0, help="seed that it has (default: 0)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker."""
+    config.addinivalue_line("markers", MARKER)
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> GradientJudge:
+    """Judges trainers; a wrong gradient fails the test, which shows the report."""
+    config = request.config
+    given = {
+        "dtype": config.getoption("--jdist-dtype"),
+        "seed": config.getoption("--jdist-seed"),
+    }
+    # The marker of a test over those of its class and its module.
+    for marker in reversed(list(request.node.iter_markers("jdist"))):
+        if marker.args or marker.kwargs.keys() - given.keys():
+            rule = "takes dtype= and seed= and nothing else"
+            got = [*marker.args, *marker.kwargs]
+            raise TypeError(requirement("pytest.mark.jdist", rule, got))
+        given |= marker.kwargs
+    check_choice("pytest.mark.jdist(dtype=...)", given["dtype"], (None, *DTYPES))
+    check_number(
+        "--jdist-seed, pytest.mark.jdist(seed=...)",
+        given["seed"],
+        "must be at least 0 and below 2**31",
+        lambda n: 0 <= n < 2**31,
+        whole=True,
+    )
+    return GradientJudge(**given)
+
+
+@dataclass(frozen=True)
+class GradientJudge:
+    """What the fixture `judge` gives a test.
+
+    Attributes:
+      dtype: The dtype of the judgements; None for that of the arrays.
+      seed: Of the judge's own random numbers, and for those of the test.
+    """
+
+    dtype: str | None = None
+    seed: int = 0
+
+    def gradients(
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        trainer: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        **options: Any,
+    ) -> Report:
+        """Judges a trainer by its loss and gradient, as `verify.gradients` does.
+
+        Args:
+          loss_fn: As in `verify.gradients`.
+          params: Pytree; its floating arrays are given in `dtype`, as the batch's are.
+          batch: Pytree.
+          trainer: `trainer(params, batch) -> (loss, gradient)`, or several by name.
+          **options: As of `verify.gradients`; `seed` is this object's unless given.
+
+        Returns:
+          The report, which is ok.
+
+        Raises:
+          VerificationError: It is not; the message is the report.
+          Exception: What `verify.gradients` raises.
+        """
+        __tracebackhide__ = True
+        with self._precision():
+            from jdist import verify
+
+            params, batch = self._cast((params, batch))
+            options = {"seed": self.seed, **options}
+            report = verify.gradients(
+                loss_fn, params, batch, _named(trainer), **options
+            )
+        return self._passed(report)
+
+    def step(
+        self,
+        loss_fn: Callable[..., Any],
+        update: Callable[..., Any],
+        state: Any,
+        batches: Any,
+        trainer: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+        **options: Any,
+    ) -> Report:
+        """Judges whole training steps, as `verify.step` does.
+
+        Args:
+          loss_fn: As in `verify.step`; without `trainer` the step function.
+          update: As in `verify.step`; without `trainer` the reference step.
+          state: Pytree; its floating arrays are given in `dtype`, as the batches' are.
+          batches: List of pytrees, one for each step.
+          trainer: The candidate of `verify.step`, or several by name.
+          **options: As of `verify.step`.
+
+        Returns:
+          The report, which is ok.
+
+        Raises:
+          VerificationError: It is not; the message is the report.
+          Exception: What `verify.step` raises.
+        """
+        __tracebackhide__ = True
+        with self._precision():
+            from jdist import verify
+
+            given: Any = (loss_fn, update, *self._cast((state, batches)))
+            if trainer is not None:
+                given += (_named(trainer),)
+            report = verify.step(*given, **options)
+        return self._passed(report)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """Switches 64-bit types on, where they are asked for."""
+        if self.dtype != "float64":
+            return nullcontext()
+        from jdist._compat import double_precision
+
+        return double_precision()
+
+    def _cast(self, trees: Any) -> Any:
+        """The trees with their real floating arrays in `dtype`."""
+        import jax
+        import jax.numpy as jnp
+
+        if self.dtype is None:
+            return trees
+        dtype = jnp.dtype(self.dtype)
+
+        def cast(leaf: _Array) -> _Array:
+            floating = hasattr(leaf, "dtype") and jnp.issubdtype(
+                leaf.dtype, jnp.floating
+            )
+            return leaf.astype(dtype) if floating else leaf
+
+        return jax.tree.map(cast, trees)
+
+    def _passed(self, report: Report) -> Report:
+        """The report, if it is ok; raises it as the test's failure if not."""
+        __tracebackhide__ = True
+        if report.ok:
+            return report
+        dtype = f" --jdist-dtype={self.dtype}" if self.dtype else ""
+        raise VerificationError(
+            f"the trainer is not proved right\n{report}\n"
+            f"judged with --jdist-seed={self.seed}{dtype}"
+        )
+
+
+def _named(
+    trainer: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+) -> Mapping[str, Callable[..., Any]]:
+    return trainer if isinstance(trainer, Mapping) else {"trainer": trainer}
+
+
+class _Array(Protocol):
+    """An array of NumPy or JAX."""
+
+    dtype: Any
+
+    def astype(self, dtype: Any) -> _Array:
+        """The array in another dtype."""
