@@ -630,7 +630,7 @@ class _ContentsReader:
             return self._not_read(part, value)
         outer, self._settled = self._settled, _is_settled(value)
         if not _is_frozen(kind):
-            self._see(guards.in_object, value)
+            self._see(guards.in_object(value), value)
         attributes = tuple(
             (name, self.key(f"{part}, attribute `{name}`", x))
             for name, x in guards.state_of(value)
