@@ -116,7 +116,8 @@ def in_reference(value: "weakref.ref[Any]") -> tuple[Any, ...]:
 
 def in_object(value: Any) -> Read:
     """Finds the class and attributes of an object, and what it holds as a container."""
-    if _slots(type(value)) or isinstance(value, dict | list | set):
+    kind: Any = type(value)
+    if _slots(kind) or isinstance(value, dict | list | set):
         return _in_any_object
     return _in_attributes
 
@@ -128,7 +129,8 @@ def _in_attributes(value: Any) -> tuple[Any, ...]:
 
 
 def _in_any_object(value: Any) -> tuple[Any, ...]:
-    found = *_in_attributes(value), *[in_slot(x, value) for _, x in _slots(type(value))]
+    kind: Any = type(value)
+    found = *_in_attributes(value), *[in_slot(x, value) for _, x in _slots(kind)]
     if isinstance(value, dict):
         return *found, *value, *dict.values(value)
     return (*found, *value) if isinstance(value, list | set) else found
