@@ -43,7 +43,14 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
     2 exp(-tau^2 X / (2 nu)) with X chi-squared, which is 2 (1 + tau^2 / nu)^(-nu/2), as
     in Student's distribution. It is the risk for
-    tau = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
+    tau(nu) = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
+
+    nu are the draws of all examples together. They are that many where the examples
+    contribute alike. An entry to which one example alone contributes, such as a row of
+    an embedding, has the draws of this example only, d: no entry has fewer, since the
+    mean above is largest if one example has all the variance. By its own draws a bound
+    is thus at most tau(d) / tau(nu) too narrow, and a leaf between 1 and that many
+    bounds is *in doubt*: it is measured with more draws before it is condemned.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
 
 The random parts are independent, so their variances add. D is not random: it is the
@@ -93,6 +100,9 @@ class Limit(NamedTuple):
 
     size: Any
     """P: the size of a gradient whose terms do not cancel."""
+
+    doubt: float = 1.0
+    """The number of bounds up to which more draws might explain a difference."""
 
 
 class Sums(NamedTuple):
@@ -160,7 +170,11 @@ def bound(dtype: DTypeLike, entries: int, terms: int, scale: ArrayLike) -> np.nd
 
 
 def measured_bound(
-    dtype: DTypeLike, sums: Sums, terms: int, draws: int, accumulation: DTypeLike
+    dtype: DTypeLike,
+    sums: Sums,
+    terms: int,
+    draws: tuple[int, int],
+    accumulation: DTypeLike,
 ) -> Limit:
     """The whole bound, from measured sums.
 
@@ -168,12 +182,10 @@ def measured_bound(
       dtype: The leaf's.
       sums: float64, each of the leaf's shape.
       terms: Number of examples, n.
-      draws: Number of draws of the terms' errors, nu.
+      draws: Number of draws of each term's errors, and of all together: d and nu.
       accumulation: The dtype that is accumulated in.
-
-    Returns:
-      The bound, and P.
     """
+    least, most = draws
     total, magnitude, square, drift, variance = map(np.asarray, sums)
     entries = total.size
     size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
@@ -186,11 +198,13 @@ def measured_bound(
     # bound by its own variance.
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
     deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
-    computing = root * confidence(entries, draws) * deviation
+    tau = confidence(entries, most)
+    computing = root * tau * deviation
     random = np.sqrt(adding**2 + partial**2 + computing**2)
     allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # An entry that could not be measured has no bound, and is not judged.
-    return Limit(np.where(np.isnan(allowed), np.inf, allowed), size)
+    doubt = confidence(entries, least) / tau
+    return Limit(np.where(np.isnan(allowed), np.inf, allowed), size, doubt)
 
 
 def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> np.dtype:

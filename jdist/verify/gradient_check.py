@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import islice, pairwise
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -51,8 +50,9 @@ CHANGES = (
 Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 """`candidate(params, batch) -> (loss, gradient)`."""
 
-# By how much the draws are multiplied before anything is condemned.
-SECOND_LOOK = 16
+# By how much the draws are multiplied while a leaf is in doubt (see `bound`); after the
+# last look it is condemned.
+LOOKS = (1, 4, 16)
 
 # Of how many failing leaves the uses are looked at: each traces the loss again.
 EXPLAINED = 8
@@ -251,40 +251,34 @@ def prepared(
         given = params, batch
         counted = programs.counted(reduction, params, batch, weights)
         expected = reference(params, *counted[:2])
-        measured = measure(params, counted, expected[1], seed)
 
-        # Measured on the first failure, for all candidates together.
+        # Measured once for all candidates.
         @cache
-        def measured_again() -> Measured:
-            return measure(params, counted, expected[1], None, SECOND_LOOK)
+        def look(more: int) -> Measured:
+            own = seed if more == LOOKS[0] else None
+            return measure(params, counted, expected[1], own, more)
+
+        measured = look(LOOKS[0])
 
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {n: _call(call, n, x, *given, peers) for n, x in candidates.items()}
-            rows = _rows(expected, found, measured, peers)
+            rows: list[LeafReport] = []
             notes = measured.notes
-            failing = {row.candidate for row in rows if row.ratio > 1}
-            if failing:
-                # A few draws may give too small a bound by chance: measure with more.
-                again = measured_again()
-                # Random numbers of its own may explain a candidate's difference.
-                condemned = {n: x for n, x in found.items() if n in failing}
-                excuses, unsure = _excuses(
-                    call, loss_fn, given, candidates, condemned, again, peers
-                )
-                second = _rows(expected, condemned, again, peers, excuses)
-                notes += unsure
-                # The rows of a candidate must not depend on the others judged with it.
-                rows = tuple(
-                    row
-                    for name in candidates
-                    for row in (second if name in failing else rows)
-                    if row.candidate == name
-                )
-                # Over several processes no host has a whole gradient to explain.
-                if peers.size == 1:
-                    rest = params, condemned, second
-                    notes += _uses(lambda p: scalar(p, *counted[:2]), *rest)
-            report = Report(rows, measured.oracle, notes + looseness(rows))
+            for name, own in found.items():
+                # By looks of its own: a verdict must not depend on its neighbours.
+                verdict, seen = _looked_at(name, expected, own, look, peers)
+                if any(row.ratio > 1 for row in verdict):
+                    asked = call, name, candidates[name], own[1]
+                    why, unsure = _excuse(*asked, loss_fn, given, seen.limits, peers)
+                    verdict = _rows(name, expected, own, seen, peers, why)
+                    notes += unsure
+                    # Over several processes no host has a whole gradient to explain.
+                    if peers.size == 1:
+                        notes += _uses(
+                            lambda p: scalar(p, *counted[:2]), params, own[1], verdict
+                        )
+                rows += verdict
+            report = Report(tuple(rows), measured.oracle, notes + looseness(rows))
             return agreed(report, peers)
 
         return judge_all
@@ -292,34 +286,47 @@ def prepared(
     return prepare
 
 
+def _looked_at(
+    name: str,
+    expected: tuple[Any, Any],
+    found: tuple[Any, Any],
+    look: Callable[[int], Measured],
+    peers: Peers,
+) -> tuple[tuple[LeafReport, ...], Measured]:
+    """The rows of a candidate, and the measurement that decides about it."""
+    for more in LOOKS:
+        measured = look(more)
+        rows = _rows(name, expected, found, measured, peers)
+        limits = {LOSS: measured.loss_limit, **measured.limits}
+        known = [(row, limits.get(row.path)) for row in rows]
+        if not any(x is not None and 1 < row.ratio <= x.doubt for row, x in known):
+            break
+    return rows, measured
+
+
 def _uses(
     loss: Callable[[PyTree], jax.Array],
     params: PyTree,
-    found: Mapping[str, tuple[Any, Any]],
+    gradient: PyTree,
     rows: Sequence[LeafReport],
 ) -> tuple[str, ...]:
     """Notes on failing leaves that lack some of their uses, or have some twice."""
-    leaves = named_leaves(params)
-    notes: tuple[str, ...] = ()
-    for name, (_, gradient) in found.items():
-        own = named_leaves(gradient)
-        failing = {
-            row.path: own[row.path]
-            for row in rows
-            if row.candidate == name
-            and row.problem
-            and row.ratio > 1  # A number that is wrong, and none that is missing.
-            and row.path in leaves
-            and not jnp.iscomplexobj(own[row.path])
-        }
-        # Each costs a trace of the loss, and the first few show what is wrong.
-        few = dict(islice(failing.items(), EXPLAINED))
-        counts = uses_counted(loss, params, few) if few else {}
-        notes += tuple(
-            f"{name}: {path}: it counts its uses so: {words}"
-            for path, words in counts.items()
-        )
-    return notes
+    leaves, own = named_leaves(params), named_leaves(gradient)
+    failing = {
+        row.path: own[row.path]
+        for row in rows
+        if row.problem
+        and row.ratio > 1  # A number that is wrong, and none that is missing.
+        and row.path in leaves
+        and not jnp.iscomplexobj(own[row.path])
+    }
+    # Each costs a trace of the loss, and the first few show what is wrong.
+    few = dict(islice(failing.items(), EXPLAINED))
+    counts = uses_counted(loss, params, few) if few else {}
+    return tuple(
+        f"{rows[0].candidate}: {path}: it counts its uses so: {words}"
+        for path, words in counts.items()
+    )
 
 
 def agreed(report: Report, peers: Peers) -> Report:
@@ -374,59 +381,47 @@ def _is_floating(dtype: DTypeLike) -> bool:
 
 
 def _rows(
+    name: str,
     expected: tuple[Any, Any],
-    found: Mapping[str, tuple[Any, Any]],
+    found: tuple[Any, Any],
     measured: Measured,
     peers: Peers,
-    excuses: Mapping[str, str] = MappingProxyType({}),
+    excuse: str = "",
 ) -> tuple[LeafReport, ...]:
-    """A row for the loss and for each leaf of each candidate."""
+    """A row for the loss and for each leaf of a candidate."""
     value, wanted = np.asarray(expected[0]), named_leaves(expected[1])
-    rows: tuple[LeafReport, ...] = ()
-    for name, (loss, gradient) in found.items():
-        is_array = loss is None or isinstance(loss, jax.Array)
-        own = loss if is_array else np.asarray(loss)
-        # A loss in a wider dtype than the reference's is judged in the reference's.
-        floating = own is not None and jnp.issubdtype(own.dtype, jnp.floating)
-        if floating and own.shape == ():
-            own = own.astype(value.dtype)
-        limits = {LOSS: measured.loss_limit, **measured.limits}
-        leaves = {LOSS: own, **named_leaves(gradient)}
-        excuse = excuses.get(name, "")
-        rows += compare_leaves(
-            name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
-        )
-    return rows
+    loss, gradient = found
+    is_array = loss is None or isinstance(loss, jax.Array)
+    own = loss if is_array else np.asarray(loss)
+    # A loss in a wider dtype than the reference's is judged in the reference's.
+    if own is not None and jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
+        own = own.astype(value.dtype)
+    limits = {LOSS: measured.loss_limit, **measured.limits}
+    leaves = {LOSS: own, **named_leaves(gradient)}
+    return compare_leaves(
+        name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
+    )
 
 
-def _excuses(
+def _excuse(
     call: str,
+    name: str,
+    candidate: Candidate,
+    first: PyTree,
     loss_fn: LossFn,
     given: tuple[PyTree, PyTree],
-    candidates: Mapping[str, Candidate],
-    found: Mapping[str, tuple[Any, Any]],
-    measured: Measured,
+    limits: Mapping[str, Limit | None],
     peers: Peers,
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The excuse of each candidate with findings, and notes; see `excuse`."""
-    excuses: dict[str, str] = {}
-    notes: tuple[str, ...] = ()
-    for name, (_, gradient) in found.items():
+) -> tuple[str, tuple[str, ...]]:
+    """The excuse of a candidate with findings, and notes; see `excuse`."""
 
-        def answers(
-            name: str = name, first: PyTree = gradient
-        ) -> Iterator[Mapping[str, PyTree]]:
-            yield named_leaves(first)
-            while True:
-                _, own = _call(call, name, candidates[name], *given, peers)
-                yield named_leaves(own)
+    def answers() -> Iterator[Mapping[str, PyTree]]:
+        yield named_leaves(first)
+        while True:
+            yield named_leaves(_call(call, name, candidate, *given, peers)[1])
 
-        drawn = (gradient_of_sum(loss_fn), *given)
-        excuses[name], own = excuse(
-            name, candidates[name], given, drawn, answers(), measured.limits, peers
-        )
-        notes += own
-    return excuses, notes
+    drawn = (gradient_of_sum(loss_fn), *given)
+    return excuse(name, candidate, given, drawn, answers(), limits, peers)
 
 
 def excuse(

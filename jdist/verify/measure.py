@@ -153,7 +153,7 @@ def measurer(
         draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
         bounds = partial(_limits, params, losses.dtype, accumulation)
-        loss_limit, limits = bounds(found.sums, terms, draws * examples)
+        loss_limit, limits = bounds(found.sums, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
         coupled: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def measurer(
         if coupled:
             terms, draws = _leading(batch), more * DRAWS_EACH
             found = of_whole.gradients(params, (batch, w), np.ones(()), draws)
-            loss_limit, limits = bounds(found.sums, terms, draws)
+            loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, accumulation)
         oracle = None if seed is None else check(params, batch, weights, seed)
         return Measured(limits, loss_limit, oracle, notes, draws)
@@ -418,7 +418,7 @@ def _limits(
     accumulation: DTypeLike | None,
     sums: _Collected,
     terms: int,
-    draws: int,
+    draws: tuple[int, int],
 ) -> tuple[Limit, dict[str, Limit | None]]:
     leaves = named_leaves(params)
     dtypes = [loss_dtype, *(x.dtype for x in leaves.values() if is_inexact(x))]

@@ -104,6 +104,29 @@ def test_the_risk_of_an_estimated_deviation(rng):
         assert beyond < 0.01
 
 
+@pytest.mark.parametrize(("examples", "draws"), [(1, 32), (8, 16), (33, 4), (77, 2)])
+def test_a_leaf_is_in_doubt_as_far_as_the_draws_of_one_example_allow(
+    examples, draws, rng, monkeypatch
+):
+    """As for the row of an embedding that one of the examples reads: simulated.
+
+    At a risk that a simulation can see. By the draws of all examples such rows would be
+    condemned more often than that, where each has few.
+    """
+    monkeypatch.setattr("jdist.verify.bound.RISK", 0.01)
+    given = sums((1,), variance=1.0)
+    count = (draws, draws * examples)
+    limit = measured_bound("float32", given, examples, count, "float32")
+    estimated = np.sqrt(rng.chisquare(draws, size=400_000) / draws)
+    # Two right answers, each with an error of this variance.
+    differ = np.abs(rng.normal(size=400_000) - rng.normal(size=400_000))
+    found = np.mean(differ > limit.bound * estimated)
+    assert (found > 0.01) == (draws < 8)
+    assert np.mean(differ > limit.doubt * limit.bound * estimated) < 0.01
+    assert limit.doubt >= 1
+    assert (limit.doubt == 1) == (examples == 1)
+
+
 def test_more_entries_more_terms_and_more_magnitude_widen_the_bound():
     """Each by itself, and never the other way."""
     base = bound("float32", 100, 50, 1.0)
@@ -148,7 +171,7 @@ def test_each_part_of_the_measured_bound(name):
     """By the formulas of the module's docstring, written again here."""
     given, formula = PARTS[name]
     n, nu, u, a = 20, 96, 2.0**-8, 2.0**-24
-    found = measured_bound("bfloat16", sums(**given), n, nu, "float32").bound
+    found = measured_bound("bfloat16", sums(**given), n, (8, nu), "float32").bound
     tiny = (n + EXTRA) * float(jnp.finfo("bfloat16").smallest_normal)
     expected = math.sqrt(2) * formula(n, u, a, nu) + tiny
     np.testing.assert_allclose(found, np.full((2, 3), expected), rtol=1e-12)
@@ -160,11 +183,12 @@ def test_random_parts_add_as_variances_and_drift_as_it_is():
     other = sums(variance=1e-12)
     both = sums(magnitude=3.0, variance=1e-12)
     a, b, c = (
-        measured_bound("float32", x, 9, 96, "float32").bound for x in (one, other, both)
+        measured_bound("float32", x, 9, (8, 96), "float32").bound
+        for x in (one, other, both)
     )
     np.testing.assert_allclose(c, np.hypot(a, b), rtol=1e-9)
     drifted = measured_bound(
-        "float32", sums(magnitude=3.0, drift=-0.25), 9, 96, "float32"
+        "float32", sums(magnitude=3.0, drift=-0.25), 9, (8, 96), "float32"
     )
     np.testing.assert_allclose(drifted.bound, a + 0.5, rtol=1e-12)
 
@@ -173,7 +197,7 @@ def test_an_entry_is_not_trusted_beyond_its_leaf():
     """No draw of one entry is small by luck: the leaf's own share of V counts too."""
     magnitude, variance = np.full(4, 2.0), np.array([0.0, 4e-12, 4e-12, 4e-12])
     given = Sums(np.zeros(4), magnitude, np.zeros(4), np.zeros(4), variance)
-    found = measured_bound("float32", given, 5, 96, "float32").bound
+    found = measured_bound("float32", given, 5, (8, 96), "float32").bound
     # V of the whole leaf over S^2 of the whole leaf, times S^2 of the entry.
     share = 12e-12 / 16 * 4
     adding = confidence(4) * 2.0**-24 * math.sqrt(5 + EXTRA) * 2
@@ -186,7 +210,7 @@ def test_what_could_not_be_measured_cannot_be_judged():
     """NaN in a sum makes the bound infinite, there and in no other entry."""
     total = np.array([1.0, np.nan, 2.0])
     given = Sums(total, np.abs(total), total**2, np.zeros(3), np.zeros(3))
-    found = measured_bound("float32", given, 5, 96, "float32")
+    found = measured_bound("float32", given, 5, (8, 96), "float32")
     assert np.isfinite(found.bound).tolist() == [True, False, True]
     assert found.bound[1] == np.inf
 
@@ -194,7 +218,10 @@ def test_what_could_not_be_measured_cannot_be_judged():
 def test_the_size_of_a_gradient_whose_terms_do_not_cancel():
     """The larger of the sum and of the root of its terms' squares."""
     given = sums((2,), total=np.array([-3.0, 0.1]), square=np.array([4.0, 4.0]))
-    assert measured_bound("float32", given, 5, 96, "float32").size.tolist() == [3, 2]
+    assert measured_bound("float32", given, 5, (8, 96), "float32").size.tolist() == [
+        3,
+        2,
+    ]
 
 
 def test_sixteen_bits_are_accumulated_in_thirty_two_unless_told():
@@ -223,7 +250,7 @@ def test_no_right_sum_in_parts_is_rejected(rng, dtype):
         wide.sum(0), np.abs(wide).sum(0), (wide**2).sum(0), np.zeros(columns),
         np.zeros(columns),
     )  # fmt: skip
-    limit = measured_bound(dtype, given, count, 96, accumulated(dtype, None)).bound
+    limit = measured_bound(dtype, given, count, (8, 96), accumulated(dtype, None)).bound
     worst = 0.0
     for parts in (1, 2, 5, 24):
         rows = np.array_split(rng.permutation(count), parts)
@@ -278,16 +305,20 @@ def test_a_bound_is_never_below_what_one_more_rounding_needs():
 def test_the_estimated_deviation_counts_no_more_than_it_must():
     """Fewer draws widen the bound, and none of its other parts."""
     only = sums(magnitude=3.0, total=2.0, square=9.0)
-    few, many = (measured_bound("float32", only, 9, n, "float32") for n in (8, 800))
+    few, many = (
+        measured_bound("float32", only, 9, (n, n), "float32") for n in (8, 800)
+    )
     np.testing.assert_array_equal(few.bound, many.bound)
     varying = sums(magnitude=3.0, variance=1e-12)
-    few, many = (measured_bound("float32", varying, 9, n, "float32") for n in (8, 800))
+    few, many = (
+        measured_bound("float32", varying, 9, (n, n), "float32") for n in (8, 800)
+    )
     assert (few.bound > many.bound).all()
 
 
 def test_a_leaf_of_nothing_but_zeros_has_the_bound_of_flushing():
     """There are no magnitudes to divide the variance by."""
-    found = measured_bound("float32", sums(), 3, 96, "float32")
+    found = measured_bound("float32", sums(), 3, (8, 96), "float32")
     tiny = (3 + EXTRA) * float(np.finfo(np.float32).smallest_normal)
     np.testing.assert_array_equal(found.bound, np.full((2, 3), tiny))
     np.testing.assert_array_equal(found.size, np.zeros((2, 3)))

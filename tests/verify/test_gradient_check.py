@@ -11,6 +11,7 @@ import pytest
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit
 from jdist.verify.gradient_check import _apart
+from jdist.verify.measure import LossPrograms, measurer
 from jdist.verify.problem import standard
 
 pytestmark = pytest.mark.compiled
@@ -444,7 +445,7 @@ def test_candidates_that_misbehave_are_named():
 
 
 def test_a_verdict_does_not_depend_on_its_neighbours():
-    """The second look is at those that fail the first: the others keep their bound."""
+    """Further looks are at those in doubt: the others keep their bound."""
     rng = np.random.default_rng(4)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((9, 3), (3,)))
     judged = verify.judge(lambda w, x: jnp.tanh(x @ w))
@@ -458,6 +459,72 @@ def test_a_verdict_does_not_depend_on_its_neighbours():
     assert {row.candidate for row in both.failures} == {"wrong"}
     assert not alone.bit_equal
     assert both.of("right").leaves == alone.leaves
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The number of draws of each example, in each measurement."""
+    found = []
+    measured = LossPrograms.gradients
+
+    def noted(self, params, batch, shares, draws):
+        found.append(draws)
+        return measured(self, params, batch, shares, draws)
+
+    monkeypatch.setattr(LossPrograms, "gradients", noted)
+    return found
+
+
+@pytest.fixture
+def smooth(rng):
+    """A loss of 11 examples, and its gradient as a candidate: scaled, an entry off."""
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((11, 5), (5,)))
+
+    def loss(w, x):
+        return jnp.tanh(x @ w) * jnp.exp(x[:, 0])
+
+    def candidate(factor=1.0, off=0.0):
+        def called(w, x):
+            value, grad = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
+            return value, (grad * np.float32(factor)).at[2].add(np.float32(off))
+
+        return called
+
+    return loss, w, x, candidate
+
+
+def test_what_is_right_or_grossly_wrong_is_measured_once(smooth, looks):
+    """The draws of a last look would be 16 times those of the first."""
+    loss, w, x, candidate = smooth
+    judged = verify.judge(loss)
+    asked = {"right": 1, "twice": 2, "a hundredth": 1.01, "nothing": 0, "NaN": np.nan}
+    report = judged(w, x, {n: candidate(f) for n, f in asked.items()}, seed=None)
+    assert {row.candidate for row in report.failures} == set(asked) - {"right"}
+    assert looks == [12]
+
+
+def test_what_is_in_doubt_is_measured_with_more_draws(smooth, looks):
+    """Up to some bounds a leaf is not condemned yet, and more draws may explain it."""
+    loss, w, x, candidate = smooth
+    programs, judged = LossPrograms(loss, None), verify.judge(loss)
+    counted = programs.counted("mean", w, x, None)
+    measure = measurer(loss, "mean", None, programs)
+    (limit,) = measure(w, counted, candidate()(w, x)[1], None).limits.values()
+    assert 2 < limit.doubt < 4
+    found = {}
+    for bounds in (0.9, *np.linspace(1.05, 1.6, 12), 1.9, 40):
+        looks.clear()
+        mine = candidate(off=bounds * limit.bound[2])
+        report = judged(w, x, {"mine": mine}, seed=None)
+        found[float(bounds)] = list(looks), report.ok
+    assert found[0.9] == ([12], True)
+    assert found[1.9] == ([12, 48], False)
+    assert found[40] == ([12], False)
+    # What is in doubt after every look is condemned by the last one.
+    assert ([12, 48, 192], False) in found.values()
+    # The larger ones are wrong.
+    verdicts = [ok for _, ok in found.values()]
+    assert verdicts == sorted(verdicts, reverse=True)
 
 
 @pytest.mark.parametrize(

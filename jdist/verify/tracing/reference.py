@@ -231,7 +231,7 @@ class _Seen:
                 rounded.dtype,
                 Sums(total, size, size**2, error, spread),
                 1,
-                DRAWS,
+                (DRAWS, DRAWS),
                 adding,
             ).bound
             for total, size, error, spread, _ in zip(*parts, strict=True)
