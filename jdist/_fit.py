@@ -21,7 +21,7 @@ from jdist._errors import (
     check_type,
     requirement,
 )
-from jdist._tree import PyTree, owned
+from jdist._tree import PyTree, owned, type_name
 from jdist.reduction import check_reduction
 
 __all__ = [
@@ -160,9 +160,9 @@ def check_batches(call: str, batches: object, total: object, console: object) ->
     if not several or empty or isinstance(batches, str | bytes | Mapping):
         rule, got = (
             "must be batches, one after the other",
-            f"a {type(batches).__name__}",
+            type_name(batches),
         )
-        remedy = "Of a single one make a list."
+        remedy = "Wrap a single batch in a list."
         raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
     if console is not None:
         rule = "must be a rich.console.Console, or None"
@@ -224,7 +224,7 @@ def pair(given: PyTree) -> tuple[PyTree, Any]:
         return owned(given), None
     if len(given) != 2:
         rule = "must be batches, or pairs of a batch and its weights"
-        remedy = "Of a batch that is a tuple make a pair with None."
+        remedy = "Put a batch that is a tuple in a pair: `(batch, None)`."
         got = f"a tuple of {len(given)}"
         raise ValueError(requirement("batches", rule, got, remedy))
     batch, weights = owned(given)

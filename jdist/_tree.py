@@ -98,15 +98,21 @@ def abbreviated(leaf: Shaped) -> str:
 
 
 def type_name(value: object) -> str:
-    """The type of a value, with its module, for error messages.
+    """The type of a value with an article, of an array with its module, for messages.
 
     Example:
-      >>> type_name(np.ones(2)), type_name("text")
-      ('a numpy.ndarray', 'a str')
+      >>> type_name(np.ones(2)), type_name(3), type_name(jnp.ones(2))
+      ('a numpy.ndarray', 'an int', 'an array')
     """
+    if value is None:
+        return "None"
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):  # Of private classes.
+        return "an array"
     kind = type(value)
-    home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"a {home}{kind.__qualname__}"
+    # Classes of arrays have similar names in several frameworks.
+    array = hasattr(value, "dtype") and kind.__module__ != "builtins"
+    name = f"{kind.__module__}.{kind.__qualname__}" if array else kind.__qualname__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def check_arrays(call: str, tree: PyTree, *, others: bool = False) -> None:
@@ -299,6 +305,79 @@ def add_trees(
     return jax.tree.map(one, first, second, is_leaf=is_none)
 
 
+def check_batch(call: str, batch: PyTree) -> None:
+    """Checks that a batch has no leaf that is no array or number, such as an iterator.
+
+    Args:
+      call: Function and argument, for the error's text.
+      batch: What was given.
+
+    Raises:
+      TypeError: It has.
+
+    Example:
+      >>> check_batch("fn(batch)", (np.ones(5) for _ in range(7)))
+      Traceback (most recent call last):
+        ...
+      TypeError: `fn(batch)` must be a pytree of arrays, one batch. Got a generator at
+      (root). Take one batch of it: `next(batches)`.
+    """
+    for keys, leaf in jax.tree.leaves_with_path(batch, is_leaf=is_iterator):
+        if not hasattr(leaf, "shape") and not _is_readable(leaf, others=False):
+            remedy = "Give what is in it, converted by `numpy.asarray`."
+            if is_iterator(leaf):
+                remedy = "Take one batch of it: `next(batches)`."
+            elif hasattr(leaf, "__iter__") and not isinstance(leaf, str | bytes):
+                remedy = "Give one of the batches in it."
+            got = f"{type_name(leaf)} at {path_of(keys)}"
+            raise TypeError(_no_batch(call, got, remedy))
+
+
+def check_lists(call: str, batch: PyTree) -> None:
+    """Checks that a batch has no lists of Python's numbers in place of arrays.
+
+    Args:
+      call: Function and argument, for the error's text.
+      batch: What was given.
+
+    Raises:
+      TypeError: It has.
+
+    Example:
+      >>> check_lists("fn(batch)", {"x": [[0.5, 1.0], [2.0, 3.0]], "y": np.ones(2)})
+      Traceback (most recent call last):
+        ...
+      TypeError: `fn(batch)` must be a pytree of arrays, one batch. Got a list of
+      numbers at x. `numpy.asarray` makes an array of it.
+    """
+    for keys, node in jax.tree.leaves_with_path(batch, is_leaf=_is_list_of_numbers):
+        if _is_list_of_numbers(node):
+            got = f"a list of numbers at {path_of(keys)}"
+            remedy = "`numpy.asarray` makes an array of it."
+            raise TypeError(_no_batch(call, got, remedy))
+
+
+def is_iterator(node: object) -> bool:
+    """Whether a node is an iterator, of which JAX warns where it has to be a leaf."""
+    return hasattr(node, "__next__")
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    """Whether a node is a list or tuple of Python's numbers, or of such lists."""
+    return (
+        type(node) in (list, tuple)
+        and bool(node)
+        and all(
+            isinstance(x, bool | int | float | complex) or _is_list_of_numbers(x)
+            for x in node
+        )
+    )
+
+
+def _no_batch(call: str, got: str, remedy: str) -> str:
+    return f"`{call}` must be a pytree of arrays, one batch. Got {got}. {remedy}"
+
+
 def examples_in(batch: PyTree, call: str) -> int:
     """The common leading dimension of all leaves of a batch.
 
@@ -307,16 +386,19 @@ def examples_in(batch: PyTree, call: str) -> int:
       call: The public function that asks, for the error's text.
 
     Raises:
+      TypeError: A leaf is no array, but an iterator or a list's number, for example.
       ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
     """
-    leaves = jax.tree.leaves(batch)
+    leaves = jax.tree.leaves(batch, is_leaf=is_iterator)
     # A scalar yields (), which is not a length and is refused below.
     try:
         lengths = {leaf.shape[:1] for leaf in leaves}
-    except AttributeError:  # Lists and numbers, which `np.shape` reads, more slowly.
+    except AttributeError:  # Numbers, which `np.shape` reads, more slowly.
+        check_batch(call, batch)
         lengths = {np.shape(leaf)[:1] for leaf in leaves}
     if len(lengths) == 1 and () not in lengths:
         return int(lengths.pop()[0])
+    check_lists(call, batch)
     shown = ", ".join(
         f"{path}: {len(leaf) if np.ndim(leaf) else 'a scalar'}"
         for path, leaf in named_leaves(batch).items()

@@ -61,6 +61,7 @@ from jdist._tree import (
     merge,
     named_leaves,
     split_inexact,
+    type_name,
     wide_dtype,
 )
 
@@ -346,7 +347,7 @@ def check_losses(losses: PyTree, expected: tuple[int, ...]) -> None:
             "them, so that uneven shards count right."
         )
     elif shape is None:
-        got = f"a {type(losses).__name__}"
+        got = type_name(losses)
         remedy = "Return a single array of losses."
     elif shape == expected:
         got = described(losses)

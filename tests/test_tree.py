@@ -136,3 +136,63 @@ def test_keys_are_taken_apart_and_made_again():
     assert _tree.words(array) is array
     assert _tree.unworded(array, words) is array
     assert [_tree.is_key(x) for x in (keys, words, 3.0, None)] == [True] + 3 * [False]
+
+
+BATCHES = {
+    "an iterator": iter([np.ones(3)]),
+    "a generator": (np.ones(3) for _ in range(2)),
+    "a loader": type("Loader", (), {"__iter__": lambda self: iter([np.ones(3)])})(),
+    "a text": "data",
+    "a class": int,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_has_arrays_as_leaves(kind):
+    """An iterator is not one batch, and JAX would take it for a leaf with a warning."""
+    remedy = {
+        "an iterator": r"Take one batch of it: `next\(batches\)`\.$",
+        "a generator": r"Take one batch of it: `next\(batches\)`\.$",
+        "a loader": r"Give one of the batches in it\.$",
+    }.get(kind, r"Give what is in it, converted by `numpy\.asarray`\.$")
+    for batch, where in (
+        (BATCHES[kind], r"\(root\)"),
+        ({"x": np.ones(5), "y": [np.ones(5), BATCHES[kind]]}, "y/1"),
+    ):
+        rule = rf"^`fit\(batch\)` must be a pytree .* Got an? .* at {where}\. {remedy}"
+        with pytest.raises(TypeError, match=rule):
+            _tree.check_batch("fit(batch)", batch)
+        with pytest.raises(TypeError, match=rule):
+            _tree.examples_in(batch, "fit(batch)")
+
+
+@pytest.mark.parametrize(
+    ("batch", "where"),
+    [
+        ([[1.0, 2.0], [3.0, 4.0]], r"\(root\)"),
+        ({"y": np.ones(2), "x": [[1, 2], [3, 4]]}, "x"),
+        ({"a": {"b": (True, False)}}, "a/b"),
+    ],
+)
+def test_lists_of_numbers_are_no_arrays(batch, where):
+    rule = rf"^`fit\(batch\)` .* Got a list of numbers at {where}\. `numpy.asarray` ma"
+    with pytest.raises(TypeError, match=rule):
+        _tree.examples_in(batch, "fit(batch)")
+    _tree.check_batch("fit(batch)", batch)  # A loss may take them as they are.
+    _tree.check_lists("fit(batch)", {"x": np.ones((2, 3)), "rate": 0.5, "y": None})
+
+
+def test_types_are_named_as_users_know_them():
+    named = [jnp.ones(2), jax.random.key(0), np.ones(2), 3, 0.5, None, {}, _tree.Shaped]
+    assert list(map(_tree.type_name, named)) == [
+        "an array",
+        "an array",
+        "a numpy.ndarray",
+        "an int",
+        "a float",
+        "None",
+        "a dict",
+        "a typing._ProtocolMeta",
+    ]
+    traced = jax.eval_shape(lambda x: _tree.type_name(x) == "an array" or x.no, 1.0)
+    assert traced.dtype == bool

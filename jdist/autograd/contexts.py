@@ -21,7 +21,7 @@ import numpy as np
 
 from jdist._compat import placed
 from jdist._errors import requirement
-from jdist._tree import PyTree, add_trees
+from jdist._tree import PyTree, add_trees, type_name
 from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
 from jdist.autograd.recording.node import (
     LIGHT,
@@ -797,10 +797,27 @@ def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
 
     Raises:
       ContextNotFound: There is no such context on this worker.
+      TypeError: On a look-up: something else than a variable, such as its array.
+      KeyError: On a look-up: a variable that no pass reached.
 
     Source: `torch.distributed.autograd.get_gradients`.
     """
     context = here().retrieve(context_id)
     with context.lock:
         # A copy: a later pass must not change what was handed out.
-        return MappingProxyType(dict(context.gradients))
+        return MappingProxyType(_Gradients(context.gradients))
+
+
+class _Gradients(dict[Variable, PyTree]):
+    """Gradients by variable, which say how they are looked up."""
+
+    def __getitem__(self, variable: object) -> PyTree:
+        call = "get_gradients(context_id)[...]"
+        if not isinstance(variable, Variable):
+            remedy = "Keep what `autograd.variable(array)` returns: gradients are its."
+            rule, got = "must be looked up by a Variable", type_name(variable)
+            raise TypeError(requirement(call, rule, got, remedy))
+        if variable not in self:
+            rule, got = "has those that a backward pass reached", repr(variable)
+            raise KeyError(requirement(call, rule, got))
+        return super().__getitem__(variable)

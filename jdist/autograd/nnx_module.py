@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jdist._compat import placed_as
 from jdist._errors import requirement
 from jdist._nnx import is_module
-from jdist._tree import PyTree, abbreviated, is_inexact, is_key
+from jdist._tree import PyTree, abbreviated, is_inexact, is_key, type_name
 from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
@@ -78,7 +78,7 @@ def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModu
 def _check_module(nnx_module: NnxModule) -> None:
     if not is_module(nnx_module):
         rule = "must be a Flax NNX module"
-        got = f"a {type(nnx_module).__qualname__}"
+        got = type_name(nnx_module)
         raise TypeError(requirement("module(nnx_module)", rule, got))
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jdist._errors import requirement
 from jdist._nnx import is_module
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.autograd.contexts import Container, Context, Recording, recorded_into
 from jdist.autograd.recording.node import (
     LAST,
@@ -305,7 +305,7 @@ def _refuse_untrainable(function: Callable[..., PyTree]) -> None:
     if owner is not None and is_module(owner):
         rule = "must be trainable to be called with recorded values"
         remedy = "Make it by `rpc.remote_module(to, factory, args, trainable=True)`."
-        got = f"a {type(owner).__name__} that is not"
+        got = f"{type_name(owner)} that is not"
         raise TypeError(requirement("remote_module", rule, got, remedy))
 
 

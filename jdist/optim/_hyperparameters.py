@@ -10,10 +10,13 @@ Python numbers stay Python numbers up to the arithmetic of the leaf, so that
 float32, 0.999 has a relative error of 3e-8, and 1 - 0.999 one of 3e-5.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,10 @@ from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
 from jdist._errors import check_flags, check_type, requirement
+from jdist._tree import type_name
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -100,6 +107,64 @@ class Hyperparameter:
 _NUMERIC = (int, float, np.number, np.ndarray, jax.Array)
 
 
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    **dict.fromkeys(("b1", "b2", "beta1", "beta2"), "betas"),
+}
+"""Names of hyperparameters in optax and other packages; jdist has torch's."""
+
+
+def constructor(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Makes wrong calls of an optimizer's constructor say how it is called.
+
+    Args:
+      function: Takes hyperparameters by name only.
+
+    Raises:
+      TypeError: In a call: a hyperparameter without its name, the parameters, or a name
+        that the optimizer does not have.
+
+    Example:
+      >>> @constructor
+      ... def descent(*, lr=0.1, momentum=0.0):
+      ...     return lr, momentum
+      >>> descent(learning_rate=0.5)
+      Traceback (most recent call last):
+        ...
+      TypeError: `descent` has no hyperparameter 'learning_rate'. Got learning_rate=0.5.
+      Say `lr=`.
+    """
+    name, known = function.__name__, tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def made(*unnamed: Given.args, **given: Given.kwargs) -> Made:
+        if unnamed:
+            rule = "takes its hyperparameters by name"
+            remedy = f"Parameters are given to `init`: `{name}(...).init(params)`."
+            got = type_name(unnamed[0])
+            if callable(unnamed[0]) or isinstance(unnamed[0], _NUMERIC):
+                got, remedy = repr(unnamed[0]), f"Say `{name}({known[0]}=...)`."
+            raise TypeError(requirement(f"{name}(...)", rule, got, remedy))
+        for each, value in given.items():
+            if each not in known:
+                raise TypeError(_unknown(name, each, value, known))
+        return function(**given)  # type: ignore[call-arg]
+
+    return made
+
+
+def _unknown(
+    call: str, name: str, value: object, known: Collection[str], purpose: str = ""
+) -> str:
+    """The refusal of a hyperparameter that an optimizer does not have."""
+    meant = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in known else []
+    meant += difflib.get_close_matches(name, known, n=1)
+    remedy = f"It has {', '.join(known) or 'none'}."
+    remedy = f"Say `{meant[0]}=`." if meant else remedy
+    rule = f"has no hyperparameter {name!r}{purpose}"
+    return requirement(call, rule, f"{name}={value!r}", remedy)
+
+
 def flag(name: str, value: bool) -> Hyperparameter:
     """A hyperparameter that is on or off and chooses the program."""
     return Hyperparameter(name, value, (), "it chooses the program, and is no number")
@@ -121,10 +186,8 @@ def check_overrides(
     """Checks that overrides are known, not fixed, and unless traced within rules."""
     for name, value in overrides.items():
         if name not in specs:
-            numeric = ", ".join(n for n, spec in specs.items() if not spec.fixed)
-            rule = f"has no hyperparameter {name!r} to override"
-            remedy = f"It has {numeric or 'none'}."
-            raise TypeError(requirement(call, rule, f"{name}={value!r}", remedy))
+            numeric = [n for n, spec in specs.items() if not spec.fixed]
+            raise TypeError(_unknown(call, name, value, numeric, " to override"))
         # A flag selects the program, and another value may need a buffer that the state
         # does not have.
         if specs[name].fixed:

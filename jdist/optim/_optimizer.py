@@ -41,6 +41,7 @@ from jdist._tree import (
     is_inexact,
     is_none,
     path_of,
+    type_name,
     wide_dtype,
 )
 from jdist.optim._hyperparameters import (
@@ -377,7 +378,7 @@ class _Rule:
         update, new = self.step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
         if not isinstance(update, Update):
             rule = "must return an `Update` of the parameter and its new state"
-            got = type(update).__name__
+            got = type_name(update)
             raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
         # Not new - old, which is rounded to the spacing of the parameter.
         found = update.total(wide) if updates else update.applied(wide)

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
 from jdist._errors import requirement
-from jdist._tree import PyTree, check_arrays, is_inexact, named_leaves, wide_dtype
+from jdist._tree import (
+    PyTree,
+    check_arrays,
+    is_inexact,
+    named_leaves,
+    type_name,
+    wide_dtype,
+)
 from jdist.optim._hyperparameters import AT_LEAST_0, check_scalar
 
 TORCH_EPS = 1e-6
@@ -104,7 +111,7 @@ def scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
 
 def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) -> None:
     if not is_inexact(leaf):
-        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        kind = getattr(leaf, "dtype", None) or type_name(leaf)
         got = f"{kind} at {path}"
         raise TypeError(requirement(argument, "must have floating leaves only", got))
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)

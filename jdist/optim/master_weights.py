@@ -40,6 +40,7 @@ from jdist._tree import (
     is_shape,
     named_leaves,
     owned,
+    type_name,
     wide_dtype,
 )
 from jdist.optim._loss_scale import (
@@ -290,7 +291,7 @@ def _checked(argument: str, state: PyTree) -> MasterState:
     if isinstance(state, MasterState):
         return state
     rule = "must be what `init` or the last step returned"
-    raise ValueError(requirement(argument, rule, type(state).__name__))
+    raise ValueError(requirement(argument, rule, type_name(state)))
 
 
 def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:

@@ -257,7 +257,8 @@ class StageCheckpoints(Closing):
         # Before the leaves: models cut into other stages may have equal trees in one.
         if description["stages"] != self._saved.stages:
             rule = f"must have the {description['stages']} stages that were saved"
-            raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
+            got = f"{self._saved.stages} stages"
+            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
         saved, where = description["leaves"], f"stage {stage}: "
         check_same("restore", saved, descriptions(leaves), where)
         wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
@@ -377,6 +378,14 @@ def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, PyTree]:
 
 def _leaves(tree: PyTree) -> dict[str, PyTree]:
     return {path: x for path, x in named_leaves(tree).items() if x is not None}
+
+
+_RECUT = (
+    "Restore with a pipeline `old` of the saved stages, and group its layers anew: "
+    "`saved = PipelineCheckpoints(folder, old).restore(old.init(old_params))`, then "
+    "`state = pipe.init(regrouped(saved.params))`; likewise `opt_states` and `step`."
+)
+"""What to do with a checkpoint of another number of stages."""
 
 
 def _check_writers(writers: Collection[int]) -> None:

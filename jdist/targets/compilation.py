@@ -14,7 +14,7 @@ from jax.stages import Compiled, Lowered
 
 from jdist._compat import equations_in
 from jdist._errors import check_type, requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.targets import compilers, hlo, roofline
 from jdist.targets.hardware import Hardware
 from jdist.targets.report import CompiledProgram, DeviceMemory, size_text
@@ -81,7 +81,7 @@ def compile(
     devices = target.devices
     if not callable(fn) and not hasattr(fn, "lower"):
         rule = "must be a function or have a method `lower`"
-        raise TypeError(requirement("compile(fn=...)", rule, type(fn).__name__))
+        raise TypeError(requirement("compile(fn=...)", rule, type_name(fn)))
     default = _default_sharding(shapes, target, devices)
     placed = jax.tree.map(lambda leaf: _shape(leaf, default), shapes)
     # A jitted function is lowered as it is, to keep its options, such as donation.

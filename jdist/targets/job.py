@@ -6,7 +6,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist._own_code import named, own_code
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.targets.compilation import compile
 from jdist.targets.hardware import Hardware
 from jdist.targets.report import CompiledProgram
@@ -26,7 +26,7 @@ def load(specification: str) -> Job:
     found = named(specification, "job")
     if not callable(found) or not _parameters(found):
         rule = "must be a function of the hardware, and of the batch size if it has one"
-        raise ValueError(requirement(specification, rule, f"a {type(found).__name__}"))
+        raise ValueError(requirement(specification, rule, type_name(found)))
     return found
 
 
@@ -73,8 +73,8 @@ def _compiles(found: PyTree) -> bool:
 
 def _told(found: PyTree) -> str:
     if not isinstance(found, tuple):
-        return f"a {type(found).__name__}"
-    return f"({', '.join(type(each).__name__ for each in found)})"
+        return type_name(found)
+    return f"({', '.join(map(type_name, found))})"
 
 
 def _parameters(job: Job) -> list[str]:

@@ -5,8 +5,9 @@ pass, not even when both sides have them. NumPy only: the judge shares no code w
 it judges.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,16 +135,19 @@ def renamed(
         return found
     rule = "must be a mapping from the reference's paths"
     check_type("compare(names=...)", names, Mapping, rule)
+    for path, x in names.items():
+        _check_name(path, x)
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]
     # Raised, not reported as a missing leaf: a map that leaves out a parameter of both
     # sides would hide its gradient.
     faults = {
-        "name every leaf of the reference": [p for p in needed if p not in theirs],
+        # Before the leaves without a name: of a name with a typo there is one too.
         "name leaves of the reference only": [p for p in theirs if p not in wanted],
-        "name every leaf of the candidate": [p for p in found if p not in named],
         "name leaves of the candidate only": [p for p in named if p not in found],
+        "name every leaf of the reference": [p for p in needed if p not in theirs],
+        "name every leaf of the candidate": [p for p in found if p not in named],
         "name a leaf of the candidate once": [
             p for p in dict.fromkeys(named) if named.count(p) > 1
         ],
@@ -151,13 +155,27 @@ def renamed(
     for rule, paths in faults.items():
         if paths:
             got = f"{'no ' if 'every' in rule else ''}{', '.join(paths)}"
-            raise ValueError(requirement("compare(names=...)", f"must {rule}", got))
+            known = wanted if "reference" in rule else found
+            close = difflib.get_close_matches(paths[0], known, n=1)
+            remedy = f"Is {close[0]} meant?" if close and "only" in rule else ""
+            call, rule = "compare(names=...)", f"must {rule}"
+            raise ValueError(requirement(call, rule, got, remedy))
     # A leaf that the reference has as None needs no name: there is nothing to find.
     renamed: dict[str, Any] = {p: None for p, leaf in wanted.items() if leaf is None}
     for path, x in names.items():
         own = found[theirs[path]]
         renamed[path] = own if isinstance(x, str) else _ordered(path, own, x[1])
     return renamed
+
+
+def _check_name(path: str, name: Any) -> None:
+    """Checks the form of an entry of `names`."""
+    pair = isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str)
+    if isinstance(name, str) or (pair and isinstance(name[1], Sequence)):
+        return
+    rule = "must be a path of the candidate, or a pair of it and the order of its axes"
+    where = f"compare(names={{{path!r}: ...}})"
+    raise TypeError(requirement(where, rule, repr(name)))
 
 
 def _ordered(

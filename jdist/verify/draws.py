@@ -119,10 +119,12 @@ def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> No
         signature.bind(*arguments)
     except TypeError as error:
         rule = "must be a function of the parameters and the batch"
+        names = list(signature.parameters)
+        got = f"a function of ({', '.join(names)})"
+        more = len(names) > len(arguments)
         remedy = "Of a loss_fn(params, batch, key) take verify.keyed(loss_fn)."
-        raise TypeError(
-            requirement(f"{call}(loss_fn=...)", rule, str(error), remedy)
-        ) from error
+        call = f"{call}(loss_fn=...)"
+        raise TypeError(requirement(call, rule, got, remedy * more)) from error
 
 
 def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> str:

@@ -20,7 +20,15 @@ from jdist._errors import (
     check_type,
     requirement,
 )
-from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
+from jdist._tree import (
+    PyTree,
+    check_batch,
+    check_lists,
+    examples_in,
+    is_inexact,
+    named_leaves,
+    type_name,
+)
 from jdist.verify.bound import Limit
 from jdist.verify.comparison import compare_leaves
 from jdist.verify.draws import (
@@ -205,7 +213,7 @@ def _judge(
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
-            _check_candidates(call, candidates)
+            check_candidates(call, candidates)
             check_arguments(
                 call, loss_fn, params, batch, candidates, weights, reduction
             )
@@ -360,7 +368,8 @@ def check_options(call: str, reduction: str, accumulation: DTypeLike | None) -> 
         raise ValueError(requirement(f"{call}(accumulation=...)", rule, got))
 
 
-def _check_candidates(call: str, candidates: Mapping[str, Candidate]) -> None:
+def check_candidates(call: str, candidates: Mapping[str, Any]) -> None:
+    """Raises TypeError unless candidates are functions by name."""
     rule = "must be a mapping from names to functions"
     check_type(f"{call}(candidates=...)", candidates, Mapping, rule)
     for name, candidate in candidates.items():
@@ -514,7 +523,7 @@ def _call(
         raise
     if not isinstance(result, tuple) or len(result) != 2:
         rule = "must return (loss, gradient)"
-        got = f"a {type(result).__name__}"
+        got = type_name(result)
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
     # Computed before the next call, which may overwrite what is copied here.
     found: tuple[Any, Any] = peers.computed(jax.tree.map(copied, result))
@@ -552,7 +561,13 @@ def check_arguments(
         rule = "must have a floating leaf: there is no gradient else"
         raise ValueError(requirement(f"{call}({names[0]}=...)", rule, "none"))
     check_loss(call, loss_fn, params, batch)
-    shape = jax.eval_shape(loss_fn, params, batch).shape
+    check_batch(f"{call}({names[1]}=...)", batch)
+    try:
+        shape = jax.eval_shape(loss_fn, params, batch).shape
+    except Exception:
+        # A loss may take a list's numbers as they are, so that only now it is wrong.
+        check_lists(f"{call}({names[1]}=...)", batch)
+        raise
     if shape == ():
         # A scalar has been reduced already, so these would have no effect.
         if weights is not None or reduction != "mean":

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdist._errors import VerificationError, requirement
+from jdist._tree import type_name
 from jdist.verify.defects import ALL, Defect, NotApplicable, PlantedStep, Traits
 from jdist.verify.report import as_text
 
@@ -234,6 +235,6 @@ def _outcome(
         return "missed", ""
     # Booleans of NumPy and JAX are accepted; an array or a number is a mistake.
     if np.shape(result) or np.asarray(result).dtype != np.dtype(bool):
-        rule, got = "must return True, False or None", f"a {type(result).__name__}"
+        rule, got = "must return True, False or None", type_name(result)
         raise TypeError(requirement("score(test)", rule, got))
     return ("missed", "") if result else ("noticed", "it returned False")

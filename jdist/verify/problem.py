@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jdist._errors import requirement
 from jdist._own_code import named, own_code
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.verify.gradient_check import gradients
 from jdist.verify.processes import TIMEOUT
 from jdist.verify.report import Report
@@ -95,7 +95,7 @@ def _as_problem(specification: str, found: object) -> Problem:
     needed = {"loss_fn", "params", "batch", "candidates"}
     if not isinstance(found, Mapping):
         rule = "must be a verify.Problem, a mapping, or a function that returns one"
-        got = f"a {type(found).__name__}"
+        got = type_name(found)
     elif set(found) - known:
         rule = f"may have the keys {', '.join(sorted(known))}"
         got = f"also {', '.join(sorted(set(found) - known))}"

@@ -247,6 +247,17 @@ def test_batches_that_jax_cannot_read(named):
         UNREADABLE[named](np.array(["text"] * 6))
 
 
+@pytest.mark.parametrize("named", UNREADABLE)
+def test_batches_that_are_iterators_or_lists(named):
+    start = r"^`.*\(.*\)` must be a pytree of arrays, one batch\. "
+    for batch, got in [
+        ((x for x in X), r"Got a generator at \(root\)\. Take one batch of it: `next"),
+        ([[1.0, 2.0]] * 6, r"Got a list of numbers at \(root\)\. `numpy.asarray` mak"),
+    ]:
+        with pytest.raises(TypeError, match=start + got):
+            UNREADABLE[named](batch)
+
+
 @pytest.mark.parametrize("named", UNREADABLE_PARAMS)
 def test_parameters_that_jax_cannot_read(named):
     start, call = rf"^`{named.strip()}` ", UNREADABLE_PARAMS[named]
@@ -296,7 +307,7 @@ def test_a_value_out_of_range(match):
 @pytest.mark.parametrize(
     ("hook", "got"),
     [
-        (lambda state, bucket: None, "a NoneType"),
+        (lambda state, bucket: None, "None"),
         (lambda state, bucket: bucket, "a Bucket"),
         (lambda state, bucket: (state, bucket.buffer), "for the bucket"),
         (

@@ -1,5 +1,6 @@
 """Every refusal names the argument, the rule and the value that was given."""
 
+import inspect
 import re
 from typing import NamedTuple
 
@@ -205,8 +206,58 @@ def test_momentum_needs_its_buffer(name):
 def test_no_positional_hyperparameters():
     """torch's positions differ between its two families; names cannot be confused."""
     for algorithm in ALGORITHMS:
-        with pytest.raises(TypeError, match="0 positional arguments"):
-            getattr(optim, algorithm.name)(0.1)
+        make, name = getattr(optim, algorithm.name), algorithm.name
+        for lr in (0.1, np.float32(0.3), jnp.ones(()), lambda count: 0.1 / (1 + count)):
+            match = (
+                rf"^`{name}\(\.\.\.\)` takes .* by name\. Got .*`{name}\(lr=\.\.\.\)`"
+            )
+            with pytest.raises(TypeError, match=match):
+                make(lr)
+        match = rf"by name\. Got a list\. Parameters .* `{name}\(\.\.\.\)\.init\(params"
+        with pytest.raises(TypeError, match=match):
+            make([jnp.ones(3)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"learning_rate": 0.1},
+            r"'learning_rate'\. Got learning_rate=0\.1\. Say `lr=`\.$",
+        ),
+        ({"weight_decy": 0.1}, r"'weight_decy'\. .* Say `weight_decay=`\.$"),
+        ({"fused": True}, r"'fused'\. Got fused=True\. It has lr, .*weight_decay"),
+        ({"lr": 0.1, "foo": 2}, r"'foo'\. Got foo=2\. It has lr, "),
+    ],
+)
+def test_names_of_other_packages_are_answered_with_torchs(given, said):
+    # Those that have a weight decay, which is all but one.
+    for algorithm in ALGORITHMS:
+        if algorithm.name == "rprop" and "weight" in said:
+            continue
+        with pytest.raises(TypeError, match=f"^`{algorithm.name}` has no .*{said}"):
+            getattr(optim, algorithm.name)(**given)
+    for name in ("b1", "b2", "beta1"):
+        with pytest.raises(
+            TypeError, match=rf"hyperparameter '{name}'\..*Say `betas=`"
+        ):
+            optim.adamw(**{name: 0.9})
+
+
+def test_an_override_by_another_packages_name():
+    opt, w = optim.sgd(lr=0.1), jnp.ones(3)
+    match = r"^`sgd\.step` has no .*'learning_rate' to override\. .* Say `lr=`\.$"
+    with pytest.raises(TypeError, match=match):
+        opt.step(w, w, opt.init(w), learning_rate=0.2)
+
+
+def test_a_constructor_keeps_its_signature():
+    """For `help`, editors and the reference."""
+    for algorithm in ALGORITHMS:
+        make = getattr(optim, algorithm.name)
+        assert next(iter(inspect.signature(make).parameters)) == "lr"
+        assert make.__module__ == f"jdist.optim.algorithms.{algorithm.name}"
+        assert make.__doc__
 
 
 # --- trees ---

@@ -266,6 +266,17 @@ def test_arrays_of_another_framework(named, path, call):
         call(Tensor(2, 3), {"x": Tensor(4, 2)})
 
 
+def test_batches_that_are_iterators_or_lists():
+    start = r"^`Pipeline.*` must be a pytree of arrays, one batch\. "
+    for batch, got in [
+        (iter(X["x"]), r"Got an iterator at x\. Take one batch of it: `next"),
+        (X["x"].tolist(), r"Got a list of numbers at x\. `numpy.asarray` makes"),
+    ]:
+        for call in (sole().value_and_grad, sole().evaluate):
+            with pytest.raises(TypeError, match=start + got):
+                call([W], {"x": batch})
+
+
 def test_specs_that_are_none():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     pipe = sole([mesh], data_axis="data")

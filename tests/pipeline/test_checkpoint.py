@@ -224,9 +224,11 @@ def test_a_restored_array_is_a_copy():
 def test_another_number_of_stages_is_refused(tmp_path):
     saved_until(tmp_path, 1)
     one = Saved(1, [0], [0], alone)
+    message = r"must have the 2 stages that were saved\. Got 1 stages\. .*`old` of the "
+    message += r"saved stages.*restore\(old\.init\(old_params\)\)`, then `state = "
     with (
         StageCheckpoints(tmp_path, one) as checkpoints,
-        pytest.raises(ValueError, match=r"must have the 2 stages that were saved. Got"),
+        pytest.raises(ValueError, match=message),
     ):
         checkpoints.restore({0: trees(0)[0]})
 

@@ -252,7 +252,7 @@ def test_shardings_of_elsewhere_are_refused():
         targets.compile(jnp.sin, shape((4,), P("data"), elsewhere), target=FOUR)
     with pytest.raises(ValueError, match="say for one argument how it is laid out"):
         targets.compile(jnp.sin, shape((4,)), target=FOUR)
-    with pytest.raises(TypeError, match=r"must be a function or have .*Got int"):
+    with pytest.raises(TypeError, match=r"must be a function or have .*Got an int"):
         targets.compile(3, shape((4,)), target=ONE)
 
 

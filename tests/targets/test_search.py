@@ -140,9 +140,9 @@ def test_a_job_that_refuses_all_slices(slices):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (3, r"must return the function to compile and the shapes.*Got a int"),
+        (3, r"must return the function to compile and the shapes.*Got an int"),
         ((jnp.sin,), r"Got \("),
-        ((1, 2), r"Got \(int, int\)"),
+        ((1, 2), r"Got \(an int, an int\)"),
     ],
 )
 def test_what_a_job_returns(returned, message):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 
 import jax
@@ -664,6 +665,15 @@ def test_a_gradient_that_another_framework_does_not_have_fails(tree, theirs):
     [
         ({"unused": ...}, r"must name every leaf of the reference\. Got no unused\."),
         ({"layer3/w": "x"}, r"name leaves of the reference only\. Got layer3/w\."),
+        (
+            # Of a name with a typo two things are true; the one that helps is said.
+            {"layer1/b": "first.bais"},
+            r"leaves of the candidate only\. Got first\.bais\. Is first\.bias meant\?$",
+        ),
+        (
+            {"layer1/w": ..., "laier1/w": ("first.weight", (1, 0))},
+            r"leaves of the reference only\. Got laier1/w\. Is layer1/w meant\?$",
+        ),
         ({"unused": "first.bias"}, r"name every leaf of the candidate\. Got no unused"),
         ({"frozen": "gone"}, r"must name leaves of the candidate only\. Got gone\."),
         ({"frozen": "unused"}, r"name a leaf of the candidate once\. Got unused\."),
@@ -678,3 +688,12 @@ def test_a_map_that_leaves_anything_open_is_refused(tree, theirs, change, messag
     names = {k: x for k, x in {**NAMES, **change}.items() if x is not ...}
     with pytest.raises(ValueError, match=message):
         verify.compare(tree, theirs, names=names)
+
+
+@pytest.mark.parametrize(
+    "name", [3, None, ("first.weight",), ("first.weight", 1), ((1, 0), "first.weight")]
+)
+def test_an_entry_of_another_form_is_refused(tree, theirs, name):
+    rule = r"^`compare\(names={'layer1/w': \.\.\.}\)` must be a path of the .* Got "
+    with pytest.raises(TypeError, match=rule + re.escape(repr(name))):
+        verify.compare(tree, theirs, names={**NAMES, "layer1/w": name})

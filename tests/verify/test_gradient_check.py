@@ -433,7 +433,7 @@ def test_candidates_that_misbehave_are_named():
     """Wrong result, and an exception of the candidate's own."""
     loss = lambda w, x: x * w  # noqa: E731
     x, w = jnp.arange(3.0), jnp.array(1.0)
-    with pytest.raises(TypeError, match=r"candidates\['bare'\].*Got a ArrayImpl"):
+    with pytest.raises(TypeError, match=r"candidates\['bare'\].*Got an array"):
         verify.gradients(loss, w, x, {"bare": lambda w, x: w})
 
     def broken(w, x):

@@ -4,6 +4,7 @@ Nothing of it passes as right, nothing ends in an error that names neither argum
 leaf, and nothing is quietly converted into something that passes.
 """
 
+import re
 import warnings
 
 import jax
@@ -121,7 +122,7 @@ def test_right_numbers_pass_wherever_they_lie(judged, name):
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (None, "Got a NoneType"),
+        (None, "Got None"),
         (1.0, "Got a float"),
         ((1.0,), "Got a tuple"),
         ((1.0, W, None), "Got a tuple"),
@@ -202,6 +203,49 @@ def test_arguments_that_have_no_gradient_are_refused(params, batch, words):
 
     with pytest.raises(ValueError, match=words):
         verify.gradients(loss, params, batch, {"mine": gradient})
+
+
+BATCHES = {
+    "generator": (
+        (X for _ in range(3)),
+        r"Got a generator at b\. Take one batch of",
+    ),
+    "zip": (
+        zip([X], [X], strict=True),
+        r"Got a zip at b\. Take one batch of it: `",
+    ),
+    "set": ({1.5, 2.5}, r"Got a set at b\. Give one of the batches in it\.$"),
+    "text": ("x", r"Got a str at b\. Give what is in it, converted by `numpy\."),
+    "lists": (X.tolist(), r"Got a list of numbers at b\. `numpy\.asarray` makes an"),
+    "tuples": (tuple(map(tuple, X.tolist())), r"Got a list of numbers at b\. `numpy"),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_of_something_else_than_arrays_is_refused(kind):
+    batch, words = BATCHES[kind]
+    loss, given = lambda w, batch: losses(w, batch["b"]), (W, {"b": batch})
+    calls = {
+        "gradients": lambda: verify.gradients(loss, *given, {"mine": gradient}),
+        "judge(...)": lambda: verify.judge(loss)(*given, {"mine": gradient}),
+        "trace": lambda: verify.trace(loss, *given, gradient),
+        "step": lambda: verify.step(
+            loss, lambda w, g, s: (w, s), (W, ()), [given[1]], {"mine": gradient}
+        ),
+    }
+    for call, wrong in calls.items():
+        name = "batches" if call == "step" else "batch"
+        rule = rf"^`{re.escape(call)}\({name}=...\)` must be a pytree of arrays, one "
+        with pytest.raises(TypeError, match=rule + f".*{words}"):
+            wrong()
+
+
+def test_a_loss_may_take_the_numbers_of_a_list():
+    """A scalar loss of the whole batch, whose settings are beside the arrays."""
+    loss = lambda w, batch: batch[1][0] * losses(w, batch[0]).mean()  # noqa: E731
+    batch = (X, [0.5, 2.0])
+    right = jax.value_and_grad(loss)
+    assert verify.gradients(loss, W, batch, {"mine": right}).ok
 
 
 # --- trees that are compared without a loss ---

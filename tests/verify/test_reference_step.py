@@ -348,7 +348,7 @@ def plain(state, batch):
     [
         (
             plain, {"x": 1}, ValueError,
-            r"^`step\(batches=...\)` must be .*, one for each step. Got dict",
+            r"^`step\(batches=...\)` must be .*, one for each step. Got a dict",
         ),
         (
             {}, [BATCH], ValueError,

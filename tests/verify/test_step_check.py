@@ -198,7 +198,18 @@ THREE = problem(steps=2, examples=3)
     ("argument", "options", "message"),
     [
         ("batches", {"batches": []}, "must be .*, one for each step. Got none"),
-        ("batches", {"batches": {"x": 1}}, "must be .*, one for each step. Got dict"),
+        (
+            "batches", {"batches": {"x": np.ones(3)}},
+            r"must be .*, one for each step\. Got a dict\. Wrap a single batch in a l",
+        ),
+        (
+            "batches", {"batches": np.ones((5, 3))},
+            r"must be .* Got a numpy\.ndarray\. Wrap a single batch in a list\.$",
+        ),
+        (
+            "batches", {"batches": iter(THREE[1])},
+            r"must be .* Got a list_iterator\. `list` makes one of an iterable\.$",
+        ),
         (
             "batches", {"batches": [{**THREE[1][0], "mask": np.ones(2)}]},
             "needs a batch whose leaves all .* Got mask: 2, x: 3, y: 3",
@@ -215,7 +226,7 @@ THREE = problem(steps=2, examples=3)
             {
                 "batches": THREE[1],
                 "weights": [np.ones(3), -np.ones(3)],
-                "candidates": {"any": None},
+                "candidates": {"any": lambda *_: pytest.fail("a step")},
             },
             "must be finite, at least 0",
         ),
@@ -276,6 +287,55 @@ def test_what_a_candidate_raises_is_raised_with_its_name():
     )
     plain = lambda s, b: {"w": s["w"] + b["x"].sum(0)}  # noqa: E731
     check({"mine": broken}, plain, {"w": jnp.ones(5, jnp.float32)}, THREE[1][:1])
+
+
+def pair_losses(w, batch):
+    x, y = batch
+    return (x @ w - y) ** 2
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_one_batch_in_place_of_a_list_of_batches(kind, rows, rng):
+    """With 3 rows its first array alone can be taken for a batch."""
+    single = kind((rng.normal(size=(rows, 3)), rng.normal(size=rows)))
+    w = jnp.asarray(rng.normal(size=3), jnp.float32)
+    single = jax.tree.map(np.float32, single)
+    rule = r"^`step\(batches=...\)` must be a list .*Got one batch, whose .* Wrap a s"
+    update = lambda w, g, s: (w - g, s)  # noqa: E731
+
+    def train(w, s, batch):
+        return update(w, jax.grad(lambda w: pair_losses(w, batch).mean())(w), s)
+
+    def whole(w, batch):
+        return train(w, (), batch)[0]
+
+    for batches in (single, kind(reversed(single))):
+        turn = 1 if batches is single else -1
+        taken = lambda w, b, turn=turn: pair_losses(w, b[::turn])  # noqa: E731
+        with pytest.raises(ValueError, match=rule):
+            verify.step(taken, update, (w, ()), batches, {"mine": train})
+    with pytest.raises(ValueError, match=rule):
+        verify.step(whole, whole, w, single)
+    assert verify.step(pair_losses, update, (w, ()), [single], {"mine": train}).ok
+    assert verify.step(whole, whole, w, [single]).ok
+    # An error of the reference is its own, if each batch is one.
+    broken = lambda w, batch: w.astype(jnp.bfloat16)  # noqa: E731
+    with pytest.raises(TypeError, match="must return a state like the one"):
+        verify.step(whole, broken, w, single)
+
+
+def test_what_is_no_function_is_named():
+    state, batches = (THREE[0], ()), THREE[1]
+    keeps = lambda p, g, s: (p, s)  # noqa: E731
+    for loss, update, candidate, argument in [
+        (3, keeps, keeps, "loss_fn"),
+        (losses, "sgd", keeps, "update"),
+        (losses, keeps, 5, r"candidates={'mine': \.\.\.}"),
+    ]:
+        match = rf"^`step\({argument}(=\.\.\.)?\)` must be a function\. Got "
+        with pytest.raises(TypeError, match=match):
+            verify.step(loss, update, state, batches, {"mine": candidate})
 
 
 def test_a_loss_that_wants_a_key_is_refused():
@@ -454,7 +514,7 @@ def test_nothing_shown_is_nothing_right(shown):
     [
         ((1.0,), "a tuple of 1"),
         ([1.0, (), (), ()], "a list of 4"),
-        ({"params": 1.0, "state": ()}, "dict"),
+        ({"params": 1.0, "state": ()}, "a dict"),
     ],
 )
 def test_a_state_of_another_length_is_refused(state, got):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, abbreviated, is_key, named_leaves
+from jdist._tree import PyTree, abbreviated, is_key, named_leaves, type_name
 from jdist.autograd.recording.pure import Recordable
 from jdist.rpc import RRef
 
@@ -177,7 +177,7 @@ def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
     for path, leaf in named_leaves(tree).items():
         if leaf is not None and not _is_array(leaf):
             rule = "must return arrays, in any pytree"
-            got = f"a {type(leaf).__qualname__} at {path}"
+            got = f"{type_name(leaf)} at {path}"
             raise TypeError(requirement(call, rule, got))
     arrays, _, structure = taken_apart(tree, call)
     return arrays, structure
@@ -213,6 +213,6 @@ def _hashable(leaf: PyTree, call: str) -> Hashable:
         hash(leaf)
     except TypeError as error:
         rule = "must be arrays, numbers, and values that can be hashed, in any pytree"
-        got = f"a {type(leaf).__qualname__}"
+        got = type_name(leaf)
         raise TypeError(requirement(call, rule, got)) from error
     return leaf

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, is_none
+from jdist._tree import PyTree, is_inexact, is_none, type_name
 from jdist.autograd.contexts import Context, of, recorded_into
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
@@ -138,7 +138,7 @@ def _local(reference: RRef, call: str) -> Variable:
     variable = reference.local_value()
     if not isinstance(variable, Variable):
         rule = "must be a reference to a variable"
-        got = f"one to a {type(variable).__qualname__}"
+        got = f"one to {type_name(variable)}"
         raise TypeError(requirement(call, rule, got))
     return variable
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.internal import loss_scaling, scaled
 from jdist.segment.internal import FunctionCache, GuardedJit
@@ -117,7 +117,7 @@ def _optimizer(made: object) -> Optimizer:
         opt = from_optax(made)
     else:
         rule = "must make an optimizer of jdist.optim or an optax transformation"
-        got = f"a {type(made).__qualname__} from it"
+        got = f"{type_name(made)} from it"
         raise TypeError(requirement(_ARGUMENT, rule, got))
     if loss_scaling(opt) is not None:
         rule = "must make an optimizer without a loss scale"

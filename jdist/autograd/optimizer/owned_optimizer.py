@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, named_leaves, unworded, words
+from jdist._tree import PyTree, described, named_leaves, type_name, unworded, words
 from jdist.autograd.contexts import here
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import (
@@ -333,7 +333,7 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
                 remedy = "Make the module with `remote_module(..., trainable=True)`."
             elif isinstance(value, TrainableModule):
                 remedy = "Give references to each of `module.parameters().values()`."
-            got = f"a {type(value).__qualname__}"
+            got = type_name(value)
             raise TypeError(requirement(argument, rule, got, remedy))
         if value in first:
             rule = "must refer to a variable that does not come twice"

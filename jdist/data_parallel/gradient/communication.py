@@ -24,7 +24,14 @@ from jax.typing import ArrayLike
 from jdist import reduction as reductions
 from jdist._compat import after, alike
 from jdist._errors import check_choice, check_flags, requirement
-from jdist._tree import PyTree, described, examples_in, named_leaves, split_inexact
+from jdist._tree import (
+    PyTree,
+    described,
+    examples_in,
+    named_leaves,
+    split_inexact,
+    type_name,
+)
 from jdist.data_parallel.gradient.buckets import (
     ALONE,
     Cap,
@@ -421,7 +428,7 @@ class Communication:
                     return result
                 got = f"{described(own)}, not {described(wanted)}"
             case (_, other):
-                got = f"a {type(other).__name__} for the bucket"
+                got = f"{type_name(other)} for the bucket"
             case _:
-                got = f"a {type(result).__name__}"
+                got = type_name(result)
         raise ValueError(requirement(f"{self.call}(hook=...)", rule, got))

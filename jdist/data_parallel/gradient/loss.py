@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, named_leaves
+from jdist._tree import PyTree, described, named_leaves, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Loss:
         if not isinstance(found, tuple) or len(found) != len(wanted):
             rule = f"must return the tuple ({', '.join(wanted)})"
             size = f" of {len(found)}" if isinstance(found, tuple) else ""
-            got = f"a {type(found).__name__}{size}"
+            got = f"{type_name(found)}{size}"
             raise ValueError(requirement("loss_fn(params, batch)", rule, got))
         losses, *rest = found
         new_states = None if states is None else rest[0]

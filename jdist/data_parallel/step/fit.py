@@ -68,7 +68,8 @@ def fit(
     Raises:
       TypeError: An argument is of another type.
       ValueError: `save_every` is less than 1, or `total` is negative; the first batch
-        is a pair that the loss function takes as one batch.
+        is a pair that the loss function takes as one batch, or `batches` are arrays
+        that it takes so.
       Exception: What the step, `TrainCheckpoints.save` and `batches` raise.
 
     Example:
@@ -172,6 +173,20 @@ def _pairs(
 ) -> Iterator[tuple[PyTree, Weights]]:
     """The batches and their weights; checks the first pair."""
     shapes = shapes_of(state)
+    arrays = isinstance(batches, tuple | list) and all(
+        hasattr(x, "dtype") for x in batches
+    )
+    # `(x, y)` in place of `[(x, y)]`.
+    if (
+        arrays
+        and _takes(step, shapes, tuple(batches))
+        and not all(_takes(step, shapes, batch) for batch in batches)
+    ):
+        rule = "must be batches, one after the other"
+        got = "one batch, arrays that the loss function takes together"
+        remedy = "Wrap a single batch in a list, and what is a tuple in a pair: "
+        remedy += "`[(batch, None)]`."
+        raise ValueError(requirement(f"{call}(batches)", rule, got, remedy))
     for number, given in enumerate(batches):
         batch, weights = pair(given)
         if not number and weights is not None and not _are_weights(weights):
@@ -188,10 +203,8 @@ def _check_pair(
     call: str, step: TrainStep, state: TrainState, given: tuple[PyTree, Weights]
 ) -> None:
     """Refuses a pair such as `(inputs, targets)`, whose targets would be weights."""
-    try:
-        # Traced only. A pair of a batch and weights has another structure than a batch.
-        jax.eval_shape(step.evaluate, state, given)
-    except Exception:  # noqa: BLE001 - by any error the loss function refuses it
+    # A pair of a batch and weights has another structure than a batch.
+    if not _takes(step, state, given):
         return
     rule = "must be batches that are no tuples, or pairs of a batch and its weights"
     got = "a pair that the loss function takes as one batch"
@@ -199,6 +212,15 @@ def _check_pair(
         "Give `(batch, None)` for a batch that is a pair, `((inputs, targets), None)`."
     )
     raise ValueError(requirement(f"{call}(batches)", rule, got, remedy))
+
+
+def _takes(step: TrainStep, state: TrainState, batch: PyTree) -> bool:
+    """Whether the loss function can be traced with a batch."""
+    try:
+        jax.eval_shape(step.evaluate, state, batch)
+    except Exception:  # noqa: BLE001 - by any error the loss function refuses it
+        return False
+    return True
 
 
 def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:

@@ -17,7 +17,7 @@ import jax
 
 from jdist._errors import check_function, requirement
 from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
-from jdist._tree import PyTree, path_of
+from jdist._tree import PyTree, path_of, type_name
 from jdist.segment.internal import READS
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     """
     if not is_module(model):
         rule = "must be a Flax NNX module"
-        got = f"a {type(model).__name__}"
+        got = type_name(model)
         raise TypeError(requirement("from_nnx(model=...)", rule, got))
     check_function("from_nnx(loss_fn=...)", loss_fn)
     # Imported on use: Flax is an optional dependency.
@@ -159,7 +159,7 @@ def check_stateless(argument: str, params: PyTree) -> None:
     for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
         if is_variable(leaf) and not isinstance(leaf, nnx.Param):
             rule = "must hold parameters alone"
-            got = f"a {type(leaf).__name__} at {path_of(keys)}"
+            got = f"{type_name(leaf)} at {path_of(keys)}"
             remedy = (
                 "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or "
                 "by `nnx.split(model, nnx.Param, ...)` and give the rest as "

@@ -32,6 +32,7 @@ from jdist._tree import (
     check_arrays,
     check_state,
     examples_in,
+    is_iterator,
     is_shape,
     shapes_of,
 )
@@ -212,6 +213,7 @@ class TrainStep:
             and state.hook_state is None
             and self.start is None
             and (weights is None or _is_floating(weights))
+            and not is_iterator(batch)
             and are_ready((state, batch, weights), self.mesh)
         )
         if as_given:

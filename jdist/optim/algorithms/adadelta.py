@@ -21,6 +21,7 @@ from jdist.optim._hyperparameters import (
     Hyperparameter,
     Number,
     Rule,
+    constructor,
     flag,
     scheduled,
 )
@@ -44,6 +45,7 @@ class AdadeltaState(NamedTuple):
     """Moving average of the squared step, before lr."""
 
 
+@constructor
 def adadelta(
     *,
     lr: Number = 1.0,

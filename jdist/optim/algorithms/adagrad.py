@@ -19,6 +19,7 @@ from jdist.optim._hyperparameters import (
     Hyperparameter,
     Number,
     check_scalar,
+    constructor,
     flag,
     known_zero,
     scheduled,
@@ -38,6 +39,7 @@ class AdagradState(NamedTuple):
     """Sum of squared gradients; shape and dtype of the parameter."""
 
 
+@constructor
 def adagrad(
     *,
     lr: Number = 1e-2,

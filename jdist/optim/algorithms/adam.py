@@ -27,6 +27,7 @@ from jdist.optim._hyperparameters import (
     BELOW_1,
     Hyperparameter,
     Number,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
@@ -56,6 +57,7 @@ class AdamState(NamedTuple):
     """Largest v so far; None without amsgrad."""
 
 
+@constructor
 def adam(
     *,
     lr: Number = 1e-3,

@@ -20,6 +20,7 @@ from jdist.optim._hyperparameters import (
     BELOW_1,
     Hyperparameter,
     Number,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
@@ -39,6 +40,7 @@ class AdamaxState(NamedTuple):
     """Decaying maximum of its magnitude, u."""
 
 
+@constructor
 def adamax(
     *,
     lr: Number = 1e-3,

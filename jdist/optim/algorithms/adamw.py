@@ -7,12 +7,14 @@ from jdist.optim._hyperparameters import (
     BELOW_1,
     Hyperparameter,
     Number,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer
 from jdist.optim.algorithms.adam import adam_form
 
 
+@constructor
 def adamw(
     *,
     lr: Number = 1e-3,

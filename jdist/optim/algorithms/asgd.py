@@ -25,7 +25,13 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, flag
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    constructor,
+    flag,
+)
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import penalized
 
@@ -47,6 +53,7 @@ class ASGDState(NamedTuple):
     """The average; shape and dtype of the parameter."""
 
 
+@constructor
 def asgd(
     *,
     lr: Number = 1e-2,

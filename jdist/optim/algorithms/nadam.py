@@ -32,6 +32,7 @@ from jdist.optim._hyperparameters import (
     BELOW_1,
     Hyperparameter,
     Number,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
@@ -62,6 +63,7 @@ class NAdamState(NamedTuple):
     """Moving average of its square, v."""
 
 
+@constructor
 def nadam(
     *,
     lr: Number = 2e-3,

@@ -33,6 +33,7 @@ from jdist.optim._hyperparameters import (
     BELOW_1,
     Hyperparameter,
     Number,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
@@ -60,6 +61,7 @@ class RAdamState(NamedTuple):
     """Moving average of its square, v."""
 
 
+@constructor
 def radam(
     *,
     lr: Number = 1e-3,

@@ -26,6 +26,7 @@ from jdist.optim._hyperparameters import (
     AT_LEAST_0,
     Hyperparameter,
     Number,
+    constructor,
     flag,
     known_zero,
     scheduled,
@@ -56,6 +57,7 @@ class RMSpropState(NamedTuple):
     """None when built with momentum 0."""
 
 
+@constructor
 def rmsprop(
     *,
     lr: Number = 1e-2,

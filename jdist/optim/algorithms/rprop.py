@@ -18,7 +18,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    Rule,
+    constructor,
+    flag,
+)
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
 from jdist.optim.algorithms.terms import ascending
 
@@ -39,6 +46,7 @@ class RpropState(NamedTuple):
     """The length of the next step, before its factor; 0 before the first step."""
 
 
+@constructor
 def rprop(
     *,
     lr: Number = 1e-2,

@@ -25,6 +25,7 @@ from jdist.optim._hyperparameters import (
     Hyperparameter,
     Number,
     Rule,
+    constructor,
     flag,
     known_zero,
     scheduled,
@@ -48,6 +49,7 @@ class SGDState(NamedTuple):
     """Shape and dtype of the parameter; None when built with momentum 0."""
 
 
+@constructor
 def sgd(
     *,
     lr: Number = 1e-2,

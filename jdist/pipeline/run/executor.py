@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import PyTree, examples_in, is_shape
+from jdist._tree import PyTree, examples_in, is_shape, type_name
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import compile_ahead, rehearse
 from jdist.pipeline.run.loss import PipelineLoss
@@ -523,7 +523,7 @@ def trees_of(
     if not isinstance(trees, list | tuple) or len(trees) != stages:
         rule = f"must be a list of {stages} trees, one per stage"
         size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
-        raise ValueError(requirement(argument, rule, f"a {type(trees).__name__}{size}"))
+        raise ValueError(requirement(argument, rule, f"{type_name(trees)}{size}"))
     return list(trees)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
 from jdist._errors import requirement
-from jdist._tree import PyTree, merge, split_inexact
+from jdist._tree import PyTree, merge, split_inexact, type_name
 from jdist.pipeline.stages.array_spec import ArraySpec, describe, specs_of
 from jdist.pipeline.stages.place import Place, moved, place_of
 from jdist.reduction import Partial
@@ -343,7 +343,7 @@ def _with_aux(found: PyTree) -> tuple[PyTree, PyTree]:
     if not isinstance(found, tuple) or len(found) != 2:
         rule = "must return the tuple (losses, aux)"
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
-        got = f"a {type(found).__name__}{size}"
+        got = f"{type_name(found)}{size}"
         raise ValueError(requirement(call, rule, got))
     losses, aux = found
     return losses, aux

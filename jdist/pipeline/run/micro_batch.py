@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, examples_in, is_shape
+from jdist._tree import PyTree, examples_in, is_shape, type_name
 from jdist.reduction import host_weights, without_excluded
 
 
@@ -310,7 +310,7 @@ def micro_batch_of(
 def _examples(batch: PyTree, call: str) -> int:
     if not isinstance(batch, dict):
         rule = "must be a dict of named arrays, from which stages and loss take theirs"
-        got = f"a {type(batch).__name__}"
+        got = type_name(batch)
         raise TypeError(requirement(f"{call}(batch)", rule, got))
     return examples_in(batch, call)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import entry_of
 from jdist.pipeline.run.stage_channels import (
@@ -144,7 +144,7 @@ def outputs_of(
         return returned
     if not isinstance(returned, tuple) or len(returned) != 2:
         rule = f"must return (outputs, state) where it is stateful, as stage {number}"
-        raise ValueError(requirement("Stage(fn)", rule, f"a {type(returned).__name__}"))
+        raise ValueError(requirement("Stage(fn)", rule, type_name(returned)))
     _check_state(number, state, returned[1])
     return returned[0]
 

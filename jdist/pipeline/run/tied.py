@@ -11,7 +11,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import jax
 import numpy as np
@@ -74,7 +74,7 @@ class Tied:
                 raise ValueError(requirement(call, rule, "different ones"))
         channels.begin()
         mine = [
-            [name, j, *_described(params[j], j, path)]
+            [name, j, path, *_described(params[j], j, path)]
             for name, group in self._groups.items()
             for j, paths in group.items()
             if params[j] is not None
@@ -84,11 +84,12 @@ class Tied:
         # as text and raised below, so that all processes raise the same one.
         told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
-        first: dict[str, PyTree] = {}
-        for name, stage, copy, complaint in reports:
+        first: dict[str, _Copy] = {}
+        for name, stage, path, leaves, complaint in reports:
             if complaint:
                 raise ValueError(complaint)
-            _check_equal(first.setdefault(name, (stage, copy)), (stage, copy))
+            copy = _Copy(stage, path, leaves)
+            _check_equal(first.setdefault(name, copy), copy)
 
     def summed(
         self,
@@ -339,28 +340,40 @@ def _order(report: Sequence[PyTree]) -> tuple[str, int]:
     return name, stage
 
 
-def _check_equal(first: tuple[int, PyTree], second: tuple[int, PyTree]) -> None:
-    (one, copy), (stage, other) = first, second
+class _Copy(NamedTuple):
+    """A copy of a tied parameter: its place, and shape, dtype and digest of leaves."""
+
+    stage: int
+    path: str
+    leaves: dict[str, PyTree]
+
+
+def _check_equal(one: _Copy, other: _Copy) -> None:
     kinds = [
-        {name: _text(shape, dtype) for name, (shape, dtype, _) in c.items()}
-        for c in (copy, other)
+        {name: _text(shape, dtype) for name, (shape, dtype, _) in c.leaves.items()}
+        for c in (one, other)
     ]
-    _check_alike(one, kinds[0], stage, kinds[1])
-    for name in copy:
-        if copy[name] != other[name]:
-            rule = f"must begin with equal values at the stages {one} and {stage}"
-            got = f"different ones at {name.lstrip('/') or 'the path itself'}"
-            raise ValueError(requirement(_CALL, rule, got))
+    _check_alike(one.stage, kinds[0], other.stage, kinds[1])
+    for name in one.leaves:
+        if one.leaves[name] != other.leaves[name]:
+            stages = f"the stages {one.stage} and {other.stage}"
+            got = f"different ones at {one.path}{name} and {other.path}{name}"
+            rule, remedy = f"must begin with equal values at {stages}", "Copy one."
+            raise ValueError(requirement(_CALL, rule, got, remedy))
 
 
 def _text(shape: Sequence[int], dtype: str) -> str:
     return describe(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype)))
 
 
-def _check_alike(first: int, kinds: object, stage: int, others: object) -> None:
+def _check_alike(
+    first: int, kinds: Mapping[str, object], stage: int, others: Mapping[str, object]
+) -> None:
     if kinds != others:
-        rule = f"must be copies of one shape and dtype: stage {first} has {kinds}"
-        raise ValueError(requirement(_CALL, rule, f"{others} at stage {stage}"))
+        # A copy that is a single array has no name below its path.
+        own, other = (each.get("", each) for each in (kinds, others))
+        rule = f"must be copies of one shape and dtype: stage {first} has {own}"
+        raise ValueError(requirement(_CALL, rule, f"{other} at stage {stage}"))
 
 
 @jax.jit

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._errors import check_sequence, requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.stage_program import StageProgram
 
@@ -208,6 +208,6 @@ def _check_trees(count: int, params: PyTree) -> None:
     if not isinstance(params, tuple | list) or len(params) != count:
         rule = f"must be a tuple of {count} trees where a stage has an end: one for "
         rule += "each part, in order"
-        got = f"a {type(params).__name__}"
+        got = type_name(params)
         got += f" of {len(params)}" if isinstance(params, tuple | list) else ""
         raise ValueError(requirement("Pipeline(params)", rule, got))

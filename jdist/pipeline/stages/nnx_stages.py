@@ -11,7 +11,7 @@ import jax
 
 from jdist._errors import check_sequence, check_type, requirement
 from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
 from jdist.pipeline.stages.stage import Recompute
@@ -191,10 +191,10 @@ def _chain(
 
 
 def _check_layers(call: str, layers: Iterable[object]) -> None:
-    strangers = [type(m).__name__ for m in layers if not is_module(m)]
+    strangers = [type_name(m) for m in layers if not is_module(m)]
     if strangers:
         rule = "must be Flax NNX modules"
-        raise TypeError(requirement(f"{call}(modules)", rule, f"a {strangers[0]}"))
+        raise TypeError(requirement(f"{call}(modules)", rule, strangers[0]))
 
 
 def _check_keys(
@@ -277,7 +277,7 @@ def _parameters(
             if shared:
                 rule = "must not share a state: what one layer leaves behind would be "
                 rule += f"lost on the other, {key!r}"
-                got = f"a {type(variable).__name__} at {'/'.join(map(str, path))}"
+                got = f"{type_name(variable)} at {'/'.join(map(str, path))}"
                 raise ValueError(requirement(f"{call}(modules)", rule, got))
             found.append(("/".join(map(str, path)), id(variable)))
     return found

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from jdist._errors import check_flags, check_function, requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES, is_policy, unguarded
 
@@ -213,5 +213,5 @@ def outputs_by_name(
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
         rule = f"must return the {len(names)} outputs {tuple(names)}"
         size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
-        raise ValueError(requirement(call, rule, f"a {type(returned).__name__}{size}"))
+        raise ValueError(requirement(call, rule, f"{type_name(returned)}{size}"))
     return dict(zip(names, returned, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, owned
+from jdist._tree import PyTree, owned, type_name
 from jdist.pipeline.run.identity import chained
 from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 
@@ -226,5 +226,5 @@ def _iterator(given: Iterable[PyTree], argument: str) -> Iterator[PyTree]:
         return iter(given)
     except TypeError as error:
         rule = "must be an iterable with an entry for each micro-batch"
-        got = f"a {type(given).__name__}"
+        got = type_name(given)
         raise TypeError(requirement(argument, rule, got)) from error

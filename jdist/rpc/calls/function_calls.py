@@ -8,6 +8,7 @@ import msgspec
 from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
+from jdist._tree import type_name
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
 from jdist.rpc.base.future import Future, collect
@@ -278,7 +279,7 @@ def check_result(function: Callable[..., Any], result: Any) -> None:
         raise TypeError(
             "Functions decorated with @rpc.async_execution must return a Future "
             f"(in torch: @rpc.async_function must return a torch.futures.Future "
-            f"object). {name} returned {type(result).__name__}."
+            f"object). {name} returned {type_name(result)}."
         )
 
 

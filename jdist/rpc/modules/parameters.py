@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._nnx import is_module
-from jdist._tree import described
+from jdist._tree import described, type_name
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
 from jdist.rpc.rref import RRef
@@ -134,15 +134,15 @@ def _cells(value: Any) -> Mapping[str, Any]:
     if is_module(value):
         found = nnx.variables(value)
         return {name: Parameter(name, variable) for name, variable in found.items()}
-    kind = type(value).__name__
     if not hasattr(type(value), "parameters"):
         rule = "needs a Flax NNX module, or an object with a method `parameters`"
-        raise TypeError(requirement(call, rule, f"a {kind}"))
+        raise TypeError(requirement(call, rule, type_name(value)))
     # Through the function table: a peer names this method, so `allow` must cover it.
     cells = current_agent().codec.functions.method(value, "parameters")()
     if not isinstance(cells, Mapping) or not all(type(name) is str for name in cells):
+        kind = type(value).__name__
         rule = f"needs the method `parameters` of {kind} to return cells by their names"
-        raise TypeError(requirement(call, rule, f"a {type(cells).__name__}"))
+        raise TypeError(requirement(call, rule, type_name(cells)))
     return cells
 
 
@@ -150,5 +150,5 @@ def _check_same_kind(name: str, old: jax.Array, new: Any) -> None:
     is_array = hasattr(new, "shape") and hasattr(new, "dtype")
     if not is_array or described(new) != described(old):
         rule = f"must be {described(old)}, as before"
-        got = described(new) if is_array else f"a {type(new).__name__}"
+        got = described(new) if is_array else type_name(new)
         raise ValueError(requirement(f"{name}.value", rule, got))

@@ -28,6 +28,7 @@ from enum import IntFlag
 from typing import NamedTuple
 
 from jdist._errors import requirement
+from jdist._tree import type_name
 from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
@@ -124,8 +125,7 @@ def check_key(key: object, call: str = "SocketTransport(key=...)") -> bytes:
     """
     remedy = "rpc.new_cluster_key() makes one."
     if not isinstance(key, bytes | bytearray):
-        kind = type(key).__name__
-        raise TypeError(requirement(call, "must be bytes", kind, remedy))
+        raise TypeError(requirement(call, "must be bytes", type_name(key), remedy))
     if len(key) < SHORTEST_KEY:
         rule = f"must have at least {SHORTEST_KEY} random bytes"
         raise ValueError(requirement(call, rule, f"{len(key)} bytes", remedy))

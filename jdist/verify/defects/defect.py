@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves, words
+from jdist._tree import PyTree, is_inexact, named_leaves, type_name, words
 from jdist.verify.bound import in_double
 from jdist.verify.defects.step_call import (
     Kind,
@@ -161,7 +161,7 @@ class PlantedStep:
         if not isinstance(result, tuple) or len(result) != 2:
             kind = self._traits.kind
             pair = "loss, gradient" if kind == "gradient" else "params, opt_state"
-            rule, got = f"must return ({pair})", f"a {type(result).__name__}"
+            rule, got = f"must return ({pair})", type_name(result)
             raise TypeError(requirement("Defect.plant(step)", rule, got))
         return result
 

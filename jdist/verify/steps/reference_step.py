@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jdist._compat import double_precision, fast_in_loops
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, is_inexact, named_leaves
+from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
@@ -90,7 +90,7 @@ class ReferenceStep:
             return result
         if not isinstance(result, tuple) or len(result) != 2:
             rule = "must return (state, anything else), as the reference step does"
-            got = f"a {type(result).__name__}"
+            got = type_name(result)
             raise TypeError(requirement("step_fn(state, batch)", rule, got))
         return result[0]
 
@@ -202,5 +202,5 @@ def _another_state(found: PyTree, state: PyTree) -> str:
         if each[0] != each[1]:
             got = f"{each[0]} at {path} for {each[1]}"
             return requirement("step(reference_step=...)", rule, got)
-    got = f"a {type(found).__name__} of other containers"
+    got = f"{type_name(found)} of other containers"
     return requirement("step(reference_step=...)", rule, got)

@@ -10,6 +10,7 @@ taken out of the trainer, against a whole step that is known to be right
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,14 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jdist._errors import requirement
-from jdist._tree import PyTree, named_leaves
+from jdist._errors import check_function, requirement
+from jdist._tree import PyTree, named_leaves, type_name
 from jdist.verify.bound import BLIND
 from jdist.verify.comparison import compare_leaves, described_shard
 from jdist.verify.draws import check_loss
 from jdist.verify.gradient_check import (
     agreed,
     check_arguments,
+    check_candidates,
     check_options,
     excuse,
     lent,
@@ -194,20 +196,24 @@ def _of_composed(
 ) -> Report:
     """Judges trainers of parameters and states by the gradient and the update."""
     states = tuple(state[2:]) or ((),)
+    check_function("step(loss_fn)", training.loss_fn)
+    check_function("step(update)", training.update)
     own = training.loss_fn
     if training.stateful:
         own = partial(own, states=states[0])
     check_loss("step", own, state[0], batches[0][0])
+    check_candidates("step", candidates)
     losses = partial(training.losses, states=states[0])
     check = partial(
         check_arguments, "step", losses, state[0], names=("state", "batches")
     )
-    # Every batch is checked before the first step of any candidate is run.
-    for batch, weight in batches:
-        check(batch, candidates, weight, training.reduction)
     start = jax.tree.map(jnp.asarray, (*state[:2], *states))
-    # A list, because every candidate goes through these steps.
-    moments = list(trajectory(training, start, batches))
+    with _no_single_batch(partial(losses, state[0]), [batch for batch, _ in batches]):
+        # Every batch is checked before the first step of any candidate is run.
+        for batch, weight in batches:
+            check(batch, candidates, weight, training.reduction)
+        # A list, because every candidate goes through these steps.
+        moments = list(trajectory(training, start, batches))
     steps = _Steps(
         # Candidates of a model without a state take no `states`.
         start[: len(state)],
@@ -233,11 +239,13 @@ def _of_whole_steps(
         rule = "must be a function, or name at least one"
         raise ValueError(requirement("step(step_fn=...)", rule, step_fn))
     start = jax.tree.map(jnp.asarray, state)
-    reference = ReferenceStep(reference_step, start, batches[0])
+    with _no_single_batch(partial(reference_step, start), batches):
+        reference = ReferenceStep(reference_step, start, batches[0])
+        moments = list(reference.moments(start, batches, accumulation))
     steps = _Steps(
         (start,),
         batches,
-        list(reference.moments(start, batches, accumulation)),
+        moments,
         partial(_advanced, reference, peers),
         reference.advance,
         partial(attributed_of_whole, reference.of_batch),
@@ -278,20 +286,60 @@ def _check_state(state: object) -> None:
     if isinstance(state, tuple | list) and len(state) in (2, 3):
         return
     rule = "must be (params, opt_state), or (params, opt_state, states)"
-    got = type(state).__name__
+    got = type_name(state)
     if isinstance(state, tuple | list):
-        got = f"a {got} of {len(state)}"
+        got = f"{got} of {len(state)}"
     remedy = "An optimizer that keeps nothing has the state ()."
     raise ValueError(requirement("step(state=...)", rule, got, remedy))
+
+
+_BATCHES = "step(batches=...)"
+_ONE_EACH = "must be a list or tuple of batches, one for each step"
+_WRAP = "Wrap a single batch in a list."
+
+
+@contextlib.contextmanager
+def _no_single_batch(
+    function: Callable[[PyTree], object], batches: Sequence[PyTree]
+) -> Iterator[None]:
+    """Says of an error in its block if all batches together are one, as `(x, y)` is.
+
+    Args:
+      function: A function of a batch, which JAX can trace.
+      batches: What was given as a batch for each step.
+
+    Raises:
+      ValueError: In place of the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        parts = all(_traces(function, batch) for batch in batches)
+        whole = any(_traces(function, kind(batches)) for kind in (tuple, list))
+        if parts or not whole:
+            raise
+        got = "one batch, whose parts are no batches"
+        raise ValueError(requirement(_BATCHES, _ONE_EACH, got, _WRAP)) from error
+
+
+def _traces(function: Callable[[PyTree], object], batch: PyTree) -> bool:
+    try:
+        jax.eval_shape(function, batch)
+    except Exception:  # noqa: BLE001 - by any error the function refuses it
+        return False
+    return True
 
 
 def _weighted(
     batches: Sequence[Any], weights: Sequence[Any] | None
 ) -> list[tuple[Any, Any]]:
-    if not isinstance(batches, list | tuple) or not batches:
-        rule = "must be a list or tuple of batches, one for each step"
-        got = "none" if isinstance(batches, list | tuple) else type(batches).__name__
-        raise ValueError(requirement("step(batches=...)", rule, got))
+    if not isinstance(batches, list | tuple):
+        single = isinstance(batches, Mapping) or hasattr(batches, "dtype")
+        remedy = _WRAP if single else "`list` makes one of an iterable."
+        got = type_name(batches)
+        raise ValueError(requirement(_BATCHES, _ONE_EACH, got, remedy))
+    if not batches:
+        raise ValueError(requirement(_BATCHES, _ONE_EACH, "none"))
     own = [None] * len(batches) if weights is None else weights
     if len(own) != len(batches):
         rule = f"must be one array for each of {len(batches)} batches"
@@ -411,7 +459,7 @@ def _trained(
     call = f"candidates[{name!r}]({parts}, batch)"
     if not isinstance(result, Trained):
         if not isinstance(result, tuple) or len(result) != len(given):
-            rule, got = f"must return ({parts})", f"a {type(result).__name__}"
+            rule, got = f"must return ({parts})", type_name(result)
             raise TypeError(requirement(call, rule, got))
         result = Trained(*result)
     if result.params is None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jdist._errors import requirement
 from jdist._nnx import is_module
-from jdist._tree import PyTree
+from jdist._tree import PyTree, type_name
 from jdist.verify.tracing.taps import tap
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def tapped(model: Model) -> Model:
       [('layers/0', (5, 3))]
     """
     if not is_module(model):
-        rule, got = "must be a Flax NNX module", f"a {type(model).__name__}"
+        rule, got = "must be a Flax NNX module", type_name(model)
         remedy = "Mark values of other models with `verify.tap`."
         raise TypeError(requirement("tapped(model)", rule, got, remedy))
     # Imported here, because Flax is optional.

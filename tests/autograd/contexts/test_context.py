@@ -3,6 +3,8 @@
 import itertools
 import threading
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import autograd, rpc
@@ -41,6 +43,40 @@ def two_hundred():
 def test_contexts_one_after_the_other(cluster):
     """torch: test_autograd_context."""
     assert cluster.everywhere(two_hundred) == [[1] * 199] * 4
+
+
+def looked_up(value):
+    w, other = leaf(1), leaf(2)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [autograd.apply(jnp.sum, w)])
+        found = autograd.get_gradients(context_id)
+        assert list(found) == [w]
+        assert (len(found), w in found, other in found) == (1, True, False)
+        assert found.get(other) is None
+        np.testing.assert_array_equal(found[w], np.ones((3, 4)))
+        wrong = {"array": w.value, "number": 3, "other": other}[value]
+        with pytest.raises((TypeError, KeyError)) as caught:
+            found[wrong]
+        return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (
+            "array",
+            "TypeError",
+            "a Variable. Got an array. Keep what `autograd.",
+        ),
+        ("number", "TypeError", "must be looked up by a Variable. Got an int. Keep"),
+        ("other", "KeyError", "has those that a backward pass reached. Got "),
+    ],
+)
+def test_gradients_are_looked_up_by_variable(threads, value, kind, said):
+    found, text = threads.run(0, looked_up, value)
+    assert found == kind
+    assert "`get_gradients(context_id)[...]`" in text
+    assert said in text
 
 
 def nested():

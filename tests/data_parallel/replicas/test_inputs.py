@@ -237,7 +237,7 @@ def test_shapes_and_dtypes_are_checked_whenever_they_are_new(mesh, ready):
         ),
         "the examples. Got 0: 6, 1: a scalar.": ((x, y[0]), weights),
         "the examples. Got 0: 6, 1: a scalar. ": ((x, 1.0), weights),
-        "the examples. Got 0: 6, 1: a scalar.  ": ((x, "y"), weights),
+        "one batch. Got a str at 1. Give what is in it": ((x, "y"), weights),
         "the examples. Got no leaves at all": ((), weights),
         "step(weights=...)` must be one per row, shape (6,). Got shape (4,)": (
             (shards, weights[:4])

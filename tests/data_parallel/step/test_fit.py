@@ -184,6 +184,20 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
         assert float(training.evaluate(state, (x, y)).loss) != float(found.loss)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_one_batch_in_place_of_a_list_of_batches(kind, data):
+    """Its arrays would be taken for batches, one after the other."""
+    step = train_step(losses, optim.sgd(lr=0.1), 1)
+    state = step.init(START)
+    for loop in (fit, evaluate):
+        rule = rf"^`{loop.__name__}\(batches\)` must be .* Got one batch, arrays .*"
+        with pytest.raises(ValueError, match=rule + r"`\[\(batch, None\)\]`\.$"):
+            loop(step, state, kind(data))
+    # Arrays of which each is a batch, for a loss that would take both together too.
+    sums = train_step(lambda w, b: sum(jax.tree.leaves(b)) * w, optim.sgd(lr=0.1), 1)
+    fit(sums, sums.init(jnp.ones(())), kind([data[1], data[1]]))
+
+
 def test_what_is_refused(data):
     step = train_step(losses, optim.sgd(lr=0.1), 2)
     state = step.init(START)
@@ -201,7 +215,7 @@ def test_what_is_refused(data):
         with pytest.raises(TypeError, match=rf"^`fit\({name}(=...)?\)` must .*Got "):
             fit(**given)
     with pytest.raises(
-        ValueError, match=r"`batches` must be .*Got a tuple of 3\. Of a"
+        ValueError, match=r"`batches` must be .*Got a tuple of 3\. Put a"
     ):
         fit(step, state, [(*data, None)])
     assert fit(step, state, []) == (state, [])

@@ -224,9 +224,7 @@ def test_an_output_that_nothing_takes():
 
 def test_a_state_cannot_be_shared():
     norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"must not share a state.*a BatchStat at mean"
-    ):
+    with pytest.raises(ValueError, match=r"must not share a state.*BatchStat at mean"):
         stages_from_nnx([norm, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), norm])
 
 

@@ -100,7 +100,7 @@ def two(params, x):
         ),
         (
             [S(double, ("x",), ("h", "k")), S(double, ("h", "k"), ("y",))],
-            r"must return the 2 outputs \('h', 'k'\). Got a ShapeDtypeStruct",
+            r"must return the 2 outputs \('h', 'k'\). Got an array",
         ),
         (
             [S(lambda w, x: x @ w, ("x",), ("h",)), S(double, ("h",), ("y",))],

@@ -154,7 +154,7 @@ def test_weights_of_a_sum_beyond_single_precision_are_refused():
 @pytest.mark.parametrize(
     ("batches", "weights", "error", "message"),
     [
-        (3, None, TypeError, r"train\(batches\)` must be an iterable.*Got a int"),
+        (3, None, TypeError, r"train\(batches\)` must be an iterable.*Got an int"),
         ([batch(1)], 3, TypeError, r"train\(weights=...\)` must be an iterable"),
         ([], None, ValueError, "must have one batch at least"),
         ([batch(1)] * 2, [[1.0]], ValueError, "each of the 2 batches. Got 1"),

@@ -235,7 +235,7 @@ def other_objects():
     assert not table.rpc_sync().is_frozen()
     silent = rpc.remote_module("worker1", Silent)
     assert silent.rpc_sync().answer() == 42
-    rule = "needs a Flax NNX module, or an object with a method `parameters`. Got a Sil"
+    rule = "needs a Flax NNX module, or an object with a method `parameters`. Got a"
     refused(silent.parameters, TypeError, rule)
     refused(silent.train, AttributeError, "has no attribute 'train'")
     refused(silent, rpc.ForbiddenFunction, "must be a method that its class defines")
