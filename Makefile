@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE =
 LIBRARY = not parity and not compilers and not ray
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-slow test-thorough test-all chaos slow-tests lint targets ray parity docs docs-links bench clean help
+.PHONY: run test test-slow test-thorough test-all chaos slow-tests lint targets ray parity docs docs-links package bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -65,11 +65,14 @@ docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an e
 docs-links: $(VENV)/.docs  ## try the site's links to other sites; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
 
+package: $(VENV)/.package  ## build wheel and sdist; install the wheel alone, and run README's twelve lines with it
+	bash .ci/package $(BIN)/python
+
 bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the tables in docs/benchmarks.md
 	$(BIN)/python -m benchmarks --record
 
 clean:  ## remove the set-up and all results
-	rm -rf $(VENV) results build *.egg-info
+	rm -rf $(VENV) results build dist *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -56,14 +56,18 @@ def extra(name: str) -> str:
     if (root / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{root}[{name}]')}"
     try:
-        # pip records here the folder that a package was installed from (PEP 610).
+        # pip records here the folder or the wheel that was installed (PEP 610).
         origin = metadata.distribution("jdist").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         origin = None
-    url = urlparse(json.loads(origin or "{}").get("url", ""))
-    folder = unquote(url.path)
-    if url.scheme == "file" and Path(folder, "pyproject.toml").is_file():
-        return f"pip install {shlex.quote(f'{folder}[{name}]')}"
+    record = json.loads(origin or "{}")
+    address = record.get("url", "")
+    url = urlparse(address)
+    place, local = unquote(url.path), url.scheme == "file"
+    if local and Path(place, "pyproject.toml").is_file():
+        return f"pip install {shlex.quote(f'{place}[{name}]')}"
+    if "archive_info" in record and (Path(place).is_file() or not local):
+        return f"pip install {shlex.quote(f'jdist[{name}] @ {address}')}"
     return f"pip install 'jdist[{name}]'"
 
 

@@ -29,11 +29,11 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.setattr(_errors, "__file__", str(tmp_path / "jdist" / "_errors.py"))
 
     class Distribution:
-        origin = None
+        origin, kind = None, "dir_info"
 
         def read_text(self, name):
             assert name == "direct_url.json"
-            return self.origin and json.dumps({"url": self.origin})
+            return self.origin and json.dumps({"url": self.origin, self.kind: {}})
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
     return Distribution
@@ -49,6 +49,15 @@ def test_an_extra_of_an_installed_package(installed, tmp_path, monkeypatch):
     assert _errors.extra("tls") == f"pip install '{folder}[tls]'"
     installed.origin = "https://example.org/jdist.whl"
     assert _errors.extra("tls") == "pip install 'jdist[tls]'"
+    # A wheel, by its address: no index has it under this name.
+    installed.kind = "archive_info"
+    command = "pip install 'jdist[tls] @ https://example.org/jdist.whl'"
+    assert _errors.extra("tls") == command
+    wheel = tmp_path / "jdist-0.1-py3-none-any.whl"
+    installed.origin = wheel.as_uri()
+    assert _errors.extra("tls") == "pip install 'jdist[tls]'"  # It is gone.
+    wheel.touch()
+    assert _errors.extra("tls") == f"pip install 'jdist[tls] @ {wheel.as_uri()}'"
 
     def unknown(name):
         raise metadata.PackageNotFoundError(name)

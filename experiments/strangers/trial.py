@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from experiments.strangers.problem import Step
 from experiments.strangers.stranger import Finding, Use, judged, lines
 
-INSTALL = "pip install 'jdist[strangers]'"
+INSTALL = "pip install '.[strangers]', in the folder of jdist"
 
 TRAINERS = {
     "optax_multisteps": ("optax",),

@@ -321,7 +321,7 @@ def test_the_key_is_not_shown():
 def test_keys_are_checked():
     """Bytes, and enough of them to be random."""
     assert check_key(bytearray(KEY)) == KEY
-    with pytest.raises(TypeError, match=r"must be bytes. Got a str. rpc.new_cluster_key"):
+    with pytest.raises(TypeError, match=r"must be bytes. Got a str. rpc.new_cluster"):
         check_key("secret")
     with pytest.raises(ValueError, match=r"at least 16 random bytes. Got 15 bytes"):
         check_key(bytes(15))
