@@ -113,10 +113,14 @@ def test_a_block_runs_alone_or_says_which_it_continues(page):
         assert not missing, f"block {place + 1} lacks {sorted(missing)}:\n{code}"
 
 
-# tests/test_pytest_plugin.py runs the test file on docs/pytest.md, by pytest.
+# tests/test_pytest_plugin.py runs the file on pytest.md, by pytest;
+# tests/parity/test_ported_models.py the program on ported_models.md, which needs torch.
+ELSEWHERE = {"pytest.md", "ported_models.md"}
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name != "pytest.md"],
+    [page for page in PAGES if page.name not in ELSEWHERE],
     ids=lambda page: page.name,
 )
 def test_code_runs(page, capsys, monkeypatch, tmp_path):

@@ -206,7 +206,7 @@ def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:
 
 def _gradient(use: Use, step: Step, shown: Any) -> dict[str, np.ndarray]:
     """The result as a gradient, by the parameters' names."""
-    named = renamed(dict(step.params), shown, use.names)
+    named = renamed("compare", dict(step.params), shown, use.names)
     wide = {name: np.asarray(leaf, np.float64) for name, leaf in named.items()}
     if use.shows == "gradient":
         return wide

@@ -39,6 +39,15 @@ Named = str | tuple[str, tuple[int, ...]]
 """A candidate's leaf by path, and the order of its axes as they are in the
 reference."""
 
+ASSUMED = 10
+"""The error/bound up to which a bound that was not measured condemns nothing."""
+
+_ASSUMED = (
+    f"rounding may explain it, since this bound assumes what was not measured: up to "
+    f"{ASSUMED} times the bound are no verdict. Judge by `verify.gradients`, which "
+    f"measures the bound, or pass `terms` and `scale`"
+)
+
 Describe = Callable[[str, Mapping[str, np.ndarray | None], Shard, np.ndarray], str]
 """`(path, wanted, shard, error/bound) -> words` for a shard that fails."""
 
@@ -55,6 +64,10 @@ def compare(
 ) -> Report:
     """Judges one gradient tree against another.
 
+    Without `terms` and `scale` the bound assumes what it does not know: right gradients
+    of deep models have been 3 times as far from each other. A leaf between this bound
+    and 10 times as much is then *not judged*. `verify.gradients` measures its bound.
+
     In a run of several processes (`jax.distributed`) every process calls it, and all
     get the same report.
 
@@ -68,7 +81,7 @@ def compare(
         `reference` of numbers. None: 1, so that only a few roundings are forgiven.
       scale: The sum of the magnitudes of those terms: a tree like `reference` of
         arrays that broadcast to the leaves. None: the largest magnitude in each leaf of
-        the reference; right unless terms cancel. `verify.gradients` measures both.
+        the reference; right unless terms cancel.
       name: What to call the candidate.
       names: For gradients of another framework, such as
         `{name: p.grad for name, p in module.named_parameters()}`: the reference's paths
@@ -112,17 +125,23 @@ def compare(
             path: _assumed(path, leaf, terms_of[path], scale_of[path])
             for path, leaf in wanted.items()
         }
-        found = renamed(reference, peers.computed(candidate), names)
-        rows = compare_leaves(name, wanted, found, limits, peers)
+        found = renamed("compare", reference, peers.computed(candidate), names)
+        measured = terms is not None and scale is not None
+        excuse = ("", 0.0) if measured else (_ASSUMED, ASSUMED)
+        rows = compare_leaves(name, wanted, found, limits, peers, None, *excuse)
         return Report(rows, notes=looseness(rows))
 
 
 def renamed(
-    reference: PyTree, candidate: PyTree, names: Mapping[str, Named] | None
+    call: str,
+    reference: PyTree,
+    candidate: PyTree,
+    names: Mapping[str, Named] | None,
 ) -> dict[str, Any]:
     """The candidate's leaves by the reference's paths, axes in the reference's order.
 
     Args:
+      call: The public function that was given `names`, for the errors' text.
       reference: As in `compare`.
       candidate: As in `compare`.
       names: As in `compare`.
@@ -134,9 +153,9 @@ def renamed(
     if names is None:
         return found
     rule = "must be a mapping from the reference's paths"
-    check_type("compare(names=...)", names, Mapping, rule)
+    check_type(f"{call}(names=...)", names, Mapping, rule)
     for path, x in names.items():
-        _check_name(path, x)
+        _check_name(f"{call}(names={{{path!r}: ...}})", x)
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]
@@ -158,28 +177,28 @@ def renamed(
             known = wanted if "reference" in rule else found
             close = difflib.get_close_matches(paths[0], known, n=1)
             remedy = f"Is {close[0]} meant?" if close and "only" in rule else ""
-            call, rule = "compare(names=...)", f"must {rule}"
-            raise ValueError(requirement(call, rule, got, remedy))
+            where = f"{call}(names=...)"
+            raise ValueError(requirement(where, f"must {rule}", got, remedy))
     # A leaf that the reference has as None needs no name: there is nothing to find.
     renamed: dict[str, Any] = {p: None for p, leaf in wanted.items() if leaf is None}
     for path, x in names.items():
         own = found[theirs[path]]
-        renamed[path] = own if isinstance(x, str) else _ordered(path, own, x[1])
+        where = f"{call}(names={{{path!r}: ...}})"
+        renamed[path] = own if isinstance(x, str) else _ordered(where, own, x[1])
     return renamed
 
 
-def _check_name(path: str, name: Any) -> None:
+def _check_name(where: str, name: Any) -> None:
     """Checks the form of an entry of `names`."""
     pair = isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str)
     if isinstance(name, str) or (pair and isinstance(name[1], Sequence)):
         return
     rule = "must be a path of the candidate, or a pair of it and the order of its axes"
-    where = f"compare(names={{{path!r}: ...}})"
     raise TypeError(requirement(where, rule, repr(name)))
 
 
 def _ordered(
-    path: str, leaf: ArrayLike | None, axes: tuple[int, ...]
+    where: str, leaf: ArrayLike | None, axes: tuple[int, ...]
 ) -> jax.Array | np.ndarray | None:
     """Transposes a leaf to the reference's order of axes; None stays None."""
     if leaf is None:
@@ -188,7 +207,6 @@ def _ordered(
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if sorted(axes) != list(range(array.ndim)):
         rule = f"must order the {array.ndim} axes of the candidate's leaf"
-        where = f"compare(names={{{path!r}: ...}})"
         raise ValueError(requirement(where, rule, repr(axes)))
     return array.transpose(axes)
 
@@ -201,6 +219,7 @@ def compare_leaves(
     peers: Peers | None = None,
     describe: Describe | None = None,
     excuse: str = "",
+    excused: float = math.inf,
 ) -> tuple[LeafReport, ...]:
     """The rows of one candidate: the reference's leaves in order, then extra ones.
 
@@ -214,6 +233,7 @@ def compare_leaves(
       describe: The words for a shard that fails; None for `diagnose`.
       excuse: Why differing values prove nothing; leaves that would fail because of them
         are then *not judged*. Empty if there is no reason.
+      excused: The error/bound up to which it is one.
 
     Raises:
       PeersLost: A process raised, or did not come in time.
@@ -224,6 +244,7 @@ def compare_leaves(
         limits,
         describe or _described,
         excuse,
+        excused,
     )
     arrays = {path: None if x is None else held(x) for path, x in found.items()}
     findings = [
@@ -256,6 +277,7 @@ class _Judged:
     limits: Mapping[str, Limit | None]
     describe: Describe
     excuse: str
+    excused: float = math.inf
 
     def finding(self, path: str, found: Mapping[str, HeldArray | None]) -> Finding:
         """Compares structure, then each shard with its slice of the reference."""
@@ -307,7 +329,7 @@ class _Judged:
         furthest = float(np.max(ulp_distance(reference, found), initial=0))
         problem, unjudged = "", ""
         # NaN and infinity are wrong whatever a candidate draws.
-        if self.excuse and 1 < worst < math.inf:
+        if self.excuse and 1 < worst <= self.excused and worst < math.inf:
             unjudged = self.excuse
         # Not `worst > 1`, which is false for NaN.
         elif not worst <= 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ from jdist._tree import (
     type_name,
 )
 from jdist.verify.bound import Limit
-from jdist.verify.comparison import compare_leaves
+from jdist.verify.comparison import Named, compare_leaves, renamed
 from jdist.verify.draws import (
     check_loss,
     draws_nothing,
@@ -79,6 +79,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     reduction: str = "mean",
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
+    names: Mapping[str, Named] | None = None,
     timeout: float = TIMEOUT,
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
@@ -116,6 +117,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       accumulation: The dtype in which programs accumulate sums of 16-bit numbers. None
         for float32, as XLA's reductions and dot products do; the numbers' own dtype
         for programs that add them up one by one.
+      names: For candidates in another framework, which may return its tensors: the
+        parameters' paths to those of the candidates' gradients, as in `compare`.
       timeout: Seconds to wait for other processes, at each point where they meet.
 
     Returns:
@@ -126,7 +129,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       ValueError: No candidates; no floating parameter; an unknown reduction; an
         accumulation that is no floating dtype; weights with a scalar loss, of the wrong
         shape, negative, not finite or all 0; a batch whose leaves differ in length, or
-        have none.
+        have none; `names` that are no complete map, as in `compare`.
       TypeError: A candidate returned something else than a pair; the loss function
         wants a key.
       PeersLost: Another process raised, or did not come in time.
@@ -149,7 +152,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     judged = _judge(
         ("gradients", "gradients"), loss_fn, reduction, accumulation, timeout
     )
-    return judged(params, batch, candidates, weights=weights, seed=seed)
+    return judged(params, batch, candidates, weights=weights, seed=seed, names=names)
 
 
 def judge(
@@ -164,7 +167,9 @@ def judge(
     For judging every step of a training run. What it returns is called like
     `gradients`, without the first argument:
 
-        judged(params, batch, candidates, *, weights=None, seed=0) -> Report
+        judged(
+            params, batch, candidates, *, weights=None, seed=0, names=None
+        ) -> Report
 
     With `seed=None` the finite difference is left out: pin the oracle once, not at
     every step.
@@ -210,6 +215,7 @@ def _judge(
         *,
         weights: ArrayLike | None = None,
         seed: int | None = 0,
+        names: Mapping[str, Named] | None = None,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
@@ -217,7 +223,7 @@ def _judge(
             check_arguments(
                 call, loss_fn, params, batch, candidates, weights, reduction
             )
-            return prepare(params, batch, weights, seed)(candidates, peers)
+            return prepare(params, batch, weights, seed, names)(candidates, peers)
 
     return judged
 
@@ -232,15 +238,15 @@ def prepared(
     reduction: str,
     accumulation: DTypeLike | None,
     programs: LossPrograms | None = None,
-) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
+) -> Callable[..., Prepared]:
     """Builds a two-stage judge: measure the reference, then judge candidates by it.
 
     Judges of one loss for several reductions may share `programs`. `call` is the public
     function that asks, for the errors' text.
 
     Returns:
-      `prepare(params, batch, weights, seed)`; its result judges any number of
-      candidates, one after the other.
+      `prepare(params, batch, weights, seed, names=None)`; its result judges any number
+      of candidates, one after the other.
 
     Raises:
       ValueError: An unknown reduction or accumulation.
@@ -253,7 +259,11 @@ def prepared(
     measure = measurer(loss_fn, reduction, accumulation, programs)
 
     def prepare(
-        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int | None
+        params: PyTree,
+        batch: PyTree,
+        weights: ArrayLike | None,
+        seed: int | None,
+        names: Mapping[str, Named] | None = None,
     ) -> Prepared:
         _check_seed(call, seed)
         given = params, batch
@@ -269,14 +279,16 @@ def prepared(
         measured = look(LOOKS[0])
 
         def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
-            found = {n: _call(call, n, x, *given, peers) for n, x in candidates.items()}
+            naming = partial(renamed, call, expected[1], names=names)
+            answer = partial(_answer, call, given, peers, naming)
+            found = {n: answer(n, x) for n, x in candidates.items()}
             rows: list[LeafReport] = []
             notes = measured.notes
             for name, own in found.items():
                 # By looks of its own: a verdict must not depend on its neighbours.
                 verdict, seen = _looked_at(name, expected, own, look, peers)
                 if any(row.ratio > 1 for row in verdict):
-                    asked = call, name, candidates[name], own[1]
+                    asked = answer, name, candidates[name], own[1]
                     why, unsure = _excuse(*asked, loss_fn, given, seen.limits, peers)
                     verdict = _rows(name, expected, own, seen, peers, why)
                     notes += unsure
@@ -315,11 +327,11 @@ def _looked_at(
 def _uses(
     loss: Callable[[PyTree], jax.Array],
     params: PyTree,
-    gradient: PyTree,
+    own: Mapping[str, Any],
     rows: Sequence[LeafReport],
 ) -> tuple[str, ...]:
     """Notes on failing leaves that lack some of their uses, or have some twice."""
-    leaves, own = named_leaves(params), named_leaves(gradient)
+    leaves = named_leaves(params)
     failing = {
         row.path: own[row.path]
         for row in rows
@@ -406,17 +418,17 @@ def _rows(
     if own is not None and jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
         own = own.astype(value.dtype)
     limits = {LOSS: measured.loss_limit, **measured.limits}
-    leaves = {LOSS: own, **named_leaves(gradient)}
+    leaves = {LOSS: own, **gradient}
     return compare_leaves(
         name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
     )
 
 
 def _excuse(
-    call: str,
+    answer: Callable[[str, Candidate], tuple[Any, Mapping[str, Any]]],
     name: str,
     candidate: Candidate,
-    first: PyTree,
+    first: Mapping[str, Any],
     loss_fn: LossFn,
     given: tuple[PyTree, PyTree],
     limits: Mapping[str, Limit | None],
@@ -425,9 +437,9 @@ def _excuse(
     """The excuse of a candidate with findings, and notes; see `excuse`."""
 
     def answers() -> Iterator[Mapping[str, PyTree]]:
-        yield named_leaves(first)
+        yield first
         while True:
-            yield named_leaves(_call(call, name, candidate, *given, peers)[1])
+            yield answer(name, candidate)[1]
 
     drawn = (gradient_of_sum(loss_fn), *given)
     return excuse(name, candidate, given, drawn, answers(), limits, peers)
@@ -508,16 +520,17 @@ def lent(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, kinds) else x, tree)
 
 
-def _call(
+def _answer(
     call: str,
+    given: tuple[PyTree, PyTree],
+    peers: Peers,
+    naming: Callable[[PyTree], Mapping[str, Any]],
     name: str,
     candidate: Candidate,
-    params: PyTree,
-    batch: PyTree,
-    peers: Peers,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Mapping[str, Any]]:
+    """A candidate's loss, and its gradient's leaves by the reference's paths."""
     try:
-        result: Any = candidate(*lent((params, batch)))
+        result: Any = candidate(*lent(given))
     except Exception as error:
         error.add_note(f"raised by the candidate {name!r} of verify.{call}")
         raise
@@ -526,12 +539,18 @@ def _call(
         got = type_name(result)
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
     # Computed before the next call, which may overwrite what is copied here.
-    found: tuple[Any, Any] = peers.computed(jax.tree.map(copied, result))
-    return found
+    loss, gradient = peers.computed(jax.tree.map(copied, result))
+    return loss, naming(gradient)
 
 
-def copied(leaf: ArrayLike) -> ArrayLike:
+def copied(leaf: Any) -> ArrayLike:
     """A result as it is now: the next call may overwrite the buffer that it lies in."""
+    # A tensor of torch, which may require a gradient and lie on any device.
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu()
+        # NumPy has no bfloat16, and by DLPack float64 may become float32.
+        sixteen = str(leaf.dtype) == "torch.bfloat16"
+        leaf = jnp.from_dlpack(leaf.contiguous()) if sixteen else leaf.numpy()
     # Arrays of JAX too: those by `from_dlpack` lie in another framework's buffers.
     if isinstance(leaf, jax.Array):
         return leaf.copy()

@@ -378,6 +378,52 @@ def test_a_process_without_a_shard_of_a_leaf_has_nothing_against_it(rng):
     assert row.problem == "wrong shape: expected (7, 3), got (3, 7)"
 
 
+# --- a bound that was not measured ---
+
+
+@pytest.mark.parametrize(
+    ("terms", "scale", "ratio", "verdict"),
+    [
+        (None, None, 0.9, "equal"),
+        (None, None, 1.1, "not judged"),
+        (None, None, 9.9, "not judged"),
+        (None, None, 10.1, "FAILS"),
+        (7, None, 2.3, "not judged"),
+        (None, 3.0, 2.3, "not judged"),
+        (7, 3.0, 0.9, "equal"),
+        (7, 3.0, 1.1, "FAILS"),
+    ],
+)
+def test_a_bound_that_was_not_measured_condemns_what_is_far_above_it(
+    rng, terms, scale, ratio, verdict
+):
+    """Up to ten times the bound it does not know, and says who would."""
+    reference = {"w": rng.normal(size=(5, 7))}
+    allowed = bound("float64", 35, terms or 1, scale or np.abs(reference["w"]).max())
+    off = {"w": reference["w"].copy()}
+    off["w"][3, 2] += ratio * float(np.max(allowed))
+    report = verify.compare(reference, off, terms, scale)
+    (leaf,) = report.leaves
+    assert leaf.ratio == pytest.approx(ratio, rel=0.01)
+    assert leaf.verdict == verdict
+    assert report.ok == (verdict == "equal")
+    said = "Judge by `verify.gradients`, which measures the bound, or pass `terms` and"
+    assert (said in leaf.unjudged) == (verdict == "not judged")
+
+
+def test_other_faults_need_no_bound():
+    """NaN, infinity, another dtype and integers fail as before."""
+    reference = {"w": np.float32([1, 2]), "n": np.arange(3), "d": np.float32([1])}
+    for value in (np.nan, np.inf):
+        wrong = {
+            "w": np.float32([1, value]),
+            "n": np.array([0, 1, 3]),
+            "d": np.float64([1]),
+        }
+        report = verify.compare(reference, wrong)
+        assert {leaf.path for leaf in report.failures} == {"w", "n", "d"}
+
+
 # --- an excuse ---
 
 

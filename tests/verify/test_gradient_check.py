@@ -624,3 +624,104 @@ def test_candidates_may_share_the_buffer_of_their_results(shown):
         "twice": "it is 2 times the reference",
         "thrice": "it is 3 times the reference",
     }
+
+
+# --- candidates with other names ---
+
+NAMES = {"in/w": ("inward/weight", (1, 0)), "in/b": "inward/bias", "out": "outward"}
+
+
+@dataclasses.dataclass
+class Tensor:
+    """Numbers of another framework, as torch's: NumPy cannot read them as they are."""
+
+    values: np.ndarray
+    dtype: str = "another.float64"
+
+    def detach(self):
+        return self
+
+    cpu = detach
+
+    def numpy(self):
+        return np.asarray(self.values)
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("call detach() first")
+
+
+def elsewhere(factor=1.0, drawn=None):
+    """The gradient of `renamed_loss` under the names of another framework."""
+
+    def candidate(params, batch):
+        floating = {name: params[name] for name in ("in", "out")}
+        loss, own = jax.value_and_grad(lambda p: renamed_loss(p, batch).mean())(
+            floating
+        )
+        noise = 0 if drawn is None else drawn.normal()
+        inward = {
+            "weight": Tensor(factor * own["in"]["w"].T),
+            "bias": Tensor(own["in"]["b"] + noise),
+        }
+        return Tensor(loss), {"inward": inward, "outward": Tensor(own["out"])}
+
+    return candidate
+
+
+def renamed_loss(params, x):
+    hidden = jnp.tanh(x @ params["in"]["w"] + params["in"]["b"][None])
+    return (hidden @ params["out"]) ** 2
+
+
+@pytest.fixture
+def renamed(rng):
+    """Parameters and a batch of it."""
+    inward = {"w": rng.normal(size=(5, 7)), "b": rng.normal(size=7)}
+    params = {"in": inward, "out": rng.normal(size=7), "count": np.arange(3)}
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(11, 5)))
+
+
+def test_a_candidate_may_have_names_and_tensors_of_its_own(renamed):
+    """Each leaf is judged under the reference's path, with the reference's axes."""
+    candidates = {"right": elsewhere(), "wrong": elsewhere(3.0)}
+    reports = [
+        verify.gradients(renamed_loss, *renamed, candidates, names=NAMES),
+        verify.judge(renamed_loss)(*renamed, candidates, names=NAMES),
+    ]
+    for report in reports:
+        paths = [leaf.path for leaf in report.of("right").leaves]
+        assert paths == ["(loss)", "in/b", "in/w", "out"]
+        assert report.of("right").ok, str(report)
+        (leaf,) = report.failures
+        assert (leaf.candidate, leaf.path) == ("wrong", "in/w")
+        assert "it is 3 times the reference" in leaf.problem
+
+
+def test_a_candidate_with_names_that_changes_is_not_judged(renamed, rng):
+    """Its further calls are named as its first."""
+    candidates = {"draws": elsewhere(drawn=rng)}
+    report = verify.gradients(renamed_loss, *renamed, candidates, names=NAMES)
+    assert {leaf.path for leaf in report.unjudged} == {"in/b"}
+    assert "three calls" in report.unjudged[0].unjudged
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            {"in/w": "inward/weight"},
+            "must name every leaf of the reference. Got no in/b",
+        ),
+        ({"in/w": "inward/weights"}, "Got inward/weights. Is inward/weight meant?"),
+        (["in/w"], "must be a mapping from the reference's paths"),
+        (
+            NAMES | {"in/w": ("inward/weight", (1, 2))},
+            "{'in/w': ...})` must order the 2 axes",
+        ),
+    ],
+)
+def test_names_that_are_no_map_are_refused(renamed, names, words):
+    """In the words of `compare`, under the function that was called."""
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)) as told:
+        verify.gradients(renamed_loss, *renamed, {"it": elsewhere()}, names=names)
+    assert str(told.value).startswith("`gradients(names=")
