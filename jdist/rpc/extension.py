@@ -20,6 +20,7 @@ from jdist.rpc.base.current import (
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
+from jdist.rpc.base.posix import require_posix
 from jdist.rpc.base.worker_info import incarnation_of
 from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
 from jdist.rpc.calls.callee import NEEDS, Reply
@@ -48,7 +49,6 @@ from jdist.rpc.processes.supervisor import (
     ProcessCommand,
     Supervisor,
     interpreter,
-    require_posix,
 )
 from jdist.rpc.rref.reference import BACKWARD
 from jdist.rpc.rref.reliable_delivery import ReliableDelivery

@@ -14,7 +14,6 @@ is there so that nothing hangs.
 import contextlib
 import contextvars
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from jdist._errors import requirement
 from jdist._scheduling import leave_batch_class
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import DEFAULT_TIMEOUT
+from jdist.rpc.base.posix import after_fork_in_child
 from jdist.rpc.base.worker_info import WorkerInfo
 
 __all__ = [
@@ -330,7 +330,7 @@ def _leave_to_parent() -> None:
     scope.set(None)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+after_fork_in_child(_leave_to_parent)
 
 
 def check_may_wait() -> None:

@@ -14,6 +14,7 @@ from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
+from jdist.rpc.base.posix import require_posix
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.calls import debug, device_maps, function_calls
 from jdist.rpc.calls.agent import Agent, current_agent, equip
@@ -105,6 +106,7 @@ def init_rpc(
       AuthenticationError: The coordinator has another key. There, and on all who wait,
         a `RuntimeWarning` tells of this worker at once; the wait continues.
       TypeError, ValueError: An argument, or a variable in its place, is wrong.
+      Unavailable: This is Windows.
 
     Source: `torch.distributed.rpc.init_rpc`. In torch, too, a group without a
     world_size is dynamic; what `WORLD_SIZE` says does not count there.
@@ -117,6 +119,7 @@ def init_rpc(
       3
       >>> rpc.shutdown()
     """
+    require_posix("init_rpc")
     options = RpcOptions() if options is None else options
     check_options("init_rpc(options=...)", options)
     rank = _number("rank", "RANK", rank)

@@ -6,9 +6,9 @@ that `jax.distributed.initialize` reads by itself.
 """
 
 import dataclasses
-import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Self
 
@@ -51,7 +51,7 @@ class ReservedPort:
             raise
         self.port: int = self._socket.getsockname()[1]
         # Other kernels do not let a second socket listen beside this one.
-        if os.uname().sysname != "Linux":
+        if sys.platform != "linux":
             self._socket.close()
 
     def close(self) -> None:

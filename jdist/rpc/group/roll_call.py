@@ -18,6 +18,7 @@ from jdist._errors import requirement
 from jdist.rpc.base.current import moment
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.posix import require_posix
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.membership import LATE, MISFIT, NOT_UNIQUE
@@ -87,6 +88,7 @@ def roll_call(place: RunPlace, timeout: float) -> None:
     """
     if place.size == 1:
         return
+    require_posix("process_group")
     until = moment(timeout)
     key = os.environ.get(KEY_VARIABLE, "").encode()
     key = check_key(key, KEY_VARIABLE) if key else _NO_KEY

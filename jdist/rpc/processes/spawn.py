@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, overload
 
 from jdist._errors import check_function, check_type, requirement
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
+from jdist.rpc.base.posix import require_posix
 from jdist.rpc.calls.function_calls import positional
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
 from jdist.rpc.processes.process_settings import (
@@ -37,7 +38,6 @@ from jdist.rpc.processes.supervisor import (
     ProcessCommand,
     Supervisor,
     interpreter,
-    require_posix,
 )
 
 __all__ = ["Processes", "check_duration", "main_module", "spawn"]

@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from jdist._errors import Unavailable
 from jdist.rpc.processes.process_settings import ResolvedSettings
 
 GRACE = 5.0
@@ -187,13 +185,6 @@ def interpreter() -> list[str]:
     # Everything before `-c ...`, which is what multiprocessing wants run.
     command = get_command_line()
     return [os.fsdecode(part) for part in command[: command.index("-c")]]
-
-
-def require_posix(call: str) -> None:
-    """Raises on platforms without process groups, signals and inherited descriptors."""
-    if os.name != "posix":
-        message = f"`{call}` needs Linux, macOS or another POSIX system, not "
-        raise Unavailable(message + sys.platform)
 
 
 class Supervisor:

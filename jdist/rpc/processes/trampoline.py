@@ -12,12 +12,15 @@ lock held. (Linux's `PR_SET_PDEATHSIG` fires when the *thread* that started the 
 ends, and spares grandchildren.)
 """
 
-import fcntl
+import contextlib
 import json
 import os
 import select
 import signal
 import sys
+
+with contextlib.suppress(ImportError):  # Nothing runs this on Windows.
+    import fcntl
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ the receiver's reads fail (SIGBUS). It is mapped privately: what the receiver wr
 into its array stays there.
 """
 
-import fcntl
+import contextlib
 import mmap
 import os
 import sys
@@ -30,6 +30,9 @@ from typing import Any
 import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
+
+with contextlib.suppress(ImportError):  # On Windows, where it is not `available`.
+    import fcntl
 
 __all__ = ["BUDGET", "THRESHOLD", "MemoryPool", "available", "close_all", "receive"]
 

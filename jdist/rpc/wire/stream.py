@@ -21,6 +21,7 @@ from typing import Protocol
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from jdist.rpc.base.posix import after_fork_in_child
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 
 __all__ = [
@@ -47,12 +48,17 @@ _KEEPALIVE = (
 )
 _JOINED = 4096  # up to here joining the pieces is cheaper than sending a list of them
 _MOST_PIECES = 1024  # IOV_MAX of Linux and macOS
-_SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
 
-# As plain numbers: the enumeration's members cost more than the rest of a call.
-_NOW = int(socket.MSG_DONTWAIT)
+# As plain numbers: the enumeration's members cost more than the rest of a call. On
+# Windows, where no stream is made, the module can be imported without them.
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))
 _WHOLE = int(socket.MSG_WAITALL)
 _ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_SPACE = (
+    socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
+    if hasattr(socket, "CMSG_SPACE")
+    else 0
+)
 
 
 # --- polling ---
@@ -480,4 +486,4 @@ def _close_in_child() -> None:
         owned.close()  # the child's descriptor only; nothing is shut down
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork_in_child(_close_in_child)
