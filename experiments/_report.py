@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #cf222e; }
-@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --bad: #f85149; } }
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --part: #9a6700;
+  --bad: #cf222e; }
+@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --part: #d29922;
+  --bad: #f85149; } }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem;
   padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .25rem;
   border-top: 1px solid var(--line); padding-top: 1.5rem; }
-.proved { font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad); }
+.proved { font-weight: 600; } .good { color: var(--good); }
+.part { color: var(--part); } .bad { color: var(--bad); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; vertical-align: top;
@@ -33,7 +36,8 @@ caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
 def write(folder: Path) -> Path:
     """Writes `report.html` from every result in the folder; returns its path."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    held = sum(record["holds"] for record in records)
+    kinds = [_kind(record) for record in records]
+    held, part = len(kinds) - kinds.count("bad"), kinds.count("part")
     claims = [claim for record in records for claim in record["claims"]]
     left = sum(claim["holds"] is None for claim in claims)
     sections = "\n".join(_section(folder, record) for record in records)
@@ -45,8 +49,8 @@ def write(folder: Path) -> Path:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{STYLE}</style></head><body>
 <h1>jdist: experiments</h1>
-<p>{held} of {len(records)} experiments hold. Of {len(claims)} claims {left} were not
-judged.</p>
+<p>{held} of {len(records)} experiments hold, {part} of them in part. Of {len(claims)}
+claims {left} were not judged.</p>
 <nav><ul>
 {contents}
 </ul></nav>
@@ -59,10 +63,17 @@ judged.</p>
 
 def _entry(record: dict[str, Any]) -> str:
     """A line of the table of contents."""
-    name, kind = escape(record["name"]), "good" if record["holds"] else "bad"
-    verdict = "holds" if record["holds"] else "does not hold"
+    name, kind = escape(record["name"]), _kind(record)
+    verdict = {"good": "holds", "part": "holds in part", "bad": "does not hold"}[kind]
     told = f'<span class="{kind}">{verdict}</span>{_form(record)}'
     return f'<li><a href="#{name}">{name}</a>: {told}</li>'
+
+
+def _kind(record: dict[str, Any]) -> str:
+    """The class of an outcome: good only if every claim was judged."""
+    if not record["holds"]:
+        return "bad"
+    return "part" if any(x["holds"] is None for x in record["claims"]) else "good"
 
 
 def _form(record: dict[str, Any]) -> str:
@@ -71,7 +82,7 @@ def _form(record: dict[str, Any]) -> str:
 
 
 def _section(folder: Path, record: dict[str, Any]) -> str:
-    kind = "good" if record["holds"] else "bad"
+    kind = _kind(record)
     name = escape(record["name"])
     outcome = record.get("outcome", "Written in an older form.")
     form = "quick form" if record["settings"]["quick"] else "full form"

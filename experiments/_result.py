@@ -120,20 +120,30 @@ class Result:
         return bool(self.having("holds")) and not self.having("does not hold")
 
     @property
+    def word(self) -> Literal["Proved", "Proved in part", "FAILED"]:
+        """The outcome in short: in part, if a claim was not judged."""
+        if not self.holds:
+            return "FAILED"
+        return "Proved in part" if self.having("not judged") else "Proved"
+
+    @property
     def outcome(self) -> str:
         """The line at the end of a run, composed of the claims alone."""
         held, failed = self.having("holds"), self.having("does not hold")
         left = self.having("not judged")
-        judged = len(held) + len(failed)
         shown = failed or [claim for claim in held if claim.leads]
         told = "; ".join(claim.sentence for claim in shown)
-        count = f"{len(held)} of {judged} claims hold"
+        # Of all claims: a share of those that were judged would hide the others.
+        count = f"{len(held)} of {len(self.claims)} claims hold"
+        count += f", {len(left)} were not judged" if left else ""
         if failed:
             parts = [f"{count}. Does not hold: {told}."]
         else:
             parts = [f"{count}: {told}." if told else f"{count}."]
-        reasons: dict[str, int] = {}
+        reasons: dict[str, list[str]] = {}
         for claim in left:
-            reasons[claim.why_not] = reasons.get(claim.why_not, 0) + 1
-        parts += [f"Not judged: {n}, because {why}." for why, n in reasons.items()]
+            found = f" ({claim.measured})" if claim.measured else ""
+            reasons.setdefault(claim.why_not, []).append(f"{claim.text}{found}")
+        for why, texts in reasons.items():
+            parts.append(f"Not judged, because {why}: {'; '.join(texts)}.")
         return " ".join(parts)

@@ -25,6 +25,11 @@ MARKS = {
     "does not hold": "[bold red]✗[/bold red]",
     "not judged": "[yellow]–[/yellow]",
 }
+STYLES = {
+    "Proved": "bold green",
+    "Proved in part": "bold yellow",
+    "FAILED": "bold red",
+}
 
 
 def names() -> list[str]:
@@ -54,9 +59,9 @@ def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
     _show(result, console)
     _write(name, result, settings, seconds, folder)
     page = _report.write(folder)
-    word = "[bold green]Proved[/bold green]" if result.holds else "[bold red]FAILED[/]"
+    word = f"[{STYLES[result.word]}]{result.word}[/]"
     told = escape(result.outcome)
-    console.print(f"{word} in {seconds:.0f} s: {told} Report: {page}", soft_wrap=True)
+    console.print(f"{word} ({seconds:.0f} s): {told} Report: {page}", soft_wrap=True)
     return result.holds
 
 

@@ -35,7 +35,7 @@ def check_end(folders, number):
     """With exit status 0, the last experiment's line at the end, and the page."""
     done, folder = ran(folders, number)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    assert done.stdout.splitlines()[-1].startswith("Proved ")
     assert (folder / "report.html").exists()
 
 

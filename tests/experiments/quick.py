@@ -31,7 +31,7 @@ def check_held(done, folder, name):
     assert record["holds"], done.stdout + done.stderr
     assert all(claim["verdict"] != "does not hold" for claim in record["claims"])
     assert any(
-        line.startswith("Proved in ") and record["outcome"] in line
+        line.startswith("Proved ") and record["outcome"] in line
         for line in done.stdout.splitlines()
     )
     return record

@@ -296,7 +296,7 @@ def test_the_command_ends_with_it(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(command.jax.config, "update", lambda *_: None)
         assert command.main(["planted", "--out", str(tmp_path)]) == status
         last = capsys.readouterr().out.splitlines()[-1]
-        assert last.startswith(f"{word} in ")
+        assert last.startswith(f"{word} (")
         assert found.outcome in last
 
 

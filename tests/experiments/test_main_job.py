@@ -65,7 +65,7 @@ def test_the_quick_form_holds(tmp_path):
     """The command of `make run`, and the figures in its JSON."""
     done = run_quick(tmp_path, "data_parallel_equivalence")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    assert done.stdout.splitlines()[-1].startswith("Proved ")
     record = check_held(done, tmp_path, "data_parallel_equivalence")
     alone, *others = record["data"]["runs"]
     replicated = [run for run in others if run["ratios"]]

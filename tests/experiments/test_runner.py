@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -74,8 +75,9 @@ def test_a_run_leaves_json_pictures_and_a_page(here, capsys):
     assert command.main(["toy", "--quick", "--devices", "3", *out]) == 0
     shown = capsys.readouterr().out
     last = shown.splitlines()[-1]
-    told = "2 of 2 claims hold: 1 = 1 (1). Not judged: 1, because it is quick. "
-    assert last.startswith(f"Proved in 0 s: {told}Report: ")
+    told = "2 of 3 claims hold, 1 were not judged: 1 = 1 (1). "
+    told += "Not judged, because it is quick: [x] is fast (9 s). "
+    assert last.startswith(f"Proved in part (0 s): {told}Report: ")
     assert "[x] is fast" in shown
     assert "not judged: it is quick; measured: 9 s" in shown
     assert last.endswith("report.html")
@@ -90,14 +92,16 @@ def test_a_run_leaves_json_pictures_and_a_page(here, capsys):
     assert record["outcome"] == told.strip()
     assert {"python", "jax", "jdist", "device", "cores"} <= set(record["environment"])
     page = (folder / "report.html").read_text()
-    assert "1 of 1 experiments hold. Of 3 claims 1 were not" in page
+    assert "1 of 1 experiments hold, 1 of them in part. Of 3" in page
+    assert "claims 1 were not judged." in page
     assert "<td>–</td><td>[x] is fast</td><td>not judged: it is quick; meas" in page
     assert "data:image/png;base64," in page
     assert "&lt;b&gt;" in page
     assert "A line &amp; more" in page
     assert 'src="http' not in page
-    contents = '<li><a href="#toy">toy</a>: <span class="good">holds</span>, quick form'
+    contents = '<a href="#toy">toy</a>: <span class="part">holds in part</span>, quick'
     assert contents in page
+    assert '<p class="proved part">2 of 3 claims hold, 1 were not judged: 1' in page
     assert '<h2 id="toy">toy, quick form</h2>' in page
     assert not list(folder.glob("*.unfinished"))
 
@@ -108,13 +112,47 @@ def test_a_failing_claim_fails_the_run(here, capsys):
     out = known(bad=toy(False), good=toy(True))
     assert command.main(["all", *out]) == 1
     shown = capsys.readouterr().out
-    assert "FAILED in 0 s: 1 of 2 claims hold. Does not hold: a < b (<b>)." in shown
-    assert "Proved in 0 s: 2 of 2 claims hold: 1 = 1 (1)." in shown
+    start = "FAILED (0 s): 1 of 3 claims hold, 1 were not judged. "
+    assert f"{start}Does not hold: a < b (<b>). Not judged, because it" in shown
+    start = "Proved in part (0 s): 2 of 3 claims hold, 1 were not judged"
+    assert f"{start}: 1 = 1 (1)." in shown
     page = (folder / "report.html").read_text()
-    assert "1 of 2 experiments hold." in page
+    assert "1 of 2 experiments hold, 1 of them in part." in page
     assert '<a href="#bad">bad</a>: <span class="bad">does not hold</span></li>' in page
     assert "quick form" not in page
     assert "Does not hold: a &lt; b (&lt;b&gt;)." in page
+
+
+def test_only_what_was_judged_whole_is_green(here, capsys):
+    """A claim beside a measurement that was not judged is not proved by the others."""
+    known, folder = here
+    whole = toy(True)
+    run = whole.run
+    whole.run = lambda *given: replace(run(*given), claims=run(*given).claims[:2])
+    assert command.main(["all", *known(toy=toy(True), whole=whole)]) == 0
+    shown = capsys.readouterr().out
+    assert "Proved (0 s): 2 of 2 claims hold: 1 = 1 (1). Report: " in shown
+    page = (folder / "report.html").read_text()
+    assert "2 of 2 experiments hold, 1 of them in part. Of 5" in page
+    assert '<a href="#whole">whole</a>: <span class="good">holds</span></li>' in page
+    assert '<p class="proved good">2 of 2 claims hold: 1 = 1 (1).</p>' in page
+    assert page.count('class="proved good"') == page.count('class="proved part"') == 1
+
+
+def test_claims_that_were_not_judged_are_listed_by_their_reasons():
+    claims = [
+        Claim("a", True, "1"),
+        *(
+            Claim(f"time {n}", False, f"{n} s").unless("no core is free")
+            for n in (3, 5)
+        ),
+        Claim("c", None, "", "no GPU is here"),
+    ]
+    expected = "1 of 4 claims hold, 3 were not judged. Not judged, because no core is "
+    expected += (
+        "free: time 3 (3 s); time 5 (5 s). Not judged, because no GPU is here: c."
+    )
+    assert Result(claims).outcome == expected
 
 
 def test_an_experiment_without_claims_proves_nothing():
