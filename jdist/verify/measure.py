@@ -315,74 +315,73 @@ class LossPrograms:
         shares: jax.Array,
         draws: jax.Array,
     ) -> tuple[_Collected, jax.Array]:
-        """Sums over all examples and draws, of which draw 0 is exact; and losses."""
+        """Sums over all examples and draws; and the examples' losses."""
         missed = self._unmeasured.setdefault(program, set())
         factor = magnified(program)
         count = max(shares.size, 1)
 
-        def evaluate(index: jax.Array, draw: jax.Array) -> list[PrecisionPair]:
+        def evaluate(index: jax.Array, draw: jax.Array | None) -> list[PrecisionPair]:
             row = batch
             if shares.ndim:
                 take = jax.lax.dynamic_slice_in_dim
                 row = jax.tree.map(lambda x: take(x, index, 1), batch)
-            amplitude = jnp.where(draw == 0, 0.0, factor)
-            # A prime above the number of draws: no two draws share a seed.
-            seed = (index * 65537 + draw).astype(jnp.uint32)
-            noise = Perturbation(amplitude, seed, self._accumulation, missed)
+            if draw is None:
+                noise = Perturbation(None, jnp.uint32(0), self._accumulation)
+            else:
+                # A prime above the number of draws: no two draws share a seed.
+                seed = (index * 65537 + draw).astype(jnp.uint32)
+                amplitude = jnp.float64(factor)
+                noise = Perturbation(amplitude, seed, self._accumulation, missed)
             # As in the reference, whose share is rounded to the dtype of the losses.
             share = shares.reshape(-1)[index]
             start = PrecisionPair(share.astype(program.in_avals[0].dtype), share)
             return run(program, [start, *jax.tree.leaves((params, row))], noise)
 
-        def step(at: jax.Array, state: PyTree) -> PyTree:
-            index, draw = at // (draws + 1), at % (draws + 1)
-            # Of an example without weight, only the loss is needed.
-            idle = (draw > 0) & (shares.reshape(-1)[index] == 0)
-            return jax.lax.cond(idle, lambda *_: state, advance, index, draw, state)
-
-        def advance(index: jax.Array, draw: jax.Array, state: PyTree) -> PyTree:
-            sums, exact, losses = state
-            pairs = evaluate(index, draw)
-            share = shares.reshape(-1)[index]
-            first = draw == 0
-            exact = [
-                jnp.where(first, p.wide, e) for p, e in zip(pairs, exact, strict=True)
-            ]
+        def step(index: jax.Array, state: PyTree) -> PyTree:
+            sums, losses = state
+            pairs, share = evaluate(index, None), shares.reshape(-1)[index]
+            exact = [pair.wide for pair in pairs]
             losses = losses.at[index].set(exact[0])
             # The gradient has the share already, with which its backward pass began.
             factors: list[ArrayLike] = [share, *[1.0] * len(exact[1:])]
-            each = share > 0, first, 1 / (factor**2 * draws)
-            return _add(sums, pairs, exact, factors, *each), exact, losses
+            each = [x**2 / (factor**2 * draws) for x in factors]
+
+            def drawn(draw: jax.Array, variance: list[jax.Array]) -> list[jax.Array]:
+                # Of a draw nothing else is needed, and XLA computes nothing else.
+                again = [pair.wide for pair in evaluate(index, draw)]
+                return [
+                    v + e * jnp.abs(x - base) ** 2
+                    for v, e, x, base in zip(variance, each, again, exact, strict=True)
+                ]
+
+            # Of an example without a share, only the loss is needed.
+            counts = share > 0
+            sums = _add(sums, pairs, factors, counts)
+            turns = jnp.where(counts, draws, 0)
+            variance = jax.lax.fori_loop(1, turns + 1, drawn, sums.variance)
+            return sums._replace(variance=variance), losses
 
         exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
         real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
         sums = _Collected(exact, real, real, exact, real, real)
-        start = (sums, exact, jnp.zeros(count, jnp.float64))
         # One example and draw at a time: memory does not grow with their number. The
-        # bound is an argument: more draws compile nothing anew.
-        loop = fast_in_loops(partial(jax.lax.fori_loop, 0, count * (draws + 1), step))
-        sums, _, losses = loop(start)
+        # numbers are arguments: more draws compile nothing anew.
+        loop = fast_in_loops(partial(jax.lax.fori_loop, 0, count, step))
+        sums, losses = loop((sums, jnp.zeros(count, jnp.float64)))
         return sums, losses
 
 
 def _add(
     sums: _Collected,
     pairs: list[PrecisionPair],
-    exact: list[jax.Array],
     shares: Sequence[ArrayLike],
     counts: jax.Array,
-    first: jax.Array,
-    each: jax.Array,
 ) -> _Collected:
-    """Adds one draw of one example to the sums."""
-
-    def add(old: jax.Array, new: jax.Array, wanted: jax.Array) -> jax.Array:
-        return old + jnp.where(wanted & counts, new, 0)
-
+    """Adds an example to the sums, but for the variance of its draws."""
     columns = []
-    for *old, pair, base, share in zip(*sums, pairs, exact, shares, strict=True):
+    for *old, variance, pair, share in zip(*sums, pairs, shares, strict=True):
+        base = pair.wide
         error = pair.rounded.astype(base.dtype) - base
-        drawn = jnp.abs(pair.wide - base) ** 2
         size = jnp.abs(base)
         # Larger than the value where the terms of its last sum cancel.
         free = size if pair.size is None else jnp.maximum(size, pair.size)
@@ -393,9 +392,8 @@ def _add(
             share * error,
             share**2 * jnp.abs(error) ** 2,
         )
-        # Not strict: the sixth sum, of the other draws, is added below.
-        column = [add(o, x, first) for o, x in zip(old, new, strict=False)]
-        columns.append([*column, add(old[5], share**2 * each * drawn, ~first)])
+        added = [o + jnp.where(counts, x, 0) for o, x in zip(old, new, strict=True)]
+        columns.append([*added, variance])
     return _Collected(*map(list, zip(*columns, strict=True)))
 
 
