@@ -6,6 +6,7 @@ therefore imports neither JAX nor the judge before a test judges something.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -179,9 +180,11 @@ class GradientJudge:
         __tracebackhide__ = True
         if report.ok:
             return report
+        # pytest puts eight characters before each line.
+        columns = shutil.get_terminal_size((110, 0)).columns - 8
         dtype = f" --jdist-dtype={self.dtype}" if self.dtype else ""
         raise VerificationError(
-            f"the trainer is not proved right\n{report}\n"
+            f"the trainer is not proved right\n{report.text(columns)}\n"
             f"judged with --jdist-seed={self.seed}{dtype}"
         )
 

@@ -92,14 +92,14 @@ REFUSED = {
 }
 
 
-def session(folder, *options):
-    """Runs pytest on a folder as a user does; returns its exit status and its text."""
+def session(tests, *options):
+    """Runs pytest on tests as a user does; returns its exit status and its text."""
     command = [sys.executable, "-m", "pytest", "-p", NAME, "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, "-rA", "--strict-markers", *options, str(folder)],
+        [*command, "-rA", "--strict-markers", *options, str(tests)],
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=tests if tests.is_dir() else tests.parent,
         timeout=300,
     )
     return ran.returncode, ran.stdout + ran.stderr
@@ -147,7 +147,9 @@ def test_what_a_session_shows(page):
     own.mkdir()
     (own / "test_own.py").write_text(TESTS)
     (own / "test_trainer.py").write_text((page / "test_trainer.py").read_text())
-    status, text = session(own, "--jdist-dtype=bfloat16", "--jdist-seed=3", "-k", "own")
+    status, text = session(
+        own / "test_own.py", "--jdist-dtype=bfloat16", "--jdist-seed=3"
+    )
     assert status == 1
     outcomes = dict(
         reversed(found)

@@ -115,7 +115,9 @@ class CompiledProgram:
     def __str__(self) -> str:
         """The table as plain text."""
         # Independent of the terminal, so that the text is the same everywhere.
-        console = Console(width=96, color_system=None, force_terminal=False)
+        console = Console(
+            width=96, color_system=None, force_terminal=False, force_jupyter=False
+        )
         with console.capture() as captured:
             console.print(self)
         return captured.get().rstrip()

@@ -1,11 +1,12 @@
 """The judge's findings: one row per leaf, a verdict, tables and JSON."""
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,26 @@ from jdist._errors import VerificationError
 SUSPICIOUSLY_LOOSE = 1e-3
 
 _STYLES = {"FAILS": "bold red", "not judged": "bold yellow"}
+
+WIDTH = 110
+"""Columns of a text that no terminal will show."""
+
+_COLUMNS = {
+    "candidate": lambda leaf: leaf.candidate,
+    "leaf": lambda leaf: leaf.path,
+    "dtype": lambda leaf: leaf.dtype,
+    "shape": lambda leaf: "x".join(map(str, leaf.shape)) or "scalar",
+    "max abs": lambda leaf: f"{leaf.max_abs:.1e}",
+    "max rel": lambda leaf: f"{leaf.max_rel:.1e}",
+    "ulp": lambda leaf: f"{leaf.max_ulp:.3g}",
+    "error/bound": lambda leaf: f"{leaf.ratio:.3g}",
+    "1 - cosine": lambda leaf: f"{1 - leaf.cosine:.0e}",
+    "verdict": lambda leaf: leaf.verdict,
+}
+# In this order, where the width is too small for all.
+_DROPPED = ("1 - cosine", "ulp", "max rel", "shape", "dtype", "max abs")
+# To so many characters a name is shortened, unless others would then read alike.
+_SHORTENED = {"candidate": 12, "leaf": 24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +237,8 @@ class Report:
         """
         if self.ok:
             return self
-        wrong = [*map(str, self.attributions), *map(_why, self.failures)]
-        unjudged = list(map(_why, self.unjudged))
+        wrong = [*map(str, self.attributions), *map(_why, worst_first(self.failures))]
+        unjudged = list(map(_why, worst_first(self.unjudged)))
         if not self.leaves:
             unjudged.append("no leaf of any candidate was compared")
         if self.oracle is not None and not self.oracle.ok:
@@ -240,30 +261,56 @@ class Report:
         }
         return json.dumps(_finite(record), indent=1)
 
-    def __rich__(self) -> Group:
-        """Tables for a rich console."""
-        parts: list[Any] = [_table(self.leaves)]
-        parts += [Text(str(cause), style="bold red") for cause in self.attributions]
-        parts += [Text(_why(leaf), style="red") for leaf in self.failures]
-        parts += [
-            Text(f"not judged: {_why(leaf)}", style="yellow") for leaf in self.unjudged
-        ]
+    def text(self, width: int | None = None) -> str:
+        """The report as plain text: a table, worst rows first, and sentences.
+
+        Args:
+          width: Columns of the table, which drops its own and shortens paths on the
+            left until it fits. None for those of the terminal, or 110 without one.
+            Sentences have a line each.
+        """
+        return as_text(self, width)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        """A table and sentences for a rich console."""
+        yield _table(worst_first(self.leaves), options.max_width)
+        for cause in self.attributions:
+            yield Text(str(cause), style="bold red")
+        for leaf in worst_first(self.failures):
+            yield Text(_why(leaf), style="red")
+        for leaf in worst_first(self.unjudged):
+            yield Text(f"not judged: {_why(leaf)}", style="yellow")
         if self.oracle is not None:
-            parts.append(Text(str(self.oracle), style="" if self.oracle.ok else "red"))
-        parts += [Text(f"note: {note}") for note in self.notes]
-        return Group(*parts)
+            yield Text(str(self.oracle), style="" if self.oracle.ok else "red")
+        for note in self.notes:
+            yield Text(f"note: {note}")
 
     def __str__(self) -> str:
-        """The tables as plain text."""
-        return as_text(self)
+        """As `text` without an argument."""
+        return self.text()
+
+    def __repr__(self) -> str:
+        """One line, for an assertion that fails."""
+        wrong, unjudged = len(self.failures), len(self.unjudged)
+        said = f"{'ok' if self.ok else 'not ok'}, of {len(self.leaves)} leaves "
+        said += f"{wrong} wrong and {unjudged} not judged"
+        for leaf in worst_first(self.failures + self.unjudged)[:1]:
+            said += f"; {_why(leaf)}"
+        return f"<Report: {said}>"
 
 
-def as_text(shown: RenderableType) -> str:
+def as_text(shown: RenderableType, width: int | None = None) -> str:
     """Renders a rich object as plain text."""
-    # Independent of the terminal, so that the text is the same everywhere.
-    console = Console(width=110, color_system=None, force_terminal=False)
+    columns = width or shutil.get_terminal_size((WIDTH, 0)).columns
+    # In a notebook rich would show it instead, and capture nothing.
+    console = Console(
+        width=columns, color_system=None, force_terminal=False, force_jupyter=False
+    )
     with console.capture() as captured:
-        console.print(shown)
+        # Sentences are not broken, so that they can be searched for.
+        console.print(shown, soft_wrap=True)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
@@ -283,27 +330,56 @@ def _why(leaf: LeafReport) -> str:
     return f"{leaf.candidate}: {leaf.path}: {leaf.problem or leaf.unjudged}"
 
 
-def _table(leaves: Iterable[LeafReport]) -> Table:
+def _table(leaves: Sequence[LeafReport], width: int) -> Table:
+    """A row for each leaf, in as many columns as there is room for."""
+    cells = {name: list(map(cell, leaves)) for name, cell in _COLUMNS.items()}
+    sizes = {name: max(map(len, [name, *own])) for name, own in cells.items()}
+    least = {
+        name: max(len(name), _telling(cells[name], size))
+        for name, size in _SHORTENED.items()
+    }
+    for dropped in ("", *_DROPPED):
+        sizes.pop(dropped, None)
+        fixed = sum(size for name, size in sizes.items() if name not in least)
+        # Two spaces between columns.
+        room = width - fixed - 2 * (len(sizes) - 1)
+        if room >= sum(least.values()):
+            break
+    own = min(sizes["candidate"], max(room - sizes["leaf"], least["candidate"]))
+    sizes |= {"candidate": own, "leaf": min(sizes["leaf"], max(room - own, 2))}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("candidate", "leaf", "dtype", "shape"):
-        table.add_column(name)
-    for name in ("max abs", "max rel", "ulp", "error/bound", "1 - cosine"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for leaf in leaves:
+    for name, size in sizes.items():
+        numeric = name not in ("candidate", "leaf", "dtype", "shape", "verdict")
+        justify: Any = "right" if numeric else "left"
+        table.add_column(name, justify=justify, min_width=size, no_wrap=True)
+    for number, leaf in enumerate(leaves):
+        row = {name: _shortened(cells[name][number], n) for name, n in sizes.items()}
+        style = _STYLES.get(leaf.verdict, "green")
         table.add_row(
-            leaf.candidate,
-            leaf.path,
-            leaf.dtype,
-            "x".join(map(str, leaf.shape)) or "scalar",
-            f"{leaf.max_abs:.1e}",
-            f"{leaf.max_rel:.1e}",
-            f"{leaf.max_ulp:.3g}",
-            f"{leaf.ratio:.3g}",
-            f"{1 - leaf.cosine:.0e}",
-            Text(leaf.verdict, style=_STYLES.get(leaf.verdict, "green")),
+            *(Text(x, style * (name == "verdict")) for name, x in row.items())
         )
     return table
+
+
+def _telling(names: Sequence[str], least: int) -> int:
+    """The size to which names can be shortened, and differ as they do."""
+    different, longest = set(names), max(map(len, names), default=0)
+    for size in range(least, longest):
+        if len({_shortened(name, size) for name in different}) == len(different):
+            return size
+    return longest
+
+
+def _shortened(name: str, size: int) -> str:
+    """A name without its beginning, where it is too long."""
+    return name if len(name) <= size else f"…{name[1 - size :]}"
+
+
+def worst_first(leaves: Iterable[LeafReport]) -> list[LeafReport]:
+    """What fails, then what is not judged, then the rest; each by error/bound."""
+    falling = sorted(leaves, key=lambda leaf: nan_last(leaf.ratio), reverse=True)
+    order = [*_STYLES, "equal", "bit-equal"]
+    return sorted(falling, key=lambda leaf: order.index(leaf.verdict))
 
 
 def nan_last(number: float) -> tuple[bool, float]:

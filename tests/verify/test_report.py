@@ -5,15 +5,27 @@ import dataclasses
 import io
 import json
 import math
+import re
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 from rich.console import Console
 
 from jdist import VerificationError
-from jdist.verify import Attribution, LeafReport, OracleCheck, Report, gradients
+from jdist.verify import (
+    Attribution,
+    LeafReport,
+    OracleCheck,
+    Report,
+    Score,
+    gradients,
+)
+from jdist.verify.report import _COLUMNS as COLUMNS
+from jdist.verify.report import _DROPPED as DROPPED
 from jdist.verify.report import SUSPICIOUSLY_LOOSE, looseness
 
 FIELD = ast.AnnAssign
@@ -207,6 +219,119 @@ def test_what_is_printed():
     assert lines[8] == "note: mind the gap"
     scalar = dataclasses.replace(SAME, shape=())
     assert "scalar" in str(Report((scalar,)))
+
+
+# --- in any width ---
+
+PATHS = [f"model/layers_{i}/attention/query/kernel" for i in range(11)]
+LONG = tuple(
+    dataclasses.replace(
+        (EQUAL, WRONG, HIDDEN)[i % 3],
+        candidate=f"a trainer of mine, in {i % 2 + 1} parts",
+        path=path,
+        ratio=float(i),
+    )
+    for i, path in enumerate(PATHS)
+)
+
+
+@pytest.mark.parametrize("width", [66, 80, 110, 140, 200])
+def test_a_table_fits_its_width_and_no_two_rows_read_alike(width):
+    """Columns go and paths lose their beginnings; numbers and verdicts stay whole."""
+    report = Report(LONG, PINNED, ("a note " * 40,))
+    lines = report.text(width).splitlines()
+    head, rows = lines[0], lines[1:12]
+    assert all(len(line) <= width for line in lines[:12])
+    assert len({row.split("  ")[1] for row in rows}) == 11
+    shown = re.split(" {2,}", head)
+    assert {"candidate", "leaf", "error/bound", "verdict"} <= set(shown)
+    start = head.index("error/bound") + len("error/bound")
+    for row in rows:
+        leaf = next(x for x in LONG if row[:start].endswith(f" {x.ratio:.3g}"))
+        own = re.split(" {2,}", row)
+        assert len(own) == len(shown)
+        assert own[-1] == leaf.verdict
+        assert leaf.candidate.endswith(own[0].removeprefix("…"))
+        assert leaf.path.endswith(own[1].removeprefix("…"))
+    assert (shown == [*COLUMNS]) == (width >= 140)
+    if width == 200:
+        assert all(path in report.text(width) for path in PATHS)
+        assert "…" not in report.text(width)
+
+
+def test_columns_go_in_an_order():
+    """What is left says more than what went."""
+    heads = [Report(LONG).text(width).splitlines()[0] for width in range(56, 140)]
+    kept = [len(re.split(" {2,}", head)) for head in heads]
+    assert kept == sorted(kept)
+    assert (kept[0], kept[-1]) == (4, 10)
+    for head in heads:
+        names = re.split(" {2,}", head)
+        gone = [name for name in DROPPED if name not in names]
+        assert gone == list(DROPPED[: len(gone)])
+
+
+def test_what_is_wrong_comes_first_and_the_worst_of_it():
+    """In the table, in the sentences below it, and in the error."""
+    report = Report(LONG)
+    rows = [line for line in report.text(200).splitlines() if "float32" in line]
+    verdicts = [re.split(" {2,}", row)[-1] for row in rows]
+    assert verdicts == ["FAILS"] * 4 + ["not judged"] * 3 + ["equal"] * 4
+    places = [int(re.search(r"layers_(\d+)/", row)[1]) for row in rows]
+    assert places == [10, 7, 4, 1, 8, 5, 2, 9, 6, 3, 0]
+    with pytest.raises(VerificationError, match="gradients differ") as caught:
+        report.raise_if_failed()
+    for text in (str(caught.value), report.text(200).partition("equal\n")[2]):
+        found = list(map(int, re.findall(r"layers_(\d+)/", text)))[-7:]
+        assert found == [10, 7, 4, 1, 8, 5, 2]
+    missing = dataclasses.replace(WRONG, path="lost", ratio=math.nan)
+    first = Report((*LONG, missing)).text(200).splitlines()[1]
+    assert " lost " in first
+
+
+def test_the_width_is_the_terminals(monkeypatch):
+    """Without one it is always the same; sentences have a line each in both."""
+    long = dataclasses.replace(WRONG, problem="off by 31 times the bound, " * 9)
+    report = Report((*LONG, long))
+    monkeypatch.setenv("COLUMNS", "66")
+    assert str(report) == report.text() == report.text(66)
+    monkeypatch.setenv("COLUMNS", "150")
+    assert str(report) == report.text(150)
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    assert str(report) == report.text(110)
+    assert f"mine: v: {long.problem}".rstrip() in str(report).splitlines()
+    # A console breaks them at its own width.
+    console = Console(file=io.StringIO(), width=66)
+    console.print(report)
+    shown = console.file.getvalue().splitlines()
+    assert max(map(len, shown)) <= 66
+    assert shown[:14] == [f"{x:66}"[: len(y)] for x, y in zip(
+        report.text(66).splitlines()[:14], shown[:14], strict=True
+    )]  # fmt: skip
+
+
+def test_a_notebook_shows_what_is_printed(monkeypatch):
+    """There rich shows what it renders itself, and returns nothing."""
+    report = Report((EQUAL, WRONG), PINNED)
+    expected = str(report)
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    assert str(report) == expected
+    assert "off by 31 times" in expected
+    assert "planted" in str(Score("nothing was planted", ()))
+
+
+def test_a_report_in_a_line():
+    """As a failed assertion shows it: the counts, and the worst that is wrong."""
+    assert repr(Report((EQUAL, SAME))) == (
+        "<Report: ok, of 2 leaves 0 wrong and 0 not judged>"
+    )
+    worse = dataclasses.replace(WRONG, path="z", ratio=99.0, problem="off by 99 times")
+    assert repr(Report((EQUAL, WRONG, HIDDEN, worse))) == (
+        "<Report: not ok, of 4 leaves 2 wrong and 1 not judged; mine: z: off by 99 "
+        "times>"
+    )
+    assert "mine: u: zero would pass" in repr(Report((HIDDEN,)))
 
 
 def test_a_bound_far_above_every_error_is_a_note():
