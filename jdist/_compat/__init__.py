@@ -41,6 +41,7 @@ from jdist._compat.programs import (
 from jdist._compat.run_ahead import launched, paced, shares_threads
 from jdist._compat.runtime import (
     abandon_distributed,
+    axes_of_one_device_untyped,
     beside,
     default_device,
     distributed_client,
@@ -77,6 +78,7 @@ __all__ = [
     "abandon_distributed",
     "after",
     "alike",
+    "axes_of_one_device_untyped",
     "beside",
     "byte_count",
     "called_program",

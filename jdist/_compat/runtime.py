@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -17,6 +17,13 @@ from jdist._errors import Unavailable, requirement
 def double_precision() -> AbstractContextManager[None]:
     """Within it JAX computes with 64-bit types, whatever the global setting."""
     return jax.enable_x64(True)
+
+
+def axes_of_one_device_untyped() -> AbstractContextManager[None]:
+    """Within it explicit axes of one device, which divide nothing, are in no type."""
+    # To become JAX's default, and then to go: a release without it does so always.
+    untyped: Any = getattr(jax, "remove_size_one_mesh_axis_from_type", None)
+    return nullcontext() if untyped is None else untyped(True)
 
 
 def set_cpu_device_count(count: int) -> None:

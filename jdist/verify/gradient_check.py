@@ -39,7 +39,15 @@ from jdist.verify.draws import (
 )
 from jdist.verify.measure import LossPrograms, Measured, measurer
 from jdist.verify.oracle import REDUCERS, LossFn, gradient_of_sum, reduced
-from jdist.verify.processes import TIMEOUT, Peers, held, joined
+from jdist.verify.processes import (
+    TIMEOUT,
+    Peers,
+    as_the_caller,
+    brought,
+    held,
+    joined,
+    on_one_device,
+)
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
 from jdist.verify.uses import uses_counted
 
@@ -99,7 +107,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     failing candidate is *not judged* where the loss draws otherwise, or where the
     candidate's own answers change from call to call; for that it is called twice more.
     Each call is given copies of the parameters and the batch, which may be donated or
-    overwritten.
+    overwritten. Where these lie on a mesh with explicit axes, or under `jax.set_mesh`,
+    the reference has a mesh of the same axes, each of one device.
 
     Args:
       loss_fn: `loss_fn(params, batch)`: one loss per example, `(examples,)`, or a
@@ -129,7 +138,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       ValueError: No candidates; no floating parameter; an unknown reduction; an
         accumulation that is no floating dtype; weights with a scalar loss, of the wrong
         shape, negative, not finite or all 0; a batch whose leaves differ in length, or
-        have none; `names` that are no complete map, as in `compare`.
+        have none; `names` that are no complete map, as in `compare`; a loss with
+        shardings of a mesh that the reference does not have.
       TypeError: A candidate returned something else than a pair; the loss function
         wants a key.
       PeersLost: Another process raised, or did not come in time.
@@ -218,12 +228,13 @@ def _judge(
         names: Mapping[str, Named] | None = None,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
-        with joined(timeout) as peers:
+        given = params, batch, weights
+        with joined(timeout) as peers, on_one_device(given):
             check_candidates(call, candidates)
             check_arguments(
                 call, loss_fn, params, batch, candidates, weights, reduction
             )
-            return prepare(params, batch, weights, seed, names)(candidates, peers)
+            return prepare(*given, seed, names)(candidates, peers)
 
     return judged
 
@@ -267,6 +278,7 @@ def prepared(
     ) -> Prepared:
         _check_seed(call, seed)
         given = params, batch
+        params, batch, weights = brought((*given, weights))
         counted = programs.counted(reduction, params, batch, weights)
         expected = reference(params, *counted[:2])
 
@@ -282,7 +294,7 @@ def prepared(
             naming = partial(renamed, call, expected[1], names=names)
             answer = partial(_answer, call, given, peers, naming)
             found = {n: answer(n, x) for n, x in candidates.items()}
-            rows: list[LeafReport] = []
+            rows: tuple[LeafReport, ...] = ()
             notes = measured.notes
             for name, own in found.items():
                 # By looks of its own: a verdict must not depend on its neighbours.
@@ -298,8 +310,7 @@ def prepared(
                             lambda p: scalar(p, *counted[:2]), params, own[1], verdict
                         )
                 rows += verdict
-            report = Report(tuple(rows), measured.oracle, notes + looseness(rows))
-            return agreed(report, peers)
+            return agreed(Report(rows, measured.oracle, notes + looseness(rows)), peers)
 
         return judge_all
 
@@ -416,7 +427,8 @@ def _rows(
     own = loss if is_array else np.asarray(loss)
     # A loss in a wider dtype than the reference's is judged in the reference's.
     if own is not None and jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
-        own = own.astype(value.dtype)
+        with as_the_caller():
+            own = own.astype(value.dtype)
     limits = {LOSS: measured.loss_limit, **measured.limits}
     leaves = {LOSS: own, **gradient}
     return compare_leaves(
@@ -441,7 +453,7 @@ def _excuse(
         while True:
             yield answer(name, candidate)[1]
 
-    drawn = (gradient_of_sum(loss_fn), *given)
+    drawn = (gradient_of_sum(loss_fn), *brought(given))
     return excuse(name, candidate, given, drawn, answers(), limits, peers)
 
 
@@ -470,7 +482,8 @@ def excuse(
         return split, ()
     still = draws_nothing(*drawn)
     # None where it cannot be seen.
-    draws = still and draws_of_its_own(candidate, *arguments)
+    with as_the_caller():
+        draws = still and draws_of_its_own(candidate, *arguments)
     if draws:
         return OWN_DRAWS, ()
     calls = list(islice(answers, CALLS))
@@ -529,18 +542,19 @@ def _answer(
     candidate: Candidate,
 ) -> tuple[Any, Mapping[str, Any]]:
     """A candidate's loss, and its gradient's leaves by the reference's paths."""
-    try:
-        result: Any = candidate(*lent(given))
-    except Exception as error:
-        error.add_note(f"raised by the candidate {name!r} of verify.{call}")
-        raise
-    if not isinstance(result, tuple) or len(result) != 2:
-        rule = "must return (loss, gradient)"
-        got = type_name(result)
-        raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
-    # Computed before the next call, which may overwrite what is copied here.
-    loss, gradient = peers.computed(jax.tree.map(copied, result))
-    return loss, naming(gradient)
+    with as_the_caller():
+        try:
+            result: Any = candidate(*lent(given))
+        except Exception as error:
+            error.add_note(f"raised by the candidate {name!r} of verify.{call}")
+            raise
+        if not isinstance(result, tuple) or len(result) != 2:
+            rule = "must return (loss, gradient)"
+            where, got = f"candidates[{name!r}](params, batch)", type_name(result)
+            raise TypeError(requirement(where, rule, got))
+        # Computed before the next call, which may overwrite what is copied here.
+        loss, gradient = peers.computed(jax.tree.map(copied, result))
+        return loss, naming(gradient)
 
 
 def copied(leaf: Any) -> ArrayLike:
@@ -555,6 +569,23 @@ def copied(leaf: Any) -> ArrayLike:
     if isinstance(leaf, jax.Array):
         return leaf.copy()
     return np.array(leaf) if hasattr(leaf, "__array__") else leaf
+
+
+def _check_mesh_of_loss(
+    call: str, loss_fn: LossFn, params: PyTree, batch: PyTree, error: Exception
+) -> None:
+    """Raises for a loss that JAX traces with the caller's mesh alone."""
+    if brought(batch) is batch:
+        return
+    with as_the_caller():
+        jax.jit(loss_fn).trace(params, batch)  # Raises if the loss itself is wrong.
+    rule = (
+        "must name axes by PartitionSpec, under `jax.set_mesh`: the reference is "
+        "traced with a mesh of the same axes, each of one device"
+    )
+    got = f"a loss that only its own mesh can trace ({error})"
+    remedy = "Replace shardings of that mesh, as in reshard(x, NamedSharding(...))."
+    raise ValueError(requirement(f"{call}(loss_fn=...)", rule, got, remedy)) from error
 
 
 def check_arguments(
@@ -582,10 +613,11 @@ def check_arguments(
     check_loss(call, loss_fn, params, batch)
     check_batch(f"{call}({names[1]}=...)", batch)
     try:
-        shape = jax.eval_shape(loss_fn, params, batch).shape
-    except Exception:
+        shape = jax.eval_shape(loss_fn, *brought((params, batch))).shape
+    except Exception as error:
         # A loss may take a list's numbers as they are, so that only now it is wrong.
         check_lists(f"{call}({names[1]}=...)", batch)
+        _check_mesh_of_loss(call, loss_fn, params, batch, error)
         raise
     if shape == ():
         # A scalar has been reduced already, so these would have no effect.

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jdist._compat import loop_counts
@@ -105,7 +106,7 @@ class Perturbation:
     in_parts: bool = False
     loops: Position = ()
     _places: Iterator[int] = field(default_factory=itertools.count)
-    _pools: dict[float, Array] = field(default_factory=dict)
+    _pools: dict[tuple[float, Any], Array] = field(default_factory=dict)
     _count: int = 0
 
     # Numbers drawn per scope. Prime, so that larger arrays, which use them again and
@@ -115,7 +116,8 @@ class Perturbation:
     def inner(self, step: Array) -> "Perturbation":
         """A perturbation for iteration `step` of a loop inside this scope."""
         # The golden ratio in 32 bits: consecutive scopes get seeds far apart.
-        seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
+        here = _in_context(self.seed)
+        seed = _mix(here + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
         own = _mix(seed ^ step.astype(jnp.uint32))
         return self.within(own)
 
@@ -130,7 +132,7 @@ class Perturbation:
 
     def iteration(self, index: Array) -> "Perturbation":
         """A perturbation for one iteration of this loop."""
-        own = self.within(_mix(self.seed + index.astype(jnp.uint32)))
+        own = self.within(_mix(_in_context(self.seed) + index.astype(jnp.uint32)))
         return replace(own, loops=(*self.loops, index))
 
     def observe(self, name: str, operands: Sequence[Value]) -> Value:
@@ -161,17 +163,28 @@ class Perturbation:
         return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
 
     def _pool(self, unit: float, amplitude: Array) -> Array:
-        if unit not in self._pools:
-            bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
+        # In `jax.sharding.auto_axes` the same mesh has axes of another type.
+        key = unit, jax.sharding.get_abstract_mesh()
+        if key not in self._pools:
+            seed, strength = map(_in_context, (self.seed, amplitude))
+            bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ seed)
             uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
-            factors = 1 + uniform * (unit * amplitude)
+            factors = 1 + uniform * (unit * strength)
             # A barrier, or XLA computes them again wherever they are used.
-            self._pools[unit] = jax.lax.optimization_barrier(factors)
-        return self._pools[unit]
+            self._pools[key] = jax.lax.optimization_barrier(factors)
+        return self._pools[key]
 
     def _tick(self) -> int:
         self._count += 1
         return self._count
+
+
+def _in_context(array: Array) -> Array:
+    """The array with a type of the context's mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or jax.typeof(array).sharding.mesh == mesh:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec())
 
 
 def _mix(bits: Array) -> Array:
@@ -229,7 +242,9 @@ def _evaluate(
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
         here = not wanted.isdisjoint(equation.outvars)
-        found = _equation(equation, operands, noise, here)
+        # What belongs to an equation is computed with the mesh of its trace, too.
+        with equation.ctx.manager:
+            found = _equation(equation, operands, noise, here)
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -300,8 +315,7 @@ def _cast_from(operands: list[Value]) -> np.dtype | None:
 
 def _first(wide: Array, axis: str) -> Array:
     """The value at index 0, broadcast along an axis of `vmap`."""
-    own = jnp.where(jax.lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
-    return jax.lax.psum(own, axis)
+    return jax.lax.all_gather(wide, axis)[0]
 
 
 def _widely(
@@ -380,11 +394,11 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
         )
         # A product of complex numbers asks for a complex result.
         return jnp.sqrt(jnp.abs(found[0]))
-    sizes = [_size_of(x) for x in operands]
     if name in _ADDS:
-        return jnp.hypot(*sizes)
+        return jnp.hypot(*map(_size_of, operands))
     if not any(isinstance(x, PrecisionPair) and x.size is not None for x in operands):
         return None
+    sizes = list(map(_size_of, operands))
     if name in _SCALED:
         return _SCALED[name](*sizes)
     return _bind_wide(equation, sizes)[0] if name in _MOVES else None
@@ -407,7 +421,8 @@ _ADDS = frozenset({"add", "add_any", "sub"})
 # A reduce_sum is one of them where it sums over an axis of length 1.
 _MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "pad",
-    "reduce_sum", "reshape", "rev", "select_n", "slice", "squeeze", "transpose",
+    "reduce_sum", "reshape", "reshard", "rev", "select_n", "slice", "squeeze",
+    "transpose",
 })  # fmt: skip
 
 _SCALED: dict[str, Callable[..., Array]] = {

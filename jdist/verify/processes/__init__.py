@@ -8,6 +8,7 @@ from jdist.verify.processes.finding import (
     restored,
     worst_of,
 )
+from jdist.verify.processes.one_device import as_the_caller, brought, on_one_device
 from jdist.verify.processes.peers import TIMEOUT, Peers, PeersLost, joined
 from jdist.verify.processes.shards import HeldArray, Shard, held
 
@@ -19,9 +20,12 @@ __all__ = [
     "PeersLost",
     "Products",
     "Shard",
+    "as_the_caller",
+    "brought",
     "held",
     "joined",
     "merged",
+    "on_one_device",
     "record",
     "restored",
     "worst_of",

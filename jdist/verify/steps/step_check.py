@@ -35,7 +35,15 @@ from jdist.verify.gradient_check import (
     lent,
 )
 from jdist.verify.oracle import gradient_of_sum
-from jdist.verify.processes import TIMEOUT, Peers, Shard, joined
+from jdist.verify.processes import (
+    TIMEOUT,
+    Peers,
+    Shard,
+    as_the_caller,
+    brought,
+    joined,
+    on_one_device,
+)
 from jdist.verify.report import Attribution, LeafReport, Report
 from jdist.verify.steps.attribution import (
     STALE,
@@ -173,7 +181,7 @@ def step(  # noqa: PLR0913 - options, by keyword
       True
     """
     check_options("step", reduction, accumulation)
-    with joined(timeout) as peers:
+    with joined(timeout) as peers, on_one_device(state, batches):
         if candidates is None:
             _check_without_loss(weights, reduction)
             given = [batch for batch, _ in _weighted(batches, None)]
@@ -196,28 +204,30 @@ def _of_composed(
 ) -> Report:
     """Judges trainers of parameters and states by the gradient and the update."""
     states = tuple(state[2:]) or ((),)
+    own_states = brought(states[0])
     check_function("step(loss_fn)", training.loss_fn)
     check_function("step(update)", training.update)
     own = training.loss_fn
     if training.stateful:
-        own = partial(own, states=states[0])
+        own = partial(own, states=own_states)
     check_loss("step", own, state[0], batches[0][0])
     check_candidates("step", candidates)
-    losses = partial(training.losses, states=states[0])
+    losses = partial(training.losses, states=own_states)
     check = partial(
         check_arguments, "step", losses, state[0], names=("state", "batches")
     )
-    start = jax.tree.map(jnp.asarray, (*state[:2], *states))
-    with _no_single_batch(partial(losses, state[0]), [batch for batch, _ in batches]):
+    start = _arrays((*state[:2], *states))
+    given = [batch for batch, _ in batches]
+    with _no_single_batch(partial(losses, brought(state[0])), brought(given)):
         # Every batch is checked before the first step of any candidate is run.
         for batch, weight in batches:
             check(batch, candidates, weight, training.reduction)
         # A list, because every candidate goes through these steps.
-        moments = list(trajectory(training, start, batches))
+        moments = list(trajectory(training, brought(start), brought(batches)))
     steps = _Steps(
         # Candidates of a model without a state take no `states`.
         start[: len(state)],
-        [batch for batch, _ in batches],
+        given,
         moments,
         partial(_trained, peers),
         gradient_of_sum(losses),
@@ -238,10 +248,11 @@ def _of_whole_steps(
     if isinstance(step_fn, Mapping) and not step_fn:
         rule = "must be a function, or name at least one"
         raise ValueError(requirement("step(step_fn=...)", rule, step_fn))
-    start = jax.tree.map(jnp.asarray, state)
-    with _no_single_batch(partial(reference_step, start), batches):
-        reference = ReferenceStep(reference_step, start, batches[0])
-        moments = list(reference.moments(start, batches, accumulation))
+    start = _arrays(state)
+    own, given = brought(start), brought(batches)
+    with _no_single_batch(partial(reference_step, own), given):
+        reference = ReferenceStep(reference_step, own, given[0])
+        moments = list(reference.moments(own, given, accumulation))
     steps = _Steps(
         (start,),
         batches,
@@ -257,6 +268,12 @@ def _of_whole_steps(
     missed = ", ".join(sorted(reference.unmeasured))
     note = f"the rounding of {missed} was not measured: there the bound is too narrow"
     return replace(report, notes=(*report.notes, note))
+
+
+def _arrays(state: PyTree) -> PyTree:
+    """The state that candidates start from, as arrays where the caller has them."""
+    with as_the_caller():
+        return jax.tree.map(jnp.asarray, state)
 
 
 def _report(
@@ -409,7 +426,7 @@ def _judged(
                 while first.repeatable:
                     yield steps.call(name, candidate, given, batch).leaves
 
-            drawn = (steps.draws, steps.start[0], batch)
+            drawn = (steps.draws, *brought((steps.start[0], batch)))
             why, notes = excuse(
                 name,
                 candidate,
@@ -439,11 +456,12 @@ def _judged(
 def _called(
     name: str, candidate: Callable[..., Any], given: tuple[PyTree, ...], batch: PyTree
 ) -> PyTree:
-    try:
-        return candidate(*lent((*given, batch)))
-    except Exception as error:
-        error.add_note(f"raised by the candidate {name!r} of verify.step")
-        raise
+    with as_the_caller():
+        try:
+            return candidate(*lent((*given, batch)))
+        except Exception as error:
+            error.add_note(f"raised by the candidate {name!r} of verify.step")
+            raise
 
 
 def _trained(

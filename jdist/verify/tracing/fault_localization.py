@@ -22,7 +22,7 @@ from jdist.verify.gradient_check import (
 )
 from jdist.verify.measure import Counted, LossPrograms
 from jdist.verify.oracle import LossFn
-from jdist.verify.processes import TIMEOUT, Peers, joined
+from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
 from jdist.verify.report import Report
 from jdist.verify.tracing.recording import TapRecording
 from jdist.verify.tracing.reference import passages
@@ -127,24 +127,26 @@ def tracer(
     Raises:
       ValueError: As `trace`.
     """
-    with joined(TIMEOUT) as peers:
+    given = params, batch, weights
+    with joined(TIMEOUT) as peers, on_one_device(given):
         _check_alone(peers)
         named = {NAME: None}
         check_arguments("trace", loss_fn, params, batch, named, weights, reduction)
         programs = LossPrograms(loss_fn, accumulation)
         prepare = prepared("trace", loss_fn, reduction, accumulation, programs)
-        judge_all = prepare(params, batch, weights, seed)
+        judge_all = prepare(*given, seed)
+        params, batch, weights = brought(given)
         counted = programs.counted(reduction, params, batch, weights)
-    examples = _examples(batch)
-    batches = Counted(batch, weights), counted
-    own = passages(loss_fn, params, *batches, reduction, accumulation, examples)
+        examples = _examples(batch)
+        batches = Counted(batch, weights), counted
+        own = passages(loss_fn, params, *batches, reduction, accumulation, examples)
+        apart = jax.eval_shape(loss_fn, params, batch).shape != ()
     if not own:
         rule = "must mark values with verify.tap"
         remedy = "verify.gradients judges without taps."
         raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
     # A scalar loss of unlike leaves counts as one example.
     w = np.ones(examples or 1) if weights is None else np.asarray(weights, np.float64)
-    apart = jax.eval_shape(loss_fn, params, batch).shape != ()
 
     @cache
     def parts() -> dict[str, np.ndarray] | None:
@@ -157,13 +159,13 @@ def tracer(
     def judged(candidate: Candidate) -> Trace:
         """Judges one candidate on this batch."""
         first: list[tuple[TapRecording, Any]] = []
-        with joined(TIMEOUT) as peers:
+        with joined(TIMEOUT) as peers, on_one_device(given):
             report = judge_all({NAME: _recorded(candidate, first)}, peers)
-        (recording, result), *_ = first
-        findings = search(own, recording.records, w > 0)
-        difference = findings.difference
-        if difference is None and report.failures:
-            difference = _beyond_taps(report, findings, result[1], parts, w)
+            (recording, result), *_ = first
+            findings = search(own, recording.records, w > 0)
+            difference = findings.difference
+            if difference is None and report.failures:
+                difference = _beyond_taps(report, findings, result[1], parts, w)
         notes = list(findings.notes)
         if examples and all(passage.layout.axis is None for passage in own):
             notes.append(
