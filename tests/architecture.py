@@ -50,7 +50,7 @@ FACES = {
 ROOMS = {
     "segment": ("_programs _lookup", "_residuals", "_segment", "internal"),
     "optim": (
-        "_hyperparameters _loss_scale",
+        "_hyperparameters _loss_scale _whole_arrays",
         "_optimizer",
         "algorithms clipping labels master_weights optax_bridge",
         "registry internal",

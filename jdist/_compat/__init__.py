@@ -16,7 +16,7 @@ from jdist._compat.internals import (
     refuse_as_argument,
     trace_context,
 )
-from jdist._compat.layout import alike
+from jdist._compat.layout import alike, gathered
 from jdist._compat.programs import (
     Loop,
     byte_count,
@@ -91,6 +91,7 @@ __all__ = [
     "equations_in",
     "evaluate",
     "fast_in_loops",
+    "gathered",
     "inner_programs",
     "is_computed",
     "is_partitioned",

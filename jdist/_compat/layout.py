@@ -12,11 +12,20 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _alike_p = Primitive("alike")
 # Groups of JAX's own `shard_alike` in the same program count from 0.
 _groups = itertools.count(1 << 32)
+
+
+def gathered(array: jax.Array) -> jax.Array:
+    """`array`, whole on each device if explicit axes divide it; in jit and outside."""
+    sharding: Any = jax.typeof(array).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    if not explicit or sharding.is_fully_replicated:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def alike(array: jax.Array, like: jax.Array) -> jax.Array:

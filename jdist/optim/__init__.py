@@ -13,11 +13,13 @@ from jdist.optim._hyperparameters import Hyperparameter, Rule
 from jdist.optim._loss_scale import DynamicLossScale, LossScaleState
 from jdist.optim._optimizer import Optimizer, Update, check_optimizer, leafwise
 from jdist.optim.algorithms.adadelta import AdadeltaState, adadelta
+from jdist.optim.algorithms.adafactor import AdafactorState, adafactor
 from jdist.optim.algorithms.adagrad import AdagradState, adagrad
 from jdist.optim.algorithms.adam import AdamState, adam
 from jdist.optim.algorithms.adamax import AdamaxState, adamax
 from jdist.optim.algorithms.adamw import adamw
 from jdist.optim.algorithms.asgd import ASGDState, asgd
+from jdist.optim.algorithms.muon import MuonState, muon
 from jdist.optim.algorithms.nadam import NAdamState, nadam
 from jdist.optim.algorithms.radam import RAdamState, radam
 from jdist.optim.algorithms.rmsprop import RMSpropState, rmsprop
@@ -37,6 +39,7 @@ from jdist.optim.registry import functional_optim_map, register_functional_optim
 __all__ = [
     "ASGDState",
     "AdadeltaState",
+    "AdafactorState",
     "AdagradState",
     "AdamState",
     "AdamaxState",
@@ -44,6 +47,7 @@ __all__ = [
     "Hyperparameter",
     "LossScaleState",
     "MasterState",
+    "MuonState",
     "NAdamState",
     "Optimizer",
     "RAdamState",
@@ -53,6 +57,7 @@ __all__ = [
     "SGDState",
     "Update",
     "adadelta",
+    "adafactor",
     "adagrad",
     "adam",
     "adamax",
@@ -67,6 +72,7 @@ __all__ = [
     "from_optax",
     "functional_optim_map",
     "leafwise",
+    "muon",
     "nadam",
     "radam",
     "register_functional_optim",

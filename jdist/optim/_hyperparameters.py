@@ -40,6 +40,8 @@ class Rule:
 
     says: str
     holds: Callable[[Any], Any]
+    optional: bool = False
+    """Whether None may stand for the number."""
 
 
 # NaN satisfies none of them: it compares false with everything, itself included.
@@ -213,6 +215,8 @@ def resolved(
 
 
 def _at(argument: str, value: Any, count: jax.Array | None, dtype: DTypeLike) -> Any:
+    if value is None:
+        return None
     if callable(value):
         # The leaf's own count, which does not advance where the gradient is None.
         value = value(count)
@@ -227,7 +231,7 @@ def _at(argument: str, value: Any, count: jax.Array | None, dtype: DTypeLike) ->
 
 
 def _check_number(argument: str, rule: Rule, value: object) -> None:
-    if not callable(value):
+    if not (callable(value) or (value is None and rule.optional)):
         kind = "must be a number, a scalar array or a schedule"
         check_scalar(argument, rule, value, kind)
 

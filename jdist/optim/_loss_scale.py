@@ -81,6 +81,12 @@ def scaling_of(
     return DynamicLossScale(loss_scale, growth_factor=1.0, backoff_factor=1.0)
 
 
+def first_scale(scaling: DynamicLossScale) -> LossScaleState:
+    """The scale before the first step."""
+    counts = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return LossScaleState(jnp.asarray(scaling.init_scale, jnp.float32), *counts)
+
+
 def next_scale(
     scaling: DynamicLossScale, state: LossScaleState, finite: jax.Array
 ) -> LossScaleState:

@@ -51,6 +51,7 @@ from jdist.optim._hyperparameters import (
     resolved,
 )
 from jdist.optim._loss_scale import Precision
+from jdist.optim._whole_arrays import check_leaf
 
 
 class Update(NamedTuple):
@@ -96,6 +97,8 @@ class Optimizer:
         override it.
       loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None means 1.
       precision: Arguments of `with_master_weights`; None without master weights.
+      elementwise: Whether each number moves by the numbers at its place alone. If not,
+        `zero` pads no array.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Optimizer:
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     loss_factor: Callable[[Any], jax.Array] | None = None
     precision: Precision | None = None
+    elementwise: bool = False
 
     @property
     def rule(self) -> tuple[Any, ...]:
@@ -241,6 +245,9 @@ def leafwise(
     hyperparameters: Sequence[Hyperparameter],
     init_leaf: InitLeaf,
     step_leaf: StepLeaf,
+    *,
+    elementwise: bool = True,
+    dimensions: int | None = None,
 ) -> Optimizer:
     """An optimizer that applies the same rule to each floating leaf separately.
 
@@ -249,13 +256,22 @@ def leafwise(
       hyperparameters: In the order of the constructor; checked here.
       init_leaf: The state of one real floating array: a NamedTuple with an int32
         scalar `step` (or None, where no schedule can be given) and arrays of the
-        parameter's shape and dtype, or scalars.
+        parameter's dtype and number of dimensions, or scalars. Its structure may depend
+        on that number alone.
       step_leaf: One step of one real array, float32 or wider: its `Update`, of the same
-        shape and dtype, and the new state, like the old. Elementwise, for complex
-        parameters.
+        shape and dtype, and the new state, like the old. `h.dtype` is the dtype in
+        which the parameter is kept.
+      elementwise: Whether each number of the results depends on the numbers at its
+        place alone. Say False of a rule with a norm, a mean or a product of matrices:
+        such a rule takes no complex parameters, is given whole arrays by `zero`, and
+        refuses the shards of a `shard_map`.
+      dimensions: The number of dimensions that a parameter must have, if only one will
+        do.
 
     Raises:
-      ValueError: A hyperparameter breaks its rule.
+      ValueError: A hyperparameter breaks its rule. In `init` and `step`: a parameter
+        has another number of dimensions; a rule that is not elementwise is given a
+        complex parameter, or may have been given a shard of one.
       TypeError: A hyperparameter is of the wrong kind, or a rule is no function. In
         `step`: `step_leaf` returned something else than an `Update` and a state.
 
@@ -280,18 +296,8 @@ def leafwise(
     # Before the first step, so that a wrong constructor fails where it is written.
     for spec in specs.values():
         spec.check(name, spec.value)
-    # To recognise a leaf's state in `step`, whatever the shapes.
-    one = jax.ShapeDtypeStruct((), jnp.float32)
-    # By abstract evaluation: the rule of the leaf may allocate.
-    state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
-    rule = _Rule(name, specs, state_structure, step_leaf)
+    rule = _Rule(name, specs, init_leaf, step_leaf, elementwise, dimensions)
     call = f"{name}.step"
-
-    def init_tree(params: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda p: _init_one(init_leaf, jnp.asarray(p)) if is_inexact(p) else None,
-            params,
-        )
 
     def step_tree(
         params: PyTree,
@@ -317,6 +323,7 @@ def leafwise(
         for (keys, param), grad, leaf_state in zip(
             pairs, grad_leaves, state_leaves, strict=True
         ):
+            rule.check(f"{call}(params=...)", keys, param)
             rule.check_state(keys, param, leaf_state)
             if is_inexact(param) and grad is not None:
                 new.append(move(param, grad, leaf_state))
@@ -327,7 +334,7 @@ def leafwise(
         new_params, new_state = ([pair[i] for pair in new] for i in (0, 1))
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
-    return Optimizer(name, init_tree, step_tree, specs)
+    return Optimizer(name, rule.init, step_tree, specs, elementwise=elementwise)
 
 
 def _check_parts(hyperparameters: object, init_leaf: object, step_leaf: object) -> None:
@@ -343,8 +350,41 @@ class _Rule:
 
     name: str
     specs: Mapping[str, Hyperparameter]
-    state_structure: Any
+    init_leaf: InitLeaf
     step_leaf: StepLeaf
+    elementwise: bool
+    dimensions: int | None
+    structures: dict[int, Any] = field(default_factory=dict)
+
+    def check(self, argument: str, keys: Any, param: ArrayLike) -> None:
+        """Checks that the rule may be applied to a parameter."""
+        check_leaf(
+            argument,
+            keys,
+            param,
+            elementwise=self.elementwise,
+            dimensions=self.dimensions,
+        )
+
+    def init(self, params: PyTree) -> PyTree:
+        """The states of all leaves before the first step."""
+        for keys, param in jax.tree.leaves_with_path(params):
+            self.check(f"{self.name}.init(params)", keys, param)
+        return jax.tree.map(
+            lambda p: (
+                _init_one(self.init_leaf, jnp.asarray(p)) if is_inexact(p) else None
+            ),
+            params,
+        )
+
+    def structure_of(self, ndim: int) -> Any:
+        """The structure of a leaf's state, by its number of dimensions."""
+        if ndim not in self.structures:
+            one = jax.ShapeDtypeStruct((1,) * ndim, jnp.float32)
+            # By abstract evaluation: the rule of the leaf may allocate.
+            state = jax.eval_shape(self.init_leaf, one)
+            self.structures[ndim] = jax.tree.structure(state)
+        return self.structures[ndim]
 
     def check_state(self, keys: Any, param: ArrayLike, state: PyTree) -> None:
         """Checks that the state of a leaf has the structure of this rule's states.
@@ -352,7 +392,9 @@ class _Rule:
         Raises:
           ValueError: It has another.
         """
-        if is_inexact(param) and jax.tree.structure(state) != self.state_structure:
+        if not is_inexact(param):
+            return
+        if jax.tree.structure(state) != self.structure_of(jnp.ndim(param)):
             rule = "must hold what "
             rule += f"`{self.name}.init` or the last step returned, at {path_of(keys)}"
             got = str(jax.tree.structure(state))
@@ -373,6 +415,7 @@ class _Rule:
         wide = _entered(param)
         call = f"{self.name}.step"
         h = resolved(call, self.specs, overrides, state.step, wide.dtype)
+        h.dtype = param.dtype
         entered = jax.tree.map(_entered, state)
         update: Any
         update, new = self.step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
@@ -527,14 +570,46 @@ def _placed(state: PyTree, param: jax.Array) -> PyTree:
     # Zeros do not depend on the parameter: without a hint the compiler replicates them.
     # A count whose place changed in the first step would compile the step again.
     if is_traced(param):
-        return jax.tree.map(
-            lambda s: alike(s, param) if s.shape == param.shape else s, state
-        )
+        return jax.tree.map(lambda s: _alike_in_part(s, param), state)
     if not param.committed:
         return state
-    # A scalar has no axis to shard.
-    place = _whole(param)
-    return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
+    return jax.tree.map(lambda s: _placed_beside(s, param), state)
+
+
+def _alike_in_part(array: jax.Array, param: jax.Array) -> jax.Array:
+    """Lays an array out like its parameter along the dimensions that both have."""
+    own = _kept_dimensions(array, param)
+    if own is None:
+        return array
+    gone = tuple(i for i, kept in enumerate(own) if not kept)
+    # The sum is never computed: only its layout is read. A slice would do, but for an
+    # explicit axis, along which JAX takes none.
+    return alike(array, param.sum(gone, keepdims=True) if gone else param)
+
+
+def _placed_beside(array: jax.Array, param: jax.Array) -> jax.Array:
+    """Moves an array that is not of the parameter's shape to its devices."""
+    place, own = param.sharding, _kept_dimensions(array, param)
+    if not array.ndim:
+        # A scalar has no axis to shard.
+        return jax.device_put(array, _whole(param))
+    if own is None or all(own) or not isinstance(place, NamedSharding):
+        return array
+    entries = zip(place.spec, own, strict=False)
+    spec = [entry if kept else None for entry, kept in entries]
+    # A compiled step leaves a None at the end out, and to `jax.jit` that is another
+    # layout.
+    while spec and spec[-1] is None:
+        spec.pop()
+    return jax.device_put(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
+
+
+def _kept_dimensions(array: jax.Array, param: jax.Array) -> list[bool] | None:
+    """Which dimensions have the parameter's size and not 1; None for other shapes."""
+    if array.ndim != param.ndim:
+        return None
+    pairs = list(zip(array.shape, param.shape, strict=True))
+    return [a == b for a, b in pairs] if all(a in (b, 1) for a, b in pairs) else None
 
 
 def _settled(state: PyTree, params: PyTree) -> PyTree:

@@ -6,12 +6,14 @@ place scales its own gradients.
 """
 
 from jdist.optim._hyperparameters import check_overrides
+from jdist.optim._whole_arrays import copies_over
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
 from jdist.optim.master_weights import computed_in, loss_scaling, started
 
 __all__ = [
     "check_overrides",
     "computed_in",
+    "copies_over",
     "loss_scaling",
     "scaled",
     "shrinking",

@@ -59,22 +59,7 @@ def by_label(
       `torch.optim.Optimizer.param_groups`; `optax.multi_transform`.
     """
     _check_optimizers(optimizers)
-    # A module of labels may be callable too, and is a tree: it has texts for leaves.
-    held = jax.tree.leaves(labels)
-    is_function = callable(labels) and not any(isinstance(x, str) for x in held)
-
-    def labels_for(params: PyTree) -> list[str]:
-        # Called in each step, so that nothing is kept between `init` and `step`. Shapes
-        # are known of tracers too.
-        tree = labels(params) if is_function else labels
-        found = matching("by_label", "labels", params, tree)
-        # A label may be wrapped, as in a state of Flax beside plain arrays.
-        each = [x[0] if len(x := jax.tree.leaves(y)) == 1 else y for y in found]
-        for label in each:
-            if not isinstance(label, Hashable) or label not in optimizers:
-                rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
-                raise ValueError(requirement("by_label(labels=...)", rule, label))
-        return each
+    labels_for = _reader(labels, optimizers)
 
     def init_tree(params: PyTree) -> PyTree:
         found = labels_for(params)
@@ -100,10 +85,9 @@ def by_label(
         leaves, structure = jax.tree.flatten(params)
         states = {}
         for label, opt in optimizers.items():
-            part = _only(label, found, params, params)
-            part_grads = _only(label, found, params, grads)
+            part, own_grads = (_only(label, found, params, x) for x in (params, grads))
             part, states[label] = opt.step_tree(
-                part, part_grads, state[label], own[label], **form
+                part, own_grads, state[label], own[label], **form
             )
             # `part` has None for other labels, so its leaves are those of this label in
             # order.
@@ -114,7 +98,33 @@ def by_label(
             ]
         return structure.unflatten(leaves), states
 
-    return Optimizer("by_label", init_tree, step_tree, _union(optimizers))
+    elementwise = all(opt.elementwise for opt in optimizers.values())
+    known = _union(optimizers)
+    return Optimizer("by_label", init_tree, step_tree, known, elementwise=elementwise)
+
+
+def _reader(
+    labels: Any | Callable[[Any], Any], optimizers: Mapping[str, Optimizer]
+) -> Callable[[PyTree], list[str]]:
+    """A function from parameters to the label of each, which is checked."""
+    # A module of labels may be callable too, and is a tree: it has texts for leaves.
+    held = jax.tree.leaves(labels)
+    is_function = callable(labels) and not any(isinstance(x, str) for x in held)
+
+    def labels_for(params: PyTree) -> list[str]:
+        # Called in each step, so that nothing is kept between `init` and `step`. Shapes
+        # are known of tracers too.
+        tree = labels(params) if is_function else labels
+        found = matching("by_label", "labels", params, tree)
+        # A label may be wrapped, as in a state of Flax beside plain arrays.
+        each = [x[0] if len(x := jax.tree.leaves(y)) == 1 else y for y in found]
+        for label in each:
+            if not isinstance(label, Hashable) or label not in optimizers:
+                rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
+                raise ValueError(requirement("by_label(labels=...)", rule, label))
+        return each
+
+    return labels_for
 
 
 def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:

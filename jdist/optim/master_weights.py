@@ -47,6 +47,7 @@ from jdist.optim._loss_scale import (
     DynamicLossScale,
     LossScaleState,
     Precision,
+    first_scale,
     next_scale,
     scaling_of,
 )
@@ -147,10 +148,7 @@ def with_master_weights(
 
     def init_tree(params: PyTree) -> MasterState:
         masters = jax.tree.map(_master, params)
-        scale = None
-        if scaling is not None:
-            start = jnp.asarray(scaling.init_scale, jnp.float32)
-            scale = LossScaleState(start, *(jnp.zeros((), jnp.int32) for _ in range(2)))
+        scale = None if scaling is None else first_scale(scaling)
         return MasterState(masters, opt.init_tree(masters), scale)
 
     def step_tree(
@@ -192,6 +190,7 @@ def with_master_weights(
         opt.hyperparameters,
         loss_factor,
         Precision(compute_dtype, scaling),
+        opt.elementwise,
     )
 
 

@@ -6,11 +6,13 @@ from types import MappingProxyType
 from jdist._errors import check_function, check_type, requirement
 from jdist.optim._optimizer import Optimizer
 from jdist.optim.algorithms.adadelta import adadelta
+from jdist.optim.algorithms.adafactor import adafactor
 from jdist.optim.algorithms.adagrad import adagrad
 from jdist.optim.algorithms.adam import adam
 from jdist.optim.algorithms.adamax import adamax
 from jdist.optim.algorithms.adamw import adamw
 from jdist.optim.algorithms.asgd import asgd
+from jdist.optim.algorithms.muon import muon
 from jdist.optim.algorithms.nadam import nadam
 from jdist.optim.algorithms.radam import radam
 from jdist.optim.algorithms.rmsprop import rmsprop
@@ -20,11 +22,13 @@ from jdist.optim.algorithms.sgd import sgd
 # torch's class names, which programs written for torch look up.
 _constructors: dict[str, Callable[..., Optimizer]] = {
     "Adadelta": adadelta,
+    "Adafactor": adafactor,
     "Adagrad": adagrad,
     "Adam": adam,
     "Adamax": adamax,
     "AdamW": adamw,
     "ASGD": asgd,
+    "Muon": muon,
     "NAdam": nadam,
     "RAdam": radam,
     "RMSprop": rmsprop,

@@ -14,6 +14,7 @@ from jdist import optim
 
 STEPS = 50
 SHAPES = ((3, 5), (7,), (), (2,))
+MATRICES = ((3, 5), (7, 2), (1, 4), (2, 2))
 ZERO_LEAF = 3
 
 
@@ -26,10 +27,27 @@ class Algorithm:
     golden: dict
     has_lr_default_of_torch_optim: bool = True
     overridable: dict = field(default_factory=dict)
+    elementwise: bool = True
+    shapes: tuple = SHAPES
 
     @property
     def name(self):
         return self.torch_name.lower()
+
+    @property
+    def inputs(self):
+        """The golden file of its problem."""
+        return "inputs" if self.shapes == SHAPES else "matrices"
+
+    @property
+    def shapes_of_nine(self):
+        """Shapes of nine numbers: a vector, and a matrix where they differ."""
+        shapes = () if self.shapes == MATRICES else ((9,),)
+        return shapes if self.elementwise else (*shapes, (3, 3))
+
+    def problem(self, seed, **options):
+        """A problem of the shapes that it takes; see `problem`."""
+        return problem(seed, shapes=self.shapes, **options)
 
     def __call__(self, **options):
         return getattr(optim, self.name)(**options)
@@ -265,7 +283,65 @@ ALGORITHMS = [
         },
         overridable={"lr": 0.07, "lambd": 0.01},
     ),
+    Algorithm(
+        "Adafactor",
+        {
+            "lr": LR,
+            "beta2_decay": _numbers(-1.0, 0.0),
+            "eps": _pair(
+                st.sampled_from([None, 0.0, 1e-8, 1e-3]),
+                st.sampled_from([0.0, 1e-3, 0.1]),
+            ),
+            "d": _numbers(1.0, 3.0),
+            "weight_decay": DECAY,
+            "maximize": BOOL,
+        },
+        {
+            "default": {},
+            "decay": {
+                "lr": 0.1,
+                "beta2_decay": -0.5,
+                "eps": (1e-4, 0.01),
+                "d": 1.5,
+                "weight_decay": 0.1,
+                "maximize": True,
+            },
+        },
+        overridable={"lr": 0.07, "beta2_decay": -0.6},
+        elementwise=False,
+    ),
+    Algorithm(
+        "Muon",
+        {
+            "lr": LR,
+            "weight_decay": DECAY,
+            "momentum": _numbers(0.0, 0.99),
+            "nesterov": BOOL,
+            "ns_coefficients": st.sampled_from(
+                [(3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)]
+            ),
+            "eps": EPS,
+            "ns_steps": st.integers(0, 6),
+            "adjust_lr_fn": st.sampled_from([None, "original", "match_rms_adamw"]),
+        },
+        {
+            "default": {},
+            "plain": {
+                "lr": 0.03,
+                "weight_decay": 0.0,
+                "nesterov": False,
+                "momentum": 0.5,
+                "ns_coefficients": (2.0, -1.5, 0.5),
+                "ns_steps": 3,
+            },
+            "adamw's rate": {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw"},
+        },
+        overridable={"lr": 0.07, "weight_decay": 0.3, "momentum": 0.7},
+        elementwise=False,
+        shapes=MATRICES,
+    ),
 ]
+ELEMENTWISE = [algorithm for algorithm in ALGORITHMS if algorithm.elementwise]
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 
 

@@ -1,6 +1,7 @@
 """Every algorithm goes through torch's own numbers, recorded in golden files."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ def load(name):
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def problem():
-    data = load("inputs")
+@cache
+def recorded_problem(name):
+    data = load(name)
     return Problem(
         [np.array(p) for p in data["params"]],
         [[None if g is None else np.array(g) for g in row] for row in data["grads"]],
@@ -35,9 +36,9 @@ def tuples(options):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("name", "case"), RECORDED)
-def test_fifty_steps_are_torchs(name, case, dtype, problem):
+def test_fifty_steps_are_torchs(name, case, dtype):
     """Parameters and state equal torch's at the recorded steps of a run with None."""
-    recorded = load(name)[case]
+    recorded, problem = load(name)[case], recorded_problem(BY_NAME[name].inputs)
     assert tuples(recorded["options"]) == BY_NAME[name].golden[case]
     seen = runs.run(BY_NAME[name](**tuples(recorded["options"])), problem, dtype)
     assert len(seen.params) == STEPS
@@ -93,8 +94,10 @@ def test_after_a_gradient_that_is_not_ordinary(name):
     np.testing.assert_allclose(seen, RARE[name], rtol=20 * bounds.UNIT["float32"])
 
 
-def test_the_recorded_problem_can_tell(problem):
+@pytest.mark.parametrize("name", ["inputs", "matrices"])
+def test_the_recorded_problem_can_tell(name):
     """It has None in several patterns, distinct shapes, and several magnitudes."""
+    problem = recorded_problem(name)
     missing = [tuple(g is None for g in row) for row in problem.grads]
     assert len(set(missing)) == 4
     assert [row[1] for row in missing[:4]].count(True) >= 3
@@ -108,4 +111,4 @@ def test_the_recorded_problem_can_tell(problem):
 
 def test_every_algorithm_is_recorded():
     files = {path.stem for path in GOLDEN.glob("*.json")}
-    assert files == {*BY_NAME, "inputs"}
+    assert files == {*BY_NAME, "inputs", "matrices"}

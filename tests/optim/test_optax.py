@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from optax import contrib
 
 from jdist import optim
 from jdist._errors import Unavailable
-from tests.optim.cases import ALGORITHMS, problem
+from tests.optim.cases import ALGORITHMS, BY_NAME, MATRICES, SHAPES, problem
 from tests.optim.runs import largest
 
 
@@ -28,9 +29,9 @@ EQUAL = 1e-13
 """Rounding, 20 steps in float64, relative to a parameter's largest magnitude."""
 
 
-def run(opt):
+def run(opt, shapes=SHAPES):
     """20 steps in float64, without None."""
-    data = problem(31, steps=20, with_none=False)
+    data = problem(31, steps=20, with_none=False, shapes=shapes)
     params = [jnp.asarray(p) for p in data.params]
     state = opt.init(params)
     for row in data.grads:
@@ -40,7 +41,8 @@ def run(opt):
 
 def difference(ours, tx):
     """The largest difference of a parameter after 20 steps, relative to its size."""
-    pairs = zip(run(ours), run(optim.from_optax(tx)), strict=True)
+    shapes = MATRICES if ours.name == "muon" else SHAPES
+    pairs = zip(run(ours, shapes), run(optim.from_optax(tx), shapes), strict=True)
     return max(float(np.max(np.abs(a - b))) / largest([a]) for a, b in pairs)
 
 
@@ -100,6 +102,13 @@ DIFFERENT = {
     "NAdam": (optim.nadam(lr=LR), optax.nadam(LR), 1e-5),
     "RAdam": (optim.radam(lr=LR), optax.radam(LR), 1e-12),
     "Rprop": (optim.rprop(lr=LR), optax.rprop(LR), 1e-4),
+    "Adafactor": (optim.adafactor(lr=LR), optax.adafactor(LR), 1e-3),
+    "Muon": (optim.muon(lr=LR), contrib.muon(LR, weight_decay=0.1), 1e-3),
+    "Muon without nesterov": (
+        optim.muon(lr=LR, nesterov=False, weight_decay=0.0),
+        contrib.muon(LR, nesterov=False),
+        1e-3,
+    ),
 }
 
 
@@ -131,7 +140,7 @@ def test_as_optax_makes_the_same_steps(algorithm):
     """Bit for bit, but for decoupled decay, which is rounded by itself: one a step."""
     options = list(algorithm.golden.values())[-1]
     opt = algorithm(**options)
-    data = problem(8, steps=3, with_none=False)
+    data = algorithm.problem(8, steps=3, with_none=False)
     params = ours = [jnp.asarray(p) for p in data.params]
     tx = optim.as_optax(opt)
     state, our_state = tx.init(params), opt.init(params)
@@ -141,7 +150,7 @@ def test_as_optax_makes_the_same_steps(algorithm):
         params = optax.apply_updates(params, updates)
         ours, our_state = opt.step(ours, grads, our_state)
     decays = options.get("decoupled_weight_decay") or algorithm.name in (
-        "adamw", "asgd",
+        "adamw", "asgd", "adafactor", "muon",
     )  # fmt: skip
     for found, expected in zip(params, ours, strict=True):
         if not decays:
@@ -193,9 +202,11 @@ def test_as_optax_under_jit_and_inject_hyperparams():
     np.testing.assert_allclose(twice, params - 0.1, rtol=1e-6)
 
 
-@EACH
-def test_an_update_is_not_rounded_to_the_spacing_of_its_parameter(algorithm, rng):
+# The length of a step of Adafactor depends on where the parameter is.
+@pytest.mark.parametrize("name", sorted({*BY_NAME} - {"adafactor"}))
+def test_an_update_is_not_rounded_to_the_spacing_of_its_parameter(name, rng):
     """Small beside the parameter, and then multiplied: the difference was quantised."""
+    algorithm = BY_NAME[name]
     options = {
         name: value
         for name, value in list(algorithm.golden.values())[-1].items()
@@ -205,11 +216,12 @@ def test_an_update_is_not_rounded_to_the_spacing_of_its_parameter(algorithm, rng
         options["step_sizes"] = (1e-9, 1e-6)
     if algorithm.name == "asgd":
         options["lambd"] = 0.0
-    if algorithm.name == "adamw":
+    if algorithm.name in ("adamw", "muon"):
         options["weight_decay"] = 0.0
     opt = algorithm(**options)
-    near = jnp.asarray(rng.standard_normal(7), jnp.float32)
-    far, grads = near + 1000, jnp.asarray(rng.standard_normal(7), jnp.float32)
+    drawn = rng.standard_normal((2, 7, 2) if algorithm.shapes == MATRICES else (2, 7))
+    near, grads = jnp.asarray(drawn, jnp.float32)
+    far = near + 1000
     tx = optax.chain(optim.as_optax(opt), optax.scale(1000.0))
     found, _ = tx.update(grads, tx.init(far), far)
     # Without decay an update does not depend on where the parameter is.

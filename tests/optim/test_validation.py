@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdist import optim
-from tests.optim.cases import ALGORITHMS, BY_NAME
+from tests.optim.cases import ALGORITHMS, BY_NAME, MATRICES
 from tests.wrong_types import FOREIGN, Tensor
 
 EACH = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
@@ -67,6 +67,20 @@ REFUSED = {
         "t0": [(float("nan"), "must be a number")],
     },
 }
+REFUSED["adafactor"] = {
+    "lr": [(-1.0, AT_LEAST_0)],
+    "beta2_decay": [(0.1, "must be at most 0")],
+    "eps[0]": [(-1.0, "must be at least 0, or None")],
+    "eps[1]": [(-1.0, AT_LEAST_0)],
+    "d": [(0.9, "must be at least 1")],
+    "weight_decay": [(-1.0, AT_LEAST_0)],
+}
+REFUSED["muon"] = {
+    "lr": [(-1.0, AT_LEAST_0)],
+    "weight_decay": [(-1.0, AT_LEAST_0)],
+    "momentum": [(-0.1, AT_LEAST_0)],
+    "eps": [(-1e-8, AT_LEAST_0)],
+} | {f"ns_coefficients[{i}]": [(float("nan"), "must be a number")] for i in range(3)}
 REFUSED["adamw"] = REFUSED["adamax"] = REFUSED["adam"]
 REFUSED["radam"] = REFUSED["adam"]
 REFUSED["nadam"] = REFUSED["adam"] | {"momentum_decay": [(-1.0, AT_LEAST_0)]}
@@ -83,8 +97,17 @@ def given(name, argument, value):
     key, bracket, rest = argument.partition("[")
     if not bracket:
         return {key: value}
-    pair = {"betas": (0.9, 0.999), "etas": (0.5, 1.2), "step_sizes": (0.1, 1.0)}[key]
-    return {key: tuple(np.where(np.arange(2) == int(rest[0]), value, pair).tolist())}
+    several = list(
+        {
+            "betas": (0.9, 0.999),
+            "etas": (0.5, 1.2),
+            "step_sizes": (0.1, 1.0),
+            "eps": (None, 1e-3),
+            "ns_coefficients": (2.0, -1.5, 0.5),
+        }[key]
+    )
+    several[int(rest[0])] = value
+    return {key: tuple(several)}
 
 
 def message(call, rule, value):
@@ -116,7 +139,7 @@ def test_out_of_range_is_refused_at_construction(name, argument, value, rule):
 def test_out_of_range_is_refused_in_a_step(name, argument, value, rule):
     """As an override and as the value of a schedule, where it can be seen."""
     keywords = given(name, argument, value)
-    params = jnp.array([1.0, 2.0])
+    params = jnp.array([[1.0, 2.0]])
     # Without a momentum there is no buffer, without an lr_decay no count.
     needed = {"momentum": 0.5, "lr_decay": 0.1}
     opt = BY_NAME[name](**{k: v for k, v in needed.items() if k == argument})
@@ -128,7 +151,7 @@ def test_out_of_range_is_refused_in_a_step(name, argument, value, rule):
         return
     with pytest.raises(ValueError, match=message(call, rule, value)):
         opt.step(params, params, opt.init(params), **keywords)
-    scheduled = jax.tree.map(lambda v: lambda count: v, keywords)
+    scheduled = jax.tree.map(lambda v: lambda count: v, keywords)  # None stays None
     opt = BY_NAME[name](**scheduled)
     with pytest.raises(ValueError, match=message(call, rule, value)):
         opt.step(params, params, opt.init(params))
@@ -164,13 +187,14 @@ def test_a_text_is_shown_as_one():
 
 @EACH
 def test_flags_are_bools_and_no_numbers(algorithm):
-    with pytest.raises(TypeError, match=r"\(maximize=...\)` must be True or False"):
-        algorithm(maximize=1)
+    opt, params = algorithm(), jnp.array([[1.0, 2.0]])
+    name = "nesterov" if algorithm.name == "muon" else "maximize"
+    with pytest.raises(TypeError, match=rf"\({name}=...\)` must be True or False"):
+        algorithm(**{name: 1})
     with pytest.raises(TypeError, match=r"must be True or False\. Got 'False'\."):
-        algorithm(maximize="False")
-    opt, params = algorithm(), jnp.array([1.0, 2.0])
-    with pytest.raises(ValueError, match=r"\(maximize=...\)` cannot be overridden"):
-        opt.step(params, params, opt.init(params), maximize=True)
+        algorithm(**{name: "False"})
+    with pytest.raises(ValueError, match=rf"\({name}=...\)` cannot be overridden"):
+        opt.step(params, params, opt.init(params), **{name: True})
 
 
 @pytest.mark.parametrize("value", [0.9, (0.9,), (0.9, 0.99, 0.999), None])
@@ -201,6 +225,30 @@ def test_momentum_needs_its_buffer(name):
     opt, params = BY_NAME[name](), jnp.array([1.0])
     with pytest.raises(ValueError, match="built with momentum 0, it keeps no buffer"):
         opt.step(params, params, opt.init(params), momentum=0.9)
+
+
+@pytest.mark.parametrize("value", [None, 1e-3, (1e-3,), (None, None), ("1", 1e-3)])
+def test_the_eps_of_adafactor_are_two_of_which_one_may_be_none(value):
+    with pytest.raises(TypeError, match=r"adafactor\(eps(\[.\])?=...\)` must be a "):
+        optim.adafactor(eps=value)
+
+
+def test_what_chooses_the_program_of_muon():
+    for value in (-1, 100):
+        rule = rf"muon\(ns_steps=...\)` must be a number of it.*than 100\. Got {value}"
+        with pytest.raises(ValueError, match=rule):
+            optim.muon(ns_steps=value)
+    with pytest.raises(TypeError, match=r"ns_steps=.*fewer than 100, an integer"):
+        optim.muon(ns_steps=5.0)
+    with pytest.raises(
+        ValueError, match=r"adjust_lr_fn=.* one of None, 'original', 'm"
+    ):
+        optim.muon(adjust_lr_fn="adamw")
+    with pytest.raises(TypeError, match=r"ns_coefficients=.* a sequence of 3 numbers"):
+        optim.muon(ns_coefficients=(2.0, -1.5))
+    opt, params = optim.muon(), jnp.ones((2, 3))
+    with pytest.raises(TypeError, match="has no hyperparameter 'ns_steps' to override"):
+        opt.step(params, params, opt.init(params), ns_steps=3)
 
 
 def test_no_positional_hyperparameters():
@@ -266,7 +314,8 @@ def test_a_constructor_keeps_its_signature():
 @EACH
 def test_what_does_not_fit_is_refused(algorithm):
     opt = algorithm()
-    params = {"w": jnp.array([[1.0, 2.0]]), "b": jnp.array(1.0)}
+    shape = (1, 1) if algorithm.shapes == MATRICES else ()
+    params = {"w": jnp.array([[1.0, 2.0]]), "b": jnp.ones(shape)}
     state = opt.init(params)
     name = algorithm.name
     with pytest.raises(ValueError, match=rf"{name}.init\(params\)` must have at least"):
@@ -277,8 +326,9 @@ def test_what_does_not_fit_is_refused(algorithm):
         opt.step(params, params, {"w": state["w"]})
     with pytest.raises(ValueError, match=r"at w, float64 of shape \(1, 2\). Got .*\(2"):
         opt.step(params, params | {"w": jnp.zeros(2)}, state)
-    with pytest.raises(ValueError, match=r"at b, float64 of shape \(\). Got float32 o"):
-        opt.step(params, params | {"b": jnp.zeros((), jnp.float32)}, state)
+    rule = re.escape(f"at b, float64 of shape {shape}. Got float32 o")
+    with pytest.raises(ValueError, match=rule):
+        opt.step(params, params | {"b": jnp.zeros(shape, jnp.float32)}, state)
     with pytest.raises(ValueError, match=rf"what `{name}.init` or .* returned, at b"):
         opt.step(params, params, state | {"b": None})
     with pytest.raises(TypeError, match=r"no hyperparameter 'rate' .* It has .*lr"):

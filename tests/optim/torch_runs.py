@@ -3,6 +3,7 @@
 `python -m tests.optim.torch_runs` writes the golden files from it.
 """
 
+import inspect
 import json
 import warnings
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.optim.cases import ALGORITHMS, problem
+from tests.optim.cases import ALGORITHMS, MATRICES, problem
 from tests.optim.runs import Run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,7 +34,7 @@ def default_dtype(dtype):
 
 def run(torch_name, options, problem, dtype, overrides=None):
     """All steps of torch's single-tensor path; see `runs.run`."""
-    with default_dtype(dtype):
+    with default_dtype(dtype), newton_schulz():
         params = [as_tensor(p, dtype).requires_grad_() for p in problem.params]
         opt = make(torch_name, params, options)
         seen = Run([], [])
@@ -48,9 +49,39 @@ def run(torch_name, options, problem, dtype, overrides=None):
     return seen
 
 
-def make(torch_name, params, options):
-    """The optimizer on its single-tensor path."""
-    return getattr(torch.optim, torch_name)(params, foreach=False, **options)
+def make(torch_name, params, options, *, foreach=False):
+    """The optimizer on its single-tensor path; Muon has no other."""
+    constructor = getattr(torch.optim, torch_name)
+    if "foreach" in inspect.signature(constructor).parameters:
+        options = options | {"foreach": foreach}
+    return constructor(params, **options)
+
+
+@contextmanager
+def newton_schulz():
+    """torch's Muon without its rounding of matrices to bfloat16."""
+    module = torch.optim._muon
+    shipped = module._zeropower_via_newtonschulz
+    module._zeropower_via_newtonschulz = lambda grad, *rest: shipped(
+        _NotRounded(grad), *rest
+    )
+    try:
+        yield
+    finally:
+        module._zeropower_via_newtonschulz = shipped
+
+
+class _NotRounded:
+    """A matrix whose `bfloat16` is a copy of its own dtype; all else is torch's."""
+
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+    def bfloat16(self):
+        return self.matrix.clone()
+
+    def __getattr__(self, name):
+        return getattr(self.matrix, name)
 
 
 def state_of(opt, param):
@@ -91,7 +122,7 @@ def made_functional(name, params):
 
 def golden(algorithm):
     """The expected content of an algorithm's golden file."""
-    data = problem(GOLDEN_SEED)
+    data = algorithm.problem(GOLDEN_SEED)
     return {
         case: {
             "options": options,
@@ -120,8 +151,12 @@ def _kept(seen):
 
 
 def inputs():
-    """The problem itself, so that no golden file hangs on NumPy's generator."""
-    data = problem(GOLDEN_SEED)
+    """The problems themselves, so that no golden file hangs on NumPy's generator."""
+    return {"inputs": _content(), "matrices": _content(shapes=MATRICES)}
+
+
+def _content(**options):
+    data = problem(GOLDEN_SEED, **options)
     return {
         "params": [p.tolist() for p in data.params],
         "grads": [
@@ -134,7 +169,7 @@ def write():
     """Writes all golden files."""
     GOLDEN.mkdir(exist_ok=True)
     contents = {algorithm.name: golden(algorithm) for algorithm in ALGORITHMS}
-    for name, content in {"inputs": inputs(), **contents}.items():
+    for name, content in {**inputs(), **contents}.items():
         (GOLDEN / f"{name}.json").write_text(json.dumps(content) + "\n")
 
 

@@ -11,6 +11,7 @@ import jax
 
 from jdist._tree import PyTree, wide_dtype
 from jdist.optim import Optimizer, check_optimizer
+from jdist.optim.internal import copies_over
 from jdist.reduction import weighted_mean
 
 
@@ -61,6 +62,8 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
             grads = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), grads)
         # `weight` is taken out: the wrapped optimizer has no such hyperparameter.
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
-        return opt.step_tree(params, whole, state, rest, **form)
+        # The members of the axis are replicas: each has whole parameters.
+        with copies_over(axis_name):
+            return opt.step_tree(params, whole, state, rest, **form)
 
     return replace(opt, step_tree=step_tree)

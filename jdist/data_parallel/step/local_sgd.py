@@ -58,6 +58,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.optim import Optimizer, check_optimizer
+from jdist.optim.internal import copies_over
 from jdist.segment.internal import GuardedJit
 
 
@@ -253,7 +254,8 @@ def local_sgd(
         weights = communication.weights_of(batch, weights, params)
         part, ready = with_gradient_order(part_of, params, batch, weights)
         loss, grads, _ = communication(part, ready, params)
-        params, opt_state = optimizer.step(params, grads, opt_state)
+        with copies_over(axis):
+            params, opt_state = optimizer.step(params, grads, opt_state)
         # All replicas have the same step and take the same branch: otherwise a
         # collective inside `cond` would never end.
         params, seen = jax.lax.cond(

@@ -16,8 +16,11 @@ norm, the check of a loss scale for infinities) still cover the whole array, sin
 the *layout* of arrays changes, and the compiler adds the communication.
 
 Each array is divided along its first dimension that K divides. If there is none, its
-largest dimension is padded with zeros, which affect no element. A dimension that a
-further axis of the mesh divides (tensor parallelism) is left to that axis.
+largest dimension is padded with zeros, which affect no element of an elementwise
+update. Other updates (Muon's, Adafactor's, optax's, of which nothing is known) would
+take the zeros for a part of the parameter: for these such an array is whole on every
+replica. A dimension that a further axis of the mesh divides (tensor parallelism) is
+left to that axis.
 """
 
 from __future__ import annotations
@@ -111,8 +114,7 @@ def zero(
 
     Args:
       opt: Any optimizer of jdist, `by_label` and `with_master_weights` too; the masters
-        are divided as well. From optax what needs no padding, or treats each number
-        alone.
+        are divided as well.
       mesh: The devices. A number of replicas on one device has nothing to divide.
       axis: The mesh axis that counts replicas.
       specs: Where the mesh has further axes, a `PartitionSpec` over them for each
@@ -148,7 +150,8 @@ def zero(
         rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
     check_optimizer("zero(opt=...)", opt)
-    layout = _StateLayout(mesh, axis, replicas_of(mesh, axis, "zero"), specs)
+    replicas = replicas_of(mesh, axis, "zero")
+    layout = _StateLayout(mesh, axis, replicas, specs, pads=opt.elementwise)
     if specs is None:
         check_alone("zero", mesh, axis)
 
@@ -196,6 +199,7 @@ def zero(
         opt.hyperparameters,
         None if factor is None else lambda state: factor(_unwrapped(state)),
         opt.precision,
+        opt.elementwise,
         layout=layout,
         of=opt,
     )
@@ -209,6 +213,7 @@ class _StateLayout:
     axis: str
     replicas: int
     specs: PyTree
+    pads: bool
 
     def each(self, params: PyTree) -> PyTree:
         """A tree like the parameters, with the specs of further axes."""
@@ -233,11 +238,13 @@ class _StateLayout:
         return dict(zip(named, specs, strict=True))
 
     def dimension(self, shape: tuple[int, ...], spec: PartitionSpec) -> int | None:
-        """The first free dimension that the replicas divide, or else the largest."""
-        # Padding the largest dimension adds the fewest elements.
+        """The first free dimension that the replicas divide, or else one to pad."""
         entries = (*spec, *[None] * (len(shape) - len(spec)))
         free = [i for i, entry in enumerate(entries) if entry is None]
         even = (i for i in free if shape[i] % self.replicas == 0)
+        if not self.pads:
+            return next(even, None)
+        # Padding the largest dimension adds the fewest elements.
         return next(even, max(free, key=lambda i: shape[i], default=None))
 
     def padded(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
@@ -350,7 +357,10 @@ def _spec_for(
         for name, spec in specs.items()
         if f"/{name}/" in f"/{path}/" and len(spec) <= len(shape)
     ]
-    return specs[max(own, key=len)] if own else PartitionSpec()
+    spec = specs[max(own, key=len)] if own else PartitionSpec()
+    # A factor of Adafactor has one number along a dimension of its parameter.
+    entries = zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True)
+    return PartitionSpec(*(None if size == 1 else entry for size, entry in entries))
 
 
 def _is_spec(x: object) -> bool:
