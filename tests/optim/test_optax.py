@@ -104,11 +104,6 @@ DIFFERENT = {
     "Rprop": (optim.rprop(lr=LR), optax.rprop(LR), 1e-4),
     "Adafactor": (optim.adafactor(lr=LR), optax.adafactor(LR), 1e-3),
     "Muon": (optim.muon(lr=LR), contrib.muon(LR, weight_decay=0.1), 1e-3),
-    "Muon without nesterov": (
-        optim.muon(lr=LR, nesterov=False, weight_decay=0.0),
-        contrib.muon(LR, nesterov=False),
-        1e-3,
-    ),
 }
 
 

@@ -19,7 +19,13 @@ from tests.optim.test_golden import RECORDED, compare_states, load
 
 pytestmark = pytest.mark.parity
 
-EACH = pytest.mark.parametrize("algorithm", cases.ALGORITHMS, ids=lambda a: a.name)
+EVERY = pytest.mark.parametrize("algorithm", cases.ALGORITHMS, ids=lambda a: a.name)
+# All but Muon, which takes matrices alone.
+EACH = pytest.mark.parametrize(
+    "algorithm",
+    [a for a in cases.ALGORITHMS if a.shapes == cases.SHAPES],
+    ids=lambda a: a.name,
+)
 
 
 def compare(algorithm, options, problem, dtype, *, overrides=None, compiled=False):
@@ -45,6 +51,17 @@ def compare(algorithm, options, problem, dtype, *, overrides=None, compiled=Fals
 def test_all_options_together(algorithm, data, seed):
     """Random options, parameters, gradients and None: fifty steps in two dtypes."""
     options = data.draw(cases.options_of(algorithm))
+    problem = cases.problem(seed)
+    for dtype in ("float64", "float32"):
+        compare(algorithm, options, problem, dtype)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_all_options_of_muon_together(data, seed):
+    """The same for matrices."""
+    algorithm = cases.BY_NAME["muon"]
+    options = data.draw(cases.options_of(algorithm))
     problem = algorithm.problem(seed)
     for dtype in ("float64", "float32"):
         compare(algorithm, options, problem, dtype)
@@ -58,7 +75,7 @@ def test_compiled_steps(name, case, dtype):
     compare(algorithm, algorithm.golden[case], problem, dtype, compiled=True)
 
 
-@EACH
+@EVERY
 def test_hyperparameters_that_change_between_steps(algorithm):
     """As torch's `param_groups[0]["lr"] = ...`: a schedule by hand, None included.
 
@@ -111,7 +128,7 @@ def test_complex_parameters(algorithm):
 LAYOUTS = pytest.mark.parametrize("foreach", [False, True])
 
 
-@EACH
+@EVERY
 def test_other_variants_and_defaults_change_nothing(algorithm):
     """foreach or not, either default dtype: 1e-12. ASGD and NAdam: float64's alone."""
     options = list(algorithm.golden.values())[-1]
@@ -426,7 +443,7 @@ RARE = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e20, -1e25, 3e38, 0.7])
 TIMES = (0, 1, 7)
 
 
-@EACH
+@EVERY
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_entries_that_are_not_ordinary(algorithm, dtype, compiled):
@@ -478,7 +495,7 @@ def history(run, name, shape):
 # --- golden files, defaults, messages, clipping, loss scale ---
 
 
-@EACH
+@EVERY
 def test_golden_files_are_what_torch_computes(algorithm):
     """Regenerated here; not bit for bit: another processor may round otherwise."""
     recorded, fresh = load(algorithm.name), torch_runs.golden(algorithm)
@@ -518,7 +535,7 @@ def test_torchs_own_tensors_are_refused():
         optim.adam().init({"w": torch.ones(2)})
 
 
-@EACH
+@EVERY
 def test_defaults_are_torchs(algorithm):
     """Those of torch.optim; lr of SGD and Adamax as in torch's functional classes."""
     ours = inspect.signature(getattr(optim, algorithm.name)).parameters
