@@ -28,6 +28,7 @@ from jdist.optim._hyperparameters import (
     Hyperparameter,
     Number,
     Rule,
+    constructor,
     flag,
 )
 from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
@@ -55,6 +56,7 @@ class AdafactorState(NamedTuple):
     """Moving average of the squared gradient; None for two dimensions or more."""
 
 
+@constructor
 def adafactor(
     *,
     lr: Number = 1e-2,
@@ -93,9 +95,9 @@ def adafactor(
       >>> state.row_var.shape, state.col_var.shape  # 4 numbers; of 500 x 500, 1000
       ((2, 1), (1, 2))
       >>> grads = jnp.array([[1.0, 2.0], [-3.0, 1.0]])
-      >>> opt.step(params, grads, state)[0].round(2)
-      Array([[0.83, 1.82],
-             [3.19, 0.91]], dtype=float32)
+      >>> new, state = opt.step(params, grads, state)
+      >>> [f"{p:.2f}" for p in new.ravel()]
+      ['0.90', '1.71', '3.22', '0.90']
 
     References:
       `torch.optim._adafactor._single_tensor_adafactor`, torch 2.13, which says how it

@@ -31,6 +31,7 @@ from jdist.optim._hyperparameters import (
     AT_LEAST_0,
     Hyperparameter,
     Number,
+    constructor,
     flag,
     scheduled,
 )
@@ -51,6 +52,7 @@ class MuonState(NamedTuple):
     """Moving average of the gradient, of the parameter's shape and dtype."""
 
 
+@constructor
 def muon(
     *,
     lr: Number = 1e-3,
