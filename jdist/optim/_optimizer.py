@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -354,7 +354,6 @@ class _Rule:
     step_leaf: StepLeaf
     elementwise: bool
     dimensions: int | None
-    structures: dict[int, Any] = field(default_factory=dict)
 
     def check(self, argument: str, keys: Any, param: ArrayLike) -> None:
         """Checks that the rule may be applied to a parameter."""
@@ -377,15 +376,6 @@ class _Rule:
             params,
         )
 
-    def structure_of(self, ndim: int) -> Any:
-        """The structure of a leaf's state, by its number of dimensions."""
-        if ndim not in self.structures:
-            one = jax.ShapeDtypeStruct((1,) * ndim, jnp.float32)
-            # By abstract evaluation: the rule of the leaf may allocate.
-            state = jax.eval_shape(self.init_leaf, one)
-            self.structures[ndim] = jax.tree.structure(state)
-        return self.structures[ndim]
-
     def check_state(self, keys: Any, param: ArrayLike, state: PyTree) -> None:
         """Checks that the state of a leaf has the structure of this rule's states.
 
@@ -394,7 +384,8 @@ class _Rule:
         """
         if not is_inexact(param):
             return
-        if jax.tree.structure(state) != self.structure_of(jnp.ndim(param)):
+        expected = _structure_of(self.init_leaf, jnp.ndim(param))
+        if jax.tree.structure(state) != expected:
             rule = "must hold what "
             rule += f"`{self.name}.init` or the last step returned, at {path_of(keys)}"
             got = str(jax.tree.structure(state))
@@ -426,6 +417,15 @@ class _Rule:
         # Not new - old, which is rounded to the spacing of the parameter.
         found = update.total(wide) if updates else update.applied(wide)
         return _left(found, param), jax.tree.map(_left, new, state)
+
+
+# Not kept by the rule, which programs are compiled for and must not change.
+@lru_cache(maxsize=1024)
+def _structure_of(init_leaf: InitLeaf, ndim: int) -> Any:
+    """The structure of a leaf's state, whatever its sizes."""
+    one = jax.ShapeDtypeStruct((1,) * ndim, jnp.float32)
+    # By abstract evaluation: the rule of the leaf may allocate.
+    return jax.tree.structure(jax.eval_shape(init_leaf, one))
 
 
 def check_optimizer(argument: str, given: PyTree) -> None:
