@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
-from jdist.verify.bound import confidence, wide_of
+from jdist.verify.bound import confidence, in_double
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import OracleCheck
 
@@ -172,8 +172,9 @@ def finite_differences(
         gradient = gradient_of.trace(one, *given).jaxpr
         found = OracleCheck(skipped="there is nothing to differentiate")
         for point in range(POINTS):
+            near, direction = _surroundings(given[0], seed + point)
             with double_precision(), jax.numpy_dtype_promotion("standard"):
-                slopes = slopes_of(value, gradient, given, jnp.uint32(seed + point))
+                slopes = slopes_of(value, gradient, given, near, direction)
             own = pinned(jax.tree.map(np.asarray, slopes))
             # One point that agrees is enough: a kink near another explains a failure
             # there.
@@ -195,10 +196,11 @@ def _slopes(
     value: ClosedJaxpr,
     gradient: ClosedJaxpr,
     given: PyTree,
-    seed: jax.Array,
+    near: PyTree,
+    direction: PyTree,
 ) -> Slopes:
-    """Differentiates along a random direction, at a random point aside."""
-    near, direction = _surroundings(given[0], seed)
+    """Differentiates along a direction, at a point aside of the parameters."""
+    never = jnp.uint32(0)  # A seed of perturbations that are not made.
 
     def at(shift: jax.Array) -> list[Any]:
         moved = jax.tree.map(lambda x, d: x + shift * d, near, direction)
@@ -206,7 +208,7 @@ def _slopes(
 
     def shifted(shift: jax.Array) -> jax.Array:
         """The loss at a distance from the point; what is detached does not move."""
-        held = Perturbation(None, seed, None, missed, SHIFT)
+        held = Perturbation(None, never, None, missed, SHIFT)
         both = jax.vmap(
             lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
         )
@@ -217,7 +219,7 @@ def _slopes(
     each = fast_in_loops(partial(jax.lax.map, shifted))
     losses = each(jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
-    exact = Perturbation(None, seed, None, missed)
+    exact = Perturbation(None, never, None, missed)
     _, *slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
     # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
     parts = [
@@ -227,21 +229,22 @@ def _slopes(
     return Slopes(sum(parts, jnp.float64(0)), losses)
 
 
-def _surroundings(params: PyTree, seed: jax.Array) -> tuple[PyTree, PyTree]:
-    """A point next to the parameters and a direction, both in float64."""
+def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
+    """A random point next to the parameters and a direction, both in float64.
+
+    On the host: to compile this took as long as the derivative.
+    """
     trainable, _ = split_inexact(params)
-    wide = jax.tree.map(lambda x: x.astype(wide_of(x.dtype)), trainable)
-    # rbg compiles several times faster than the default generator.
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"))
-    toward, aside = (_noise(key, wide) for key in keys)
+    wide = jax.tree.map(in_double, trainable)
+    generator = np.random.default_rng(seed)
+    toward, aside = (_noise(generator, wide) for _ in range(2))
     leaves = jax.tree.leaves(wide)
     count = max(sum(leaf.size for leaf in leaves), 1)
-    largest = [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves]
-    unit = jnp.max(jnp.stack([jnp.zeros(()), *largest]))
-    unit = jnp.where(unit > 0, unit, 1)
-    power = sum((jnp.sum(jnp.abs(x / unit) ** 2) for x in leaves), jnp.zeros(()))
+    unit = max((float(np.max(np.abs(x), initial=0)) for x in leaves), default=0) or 1.0
+    with np.errstate(invalid="ignore"):  # Infinite parameters: the loss is not finite.
+        power = sum(float(np.sum(np.abs(x / unit) ** 2)) for x in leaves)
     # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
-    typical = jnp.where(power > 0, unit * jnp.sqrt(power / count), 1)
+    typical = unit * np.sqrt(power / count) if power > 0 else 1.0
     near = jax.tree.map(lambda x, d: x + ASIDE * typical * d, wide, aside)
     return near, jax.tree.map(lambda d: typical * d / np.sqrt(count), toward)
 
@@ -304,12 +307,13 @@ def own_rules(program: ClosedJaxpr) -> list[str]:
 JAX = Path(jax.__file__).parent
 
 
-def _noise(key: jax.Array, like: PyTree) -> PyTree:
-    """A tree of normal numbers, each leaf with a key of its own."""
-    leaves, structure = jax.tree.flatten(like)
-    keys = jax.random.split(key, len(leaves))
-    noise = [
-        jax.random.normal(k, leaf.shape, leaf.dtype)
-        for k, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, noise)
+def _noise(generator: np.random.Generator, like: PyTree) -> PyTree:
+    """A tree of normal numbers; those of complex leaves have both parts."""
+
+    def drawn(leaf: np.ndarray) -> np.ndarray:
+        real = generator.standard_normal(leaf.shape)
+        if not np.iscomplexobj(leaf):
+            return real
+        return (real + 1j * generator.standard_normal(leaf.shape)) / np.sqrt(2)
+
+    return jax.tree.map(drawn, like)
