@@ -53,7 +53,7 @@ ROOMS = {
         "_hyperparameters _loss_scale _whole_arrays",
         "_optimizer",
         "algorithms clipping labels master_weights optax_bridge",
-        "registry internal",
+        "registry internal ema",
     ),
     "verify": (
         "bound",

@@ -26,6 +26,7 @@ from jdist.optim.algorithms.rmsprop import RMSpropState, rmsprop
 from jdist.optim.algorithms.rprop import RpropState, rprop
 from jdist.optim.algorithms.sgd import SGDState, sgd
 from jdist.optim.clipping import clip_by_global_norm
+from jdist.optim.ema import EMAState, with_ema
 from jdist.optim.labels import by_label
 from jdist.optim.master_weights import (
     MasterState,
@@ -44,6 +45,7 @@ __all__ = [
     "AdamState",
     "AdamaxState",
     "DynamicLossScale",
+    "EMAState",
     "Hyperparameter",
     "LossScaleState",
     "MasterState",
@@ -79,6 +81,7 @@ __all__ = [
     "rmsprop",
     "rprop",
     "sgd",
+    "with_ema",
     "with_master_weights",
 ]
 

@@ -147,7 +147,7 @@ def with_master_weights(
     scaling = scaling_of(call, loss_scale)
 
     def init_tree(params: PyTree) -> MasterState:
-        masters = jax.tree.map(_master, params)
+        masters = jax.tree.map(full_precision_copy, params)
         scale = None if scaling is None else first_scale(scaling)
         return MasterState(masters, opt.init_tree(masters), scale)
 
@@ -277,7 +277,7 @@ def _is_real(leaf: object) -> bool:
     return is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def _master(param: ArrayLike) -> jax.Array | None:
+def full_precision_copy(param: ArrayLike) -> jax.Array | None:
     """A copy of a floating parameter in float32 or wider; None for other leaves."""
     if not is_inexact(param):
         return None

@@ -612,3 +612,28 @@ def test_the_loss_scale_follows_torchs_grad_scaler(rng):
         np.testing.assert_array_equal(params, weight.detach().numpy())
         skipped += overflow
     assert int(state.loss_scale.skipped) == skipped > 5
+
+
+def test_the_average_is_torchs(rng):
+    """`AveragedModel` with an exponential moving average: 1e-12 after 50 steps."""
+    decay = 0.95
+    model = torch.nn.Linear(5, 3).double()
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    )
+    reference = torch.optim.Adam(model.parameters(), lr=0.1)
+    leaves = list(model.parameters())
+    params = [jnp.asarray(torch_runs.as_array(p)) for p in leaves]
+    opt = optim.with_ema(optim.adam(lr=0.1), decay)
+    state = opt.init(params)
+    for _ in range(50):
+        grads = [rng.standard_normal(p.shape) for p in params]
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = torch.tensor(grad)
+        reference.step()
+        averaged.update_parameters(model)
+        params, state = opt.step(params, [jnp.asarray(g) for g in grads], state)
+    theirs = averaged.module.parameters()
+    for found, wanted in zip(state.average, theirs, strict=True):
+        np.testing.assert_allclose(found, torch_runs.as_array(wanted), atol=1e-12)
+    assert int(state.n_averaged) == int(averaged.n_averaged) == 50
