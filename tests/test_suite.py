@@ -36,7 +36,7 @@ def test_ci_runs_everything():
     ci = (ROOT / ".ci" / "run").read_text()
     for target in ("test", "test-slow", "test-thorough", "lint", "parity"):
         assert f"\nmake {target}\n" in ci
-    assert "\nmake --jobs=2 --output-sync=target targets docs ray\n" in ci
+    assert "\nmake --jobs=2 --output-sync=target targets docs ray package\n" in ci
 
 
 def test_flags_that_xla_does_not_know_are_left_out_by_name():

@@ -285,7 +285,7 @@ def test_who_is_not_there_is_named(monkeypatch):
     left = strangers.left_out(quick=False)
     assert left == dict.fromkeys(
         ("keras_fit", "keras_distribution"),
-        "keras not installed: pip install 'jdist[strangers]'",
+        f"keras not installed: {trial.INSTALL}",
     )
     quick = strangers.left_out(quick=True)
     assert quick["torch_ddp"] == "the quick form leaves out what needs torch"

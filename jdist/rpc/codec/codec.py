@@ -477,7 +477,10 @@ def _refusal(value: Any) -> str:
         "Make its class a dataclass, keep it where it is and send an RRef to it, or "
         "start every worker with `allow_pickle=True`."
     )
-    return requirement("rpc(value)", rule, type_name(value), remedy)
+    kind = type(value)
+    # With its module, as several may have a class of this name.
+    home = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
+    return requirement("rpc(value)", rule, f"{type_name(value)}{home}", remedy)
 
 
 # --- Python's own scalars, texts, bytes, ranges, slices and containers ---

@@ -108,8 +108,9 @@ def test_a_set_of_many_kinds_of_keys(there):
 def test_what_cannot_travel_is_refused_with_its_kind(codec, make):
     """With the type's name and the ways out, not with its contents."""
     value = make()
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    shown = f"Got a {name.removeprefix('builtins.')}"
+    module = type(value).__module__
+    home = "" if module == "builtins" else f" of {module}"
+    shown = f"Got an? {type(value).__qualname__}{home}\\."
     with pytest.raises(TypeError, match=rf"{shown}.*dataclass.*RRef.*allow_pickle"):
         codec.encode([value])
 
