@@ -123,19 +123,25 @@ def _connected(
     timeout: float,
     until: float | None,
 ) -> Channel:
+    def late() -> bool:
+        return until is not None and time.monotonic() >= until
+
     pause = threading.Event()
-    while True:
+    failed: Exception | None = None
+    # Processes start in any order; rank 0 may not listen yet.
+    while failed is None or not late():
         try:
             return transport.connect("", at, until)
         except (ChannelClosed, TimeoutError) as error:
-            # Processes start in any order; rank 0 may not listen yet.
-            if until is not None and time.monotonic() + _RETRY >= until:
-                raise AbsentRanks(
-                    f"Rank 0 of {place.size} did not answer rank {place.rank} at "
-                    f"{place.coordinator} within {timeout:g} s: {error}.",
-                    (0,),
-                ) from error
+            # An attempt for which no time was left does not say why.
+            if failed is None or not late():
+                failed = error
         pause.wait(_RETRY)
+    raise AbsentRanks(
+        f"Rank 0 of {place.size} did not answer rank {place.rank} at "
+        f"{place.coordinator} within {timeout:g} s: {failed}.",
+        (0,),
+    ) from failed
 
 
 def _attend(channel: Channel, place: RunPlace, until: float | None) -> None:

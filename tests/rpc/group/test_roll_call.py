@@ -2,12 +2,20 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, ReservedPort
-from jdist.rpc.group.roll_call import _NO_KEY, AbsentRanks, RunPlace, roll_call
+from jdist.rpc.group.roll_call import (
+    _NO_KEY,
+    AbsentRanks,
+    RunPlace,
+    _connected,
+    roll_call,
+)
+from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.roll_callers import Caller
@@ -93,6 +101,24 @@ def test_rank_0_did_not_come(address):
         # Long enough for a first answer on a machine that is busy.
         roll_call(RunPlace(1, 2, address, address), 1.0)
     assert caught.value.ranks == (0,)
+
+
+def test_what_is_said_of_rank_0_is_what_an_attempt_with_time_found(address):
+    """On a busy machine the last attempt may begin when the time is over."""
+
+    class Busy:
+        asked = 0
+
+        def connect(self, name, at, until):
+            self.asked += 1
+            if self.asked == 1:
+                raise ChannelClosed("connection refused")
+            time.sleep(max(0, until - time.monotonic()))
+            raise TimeoutError("no time was left")
+
+    place = RunPlace(1, 2, address, address)
+    with pytest.raises(AbsentRanks, match=r"within 1 s: connection refused\."):
+        _connected(Busy(), None, place, 1.0, time.monotonic() + 1.0)
 
 
 def test_rank_0_left_while_others_waited(address):
