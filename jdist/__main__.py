@@ -50,9 +50,10 @@ def _is_ours(command: tuple[str, str]) -> bool:
 
 
 def _guides() -> str:
-    if not (ROOT / "docs" / "launch.md").is_file():
-        return "The guides are in the folder docs/ of the sources."
-    return f"The guides: {ROOT / 'README.md'}, {ROOT / 'docs'}."
+    """Where to read more: files of a checkout, or what every installation has."""
+    if (ROOT / "docs" / "launch.md").is_file():
+        return f"The guides: {ROOT / 'README.md'}, {ROOT / 'docs'}."
+    return "In Python, `help(jdist)` tells of its parts, `help(jdist.verify)` of one."
 
 
 if __name__ == "__main__":

@@ -154,6 +154,59 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
         assert "examples 0-5 count 0.8333 times; examples 6-9 count 1.25 times" in shown
 
 
+def test_the_recipes_for_logging_run(monkeypatch):
+    """With stand-ins for the services, which get every tenth step's numbers."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    first, *_ = CODE.findall(text)
+    services = re.findall(r"```\{code-block\} python\n(.*?)```", text, re.DOTALL)[:2]
+    told = []
+
+    class Writer:
+        def __init__(self, folder):
+            self.add_scalar = lambda *given: told.append(given)
+
+        def close(self):
+            told.append("closed")
+
+    class Run:
+        def log(self, numbers, step):
+            told.extend((name, number, step) for name, number in numbers.items())
+
+        def finish(self):
+            told.append("closed")
+
+    board = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: Run())
+    )
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        for service in services:
+            names = {}
+            told.clear()
+            exec(first, names)
+            exec(service, names)
+            steps = [(name, step) for name, _, step in told[:-1]]
+            assert steps == [(n, t) for t in (10, 20) for n in ("loss", "grad_norm")]
+            assert all(type(number) is float for _, number, _ in told[:-1])
+            assert told[-1] == "closed"
+            assert [t for _, t in names["shown"]] == [10, 20]
+
+
+def test_the_site_begins_with_a_program_and_shows_what_it_prints(capsys):
+    page = (ROOT / "docs" / "index.md").read_text()
+    printed = re.search(r"```\n(candidate .*?)```", page, re.DOTALL)[1]
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        exec(CODE.findall(page)[0], {})
+    shown = capsys.readouterr().out
+    # Bits, and with them the order, differ from machine to machine; rows do not.
+    rows = [
+        sorted(x.split()[:6] for x in text.splitlines()) for text in (printed, shown)
+    ]
+    assert all(row in rows[1] for row in rows[0])
+    assert "FAILS" not in shown
+
+
 def test_the_readme_needs_twelve_lines():
     """Imports aside; what a newcomer reads first is short."""
     block, *_ = CODE.findall((ROOT / "README.md").read_text())

@@ -139,4 +139,5 @@ def test_commands_of_other_projects_are_not_shown(monkeypatch, tmp_path, capsys)
     assert command.main() == 0
     shown = capsys.readouterr().out
     assert "python -m experiments" not in shown
-    assert "in the folder docs/ of the sources" in shown
+    assert "docs/" not in shown
+    assert "In Python, `help(jdist)` tells of its parts" in shown

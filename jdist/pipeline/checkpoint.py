@@ -199,6 +199,11 @@ class StageCheckpoints(Closing):
             message names the first path that differs.
         """
         with self._saved.opened("PipelineCheckpoints.restore") as channels:
+            # More stages than were saved: the last of them have no step at all.
+            if not self._complete:
+                for folder in self._folders.values():
+                    for other in folder.steps():
+                        self._check_stages(folder.description(other))
             step = chosen("restore", self._complete, step)
             channels.identify(step)
             found = {j: self._read(j, step, tree) for j, tree in like.items()}
@@ -246,6 +251,13 @@ class StageCheckpoints(Closing):
         there = [set(steps) for stages in told for _, steps in stages]
         return sorted(set.intersection(*there))
 
+    def _check_stages(self, description: Mapping[str, Any]) -> None:
+        """Raises ValueError if a step was saved with another number of stages."""
+        if description["stages"] != self._saved.stages:
+            rule = f"must have the {description['stages']} stages that were saved"
+            got = f"{self._saved.stages} stages"
+            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
+
     def _delete(self, stage: int, old: Callable[[int], bool]) -> None:
         folder = self._folders[stage]
         for step in filter(old, folder.steps()):
@@ -255,10 +267,7 @@ class StageCheckpoints(Closing):
         folder, leaves = self._folders[stage], _leaves(like)
         description = folder.description(step)
         # Before the leaves: models cut into other stages may have equal trees in one.
-        if description["stages"] != self._saved.stages:
-            rule = f"must have the {description['stages']} stages that were saved"
-            got = f"{self._saved.stages} stages"
-            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
+        self._check_stages(description)
         saved, where = description["leaves"], f"stage {stage}: "
         check_same("restore", saved, descriptions(leaves), where)
         wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
@@ -383,7 +392,8 @@ def _leaves(tree: PyTree) -> dict[str, PyTree]:
 _RECUT = (
     "Restore with a pipeline `old` of the saved stages, and group its layers anew: "
     "`saved = PipelineCheckpoints(folder, old).restore(old.init(old_params))`, then "
-    "`state = pipe.init(regrouped(saved.params))`; likewise `opt_states` and `step`."
+    "`state = pipe.init(regrouped(saved.params))`; likewise `opt_states` and `step`. "
+    "The recipes in the documentation have the whole program."
 )
 """What to do with a checkpoint of another number of stages."""
 

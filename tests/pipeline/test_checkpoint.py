@@ -221,13 +221,17 @@ def test_a_restored_array_is_a_copy():
         np.testing.assert_array_equal(array, found - 1)
 
 
-def test_another_number_of_stages_is_refused(tmp_path):
+@pytest.mark.parametrize("stages", [1, 3, 5])
+def test_another_number_of_stages_is_refused(tmp_path, stages):
     saved_until(tmp_path, 1)
-    one = Saved(1, [0], [0], alone)
-    message = r"must have the 2 stages that were saved\. Got 1 stages\. .*`old` of the "
-    message += r"saved stages.*restore\(old\.init\(old_params\)\)`, then `state = "
+    here = range(stages)
+    other = Saved(stages, here, here, alone)
+    message = (
+        rf"the 2 stages that were saved\. Got {stages} stages\. .*`old` of the saved"
+    )
+    message += r" stages.*restore\(old\.init\(old_params\)\)`, then `state = "
     with (
-        StageCheckpoints(tmp_path, one) as checkpoints,
+        StageCheckpoints(tmp_path, other) as checkpoints,
         pytest.raises(ValueError, match=message),
     ):
         checkpoints.restore({0: trees(0)[0]})
