@@ -155,9 +155,10 @@ class Attribution:
     Attributes:
       candidate: Name of the trainer.
       step: The first wrong step, from 1.
-      part: "gradient", "optimizer update", "model state", or "gradient or optimizer
-        update" where what the trainer shows cannot tell. Of a step that is one
-        function also another part of its state, by its name.
+      part: "gradient", "gradient clipping" where it was clipped in parts, "optimizer
+        update", "model state", or "gradient or optimizer update" where what the trainer
+        shows cannot tell. Of a step that is one function also another part of its
+        state, by its name.
       why: The reason, in words.
     """
 

@@ -158,6 +158,97 @@ def test_a_wrong_gradient_is_named(judged, name):
         assert "another gradient, of out" in cause.why
 
 
+def clipped_in(parts, max_norm=0.5):
+    """The gradient of each part of the batch clipped, then their mean."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def gradient(params, batch):
+        size = len(batch["x"]) // parts
+        found = []
+        for i in range(parts):
+            piece = jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch)
+            found.append(clip.update(MEAN(params, piece), clip.init(params))[0])
+        return jax.tree.map(lambda *g: sum(g) / jnp.float32(parts), *found)
+
+    return gradient
+
+
+def clipped_by_leaf(params, batch):
+    """Each leaf by its own norm."""
+    return jax.tree.map(
+        lambda g: g * jnp.minimum(1, 0.5 / jnp.linalg.norm(g)), MEAN(params, batch)
+    )
+
+
+def shows_the_raw_one(gradient):
+    """The right gradient is shown, and the optimizer is given another."""
+    hidden = trainer(adamw(), gradient, shown=False)
+
+    def train(params, state, batch):
+        shown = MEAN(params, batch)
+        return verify.Trained(*hidden(params, state, batch), gradient=shown)
+
+    return train
+
+
+CLIPS = {
+    "3 parts, shown": (trainer(adamw(), clipped_in(3)), "each of 3 equal parts"),
+    "2 parts, hidden": (
+        trainer(adamw(), clipped_in(2), shown=False),
+        "each of 2 equal parts",
+    ),
+    "each example": (shows_the_raw_one(clipped_in(6)), "each of 6 equal parts"),
+    "by leaf, shown": (trainer(adamw(), clipped_by_leaf), "each leaf"),
+    "by leaf": (shows_the_raw_one(clipped_by_leaf), "each leaf"),
+}
+
+
+def test_a_clip_of_parts_is_named_with_its_norm():
+    """Whatever is shown of it; a lost part or another factor is no clip."""
+    params, batches = problem(examples=6)
+    tx = adamw()
+
+    def lost(params, batch):
+        return MEAN(params, jax.tree.map(lambda x: x[:4], batch))
+
+    others = {
+        "lost": trainer(adamw(max_norm=1e9), lost),
+        "scaled": trainer(adamw(max_norm=1e9), clipped_in(1, 0.25)),
+        "not clipped": trainer(adamw(max_norm=1e9)),
+    }
+    report = verify.step(
+        losses, updates(tx), (params, tx.init(params)), batches,
+        {**{name: train for name, (train, _) in CLIPS.items()}, **others},
+    )  # fmt: skip
+    for name, (_, words) in CLIPS.items():
+        (cause,) = report.of(name).attributions
+        assert (cause.step, cause.part) == (1, "gradient clipping"), str(cause)
+        assert f"{words} " in cause.why
+        # Two leaves of norm 0.5 are clipped once more as a whole, by the optimizer.
+        norm = 0.3536 if name == "by leaf" else 0.5
+        assert f"clipped to norm {norm} " in cause.why
+    for name in others:
+        assert "clipping" not in str(report.of(name).attributions), name
+        assert not report.of(name).ok
+
+
+def test_the_worst_leaf_is_quoted():
+    """Not the first in the tree's order."""
+    params, batches = problem()
+    tx = adamw(max_norm=1e9)
+    slightly = scaled(scaled(MEAN, 1.001, "bias"), 3, "out")
+    report = verify.step(
+        losses, updates(tx), (params, tx.init(params)), batches,
+        {"mine": trainer(tx, slightly)},
+    )  # fmt: skip
+    assert [row.path for row in report.failures][:2] == [
+        "gradient/bias",
+        "gradient/out",
+    ]
+    (cause,) = report.attributions
+    assert cause.why.startswith("gradient/out: off by ")
+
+
 def test_the_first_wrong_step_is_named():
     """A schedule that comes a step late; a count that begins at 1; no momentum."""
     params, batches = problem(steps=3)

@@ -23,7 +23,8 @@ from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
-from jdist.verify.report import Attribution, LeafReport
+from jdist.verify.report import Attribution, LeafReport, worst_first
+from jdist.verify.steps.clipping import clipped_in_parts
 from jdist.verify.steps.trajectory import Moment
 
 # A suspected cause must account for all but this share of what it is to explain.
@@ -41,6 +42,7 @@ COMPOSE = (
     "optimizer's update, says which"
 )
 UNKNOWN = "gradient or optimizer update"
+CLIPPING = "gradient clipping"
 
 STALE = "own at the parameters of the step before: they are stale"
 """The words after "it is the reference's" for a gradient of stale parameters."""
@@ -85,16 +87,20 @@ def attributed(
     failing = [row.path for row in rows if row.problem]
     parts: list[tuple[str, str]] = []
     if any(within(path, "states") for path in failing):
-        parts.append(("model state", _first(rows, "states")))
+        parts.append(("model state", _worst(rows, "states")))
     updated = [p for p in failing if within(p, "params") or within(p, "state")]
     if any(within(path, "gradient") for path in failing):
-        parts.append(("gradient", _first(rows, "gradient")))
+        worst = _worst(rows, "gradient")
+        clip = _clip_of_shown(found, moment)
+        parts.append((CLIPPING, f"{clip}. {worst}") if clip else ("gradient", worst))
     # Only the model's state is wrong, which is reported above.
     elif not updated:
         pass
     elif any(within(path, "gradient") for path in found):
-        why = f"its gradient is right; {_first(rows, 'params', 'state')}"
-        parts.append(("optimizer update", why))
+        why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
+        clip = _clip_of_state(found, moment)
+        part = (CLIPPING, f"{clip}; {why}") if clip else ("optimizer update", why)
+        parts.append(part)
     else:
         parts.append(_inferred(rows, updated, found, moment))
     return tuple(Attribution(name, step, part, why) for part, why in parts)
@@ -120,7 +126,7 @@ def attributed_of_whole(
     failing = [row.path for row in rows if row.problem]
     updated = [path for path in failing if _is_updated(path)]
     places = dict.fromkeys(p.partition("/")[0] for p in failing if p not in updated)
-    parts = [(_PARTS.get(x, x), _first(rows, x)) for x in places]
+    parts = [(_PARTS.get(x, x), _worst(rows, x)) for x in places]
     if updated:
         parts.append(_of_update(of_batch, rows, updated, found, moment))
     return tuple(Attribution(name, step, part, why) for part, why in parts)
@@ -146,7 +152,7 @@ def _of_update(
     moment: Moment,
 ) -> tuple[str, str]:
     """The part, and why, of wrong parameters or a wrong optimizer state."""
-    update, first = "optimizer update", _first(rows, *failing)
+    update, worst = "optimizer update", _worst(rows, *failing)
     # Such as a count: no gradient can make it wrong.
     fixed = [path for path in failing if not of_batch.get(path)]
     if fixed:
@@ -170,10 +176,10 @@ def _of_update(
         if within(p, "params")
     ]
     if not failing:
-        return update, f"its parameters are right; {first}"
+        return update, f"its parameters are right; {worst}"
     if all(kept) and len(kept) == len(failing):
-        return update, f"its optimizer state is right; {first}"
-    return UNKNOWN, f"{first}. {COMPOSE}"
+        return update, f"its optimizer state is right; {worst}"
+    return UNKNOWN, f"{worst}. {COMPOSE}"
 
 
 def _averages(moment: Moment) -> set[str]:
@@ -210,9 +216,34 @@ def within(path: str, part: str) -> bool:
     return path == part or path.startswith(f"{part}/")
 
 
-def _first(rows: Sequence[LeafReport], *parts: str) -> str:
-    row = next(r for r in rows if r.problem and any(within(r.path, p) for p in parts))
+def _worst(rows: Sequence[LeafReport], *parts: str) -> str:
+    own = (r for r in rows if r.problem and any(within(r.path, p) for p in parts))
+    row = worst_first(own)[0]
     return f"{row.path}: {row.problem}"
+
+
+def _clip_of_shown(found: Mapping[str, Any], moment: Moment) -> str:
+    """The clip that explains a gradient that the trainer shows; empty if none does."""
+    right = {p: x for p, x in moment.wanted.items() if within(p, "gradient")}
+    right = {p: x for p, x in right.items() if x is not None}
+    shown = {path: x for path in right if (x := _whole(found.get(path))) is not None}
+    if not all(_alike(shown.get(path), x) for path, x in right.items()):
+        return ""
+    return clipped_in_parts(shown, right, moment)
+
+
+def _clip_of_state(found: Mapping[str, Any], moment: Moment) -> str:
+    """The clip that explains an optimizer's state; empty if none does."""
+    whole = {path: _whole(leaf) for path, leaf in found.items()}
+    updated = _updated(moment.wanted).items()
+    if moment.composed is None or not all(_alike(whole.get(p), x) for p, x in updated):
+        return ""
+    accumulators = _accumulators(moment) or {}
+    own, gradient = (
+        {path: x.gradient(leaves) for path, x in accumulators.items()}
+        for leaves in (moment.wanted, whole)
+    )
+    return clipped_in_parts(gradient, own, moment) if gradient else ""
 
 
 def _inferred(
@@ -222,7 +253,7 @@ def _inferred(
     moment: Moment,
 ) -> tuple[str, str]:
     """The part, and why, from the optimizer's state alone."""
-    unknown = (UNKNOWN, f"{_first(rows, 'params', 'state')}. {SHOW}")
+    unknown = (UNKNOWN, f"{_worst(rows, 'params', 'state')}. {SHOW}")
     whole = {path: _whole(leaf) for path, leaf in found.items()}
     # No gradient can be read off leaves of other shapes or of other processes.
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
@@ -255,8 +286,10 @@ def _of_gradient(
     }
     wrong = [path for path, ratio in ratios.items() if (ratio > 1).any()]
     if not wrong:
-        why = f"its optimizer state is right; {_first(rows, 'params', 'state')}"
+        why = f"its optimizer state is right; {_worst(rows, 'params', 'state')}"
         return "optimizer update", why
+    if clip := clipped_in_parts(gradient, own, moment):
+        return CLIPPING, f"{clip}; {_worst(rows, 'params', 'state')}"
     # Before the update is tried: decay that is added to the gradient is the optimizer's
     # mistake, and its update of that gradient would agree.
     decay = _decay({path: gradient[path] - own[path] for path in wrong}, moment)

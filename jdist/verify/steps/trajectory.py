@@ -16,7 +16,7 @@ whole loss, since it is no sum over examples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,8 @@ from jdist.verify.oracle import reduced
 
 # How many other right trainers are followed.
 FOLLOWED = 16
+# Into how many equal parts a batch is divided at most, to explain a wrong gradient.
+PARTS = 16
 
 
 class Training(NamedTuple):
@@ -98,6 +100,20 @@ class Composed(NamedTuple):
     update: ClosedJaxpr
 
 
+class InParts(NamedTuple):
+    """The gradients of equal parts of a batch.
+
+    Attributes:
+      parts: How many.
+      shares: By which each gradient is multiplied in the whole batch's.
+      gradients: The leaves of each by path, as in `Moment.wanted`.
+    """
+
+    parts: int
+    shares: Sequence[float]
+    gradients: Sequence[Mapping[str, np.ndarray]]
+
+
 class Moment(NamedTuple):
     """One step of the reference; leaves by path, on the host.
 
@@ -109,6 +125,7 @@ class Moment(NamedTuple):
       sizes: The size of that step if the gradient's terms do not cancel; 0 if it is not
         known.
       composed: Inputs and program of its update; None for a step that is one function.
+      in_parts: Computes the gradients of equal parts of the batch.
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
     """
@@ -120,6 +137,7 @@ class Moment(NamedTuple):
     sizes: Mapping[str, np.ndarray]
     composed: Composed | None = None
     stale: Mapping[str, np.ndarray] = MappingProxyType({})
+    in_parts: Callable[[], Iterable[InParts]] = tuple
 
 
 class _Taken(NamedTuple):
@@ -187,6 +205,7 @@ def trajectory(
             sized(moves, sizes),
             Composed((params, gradient, opt_state), traced[1]),
             stale,
+            partial(_in_parts, training, gradient_of, state, weighted),
         )
         earlier, state = params, after
 
@@ -201,6 +220,37 @@ def _stale(params: PyTree, gradient: PyTree, moved: PyTree) -> dict[str, np.ndar
     }
     found = on_host(named_leaves(tree)).items()
     return {path: x for path, x in found if x is not None}
+
+
+def _in_parts(
+    training: Training,
+    gradient_of: Callable[..., Any],
+    state: tuple[PyTree, PyTree, PyTree],
+    weighted: tuple[PyTree, Any],
+) -> Iterator[InParts]:
+    """The gradients of 2, 3, .. equal parts of a batch, cut between its examples."""
+    batch, weights = weighted
+    # Only a loss of each example is known to take fewer of them.
+    if training.stateful or training.reduction not in ("mean", "sum"):
+        return
+    shape = jax.eval_shape(training.loss_fn, state[0], batch).shape
+    if not shape:
+        return
+    (examples,) = shape
+    each = np.ones(examples) if weights is None else np.asarray(weights, np.float64)
+    for parts in range(2, min(examples, PARTS) + 1):
+        if examples % parts:
+            continue
+        shares: list[float] = []
+        gradients: list[Mapping[str, np.ndarray]] = []
+        for own in np.split(np.arange(examples), parts):
+            part = jax.tree.map(lambda x, i=slice(own[0], own[-1] + 1): x[i], batch)
+            weight = None if weights is None else jnp.asarray(weights)[own]
+            found = gradient_of(state[0], part, weight, state[2])[1]
+            gradients.append(on_host(named_leaves({"gradient": found})))
+            mean = each[own].sum() / each.sum()
+            shares.append(float(mean) if training.reduction == "mean" else 1.0)
+        yield InParts(parts, shares, gradients)
 
 
 def _measurement(
