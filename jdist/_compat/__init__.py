@@ -48,6 +48,7 @@ from jdist._compat.runtime import (
     double_precision,
     is_computed,
     is_traced,
+    outside_mesh,
     placed,
     placed_as,
     placed_at,
@@ -56,11 +57,13 @@ from jdist._compat.runtime import (
 )
 from jdist._compat.shards import (
     after,
+    automatic,
     laid_out,
     map_shards,
     shards_of,
     tracks_varying_axes,
     varying_axes,
+    with_automatic_axes,
 )
 from jdist._compat.staging import (
     device_count_of,
@@ -78,6 +81,7 @@ __all__ = [
     "abandon_distributed",
     "after",
     "alike",
+    "automatic",
     "axes_of_one_device_untyped",
     "beside",
     "byte_count",
@@ -103,6 +107,7 @@ __all__ = [
     "loop_of",
     "map_shards",
     "no_cotangent",
+    "outside_mesh",
     "paced",
     "part_of",
     "parts_of_wrapped",
@@ -124,5 +129,6 @@ __all__ = [
     "tracks_varying_axes",
     "unrepeatable_effect",
     "varying_axes",
+    "with_automatic_axes",
     "without_unread",
 ]

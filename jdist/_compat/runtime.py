@@ -2,8 +2,9 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist._compat import internals
 from jdist._errors import Unavailable, requirement
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def double_precision() -> AbstractContextManager[None]:
@@ -24,6 +28,27 @@ def axes_of_one_device_untyped() -> AbstractContextManager[None]:
     # To become JAX's default, and then to go: a release without it does so always.
     untyped: Any = getattr(jax, "remove_size_one_mesh_axis_from_type", None)
     return nullcontext() if untyped is None else untyped(True)
+
+
+def outside_mesh(fn: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A function that runs without the mesh of `jax.set_mesh`, if one is set.
+
+    Under it JAX computes on no other devices, and puts what it makes on all of them.
+    """
+
+    @functools.wraps(fn)
+    def outside(*arguments: Given.args, **options: Given.kwargs) -> Result:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*arguments, **options)
+        try:
+            unset = jax.set_mesh(None)
+        except ValueError:
+            # Inside a transformation, whose mesh is that of its trace and stays.
+            return fn(*arguments, **options)
+        with unset:
+            return fn(*arguments, **options)
+
+    return outside
 
 
 def set_cpu_device_count(count: int) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
-from jdist._compat import Ahead
+from jdist._compat import Ahead, outside_mesh, with_automatic_axes
 from jdist._errors import (
     check_at_least,
     check_flags,
@@ -52,6 +52,7 @@ from jdist.pipeline.schedules.replicas import replica_counts
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.place import (
+    automatic_axes,
     moved,
     pacing,
     resident,
@@ -238,6 +239,7 @@ class Pipeline:
             return EpochExecutor(programs, self._tied, each, self._max_norm)
         if isinstance(where, Mesh):
             axis = stage_axis_of(where, self._stage_axis, self.schedule.workers)
+            where = automatic_axes("Pipeline(mesh)", where)
             with_square = self._max_norm is not None
             return OneProgramExecutor(programs, where, axis, with_square, self._overlap)
         return ScheduleExecutor(programs, self.schedule, self._tied)
@@ -271,6 +273,7 @@ class Pipeline:
         """Numbers of the stages that run in this process."""
         return list(self._places.stages)
 
+    @outside_mesh
     def place(
         self, params: Sequence[PyTree], specs: Sequence[PyTree] | None = None
     ) -> list[PyTree]:
@@ -325,6 +328,7 @@ class Pipeline:
             else:
                 executor.learn(j, sharded(shapes, specs[j], where, call, j))
 
+    @outside_mesh
     def value_and_grad(
         self,
         params: Sequence[PyTree],
@@ -400,6 +404,7 @@ class Pipeline:
             argument, got = "Pipeline(optimizer=...)", "one that reads something else"
             raise ValueError(requirement(argument, rule, got, remedy))
 
+    @outside_mesh
     def init(
         self,
         params: Sequence[PyTree],
@@ -485,6 +490,7 @@ class Pipeline:
             for j, tree in enumerate(found)
         ]
 
+    @outside_mesh
     def lower(
         self,
         params: Sequence[PyTree] | PipelineState,
@@ -551,6 +557,7 @@ class Pipeline:
         inputs = CallInputs(trees, shapes_of(batch), weights, carried, shapes_of(key))
         return self.executor.lower(inputs, update)
 
+    @outside_mesh
     def train_step(
         self,
         state: PipelineState,
@@ -597,6 +604,7 @@ class Pipeline:
         metrics = Metrics(found.loss, *size, norm, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
+    @outside_mesh
     def train_epoch(
         self,
         state: PipelineState,
@@ -670,6 +678,7 @@ class Pipeline:
                 checkpoints.save(held[0])
         return held.pop(), executor.metrics(parts)
 
+    @outside_mesh
     def evaluate(
         self,
         params: Sequence[PyTree] | PipelineState,
@@ -721,7 +730,8 @@ class Pipeline:
         check_arrays(f"{call}(states=...)", kept)
         # What no stage and no loss takes may be anything.
         check_arrays(f"{call}(batch)", batch, others=True)
-        return CallInputs(trees, batch, weights, kept, key, step)
+        own = with_automatic_axes(batch)
+        return CallInputs(trees, own, weights, kept, key, step)
 
 
 def PipeDream(

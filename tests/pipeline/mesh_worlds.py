@@ -230,12 +230,11 @@ def refusal(data_axis, with_mesh):
 
 def wrong_meshes():
     """What is said of meshes that cannot be."""
-    explicit = jax.make_mesh(
-        (2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
-    )
+    kinds = (jax.sharding.AxisType.Manual,)
+    manual = jax.sharding.Mesh(jax.devices()[:2], ("data",), axis_types=kinds)
     own = models.meshes("PP x DP")
     said = []
-    for names, mesh in ((NAMES, explicit), (NAMES, "mesh"), (own, own[0])):
+    for names, mesh in ((NAMES, manual), (NAMES, "mesh"), (own, own[0])):
         try:
             pipeline.Pipeline(
                 models.stages(2),

@@ -156,7 +156,9 @@ def test_a_data_axis_that_no_worker_has(cluster):
 
 
 def test_meshes_that_cannot_be(cluster):
-    explicit, text, places = cluster.run(0, worlds.wrong_meshes)
-    assert "`Pipeline(mesh=...)` must be meshes with automatic axes" in explicit
+    manual, text, places = cluster.run(0, worlds.wrong_meshes)
+    assert (
+        "`Pipeline(mesh=...)` must be meshes with automatic or explicit axes" in manual
+    )
     assert "`Pipeline(mesh=...)` must be a jax.sharding.Mesh. Got 'mesh'." in text
     assert "`Pipeline(mesh=...)` must come with names of workers, of which" in places

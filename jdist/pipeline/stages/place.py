@@ -24,7 +24,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jdist._compat import launched, placed, shares_threads
+from jdist._compat import automatic, launched, placed, shares_threads
 from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
@@ -77,14 +77,14 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
 
     Raises:
       TypeError: One is neither a device nor a mesh.
-      ValueError: Two have some devices in common, but not all; a mesh has explicit or
-        manual axes; no mesh has the data axis.
+      ValueError: Two have some devices in common, but not all; a mesh has manual
+        axes; no mesh has the data axis.
     """
     places: list[Place] = []
     for worker, one in enumerate(given):
         if isinstance(one, Mesh):
-            _check_axes(_PLACES, one, f" for worker {worker}")
-            places.append(_with_data_axis(one, data_axis))
+            own = automatic_axes(_PLACES, one, f" for worker {worker}")
+            places.append(_with_data_axis(own, data_axis))
         elif isinstance(one, str | Sharding) or not hasattr(one, "device_kind"):
             rule = "must be devices and meshes, or names of workers"
             got = f"{one!r} for worker {worker}"
@@ -102,12 +102,12 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
 
     Raises:
       TypeError: It is not a mesh.
-      ValueError: It has explicit or manual axes, or devices of other processes.
+      ValueError: It has manual axes, or devices of other processes.
     """
     call = "Pipeline(mesh=...)"
     if not isinstance(mesh, Mesh):
         raise TypeError(requirement(call, "must be a jax.sharding.Mesh", repr(mesh)))
-    _check_axes(call, mesh)
+    mesh = automatic_axes(call, mesh)
     here = jax.process_index()
     others = {device.process_index for device in mesh.devices.flat} - {here}
     if others:
@@ -127,8 +127,8 @@ def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
       workers: Number of workers of the schedule.
 
     Raises:
-      ValueError: There is no such axis, or its size is not the number of workers; a
-        further axis is not automatic.
+      ValueError: There is no such axis, or its size is not the number of workers;
+        a further axis is manual.
     """
     names = mesh.axis_names
     name = STAGE_AXIS if stage_axis is None else stage_axis
@@ -140,8 +140,7 @@ def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
         remedy = "Make the mesh so, or name its axis of stages by `stage_axis=`."
         got = f"{dict(mesh.shape)}"
         raise ValueError(requirement("Pipeline(mesh)", rule, got, remedy))
-    if len(names) > 1:
-        _check_axes("Pipeline(mesh)", mesh)
+    automatic_axes("Pipeline(mesh)", mesh)  # For its check, before workers are paired.
     return name
 
 
@@ -177,15 +176,21 @@ def _with_data_axis(mesh: Mesh, data_axis: str | None) -> StageMesh:
     return replace(made, joint=several)
 
 
-def _check_axes(call: str, mesh: Mesh, whose: str = "") -> None:
-    # Explicit and manual axes would ask the stage's author for the collectives.
-    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
-        rule = "must be meshes with automatic axes, over which XLA divides the work"
+def automatic_axes(call: str, mesh: Mesh, whose: str = "") -> Mesh:
+    """The mesh as pipelines compute on it: XLA divides the work over its axes.
+
+    Explicit axes would ask the stage's author for the collectives.
+
+    Raises:
+      ValueError: It has manual axes.
+    """
+    if AxisType.Manual in mesh.axis_types:
+        rule = "must be meshes with automatic or explicit axes"
         kinds = ", ".join(kind.name for kind in mesh.axis_types)
-        remedy = "Make it by jax.sharding.Mesh(devices, names); or give jax.make_mesh "
-        remedy += "axis_types=(AxisType.Auto,) * len(names)."
+        remedy = "Make it by jax.sharding.Mesh(devices, names)."
         got = f"axes of type {kinds}{whose}"
         raise ValueError(requirement(call, rule, got, remedy))
+    return automatic(mesh) if AxisType.Explicit in mesh.axis_types else mesh
 
 
 def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:

@@ -65,13 +65,13 @@ def test_meshes_that_overlap_in_part():
     )
 
 
-def test_axes_that_are_not_automatic():
-    explicit = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+def test_axes_that_are_manual():
+    manual = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Manual,))
     refused(
         ValueError,
-        "axes of type Explicit for worker 0. Make it by jax.sharding."
-        "Mesh(devices, names)",
-        lambda: made([explicit, mesh(2, 2)]),
+        "must be meshes with automatic or explicit axes. Got axes of type Manual for "
+        "worker 0. Make it by jax.sharding.Mesh(devices, names)",
+        lambda: made([manual, mesh(2, 2)]),
     )
 
 
