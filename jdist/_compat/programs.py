@@ -326,6 +326,14 @@ def equations_in(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
             yield from equations_in(inner)
 
 
+def has_references(program: ClosedJaxpr) -> bool:
+    """Whether a program makes a mutable reference, or closes over one."""
+    # The kernels of Pallas read and write references too, but make none so.
+    return any(isinstance(x, jax.Ref) for x in constants_of(program)) or any(
+        equation.primitive.name == "new_ref" for equation in equations_in(program)
+    )
+
+
 def picks_by_row(program: Jaxpr) -> bool:
     """Whether a program picks elements of each row by an index of that row.
 

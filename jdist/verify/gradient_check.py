@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
+from jdist._compat import has_references
 from jdist._errors import (
     check_choice,
     check_function,
@@ -588,6 +590,22 @@ def _check_mesh_of_loss(
     raise ValueError(requirement(f"{call}(loss_fn=...)", rule, got, remedy)) from error
 
 
+def check_references(argument: str, program: ClosedJaxpr) -> None:
+    """Checks that a program to be judged makes or takes no mutable reference.
+
+    Raises:
+      ValueError: It does. The judge runs a program equation by equation in two
+        precisions, and a reference has one.
+    """
+    if has_references(program):
+        rule = "must be without `jax.new_ref`: the judge reads pure programs"
+        remedy = (
+            "Return the array instead, or carry it through `jax.lax.scan`. A candidate "
+            "may use references."
+        )
+        raise ValueError(requirement(argument, rule, "a mutable reference", remedy))
+
+
 def check_arguments(
     call: str,
     loss_fn: LossFn,
@@ -613,12 +631,15 @@ def check_arguments(
     check_loss(call, loss_fn, params, batch)
     check_batch(f"{call}({names[1]}=...)", batch)
     try:
-        shape = jax.eval_shape(loss_fn, *brought((params, batch))).shape
+        given = brought((params, batch))
+        program, losses = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
+        shape = losses.shape
     except Exception as error:
         # A loss may take a list's numbers as they are, so that only now it is wrong.
         check_lists(f"{call}({names[1]}=...)", batch)
         _check_mesh_of_loss(call, loss_fn, params, batch, error)
         raise
+    check_references(f"{call}(loss_fn=...)", program)
     if shape == ():
         # A scalar has been reduced already, so these would have no effect.
         if weights is not None or reduction != "mean":

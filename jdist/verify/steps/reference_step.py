@@ -26,6 +26,7 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
+from jdist.verify.gradient_check import check_references
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.measure import magnified
 from jdist.verify.steps.trajectory import (
@@ -57,13 +58,14 @@ class ReferenceStep:
         self.unmeasured: set[str] = set()
         self._beside = False
         try:
-            found = jax.eval_shape(step, state, batch)
+            program, found = jax.make_jaxpr(step, return_shape=True)(state, batch)
         except Exception as error:
             error.add_note(
                 "raised while verify.step traced the reference step: it must be a "
                 "function of the state and the batch that JAX can trace, on one device"
             )
             raise
+        check_references("step(reference_step=...)", program)
         if not _alike(found, state):
             # Training steps often return (state, metrics).
             self._beside = isinstance(found, tuple) and len(found) == 2

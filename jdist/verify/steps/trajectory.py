@@ -31,6 +31,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
+from jdist.verify.gradient_check import check_references
 from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
 from jdist.verify.measure import Counted, LossPrograms, Measured, measurer
 from jdist.verify.oracle import reduced
@@ -186,6 +187,7 @@ def trajectory(
             gradient_of.trace(params, batch, own, states).jaxpr,
             updated.trace(params, gradient, opt_state).jaxpr,
         )
+        check_references("step(update=...)", traced[1])
         before = [wide[0] for wide in others]
         others, slopes, sizes = _move(traced, training.stateful, taken, others, t)
         after = (*updated(params, gradient, opt_state), new)
