@@ -6,6 +6,7 @@ Errors, reports and tables all use the same one.
 
 import operator
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -115,6 +116,13 @@ def type_name(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
+_PARTITION = (
+    "Split functions off, `arrays, rest = equinox.partition(module, "
+    "equinox.is_inexact_array)`, and put them together where the module is called: "
+    "`equinox.combine(arrays, rest)`."
+)
+
+
 def check_arrays(call: str, tree: PyTree, *, others: bool = False) -> None:
     """Checks that all leaves are arrays, numbers or shapes; None is no leaf.
 
@@ -134,6 +142,8 @@ def check_arrays(call: str, tree: PyTree, *, others: bool = False) -> None:
         if not _is_readable(leaf, others):
             foreign = hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype)
             remedy = " Convert it, as by `numpy.asarray`." if foreign else ""
+            # Modules of Equinox hold their functions as leaves.
+            remedy = f" {_PARTITION}" if callable(leaf) else remedy
             raise TypeError(
                 f"`{call}` must be a pytree of arrays and numbers. Got "
                 f"{type_name(leaf)} at {path_of(keys)}.{remedy}"
@@ -325,7 +335,10 @@ def check_batch(call: str, batch: PyTree) -> None:
     for keys, leaf in jax.tree.leaves_with_path(batch, is_leaf=is_iterator):
         if not hasattr(leaf, "shape") and not _is_readable(leaf, others=False):
             remedy = "Give what is in it, converted by `numpy.asarray`."
-            if is_iterator(leaf):
+            if is_dataclass(leaf) and not isinstance(leaf, type):
+                name = type(leaf).__name__
+                remedy = f"Register it: `jax.tree_util.register_dataclass({name})`."
+            elif is_iterator(leaf):
                 remedy = "Take one batch of it: `next(batches)`."
             elif hasattr(leaf, "__iter__") and not isinstance(leaf, str | bytes):
                 remedy = "Give one of the batches in it."

@@ -1,5 +1,7 @@
 """Leaf paths, splitting by dtype, the count of examples, and PRNG keys."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,3 +198,25 @@ def test_types_are_named_as_users_know_them():
     ]
     traced = jax.eval_shape(lambda x: _tree.type_name(x) == "an array" or x.no, 1.0)
     assert traced.dtype == bool
+
+
+@dataclasses.dataclass
+class Rows:
+    x: np.ndarray
+
+
+def test_a_dataclass_that_is_not_registered_is_no_tree():
+    rule = r"Got a Rows at \(root\)\. Register it: `jax.tree_util.register_dataclass\(R"
+    with pytest.raises(TypeError, match=rule):
+        _tree.check_batch("fit(batch)", Rows(np.ones(5)))
+    registered = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Registered", ["x"]), ["x"], []
+    )
+    assert _tree.examples_in(registered(np.ones(5)), "fit(batch)") == 5
+
+
+def test_functions_in_a_module_are_to_be_split_off():
+    """As Equinox has them among the leaves of a whole module."""
+    rule = r"Got a PjitFunction at act\. Split functions off, `arrays, rest = equinox.p"
+    with pytest.raises(TypeError, match=rule):
+        _tree.check_arrays("fn(params)", {"w": jnp.ones(3), "act": jnp.tanh})

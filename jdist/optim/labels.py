@@ -9,7 +9,7 @@ place of all others.
                    labels)
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,9 +31,9 @@ def by_label(
 
     Args:
       optimizers: Label to optimizer; `from_optax` ones too.
-      labels: Tree of strings like the parameters, or a function from parameters
-        (arrays or tracers) to such a tree. A module of strings is a tree, also where
-        it may be called.
+      labels: Tree of strings like the parameters, in which a string may stand for a
+        whole subtree; or a function from parameters (arrays or tracers) to such a tree.
+        A module of strings is a tree, also where it may be called.
 
     Raises:
       ValueError: `optimizers` is empty, or one has a loss scale: put
@@ -115,16 +115,33 @@ def _reader(
         # Called in each step, so that nothing is kept between `init` and `step`. Shapes
         # are known of tracers too.
         tree = labels(params) if is_function else labels
-        found = matching("by_label", "labels", params, tree)
+        found = matching("by_label", "labels", params, _spread(tree, params))
         # A label may be wrapped, as in a state of Flax beside plain arrays.
         each = [x[0] if len(x := jax.tree.leaves(y)) == 1 else y for y in found]
         for label in each:
-            if not isinstance(label, Hashable) or label not in optimizers:
+            if not _is_known(label, optimizers):
                 rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
                 raise ValueError(requirement("by_label(labels=...)", rule, label))
         return each
 
     return labels_for
+
+
+def _spread(labels: PyTree, params: PyTree) -> PyTree:
+    """A label for each parameter, of a tree that may have one for a whole subtree."""
+    try:
+        return jax.tree.broadcast(labels, params)
+    except ValueError:
+        # Wrapped labels of plain arrays, or another tree, which `matching` refuses.
+        return labels
+
+
+def _is_known(label: object, optimizers: Mapping[str, Optimizer]) -> bool:
+    try:
+        return label in optimizers
+    except TypeError:
+        # No hash, as an array or a variable of Flax has none.
+        return False
 
 
 def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:

@@ -24,6 +24,7 @@ from jdist._errors import (
 )
 from jdist._tree import (
     PyTree,
+    check_arrays,
     check_batch,
     check_lists,
     examples_in,
@@ -590,6 +591,15 @@ def _check_mesh_of_loss(
     raise ValueError(requirement(f"{call}(loss_fn=...)", rule, got, remedy)) from error
 
 
+def _check_params(argument: str, params: PyTree) -> None:
+    leaves = jax.tree.leaves(params)
+    if any(map(callable, leaves)):
+        check_arrays(argument, params)
+    if not any(map(is_inexact, leaves)):
+        rule = "must have a floating leaf: there is no gradient else"
+        raise ValueError(requirement(argument, rule, "none"))
+
+
 def check_references(argument: str, program: ClosedJaxpr) -> None:
     """Checks that a program to be judged makes or takes no mutable reference.
 
@@ -625,9 +635,7 @@ def check_arguments(
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement(f"{call}(candidates=...)", rule, candidates))
-    if not any(map(is_inexact, jax.tree.leaves(params))):
-        rule = "must have a floating leaf: there is no gradient else"
-        raise ValueError(requirement(f"{call}({names[0]}=...)", rule, "none"))
+    _check_params(f"{call}({names[0]}=...)", params)
     check_loss(call, loss_fn, params, batch)
     check_batch(f"{call}({names[1]}=...)", batch)
     try:

@@ -182,3 +182,35 @@ def test_labels_of_a_flax_state():
     assert not np.allclose(model.kernel[...], before["kernel"][...])
     with pytest.raises(ValueError, match="must hold labels of optimizers, fast, slow"):
         optim.by_label(groups, {"w": ["fast", "slow"]}).init({"w": jnp.ones(2)})
+
+
+def test_a_label_may_stand_for_a_subtree():
+    """In dicts, and where a state of Flax has labels in the place of its variables."""
+    params = {"body": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, "head": jnp.ones(5)}
+    groups = {"fast": optim.sgd(lr=0.5), "slow": optim.sgd(lr=0.25)}
+    opt = optim.by_label(groups, {"body": "slow", "head": "fast"})
+    new, _ = opt.step(params, params, opt.init(params))
+    np.testing.assert_array_equal(new["body"]["w"], 0.75)
+    np.testing.assert_array_equal(new["body"]["b"], 0.75)
+    np.testing.assert_array_equal(new["head"], 0.5)
+    state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    labels = nnx.map_state(
+        lambda path, _: "fast" if path[-1] == "kernel" else "slow", state
+    )
+    opt = optim.by_label(groups, labels)
+    new, _ = opt.step(state, state, opt.init(state))
+    np.testing.assert_array_equal(new["kernel"][...], 0.5 * state["kernel"][...])
+
+
+def test_a_label_without_a_hash_is_refused():
+    """As a variable of Flax whose class promises one."""
+
+    class Variable(str):
+        __slots__ = ()
+
+        def __hash__(self):
+            raise TypeError("unhashable type: 'Param'")
+
+    groups = {"fast": optim.sgd(lr=0.5)}
+    with pytest.raises(ValueError, match="must hold labels of optimizers, fast"):
+        optim.by_label(groups, {"w": Variable("fast")}).init({"w": jnp.ones(2)})

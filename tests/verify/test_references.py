@@ -107,3 +107,13 @@ def test_segments_steps_and_pipelines_take_references(problem):
     pipe = pipeline.Pipeline([stage], lambda y, batch: y, pipeline.zero_bubble(1, 2))
     _, (gradient,) = pipe.value_and_grad([w], {"x": x})
     np.testing.assert_allclose(gradient, expected / len(x), rtol=1e-12)
+
+
+def test_functions_among_the_parameters_are_refused(problem):
+    """As in a whole module of Equinox."""
+    w, x = problem
+    params = {"w": w, "act": jnp.tanh}
+    loss = lambda p, x: p["act"](x @ p["w"]) ** 2  # noqa: E731
+    rule = r"gradients\(params=...\)` must be .* at act\. Split functions off, `arrays,"
+    with pytest.raises(TypeError, match=rule):
+        verify.gradients(loss, params, x, {"mine": lambda p, x: None})
