@@ -42,6 +42,7 @@ from jdist._compat.programs import (
 from jdist._compat.run_ahead import launched, paced, shares_threads
 from jdist._compat.runtime import (
     abandon_distributed,
+    automatic,
     axes_of_one_device_untyped,
     beside,
     default_device,
@@ -55,16 +56,15 @@ from jdist._compat.runtime import (
     placed_at,
     require_backend,
     set_cpu_device_count,
+    with_automatic_axes,
 )
 from jdist._compat.shards import (
     after,
-    automatic,
     laid_out,
     map_shards,
     shards_of,
     tracks_varying_axes,
     varying_axes,
-    with_automatic_axes,
 )
 from jdist._compat.staging import (
     device_count_of,

@@ -2,20 +2,17 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jdist._compat import internals
 from jdist._errors import Unavailable, requirement
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 
 def double_precision() -> AbstractContextManager[None]:
@@ -30,25 +27,42 @@ def axes_of_one_device_untyped() -> AbstractContextManager[None]:
     return nullcontext() if untyped is None else untyped(True)
 
 
-def outside_mesh(fn: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that runs without the mesh of `jax.set_mesh`, if one is set.
+@contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Unsets the mesh of `jax.set_mesh` for a block.
 
     Under it JAX computes on no other devices, and puts what it makes on all of them.
     """
-
-    @functools.wraps(fn)
-    def outside(*arguments: Given.args, **options: Given.kwargs) -> Result:
-        if jax.sharding.get_abstract_mesh().empty:
-            return fn(*arguments, **options)
-        try:
+    unset: AbstractContextManager[Any] = nullcontext()
+    if not jax.sharding.get_abstract_mesh().empty:
+        # Inside a transformation the mesh is that of its trace, and stays.
+        with suppress(ValueError):
             unset = jax.set_mesh(None)
-        except ValueError:
-            # Inside a transformation, whose mesh is that of its trace and stays.
-            return fn(*arguments, **options)
-        with unset:
-            return fn(*arguments, **options)
+    with unset:
+        yield
 
-    return outside
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with automatic axes, over the same devices."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def with_automatic_axes(tree: Any) -> Any:
+    """The tree with its arrays on a mesh with automatic axes; nothing is copied.
+
+    Along explicit axes an array cannot be cut where its parts are divided.
+    """
+
+    def one(leaf: Any) -> Any:
+        known = isinstance(leaf, jax.Array) and not is_traced(leaf)
+        place = leaf.sharding if known else None
+        if not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
+            return leaf
+        if AxisType.Explicit not in place.mesh.axis_types:
+            return leaf
+        return jax.device_put(leaf, NamedSharding(automatic(place.mesh), place.spec))
+
+    return jax.tree.map(one, tree)
 
 
 def set_cpu_device_count(count: int) -> None:

@@ -65,29 +65,6 @@ def map_shards(
     return resharded
 
 
-def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes, over the same devices."""
-    return Mesh(mesh.devices, mesh.axis_names)
-
-
-def with_automatic_axes(tree: Any) -> Any:
-    """The tree with its arrays on a mesh with automatic axes; nothing is copied.
-
-    Along explicit axes an array cannot be cut where its parts are divided.
-    """
-
-    def one(leaf: Any) -> Any:
-        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        place = leaf.sharding if known else None
-        if not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
-            return leaf
-        if AxisType.Explicit not in place.mesh.axis_types:
-            return leaf
-        return jax.device_put(leaf, NamedSharding(automatic(place.mesh), place.spec))
-
-    return jax.tree.map(one, tree)
-
-
 def shards_of(array: jax.Array) -> list[jax.Array]:
     """The data on each device of this process, in the order of its sharding's devices.
 

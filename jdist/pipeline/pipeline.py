@@ -273,7 +273,7 @@ class Pipeline:
         """Numbers of the stages that run in this process."""
         return list(self._places.stages)
 
-    @outside_mesh
+    @outside_mesh()
     def place(
         self, params: Sequence[PyTree], specs: Sequence[PyTree] | None = None
     ) -> list[PyTree]:
@@ -328,7 +328,6 @@ class Pipeline:
             else:
                 executor.learn(j, sharded(shapes, specs[j], where, call, j))
 
-    @outside_mesh
     def value_and_grad(
         self,
         params: Sequence[PyTree],
@@ -385,7 +384,7 @@ class Pipeline:
     @contextmanager
     def _opened(self, kind: str) -> Iterator[StageChannels]:
         """A call of all processes that runs the stages, if they are as compiled."""
-        with self.communicator.opened(kind) as channels:
+        with outside_mesh(), self.communicator.opened(kind) as channels:
             self._check_functions()
             yield channels
             # After the traces, which may write to what they read.
@@ -404,7 +403,7 @@ class Pipeline:
             argument, got = "Pipeline(optimizer=...)", "one that reads something else"
             raise ValueError(requirement(argument, rule, got, remedy))
 
-    @outside_mesh
+    @outside_mesh()
     def init(
         self,
         params: Sequence[PyTree],
@@ -490,7 +489,7 @@ class Pipeline:
             for j, tree in enumerate(found)
         ]
 
-    @outside_mesh
+    @outside_mesh()
     def lower(
         self,
         params: Sequence[PyTree] | PipelineState,
@@ -557,7 +556,6 @@ class Pipeline:
         inputs = CallInputs(trees, shapes_of(batch), weights, carried, shapes_of(key))
         return self.executor.lower(inputs, update)
 
-    @outside_mesh
     def train_step(
         self,
         state: PipelineState,
@@ -604,7 +602,6 @@ class Pipeline:
         metrics = Metrics(found.loss, *size, norm, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
-    @outside_mesh
     def train_epoch(
         self,
         state: PipelineState,
@@ -678,7 +675,6 @@ class Pipeline:
                 checkpoints.save(held[0])
         return held.pop(), executor.metrics(parts)
 
-    @outside_mesh
     def evaluate(
         self,
         params: Sequence[PyTree] | PipelineState,
