@@ -49,8 +49,9 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     contribute alike. An entry to which one example alone contributes, such as a row of
     an embedding, has the draws of this example only, d: no entry has fewer, since the
     mean above is largest if one example has all the variance. By its own draws a bound
-    is thus at most tau(d) / tau(nu) too narrow, and a leaf between 1 and that many
-    bounds is *in doubt*: it is measured with more draws before it is condemned.
+    is thus at most tau(d) / tau(nu) too narrow. A leaf is *in doubt* up to that many
+    bounds; and wherever the bound is more than ROUNDINGS roundings wide, where a loss
+    may be chaotic, so that errors are not normal and few draws show nothing of them.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
 
 The random parts are independent, so their variances add. D is not random: it is the
@@ -90,6 +91,9 @@ EXTRA = 4
 RISK = 1e-9
 # A bound above this share of P says too little, see the end of the derivation.
 BLIND = 1 / 8
+# Most bounds are some tens of roundings of the gradient wide; and in float64 they would
+# be narrower by the ratio of the units. Both with room to spare.
+ROUNDINGS = 2.0**10
 
 
 class Limit(NamedTuple):
@@ -203,8 +207,15 @@ def measured_bound(
     random = np.sqrt(adding**2 + partial**2 + computing**2)
     allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # An entry that could not be measured has no bound, and is not judged.
-    doubt = confidence(entries, least) / tau
-    return Limit(np.where(np.isnan(allowed), np.inf, allowed), size, doubt)
+    allowed = np.where(np.isnan(allowed), np.inf, allowed)
+    narrow = np.linalg.norm(allowed) <= doubtful_width(dtype) * np.linalg.norm(size)
+    doubt = confidence(entries, least) / tau if narrow else math.inf
+    return Limit(allowed, size, doubt)
+
+
+def doubtful_width(dtype: DTypeLike) -> float:
+    """The share of a leaf's size from which on its bound may say too little."""
+    return min(BLIND, ROUNDINGS * unit_roundoff(dtype))
 
 
 def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> np.dtype:

@@ -33,10 +33,12 @@ from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     BLIND,
+    ROUNDINGS,
     Limit,
     Sums,
     accumulated,
     confidence,
+    doubtful_width,
     in_double,
     measured_bound,
     unit_roundoff,
@@ -55,10 +57,6 @@ from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
 COUPLED = math.sqrt(unit_roundoff("float64"))
-
-# Most bounds are some tens of roundings of the gradient wide; and in float64 they would
-# be narrower by the ratio of the units. Both with room to spare.
-ROUNDINGS = 2.0**10
 
 # Draws of every term's error, all examples together, and at most for one example.
 DRAWS, DRAWS_EACH = 128, 32
@@ -361,14 +359,18 @@ class LossPrograms:
             variance = jax.lax.fori_loop(1, turns + 1, drawn, sums.variance)
             return sums._replace(variance=variance), losses
 
-        exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
-        real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
-        sums = _Collected(exact, real, real, exact, real, real)
         # One example and draw at a time: memory does not grow with their number. The
         # numbers are arguments: more draws compile nothing anew.
         loop = fast_in_loops(partial(jax.lax.fori_loop, 0, count, step))
-        sums, losses = loop((sums, jnp.zeros(count, jnp.float64)))
+        sums, losses = loop((_nothing(program), jnp.zeros(count, jnp.float64)))
         return sums, losses
+
+
+def _nothing(program: ClosedJaxpr) -> _Collected:
+    """The sums over no example, of the outputs of a program."""
+    exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
+    real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
+    return _Collected(exact, real, real, exact, real, real)
 
 
 def _add(
@@ -508,9 +510,8 @@ def _is_doubtful(given: jax.Array, total: Any, limit: Limit) -> bool:
     leaf, measured = in_double(given), np.isfinite(limit.bound)
     # A NaN is no sum's, and is reported where it is compared.
     off = np.abs(leaf - total) > limit.bound
-    share = min(BLIND, ROUNDINGS * unit_roundoff(given.dtype))
     width = np.linalg.norm(limit.bound[measured])
-    wide = width > share * np.linalg.norm(leaf[measured])
+    wide = width > doubtful_width(given.dtype) * np.linalg.norm(leaf[measured])
     # An unused leaf has a gradient of 0, and a bound for numbers near it.
     used = leaf.any() or total.any()
     return bool(off.any() or (wide and used))

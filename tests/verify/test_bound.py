@@ -114,7 +114,7 @@ def test_a_leaf_is_in_doubt_as_far_as_the_draws_of_one_example_allow(
     condemned more often than that, where each has few.
     """
     monkeypatch.setattr("jdist.verify.bound.RISK", 0.01)
-    given = sums((1,), variance=1.0)
+    given = sums((1,), variance=1.0, total=1e5)
     count = (draws, draws * examples)
     limit = measured_bound("float32", given, examples, count, "float32")
     estimated = np.sqrt(rng.chisquare(draws, size=400_000) / draws)

@@ -246,7 +246,7 @@ def test_a_right_trainer_of_an_unkeyed_loss_is_never_called_wrong():
     assert report.of("whole").ok
     assert {row.path for row in report.of("missing").failures} == {"(root)", "w"}
     with pytest.raises(
-        VerificationError, match=r"^not judged:\n  halves: \(loss\): the "
+        VerificationError, match=r"^not judged:\n  halves: \(root\): the "
     ):
         report.of("halves").raise_if_failed()
 
