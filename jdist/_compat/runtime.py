@@ -2,9 +2,9 @@
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jdist._compat import internals
 from jdist._errors import Unavailable, requirement
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def double_precision() -> AbstractContextManager[None]:
@@ -28,8 +31,8 @@ def axes_of_one_device_untyped() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Unsets the mesh of `jax.set_mesh` for a block.
+def outside_mesh(own: Mesh | int | None = None) -> Iterator[None]:
+    """Unsets the mesh of `jax.set_mesh` for a block, unless it is its `own`.
 
     Under it JAX computes on no other devices, and puts what it makes on all of them.
     """
@@ -37,9 +40,26 @@ def outside_mesh() -> Iterator[None]:
     if not jax.sharding.get_abstract_mesh().empty:
         # Inside a transformation the mesh is that of its trace, and stays.
         with suppress(ValueError):
-            unset = jax.set_mesh(None)
+            if own is None or jax.sharding.get_mesh() != own:
+                unset = jax.set_mesh(None)
     with unset:
         yield
+
+
+def called_outside_mesh(fn: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A function that runs in `outside_mesh`; 0.3 us where no mesh is set.
+
+    Its frame refers to the arguments until the function returns.
+    """
+
+    @functools.wraps(fn)
+    def called(*arguments: Given.args, **options: Given.kwargs) -> Result:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*arguments, **options)
+        with outside_mesh():
+            return fn(*arguments, **options)
+
+    return called
 
 
 def automatic(mesh: Mesh) -> Mesh:

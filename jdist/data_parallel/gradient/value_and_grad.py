@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._compat import paced
+from jdist._compat import called_outside_mesh, paced
 from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, check_arrays, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
@@ -119,6 +119,7 @@ def value_and_grad(
     )
     run = _Programs(loss_fn, mesh, communication)
 
+    @called_outside_mesh
     def fn(
         params: PyTree,
         batch: PyTree,

@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdist._compat import called_outside_mesh
 from jdist._errors import check_sequence, requirement
 from jdist._tree import (
     PyTree,
@@ -34,6 +35,7 @@ from jdist.data_parallel.replicas.layout import is_divided
 from jdist.data_parallel.replicas.shards import replicas_of
 
 
+@called_outside_mesh
 def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree:
     """Copies replica 0's values to every replica.
 

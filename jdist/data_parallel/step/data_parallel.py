@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jdist._compat import laid_out
+from jdist._compat import laid_out, outside_mesh
 from jdist._errors import check_function
 from jdist._tree import PyTree, check_arrays, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
@@ -71,8 +71,7 @@ def DataParallel(
 
     compiled = GuardedJit(outputs_of, "DataParallel", {"fn": fn})
 
-    def apply(params: PyTree, batch: PyTree) -> PyTree:
-        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+    def outputs(params: PyTree, batch: PyTree) -> PyTree:
         count = examples_in(batch, "apply(params, batch)")
         check_arrays("apply(params=...)", params)
         check_arrays("apply(batch=...)", batch)
@@ -84,9 +83,9 @@ def DataParallel(
         params, scattered = brought(
             "apply(params, batch)", mesh, axis, params, scattered
         )
-        (outputs,) = compiled(params, scattered)
+        (found,) = compiled(params, scattered)
         if count % replicas == 0:
-            return outputs
+            return found
         share, extra = divmod(count, replicas)
         real = [
             rank * (share + 1) + i
@@ -96,8 +95,13 @@ def DataParallel(
         # Padding is within each replica's rows, not at the end of the batch. JAX picks
         # no rows along an explicit axis that divides them.
         if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
-            outputs = jax.tree.map(lambda x: laid_out(x, mesh, EACH), outputs)
-        return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
+            found = jax.tree.map(lambda x: laid_out(x, mesh, EACH), found)
+        return jax.tree.map(lambda x: x[jax.numpy.array(real)], found)
+
+    def apply(params: PyTree, batch: PyTree) -> PyTree:
+        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        with outside_mesh(mesh):
+            return outputs(params, batch)
 
     return apply
 

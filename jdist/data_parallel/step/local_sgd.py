@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._compat import paced
+from jdist._compat import called_outside_mesh, paced
 from jdist._errors import check_at_least, check_function, requirement
 from jdist._tree import (
     PyTree,
@@ -95,6 +95,7 @@ class LocalSGD:
     axis: str
     compiled: tuple[PyTree, PyTree]
 
+    @called_outside_mesh
     def init(self, params: PyTree) -> LocalState:
         """The state before the first step: a copy of the parameters for each replica.
 
@@ -126,6 +127,7 @@ class LocalSGD:
             found = jax.device_put(found, rows)
         return LocalState(jnp.zeros((), jnp.int32), *found)
 
+    @called_outside_mesh
     def step(
         self, state: LocalState, batch: PyTree, weights: Weights = None
     ) -> tuple[LocalState, jax.Array]:
@@ -149,6 +151,7 @@ class LocalSGD:
         paced(self.mesh, loss)
         return LocalState(step, *own), loss
 
+    @called_outside_mesh
     def lower(
         self, state: LocalState, batch: PyTree, weights: Weights = None
     ) -> jax.stages.Lowered:
@@ -178,6 +181,7 @@ class LocalSGD:
         )
         return given
 
+    @called_outside_mesh
     def average(self, state: LocalState) -> PyTree:
         """Averages the parameters over replicas, for evaluation or after the end."""
         check_state("average(state)", state, LocalState, "local")

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import reduction as reductions
-from jdist._compat import Ahead, ArrayImpl, map_shards, paced
+from jdist._compat import Ahead, ArrayImpl, called_outside_mesh, map_shards, paced
 from jdist._errors import check_choice, requirement
 from jdist._lru_cache import LRUCache
 from jdist._tree import (
@@ -134,6 +134,7 @@ class Reducer:
     _on_reduce: Callable[[int, jax.Array], None] | None
     _plans: LRUCache[Any, _BucketPlan] = field(default_factory=lambda: LRUCache(8))
 
+    @called_outside_mesh
     def __call__(
         self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
     ) -> tuple[jax.Array, PyTree]:
@@ -141,6 +142,7 @@ class Reducer:
         plan, given = self._given("fn", params, batch, weights)
         return self._driver.run(plan, params, given, self._on_reduce)
 
+    @called_outside_mesh
     def lower(
         self, params: Sequence[PyTree], batch: PyTree, weights: Weights = None
     ) -> dict[str, jax.stages.Lowered]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._compat import Ahead, alike, paced
+from jdist._compat import Ahead, alike, called_outside_mesh, paced
 from jdist._errors import check_flags, check_function, check_number, requirement
 from jdist._fit import Metrics
 from jdist._tree import (
@@ -121,6 +121,7 @@ class TrainStep:
     reduction: str = "mean"
     evaluated: Any = None
 
+    @called_outside_mesh
     def init(
         self,
         params: PyTree,
@@ -181,6 +182,7 @@ class TrainStep:
             replicate(key, self.mesh, name="key"),
         )
 
+    @called_outside_mesh
     def __call__(
         self,
         state: TrainState,
@@ -236,6 +238,7 @@ class TrainStep:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved if key is None else moved._replace(key=key), metrics
 
+    @called_outside_mesh
     def evaluate(
         self, state: TrainState, batch: PyTree, weights: Weights = None
     ) -> Metrics:
@@ -304,6 +307,7 @@ class TrainStep:
         check_hook_rows(argument, kept, replicas_of(self.mesh, self.axis, "step"))
         return state
 
+    @called_outside_mesh
     def lower(
         self,
         state: TrainState,
