@@ -194,6 +194,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_optimizer_is_lowered_under_jit(name, problem):
     params, _, _ = problem
+    if name == "muon":  # It takes matrices only.
+        params = {k: x for k, x in params.items() if x.ndim == 2}
     opt = OPTIMIZERS[name](lr=0.1)
     of_shapes = shapes(params)
     state = jax.eval_shape(opt.init, of_shapes)
