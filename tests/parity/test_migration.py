@@ -22,7 +22,7 @@ PAGES = {
     if path.stem != "index"
 }
 PAIRS = {
-    "autograd": 5, "data_parallel": 9, "not_here": 2, "optimizers": 7,
+    "autograd": 5, "data_parallel": 9, "not_here": 2, "optimizers": 8,
     "pipelining": 5, "rpc": 4,
 }  # fmt: skip
 
