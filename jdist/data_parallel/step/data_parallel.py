@@ -15,7 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jdist._compat import laid_out, outside_mesh
+from jdist._compat import (
+    automatic,
+    is_traced,
+    laid_out,
+    outside_mesh,
+    with_automatic_axes,
+)
 from jdist._errors import check_function
 from jdist._tree import PyTree, check_arrays, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
@@ -39,8 +45,8 @@ def DataParallel(
     Returns:
       `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
       differentiable in `params`, whose gradient is the whole batch's, added up over
-      the devices of a mesh in float32 at least. With explicit axes JAX differentiates
-      within `jax.set_mesh(mesh)` only.
+      the devices of a mesh in float32 at least. With explicit axes the outputs have
+      them under `jax.set_mesh(mesh)`, and automatic ones elsewhere.
 
     Raises:
       ValueError: The mesh has no such axis. On calling: an empty batch.
@@ -55,9 +61,34 @@ def DataParallel(
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
     check_function("DataParallel(fn=...)", fn)
-    replicas = replicas_of(mesh, axis, "DataParallel")
+    replicas_of(mesh, axis, "DataParallel")
     check_mesh("DataParallel", mesh, axis)
-    rows = PartitionSpec(axis)
+    within = _applied(fn, mesh, axis)
+    explicit, outside = False, within
+    if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+        # JAX differentiates what has explicit axes only where their mesh is set.
+        explicit, outside = True, _applied(fn, automatic(mesh), axis)
+
+    def apply(params: PyTree, batch: PyTree) -> PyTree:
+        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        with outside_mesh(mesh):
+            typed = not jax.sharding.get_abstract_mesh().empty or any(
+                AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+                for x in jax.tree.leaves((params, batch))
+                if is_traced(x)
+            )
+            if explicit and typed:
+                return within(params, batch)
+            return outside(*with_automatic_axes((params, batch)))
+
+    return apply
+
+
+def _applied(
+    fn: Callable[[Any, Any], Any], mesh: Mesh | int, axis: str
+) -> Callable[[Any, Any], Any]:
+    """Applies the model on a mesh, whose axes have the type of the context's."""
+    replicas, rows = replicas_of(mesh, axis, "DataParallel"), PartitionSpec(axis)
 
     def outputs_of(params: PyTree, scattered: PyTree) -> PyTree:
         def on_replica(wide: PyTree, batch: PyTree) -> PyTree:
@@ -71,7 +102,7 @@ def DataParallel(
 
     compiled = GuardedJit(outputs_of, "DataParallel", {"fn": fn})
 
-    def outputs(params: PyTree, batch: PyTree) -> PyTree:
+    def applied(params: PyTree, batch: PyTree) -> PyTree:
         count = examples_in(batch, "apply(params, batch)")
         check_arrays("apply(params=...)", params)
         check_arrays("apply(batch=...)", batch)
@@ -98,12 +129,7 @@ def DataParallel(
             found = jax.tree.map(lambda x: laid_out(x, mesh, EACH), found)
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], found)
 
-    def apply(params: PyTree, batch: PyTree) -> PyTree:
-        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
-        with outside_mesh(mesh):
-            return outputs(params, batch)
-
-    return apply
+    return applied
 
 
 def _widened(param: PyTree) -> PyTree:

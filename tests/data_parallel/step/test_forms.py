@@ -47,7 +47,7 @@ def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
 
 @pytest.mark.parametrize("count", [2, 6, 7])
 def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count):
-    """As an automatic one; JAX differentiates its arrays within `jax.set_mesh`."""
+    """As an automatic one, where it is set and where not."""
     x, where = rng.normal(size=(count, 3)), mesh(3, AxisType.Explicit)
     apply, expected = DataParallel(model, where), model(params, x)
     for name, leaf in apply(params, x).items():
@@ -56,10 +56,12 @@ def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count)
     def loss(params, apply):
         return (apply(params, x)["scores"] ** 3).sum()
 
+    gradients = [jax.grad(loss)(params, apply)]
     with jax.set_mesh(where):
-        gradient = jax.grad(loss)(params, apply)
-    for name, leaf in jax.grad(loss)(params, model).items():
-        np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
+        gradients.append(jax.grad(loss)(params, apply))
+    for gradient in gradients:
+        for name, leaf in jax.grad(loss)(params, model).items():
+            np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
 
 
 def test_what_data_parallel_refuses(params):
