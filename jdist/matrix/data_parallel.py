@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jdist import data_parallel
 from jdist._errors import Unavailable
@@ -49,6 +49,9 @@ def rows() -> dict[str, Row]:
         ),
         "train_step, accumulate 2, zero x8": partial(
             _train_step, 8, accumulate=2, zero=True
+        ),
+        "train_step, zero, explicit axes x4": partial(
+            _train_step, 4, accumulate=1, zero=True, explicit=True
         ),
         "Join x4": partial(_join, 4),
     }
@@ -99,9 +102,10 @@ def _train_step(
     accumulate: int,
     shared: bool = False,
     zero: bool = False,
+    explicit: bool = False,
 ) -> Candidate:
     """The gradient that a training step passes to its optimizer."""
-    where = _replicas(count, shared)
+    where = _replicas(count, shared, explicit)
     opt = data_parallel.zero(recorder(), where) if zero else recorder()
     step = data_parallel.train_step(
         loss_fn, opt, where, reduction=reduction, accumulate=accumulate
@@ -150,9 +154,11 @@ def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
     return metrics.loss, gradient
 
 
-def _replicas(count: int, shared: bool = False) -> Mesh | int:
+def _replicas(count: int, shared: bool = False, explicit: bool = False) -> Mesh | int:
     """A mesh of `count` devices; or `count` itself, for replicas on one device."""
-    return count if shared else Mesh(np.array(devices(count)), ("data",))
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    there = None if shared else np.array(devices(count))
+    return count if there is None else Mesh(there, ("data",), axis_types=(kind,))
 
 
 def _shards(
