@@ -71,13 +71,9 @@ def DataParallel(
 
     def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        examples_in(batch, "apply(params, batch)")  # It refuses what is no tree.
         with outside_mesh(mesh):
-            typed = not jax.sharding.get_abstract_mesh().empty or any(
-                AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-                for x in jax.tree.leaves((params, batch))
-                if is_traced(x)
-            )
-            if explicit and typed:
+            if not explicit or _is_typed((params, batch)):
                 return within(params, batch)
             return outside(*with_automatic_axes((params, batch)))
 
@@ -130,6 +126,15 @@ def _applied(
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], found)
 
     return applied
+
+
+def _is_typed(arguments: PyTree) -> bool:
+    """Whether a mesh is set, or what is differentiated has explicit axes."""
+    return not jax.sharding.get_abstract_mesh().empty or any(
+        AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+        for x in jax.tree.leaves(arguments)
+        if is_traced(x)
+    )
 
 
 def _widened(param: PyTree) -> PyTree:
