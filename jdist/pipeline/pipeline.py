@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
-from jdist._compat import Ahead, outside_mesh, with_automatic_axes
+from jdist._compat import (
+    Ahead,
+    called_outside_mesh,
+    outside_mesh,
+    with_automatic_axes,
+)
 from jdist._errors import (
     check_at_least,
     check_flags,
@@ -273,7 +278,7 @@ class Pipeline:
         """Numbers of the stages that run in this process."""
         return list(self._places.stages)
 
-    @outside_mesh()
+    @called_outside_mesh
     def place(
         self, params: Sequence[PyTree], specs: Sequence[PyTree] | None = None
     ) -> list[PyTree]:
@@ -403,7 +408,7 @@ class Pipeline:
             argument, got = "Pipeline(optimizer=...)", "one that reads something else"
             raise ValueError(requirement(argument, rule, got, remedy))
 
-    @outside_mesh()
+    @called_outside_mesh
     def init(
         self,
         params: Sequence[PyTree],
@@ -489,7 +494,7 @@ class Pipeline:
             for j, tree in enumerate(found)
         ]
 
-    @outside_mesh()
+    @called_outside_mesh
     def lower(
         self,
         params: Sequence[PyTree] | PipelineState,

@@ -61,19 +61,18 @@ def DataParallel(
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
     check_function("DataParallel(fn=...)", fn)
-    replicas_of(mesh, axis, "DataParallel")
-    check_mesh("DataParallel", mesh, axis)
-    within = _applied(fn, mesh, axis)
-    explicit, outside = False, within
+    within, outside = _applied(fn, mesh, axis), None
     if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
         # JAX differentiates what has explicit axes only where their mesh is set.
-        explicit, outside = True, _applied(fn, automatic(mesh), axis)
+        outside = _applied(fn, automatic(mesh), axis)
 
     def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
-        examples_in(batch, "apply(params, batch)")  # It refuses what is no tree.
         with outside_mesh(mesh):
-            if not explicit or _is_typed((params, batch)):
+            if outside is None:
+                return within(params, batch)
+            examples_in(batch, "apply(params, batch)")  # It refuses what is no tree.
+            if _is_typed((params, batch)):
                 return within(params, batch)
             return outside(*with_automatic_axes((params, batch)))
 
@@ -83,8 +82,9 @@ def DataParallel(
 def _applied(
     fn: Callable[[Any, Any], Any], mesh: Mesh | int, axis: str
 ) -> Callable[[Any, Any], Any]:
-    """Applies the model on a mesh, whose axes have the type of the context's."""
+    """`DataParallel`, with outputs whose axes are of the mesh's own type."""
     replicas, rows = replicas_of(mesh, axis, "DataParallel"), PartitionSpec(axis)
+    check_mesh("DataParallel", mesh, axis)
 
     def outputs_of(params: PyTree, scattered: PyTree) -> PyTree:
         def on_replica(wide: PyTree, batch: PyTree) -> PyTree:

@@ -296,8 +296,9 @@ class _Driver:
         first = self._layers[0]
         label = ("reducer", getattr(first, "__code__", type(first)))
         own = segment(_first(first), label=label)
-        all_layers = [own, *map(segment, self._layers[1:])]
-        self.segments = list(map(unguarded, all_layers))
+        others = map(segment, self._layers[1:])
+        # `self._contents` looks for changes of all, once for a step.
+        self.segments = [unguarded(each) for each in (own, *others)]
 
     def run(
         self,
