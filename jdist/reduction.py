@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import tracks_varying_axes, varying_axes
+from jdist._compat import tracks_varying_axes, varying_axes, zeros_of
 from jdist._errors import check_choice, requirement
 from jdist._tree import (
     PyTree,
@@ -446,7 +446,7 @@ def empty(like: PyTree, reduction: str) -> Partial:
       reduction: One of `REDUCTIONS`.
     """
     nothing = {"max": -jnp.inf, "min": jnp.inf}.get(reduction, 0.0)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    zeros = jax.tree.map(zeros_of, like)
     return zeros._replace(value=jnp.full(like.value.shape, nothing, like.value.dtype))
 
 

@@ -60,12 +60,14 @@ from jdist._compat.runtime import (
     with_automatic_axes,
 )
 from jdist._compat.shards import (
+    KEEPS_EXPLICIT_SHARDS,
     after,
     laid_out,
     map_shards,
     shards_of,
     tracks_varying_axes,
     varying_axes,
+    zeros_of,
 )
 from jdist._compat.staging import (
     device_count_of,
@@ -75,6 +77,7 @@ from jdist._compat.staging import (
 )
 
 __all__ = [
+    "KEEPS_EXPLICIT_SHARDS",
     "STATIC_ARGUMENT",
     "WRAPPED_FUNCTION",
     "Ahead",
@@ -135,4 +138,5 @@ __all__ = [
     "varying_axes",
     "with_automatic_axes",
     "without_unread",
+    "zeros_of",
 ]

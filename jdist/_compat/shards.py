@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+KEEPS_EXPLICIT_SHARDS = jax.__version_info__ >= (0, 12)
+"""Whether arrays stay divided over an explicit axis where they enter a `shard_map` that
+is manual over another one. XLA gathers them before JAX 0.12."""
+
 
 def varying_axes(array: jax.Array) -> frozenset[Hashable]:
     """The mesh axes over which shard_map *knows* that `array` differs.
@@ -55,9 +59,14 @@ def map_shards(
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
 
+    def reshard(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if axis is not None:
+            spec = _beside(jax.typeof(array).sharding.spec, axis, spec, array.ndim)
+        return _reshard(array, mesh, spec)
+
     def resharded(*arguments: Any) -> Any:
         placed = (
-            jax.tree.map(lambda x, spec=spec: _reshard(x, mesh, spec), argument)
+            jax.tree.map(lambda x, spec=spec: reshard(x, spec), argument)
             for argument, spec in zip(arguments, in_specs, strict=True)
         )
         return mapped(*placed)
@@ -90,6 +99,14 @@ def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
 
 
+def zeros_of(shape: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of an array's shape, dtype and explicit axes, for a trace."""
+    if not isinstance(shape, jax.ShapeDtypeStruct) or shape.sharding is None:
+        return jnp.zeros_like(shape)
+    # `zeros_like` drops the explicit axes of a shape.
+    return jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)
+
+
 def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """`array` with a layout over any type of mesh, inside jit and outside."""
     # To automatic axes a layout is a constraint on the compiler, to explicit ones a
@@ -97,6 +114,22 @@ def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     if AxisType.Explicit in mesh.axis_types:
         return _reshard(array, mesh, spec)
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def _beside(
+    given: PartitionSpec, axis: str, own: PartitionSpec, dimensions: int
+) -> PartitionSpec:
+    """`own`, which names `axis` alone, and what `given` has of the other axes."""
+
+    def names(spec: PartitionSpec, dimension: int) -> tuple[str, ...]:
+        entry = spec[dimension] if dimension < len(spec) else None
+        return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+    entries = (
+        (*names(own, d), *(name for name in names(given, d) if name != axis))
+        for d in range(dimensions)
+    )
+    return PartitionSpec(*(entry or None for entry in entries))
 
 
 def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._compat import beside, placed_at
+from jdist._compat import beside, called_outside_mesh, placed_at
 from jdist._errors import check_choice, check_flags, requirement
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
@@ -40,6 +40,7 @@ from jdist.rpc.extension import (
 MODES = ("smart", "fast")
 
 
+@called_outside_mesh
 def backward(
     context_id: int,
     roots: Sequence[Recorded],

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import StepFolder, check_folder, check_keep
+from jdist._compat import called_outside_mesh
 from jdist._errors import listed, requirement
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts import here
@@ -118,6 +119,7 @@ class DistributedOptimizer:
         if any(has_masters for _, has_masters in made.values()):
             self._ask(owned_optimizer.BEGIN, complaint, DEFAULT)
 
+    @called_outside_mesh
     def step(
         self,
         context_id: int,

@@ -34,7 +34,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jdist._compat import is_traced, part_of, without_unread
+from jdist._compat import called_outside_mesh, is_traced, part_of, without_unread
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, path_of, type_name
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
@@ -95,6 +95,7 @@ returned; the call's node, or None if no cotangent can flow back through it; for
 output, whether it has a history."""
 
 
+@called_outside_mesh
 def call(
     fn: PureCallable,
     leaves: Sequence[PyTree],

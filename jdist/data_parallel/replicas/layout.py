@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jdist._compat import is_traced
+from jdist._compat import KEEPS_EXPLICIT_SHARDS, is_traced
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_shape, named_leaves
 
@@ -34,24 +34,23 @@ def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
 
 
 def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
-    """Whether a mesh has further axes; their types must be Auto.
+    """Whether a mesh has further axes, which may be explicit from JAX 0.12 on.
 
     Raises:
-      ValueError: A further axis is explicit.
+      ValueError: A further axis is explicit, and this JAX is older.
     """
     further = further_axes(mesh, axis)
     if not isinstance(mesh, Mesh):
         return False
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in further:
-        # JAX 0.10 gathers arrays divided over an explicit axis where they enter a
-        # shard_map that is manual over another axis.
-        if types[name] == AxisType.Explicit:
-            rule = f"must have axes of type Auto beside {axis!r}"
-            got = f"the explicit axis {name!r}"
+        if types[name] == AxisType.Explicit and not KEEPS_EXPLICIT_SHARDS:
+            rule = f"must have axes of type Auto beside {axis!r} before JAX 0.12"
+            got = f"the explicit axis {name!r} and JAX {jax.__version__}"
             remedy = (
-                "Make it by `jax.make_mesh(shape, names, axis_types=(jax.sharding."
-                "AxisType.Auto,) * len(names))`."
+                "This JAX would gather the parameters that are divided over it. Make "
+                "the mesh by `jax.make_mesh(shape, names, axis_types=(jax.sharding."
+                "AxisType.Auto,) * len(names))`, or install `jax>=0.12`."
             )
             raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
     return bool(further)

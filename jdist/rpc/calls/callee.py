@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from jdist._compat import called_outside_mesh
 from jdist._errors import requirement
 from jdist.rpc.base import current
 from jdist.rpc.base.current import (
@@ -346,10 +347,12 @@ class Callee:
           depth: How many calls lie below on this thread's stack.
           reading: Whether this thread reads a shared connection.
         """
-        # A context of its own: nothing of the thread's leaks into the function.
+        # A context of its own, and no mesh of `jax.set_mesh`: nothing of the thread's
+        # leaks into the function.
         context = contextvars.Context()
         try:
-            result = context.run(self._run, execution, frame, depth, reading)
+            run = called_outside_mesh(self._run)
+            result = context.run(run, execution, frame, depth, reading)
             if isinstance(result, Future):
                 return self._defer(execution, frame.id, result)
             return self._success(execution, frame.id, result)
