@@ -68,7 +68,7 @@ docs-links: $(VENV)/.docs  ## try the site's links to other sites; needs the net
 package: $(VENV)/.package  ## build wheel and sdist; install the wheel alone, and run README's twelve lines with it
 	bash .ci/package $(BIN)/python
 
-bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the tables in docs/benchmarks.md
+bench: $(VENV)/.parity  ## measure speed, and say what got worse; writes results/bench, and the tables of both pages of benchmarks
 	$(BIN)/python -m benchmarks --record
 
 clean:  ## remove the set-up and all results

@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument(
         "--record",
         action="store_true",
-        help="keep the figures: benchmarks/recorded.json, and docs/benchmarks.md, "
-        "whose tables are written from it",
+        help="keep the figures: benchmarks/recorded.json, and the pages written from "
+        "it, docs/benchmarks.md and docs/benchmarks_all.md",
     )
     options = parser.parse_args()
     unknown = set(options.names) - set(names)

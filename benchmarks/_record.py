@@ -1,7 +1,8 @@
-"""The last run of each benchmark, kept in a file and shown on a page.
+"""The last run of each benchmark, kept in a file and shown on two pages.
 
-Every table of figures in docs/benchmarks.md is written from `recorded.json`: a block
-between two comments for each benchmark, and one for the goals of all.
+Every table of figures in docs/benchmarks.md and docs/benchmarks_all.md is written from
+`recorded.json`: a block between two comments for each benchmark, one for the goals of
+all, and one that sums up.
 """
 
 import datetime
@@ -10,18 +11,126 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from benchmarks._goals import Figure, Goal, shown
+from benchmarks._goals import Figure, Goal, ratio, shown
 from benchmarks._harness import Case, duration
 from experiments._environment import Environment
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "recorded.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+APPENDIX = ROOT / "docs" / "benchmarks_all.md"
 PICTURES = ROOT / "docs" / "_static"
 GOALS = "goals"
+SUMMARY = "summary"
+
+
+class Beside(NamedTuple):
+    """A row of the summary: jdist, and what one would use in its place."""
+
+    job: str
+    instead: str
+    benchmark: str
+    case: str
+    ours: str
+    theirs: str
+
+
+_AUTOGRAD = "example (iv): t5 = mul(remote add(t1, t2), t4), forward and backward, FAST"
+BESIDE = (
+    Beside(
+        "training step on one device, 4 layers of 512",
+        "the plain jitted step",
+        "data_parallel",
+        "training step alone, 4 layers of 512, 256 examples",
+        "train_step, a mesh of one",
+        "plain jitted step",
+    ),
+    Beside(
+        "training step over two processes, 4 layers of 2048",
+        "torch's DDP",
+        "ddp",
+        "4 x 2048, batch 128",
+        "step, jdist",
+        "step, torch as shipped",
+    ),
+    Beside(
+        "elastic step over two processes, 8 layers of 1024",
+        "`train_step`",
+        "elastic",
+        "step, 8 x 1024, batch 256",
+        "elastic",
+        "train_step",
+    ),
+    Beside(
+        "a segment's two halves, a transformer block",
+        "`jax.value_and_grad`",
+        "segment",
+        "transformer block, (4, 128, 256)",
+        "segment",
+        "value_and_grad of the whole",
+    ),
+    Beside(
+        "`rpc_sync` of a 3 x 3 array",
+        "torch's `rpc_sync`",
+        "steady",
+        "rpc_sync of a 3 x 3 array, which comes back",
+        "jdist, quiet",
+        "torch as shipped, quiet",
+    ),
+    Beside(
+        "distributed autograd: one remote call, forward and backward",
+        "torch's",
+        "autograd",
+        _AUTOGRAD,
+        "jdist",
+        "torch",
+    ),
+    Beside(
+        "1F1B, two processes, 8 micro-batches",
+        "torch.distributed.pipelining",
+        "pipeline",
+        "m = 8",
+        "1F1B, m = 8, jdist",
+        "1F1B, m = 8, torch as shipped",
+    ),
+    Beside(
+        "PipeDream, a micro-batch of 256 rows",
+        "1F1B with a flush",
+        "pipedream",
+        "256 rows",
+        "PipeDream",
+        "1F1B with a flush, m = 8",
+    ),
+    Beside(
+        "AdamW, 25 M parameters in 16 arrays",
+        "optax",
+        "optim_step",
+        "AdamW, 16 tensors of 25 M",
+        "jdist",
+        "optax",
+    ),
+    Beside(
+        "AdamW, 25 M parameters in 16 arrays",
+        "torch, fused",
+        "optim_step",
+        "AdamW, 16 tensors of 25 M",
+        "jdist",
+        "torch fused",
+    ),
+    Beside(
+        "a judgement of one gradient, 64 examples",
+        "the gradient itself",
+        "data_parallel",
+        "judgement, 2 layers of 64, 64 examples",
+        "verify.judge",
+        "jax.value_and_grad",
+    ),
+)
+"""The rows of the summary: one job of each part that has a counterpart elsewhere."""
 
 EXPERIMENTS = (
     "ddp_buckets",
@@ -96,11 +205,16 @@ def recorded(path: Path = RECORDED) -> dict[str, Run]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Run])
 
 
-def record(runs: Mapping[str, Run], path: Path = RECORDED, page: Path = PAGE) -> None:
-    """Stores the runs, replacing those of the same benchmarks; writes the page."""
+def record(
+    runs: Mapping[str, Run],
+    path: Path = RECORDED,
+    pages: Sequence[Path] = (PAGE, APPENDIX),
+) -> None:
+    """Stores the runs, replacing those of the same benchmarks; writes the pages."""
     kept = dict(sorted({**recorded(path), **runs}.items()))
     path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
-    page.write_text(written(page.read_text(), kept))
+    for page in pages:
+        page.write_text(written(page.read_text(), kept))
 
 
 def draw(name: str, folder: Path = PICTURES) -> None:
@@ -140,11 +254,12 @@ def written(text: str, runs: Mapping[str, Run]) -> str:
 
     def block(found: re.Match[str]) -> str:
         name = found[2]
-        rows = (
-            _goals(runs, machines)
-            if name == GOALS
-            else _section(runs.get(name), machines)
-        )
+        if name == GOALS:
+            rows = _goals(runs, machines)
+        elif name == SUMMARY:
+            rows = _summary(runs)
+        else:
+            rows = _section(runs.get(name), machines)
         return f"{found[1]}\n{rows}\n\n{found[3]}"
 
     return _BLOCK.sub(block, text)
@@ -168,6 +283,19 @@ def _goals(runs: Mapping[str, Run], machines: Sequence[str]) -> str:
     header = ["`python -m benchmarks`", "job", "goal", "figure", "", "date, machine"]
     numbered = [f"{k}. {where}" for k, where in enumerate(machines, start=1)]
     return "\n".join([_table([header, *rows]), "", *numbered])
+
+
+def _summary(runs: Mapping[str, Run]) -> str:
+    """The table of what jdist costs beside what one would use in its place."""
+    rows = []
+    for row in BESIDE:
+        cases = {case.name: case.timings for case in runs[row.benchmark].cases}
+        ours, theirs = (cases[row.case][name] for name in (row.ours, row.theirs))
+        found = shown(ratio(ours, theirs))
+        times = [duration(one.median) for one in (ours, theirs)]
+        rows.append([row.job, times[0], row.instead, times[1], found])
+    header = ["job", "jdist", "in its place", "", "ratio, and its spread"]
+    return _table([header, *rows])
 
 
 def _section(one: Run | None, machines: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from sphinx.util.inspect import stringify_signature
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 messages = importlib.import_module("messages")
+public_names = importlib.import_module("public_names")
 
 
 class _AnnotationsAsWritten(SourceFileLoader):
@@ -230,6 +231,13 @@ def _messages(_app: Sphinx, name: str, text: list[str]) -> None:
         text[0] += messages.tables(ROOT / "jdist", errors)
 
 
+def _names(_app: Sphinx, name: str, text: list[str]) -> None:
+    """Appends the table of every public name to its page."""
+    if name == "reference/names":
+        faces = [face for face in _faces() if face != "jdist"]
+        text[0] += public_names.tables(ROOT / "docs", faces)
+
+
 def _links(_app: Sphinx, _name: str, text: list[str]) -> None:
     """Files beside this folder that the site has as pages."""
     for file, page in BESIDE.items():
@@ -249,6 +257,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
     app.connect("builder-inited", _functions_first)
     app.connect("source-read", _messages)
+    app.connect("source-read", _names)
     app.connect("source-read", _links)
     app.connect("include-read", _example_links)
     app.connect("build-finished", _every_name_once)

@@ -91,6 +91,7 @@ __all__ = [
 ]
 
 REDUCTIONS = ("mean", "sum", "max", "min")
+"""The names of the reductions."""
 
 
 class Partial(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reads the sources and lists every departure from the house in docs/design.md.
+"""Reads the sources and lists every departure from the house in docs/architecture.md.
 
 Only the syntax tree is read: nothing is imported, so the check takes milliseconds and
 sees files that would not import.

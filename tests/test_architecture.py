@@ -1,5 +1,6 @@
-"""The house stands as docs/design.md draws it, and the check sees each departure."""
+"""The house stands as docs/architecture.md draws it, and the check sees each departure."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,50 @@ def test_every_room_that_is_drawn_is_there():
         for room in " ".join(levels).split():
             place = ROOT / "jdist" / part / room
             assert place.is_dir() or place.with_suffix(".py").is_file(), place
+
+
+def drawn(page):
+    """The paths that the first drawing of docs/architecture.md has, folders with /."""
+    drawing = page.read_text().split("```")[1]
+    folders = []
+    for line in drawing.splitlines():
+        # Names stand before the text, which two spaces or more set apart.
+        names = re.match(r"( *)((?:[\w.]+(?:/|\.py)(?:  ?|$))+)", line)
+        if names is None:
+            continue
+        depth = len(names[1]) // 2
+        for name in names[2].split():
+            folders[depth:] = [name]
+            yield "".join(folders)
+
+
+def test_the_page_draws_every_room():
+    """Each folder of `jdist` and of its parts, each file beside the parts."""
+    shown = set(drawn(ROOT / "docs" / "architecture.md"))
+    library = ROOT / "jdist"
+    rooms = {path.parent for path in library.rglob("*.py")}
+    folders = {
+        f"{room.relative_to(ROOT).as_posix()}/"
+        for room in rooms
+        if len(room.relative_to(library).parts) <= 2
+    }
+    files = {path.relative_to(ROOT).as_posix() for path in library.glob("[!_]*.py")}
+    files |= {path.relative_to(ROOT).as_posix() for path in library.glob("_[!_]*.py")}
+    assert shown == folders | files
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ROOT / "docs" / "architecture.md",
+        *sorted((ROOT / "docs" / "design").glob("*.md")),
+    ],
+    ids=lambda page: page.stem,
+)
+def test_a_page_of_the_design_names_files_that_exist(page):
+    """Below the repository or below jdist; folders too."""
+    for path in re.findall(r"`((?:\w+/)+\w+(?:\.py)?)`", page.read_text()):
+        assert any((ROOT / folder / path).exists() for folder in ("", "jdist")), path
 
 
 def test_what_is_allowed_passes(tmp_path):

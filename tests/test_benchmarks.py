@@ -105,15 +105,16 @@ def test_runs_are_kept_beside_those_of_other_benchmarks(tmp_path):
         for name in ("goals", "b", "c", "d")
     ]
     page.write_text("\n".join(["before", *empty, "after\n"]))
-    _record.record({"b": run(goal(0.8, 0.9, 1.2))}, path, page)
-    _record.record({"a": run(goal(1.8, 1.9, 2.2, unit=" us"))}, path, page)
+    pages = [page]
+    _record.record({"b": run(goal(0.8, 0.9, 1.2))}, path, pages)
+    _record.record({"a": run(goal(1.8, 1.9, 2.2, unit=" us"))}, path, pages)
     times = {"jdist": timing([1.0, 2.0, 3.0]), "torch": timing([3.0, 4.0, 5.0])}
     found = [goal(0.7, 0.75, 0.8)]
     case = Case("small", times, limit=0.5, note="idle", goals=found)
     last = Run("2026-11-24", "2 cores", [case], seconds=3.0)
-    _record.record({"b": last}, path, page)
+    _record.record({"b": last}, path, pages)
     rows = {"Seconds": [["x", "y"], ["1", "2"]]}
-    _record.record({"c": Run("2026-11-24", "64 cores", tables=rows)}, path, page)
+    _record.record({"c": Run("2026-11-24", "64 cores", tables=rows)}, path, pages)
     kept = _record.recorded(path)
     assert list(kept) == ["a", "b", "c"]
     assert kept["b"] == last
@@ -209,17 +210,34 @@ def test_what_fails_keeps_no_figures_and_stops_no_other_benchmark(
     assert "ddp_buckets" not in kept
 
 
-def test_the_page_has_what_was_recorded():
-    """Its tables are not edited by hand, and each benchmark has one."""
-    page = _record.PAGE.read_text()
-    assert page == _record.written(page, _record.recorded())
+@pytest.mark.parametrize("page", [_record.PAGE, _record.APPENDIX])
+def test_a_page_has_what_was_recorded(page):
+    """Its tables are not edited by hand: every line of one stands in a block."""
+    text = page.read_text()
+    assert text == _record.written(text, _record.recorded())
+    rest = _record._BLOCK.sub("", text)
+    assert not [line for line in rest.splitlines() if line.startswith("|")]
+
+
+def test_each_benchmark_has_a_table():
+    """In the appendix; the page for users has the summary alone."""
     modules = pkgutil.iter_modules(benchmarks.__path__)
     names = {module.name for module in modules if not module.name.startswith("_")}
-    found = _record.blocks(page)
+    found = _record.blocks(_record.APPENDIX.read_text())
     assert sorted(found) == sorted({_record.GOALS, *names, *_record.EXPERIMENTS})
-    # Every line of a table stands in a block.
-    rest = _record._BLOCK.sub("", page)
-    assert not [line for line in rest.splitlines() if line.startswith("|")]
+    assert _record.blocks(_record.PAGE.read_text()) == [_record.SUMMARY]
+
+
+def test_the_summary_has_a_ratio_of_each_row():
+    """With both times, and the spread of their ratio."""
+    kept = _record.recorded()
+    *_, row = _record.BESIDE
+    (times,) = (c.timings for c in kept[row.benchmark].cases if c.name == row.case)
+    one = _goals.ratio(times[row.ours], times[row.theirs])
+    lines = _record.written(_record.PAGE.read_text(), kept).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == len(_record.BESIDE) + 2
+    assert table[-1].endswith(f"| {_goals.shown(one)} |")
 
 
 def test_goals_stand_under_the_table_of_a_benchmark():
@@ -253,4 +271,4 @@ def test_a_recorded_benchmark_draws_its_pictures(monkeypatch, tmp_path):
     _record.draw(_record.EXPERIMENTS[0], tmp_path)
     assert drawn == [tmp_path]
     assert (_record.PICTURES / "example_iv.png").exists()
-    assert "_static/example_iv.png" in _record.PAGE.read_text()
+    assert "_static/example_iv.png" in _record.APPENDIX.read_text()

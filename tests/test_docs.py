@@ -28,6 +28,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MIGRATION = sorted((ROOT / "docs" / "migration").glob("*.md"))
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 # Their cells run when the site is built.
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -269,7 +270,7 @@ def test_a_loop_is_traced_with_fewer_than_ten_lines():
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *MIGRATION, *TUTORIALS],
+    [*PAGES, *MIGRATION, *TUTORIALS, *DESIGN],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_links_lead_somewhere(page):
@@ -335,15 +336,27 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def index():
-    """The module that makes the site's list of messages from the sources."""
-    spec = importlib.util.spec_from_file_location(
-        "messages", ROOT / "docs" / "messages.py"
-    )
+def of_the_site(name):
+    """A module beside the pages, which the site's build uses."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+@pytest.fixture(scope="module")
+def index():
+    """The module that makes the site's list of messages from the sources."""
+    return of_the_site("messages")
+
+
+def test_every_public_name_has_a_job_and_a_guide():
+    """Its docstring says the job in a sentence, and a page of the guides tells it."""
+    faces = ["jdist.data_parallel.hooks", "jdist.verify.defects"]
+    faces += [f"jdist.{name}" for name in jdist._PARTS]
+    listed = list(of_the_site("public_names").public_names(ROOT / "docs", faces))
+    assert len(listed) > 200
+    assert [each for each in listed if not each.job] == []
 
 
 BRANCHED = """

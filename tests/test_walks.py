@@ -1,4 +1,4 @@
-"""The walks of docs/design.md lead where they say, and pass few files."""
+"""The walks of docs/architecture.md lead where they say, and pass few files."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 from tests import walks
 
-DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 STATION = re.compile(r"^\d+\. `(\S+\.py)`, `([\w.]+)`", re.MULTILINE)
 
 
 def told(title):
     """The stations that a walk of the document lists: files and functions."""
-    section = DESIGN.read_text().partition(f"### {title}\n")[2]
+    section = PAGE.read_text().partition(f"### {title}\n")[2]
     return STATION.findall(section.partition("\n##")[0])
 
 

@@ -103,7 +103,7 @@ class FunctionTable:
     Raises:
       ValueError: `allow` names a module such as `os` that is never allowed.
 
-    Source: design.md section 6; torch pickles functions by name without any list.
+    Source: torch pickles functions by name without any list.
 
     Example:
       >>> table = FunctionTable()

@@ -23,8 +23,13 @@ from jdist.verify.defects.step_call import NoEffect, NotApplicable, Traits
 from jdist.verify.defects.training_defects import TRAINING_DEFECTS
 
 ALL = (*LEAF_DEFECTS, *BATCH_DEFECTS, *TRAINING_DEFECTS)
+"""All planted defects."""
+
 GRADIENT = tuple(defect for defect in ALL if "gradient" in defect.kinds)
+"""Defects of a gradient."""
+
 TRAINING = tuple(defect for defect in ALL if "training" in defect.kinds)
+"""Defects of a training step."""
 
 __all__ = [
     "ALL",
