@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ def _written(package: Path) -> Iterator[tuple[str, str]]:
     """The docstrings under assignments, of constants and aliases."""
     for path in sorted(package.rglob("*.py")):
         body = ast.parse(path.read_text()).body
-        for one, after in zip(body, body[1:], strict=False):
+        for one, after in itertools.pairwise(body):
             match one, after:
                 case (
                     ast.Assign(targets=[ast.Name(id=name)])

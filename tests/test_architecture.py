@@ -1,4 +1,4 @@
-"""The house stands as docs/architecture.md draws it, and the check sees each departure."""
+"""The house stands as docs/architecture.md draws it; each departure is seen."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md, made: each writes down the functions that it passes.
+"""The walks of docs/architecture.md, made: each notes the functions that it passes.
 
 A walk is recorded by `sys.setprofile`, on all threads of all processes that take part,
 after a few calls that compile what they need. Moments are those of the machine's one
