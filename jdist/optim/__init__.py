@@ -6,30 +6,30 @@
 
 The algorithms, names and defaults are those of torch's functional optimizers
 (`torch.distributed.optim._FunctionalSGD` and its family), exact to torch's
-single-tensor path. One algorithm per file, in `algorithms`.
+single-tensor path. One algorithm per file, in `algorithms`, with the named tuple that
+is its state of a parameter.
 """
 
-from jdist.optim._hyperparameters import Hyperparameter, Rule
-from jdist.optim._loss_scale import DynamicLossScale, LossScaleState
+from jdist.optim._hyperparameters import Hyperparameter
+from jdist.optim._loss_scale import DynamicLossScale
 from jdist.optim._optimizer import Optimizer, Update, check_optimizer, leafwise
-from jdist.optim.algorithms.adadelta import AdadeltaState, adadelta
-from jdist.optim.algorithms.adafactor import AdafactorState, adafactor
-from jdist.optim.algorithms.adagrad import AdagradState, adagrad
-from jdist.optim.algorithms.adam import AdamState, adam
-from jdist.optim.algorithms.adamax import AdamaxState, adamax
+from jdist.optim.algorithms.adadelta import adadelta
+from jdist.optim.algorithms.adafactor import adafactor
+from jdist.optim.algorithms.adagrad import adagrad
+from jdist.optim.algorithms.adam import adam
+from jdist.optim.algorithms.adamax import adamax
 from jdist.optim.algorithms.adamw import adamw
-from jdist.optim.algorithms.asgd import ASGDState, asgd
-from jdist.optim.algorithms.muon import MuonState, muon
-from jdist.optim.algorithms.nadam import NAdamState, nadam
-from jdist.optim.algorithms.radam import RAdamState, radam
-from jdist.optim.algorithms.rmsprop import RMSpropState, rmsprop
-from jdist.optim.algorithms.rprop import RpropState, rprop
-from jdist.optim.algorithms.sgd import SGDState, sgd
+from jdist.optim.algorithms.asgd import asgd
+from jdist.optim.algorithms.muon import muon
+from jdist.optim.algorithms.nadam import nadam
+from jdist.optim.algorithms.radam import radam
+from jdist.optim.algorithms.rmsprop import rmsprop
+from jdist.optim.algorithms.rprop import rprop
+from jdist.optim.algorithms.sgd import sgd
 from jdist.optim.clipping import clip_by_global_norm
-from jdist.optim.ema import EMAState, with_ema
+from jdist.optim.ema import with_ema
 from jdist.optim.labels import by_label
 from jdist.optim.master_weights import (
-    MasterState,
     all_finite,
     compute_copies,
     with_master_weights,
@@ -38,25 +38,9 @@ from jdist.optim.optax_bridge import as_optax, from_optax
 from jdist.optim.registry import functional_optim_map, register_functional_optim
 
 __all__ = [
-    "ASGDState",
-    "AdadeltaState",
-    "AdafactorState",
-    "AdagradState",
-    "AdamState",
-    "AdamaxState",
     "DynamicLossScale",
-    "EMAState",
     "Hyperparameter",
-    "LossScaleState",
-    "MasterState",
-    "MuonState",
-    "NAdamState",
     "Optimizer",
-    "RAdamState",
-    "RMSpropState",
-    "RpropState",
-    "Rule",
-    "SGDState",
     "Update",
     "adadelta",
     "adafactor",

@@ -61,7 +61,7 @@ class EMAState(NamedTuple):
         )
 
 
-def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
+def with_ema(optimizer: Optimizer, decay: Number = 0.999) -> Optimizer:
     """An optimizer whose state holds an exponential moving average of the parameters.
 
     The average is of the parameters after each step, of those too that had no gradient.
@@ -69,16 +69,16 @@ def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
     of the masters, and a step that is skipped leaves it as it was.
 
     Args:
-      opt: Any optimizer of jdist without masters.
+      optimizer: Any optimizer of jdist without masters.
       decay: In [0, 1]. Like any hyperparameter it may be a schedule, and a step may
-        override it: `opt.step(..., decay=0.99)`.
+        override it: `optimizer.step(..., decay=0.99)`.
 
     Returns:
       An optimizer whose `init` and `step` return an `EMAState`.
 
     Raises:
-      ValueError: `decay` is out of range, or `opt` has masters.
-      TypeError: `decay` is no number, or `opt` no optimizer.
+      ValueError: `decay` is out of range, or `optimizer` has masters.
+      TypeError: `decay` is no number, or `optimizer` no optimizer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,13 +96,15 @@ def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
       `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`; Polyak and
       Juditsky, Acceleration of stochastic approximation by averaging, 1992.
     """
-    check_optimizer("with_ema(opt=...)", opt)
-    if opt.precision is not None:
+    check_optimizer("with_ema(optimizer=...)", optimizer)
+    if optimizer.precision is not None:
         rule = "must have no masters, whose rounded copies would be averaged"
         remedy = (
             "Put `with_master_weights` around it: with_master_weights(with_ema(..))."
         )
-        raise ValueError(requirement("with_ema(opt=...)", rule, opt.name, remedy))
+        raise ValueError(
+            requirement("with_ema(optimizer=...)", rule, optimizer.name, remedy)
+        )
     own = {"decay": Hyperparameter("decay", decay, (UP_TO_1,))}
     own["decay"].check("with_ema", decay)
 
@@ -110,7 +112,7 @@ def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
         return EMAState(
             count_zero(),
             jax.tree.map(full_precision_copy, params),
-            opt.init_tree(params),
+            optimizer.init_tree(params),
         )
 
     def step_tree(
@@ -127,7 +129,7 @@ def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
         rest = dict(overrides)
         mine = {"decay": rest.pop("decay")} if "decay" in rest else {}
         check_overrides("with_ema.step", own, mine)
-        moved, inner = opt.step_tree(params, grads, state.inner, rest, **form)
+        moved, inner = optimizer.step_tree(params, grads, state.inner, rest, **form)
 
         def averaged(old: jax.Array | None, param: Any, new: Any) -> jax.Array | None:
             if old is None:
@@ -142,12 +144,12 @@ def with_ema(opt: Optimizer, decay: Number = 0.999) -> Optimizer:
         means = jax.tree.map(averaged, state.average, params, moved, is_leaf=is_none)
         return moved, EMAState(state.n_averaged + 1, means, inner)
 
-    factor = opt.loss_factor
+    factor = optimizer.loss_factor
     return Optimizer(
         "with_ema",
         init_tree,
         step_tree,
-        {**opt.hyperparameters, **own},
+        {**optimizer.hyperparameters, **own},
         None if factor is None else lambda state: factor(state.inner),
-        elementwise=opt.elementwise,
+        elementwise=optimizer.elementwise,
     )

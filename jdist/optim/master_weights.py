@@ -98,7 +98,7 @@ def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
 
 
 def with_master_weights(
-    opt: Optimizer,
+    optimizer: Optimizer,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
     loss_scale: float | DynamicLossScale | None = None,
@@ -114,7 +114,8 @@ def with_master_weights(
     over all places as `finite=flag` to each step, so that all of them skip together.
 
     Args:
-      opt: Steps the masters; any optimizer of jdist, `by_label` and `from_optax` too.
+      optimizer: Steps the masters; any optimizer of jdist, `by_label` and `from_optax`
+        too.
       compute_dtype: A real floating dtype. Complex parameters have no compute copies.
       loss_scale: A number is a static scale. With a scale, a step whose gradients hold
         an infinity or NaN is skipped. None means no scale and no check, for bfloat16,
@@ -124,9 +125,9 @@ def with_master_weights(
 
     Raises:
       ValueError: `compute_dtype` is not real floating, the static scale is not above
-        0, or `opt` has masters already. In `step`: a parameter is not of
+        0, or `optimizer` has masters already. In `step`: a parameter is not of
         `compute_dtype`.
-      TypeError: `opt` is not an optimizer, or `compute_dtype` not a dtype.
+      TypeError: `optimizer` is not an optimizer, or `compute_dtype` not a dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,14 +143,14 @@ def with_master_weights(
       Micikevicius et al., Mixed precision training, ICLR 2018; `torch.amp.GradScaler`.
     """
     call = "with_master_weights"
-    _check_inner(call, opt)
+    _check_inner(call, optimizer)
     compute_dtype = _floating(f"{call}(compute_dtype=...)", compute_dtype)
     scaling = scaling_of(call, loss_scale)
 
     def init_tree(params: PyTree) -> MasterState:
         masters = jax.tree.map(full_precision_copy, params)
         scale = None if scaling is None else first_scale(scaling)
-        return MasterState(masters, opt.init_tree(masters), scale)
+        return MasterState(masters, optimizer.init_tree(masters), scale)
 
     def step_tree(
         params: PyTree,
@@ -166,7 +167,9 @@ def with_master_weights(
             # Not a hyperparameter: the inner optimizer would refuse it.
             elsewhere = overrides.pop("finite", True)
         wide = _wide_gradients(params, grads, state)
-        masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
+        masters, inner = optimizer.step_tree(
+            state.masters, wide, state.inner, overrides
+        )
         if scaling is not None and scale is not None:
             finite = _all_finite(wide, axis_name) & elsewhere
             # Selected on the device: a branch on the host would wait for the flag.
@@ -187,41 +190,41 @@ def with_master_weights(
         call,
         init_tree,
         step_tree,
-        opt.hyperparameters,
+        optimizer.hyperparameters,
         loss_factor,
         Precision(compute_dtype, scaling),
-        opt.elementwise,
+        optimizer.elementwise,
     )
 
 
-def computed_in(opt: Optimizer, params: PyTree) -> PyTree:
+def computed_in(optimizer: Optimizer, params: PyTree) -> PyTree:
     """The parameters that forward and backward passes read: compute copies, if any."""
-    precision = opt.precision
+    precision = optimizer.precision
     return (
         params if precision is None else compute_copies(params, precision.compute_dtype)
     )
 
 
-def loss_scaling(opt: Optimizer) -> DynamicLossScale | None:
+def loss_scaling(optimizer: Optimizer) -> DynamicLossScale | None:
     """The loss scale of an optimizer, or None."""
-    return None if opt.precision is None else opt.precision.loss_scale
+    return None if optimizer.precision is None else optimizer.precision.loss_scale
 
 
-def started(opt: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
+def started(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
     """The parameters and the optimizer's state with which a training run begins.
 
     All trainers of jdist take parameters in full precision and begin like this.
 
     Args:
-      opt: The optimizer, with or without masters.
+      optimizer: The optimizer, with or without masters.
       params: In full precision. 16-bit ones are taken too: the masters have no more
         digits than these.
     """
     # A stage of a pipeline, such as an activation, may have no parameters.
-    init = opt.init if jax.tree.leaves(params) else opt.init_tree
+    init = optimizer.init if jax.tree.leaves(params) else optimizer.init_tree
     # The state first: masters are the parameters before they are rounded.
     state = init(params)
-    return computed_in(opt, params), state
+    return computed_in(optimizer, params), state
 
 
 def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
@@ -250,11 +253,13 @@ def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
     return _all_finite(_wide_gradients(params, grads, state), None)
 
 
-def _check_inner(call: str, opt: Optimizer) -> None:
-    check_optimizer(f"{call}(opt=...)", opt)
-    if opt.name == call:
+def _check_inner(call: str, optimizer: Optimizer) -> None:
+    check_optimizer(f"{call}(optimizer=...)", optimizer)
+    if optimizer.name == call:
         rule, remedy = "must not have masters already", "Wrap it once."
-        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
+        raise ValueError(
+            requirement(f"{call}(optimizer=...)", rule, optimizer.name, remedy)
+        )
 
 
 def _floating(argument: str, given: DTypeLike) -> np.dtype:
@@ -300,7 +305,7 @@ def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
             got = f"{jnp.result_type(leaf)} at {path}"
             rule = f"must be compute copies, {dtype}"
             remedy = (
-                "Keep `opt.init(params)` of the parameters in full precision, and step "
+                "Keep `init(params)` of the parameters in full precision, and step "
                 f"`compute_copies(params, jnp.{dtype})`. A trainer's `init` takes them "
                 "in full precision, and does both."
             )

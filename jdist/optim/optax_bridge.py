@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     import optax
 
 
-def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
+def as_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
     """Converts an optimizer to an optax transformation, for `optax.chain`.
 
-    Its `update` needs `params`. Extra arguments named like hyperparameters of `opt`
-    override them for the step; others, meant for other links of a chain, are ignored.
+    Its `update` needs `params`. Extra arguments named like hyperparameters of
+    `optimizer` override them for the step; others, for other links of a chain, are
+    ignored.
     The update of a None gradient, and of a leaf that is not a floating array, is 0. The
-    state is the tuple of the arrays of `opt`'s own state, as Flax NNX requires.
+    state is the tuple of the arrays of `optimizer`'s own state, as Flax NNX requires.
 
     Raises:
       Unavailable: optax is not installed.
-      TypeError: `opt` is not an optimizer of jdist.
+      TypeError: `optimizer` is not an optimizer of jdist.
       ValueError: In `update`: `params` is missing, or `state` is another's.
 
     Example:
@@ -41,7 +42,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
       >>> [f"{p:.4f}" for p in optax.apply_updates(params, updates)]
       ['0.9000', '2.1000']
     """
-    check_optimizer("as_optax(opt=...)", opt)
+    check_optimizer("as_optax(optimizer=...)", optimizer)
     # Here and not at the top: jdist does not depend on optax.
     try:
         import optax
@@ -52,24 +53,26 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         if params is None:
-            argument = f"as_optax({opt.name}).update(params=...)"
+            argument = f"as_optax({optimizer.name}).update(params=...)"
             remedy = "Pass the parameters as third argument."
             raise ValueError(requirement(argument, "must be given", None, remedy))
         # All links of a chain get the same arguments, so that others' are ignored here.
-        mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
+        mine = {k: v for k, v in extra.items() if k in optimizer.hyperparameters}
         # By abstract evaluation, which allocates nothing.
-        structure: Any = jax.tree.structure(jax.eval_shape(opt.init, params))
+        structure: Any = jax.tree.structure(jax.eval_shape(optimizer.init, params))
         leaves = jax.tree.leaves(state)
         if len(leaves) != structure.num_leaves:
-            argument = f"as_optax({opt.name}).update(state=...)"
+            argument = f"as_optax({optimizer.name}).update(state=...)"
             rule = f"must be the {structure.num_leaves} arrays that `init` or the last "
             rule += "update returned for these parameters"
             raise ValueError(requirement(argument, rule, f"{len(leaves)}"))
         own = structure.unflatten(leaves)
-        moves, own = opt.updates(params, updates, own, **mine)
+        moves, own = optimizer.updates(params, updates, own, **mine)
         return moves, _flat(own)
 
-    return optax.GradientTransformationExtraArgs(lambda p: _flat(opt.init(p)), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda p: _flat(optimizer.init(p)), update
+    )
 
 
 def _flat(state: PyTree) -> tuple[PyTree, ...]:

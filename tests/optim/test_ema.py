@@ -215,7 +215,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match=r"with_ema\(decay=...\)` must be a number"):
         optim.with_ema(optim.sgd(), "0.9")
     with pytest.raises(
-        TypeError, match=r"with_ema\(opt=...\)` must be an optimizer of"
+        TypeError, match=r"with_ema\(optimizer=...\)` must be an optimizer of"
     ):
         optim.with_ema(optim.sgd)
     masters = optim.with_master_weights(optim.sgd())

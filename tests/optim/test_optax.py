@@ -412,7 +412,7 @@ def test_from_optax_refuses_what_optax_cannot_do():
     with pytest.raises(TypeError, match=r"from_optax\(tx=...\)` must be an optax tran"):
         optim.from_optax(0.1)
     with pytest.raises(
-        TypeError, match=r"as_optax\(opt=...\)` must be an optimizer of"
+        TypeError, match=r"as_optax\(optimizer=...\)` must be an optimizer of"
     ):
         optim.as_optax(optax.adam(0.1))
 

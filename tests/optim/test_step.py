@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import optim
+from jdist.optim.algorithms.adam import AdamState
+from jdist.optim.algorithms.sgd import SGDState
 from tests.optim.cases import ALGORITHMS, ELEMENTWISE, SHAPES, problem
 from tests.optim.runs import run
 
@@ -503,7 +505,7 @@ def test_leaves_of_one_shape_and_dtype_are_traced_once(rng):
     opt = optim.leafwise(
         "counting",
         [optim.Hyperparameter("lr", lambda count: 0.5 + count.astype(float))],
-        lambda p: optim.SGDState(jnp.zeros((), jnp.int32), None),
+        lambda p: SGDState(jnp.zeros((), jnp.int32), None),
         step_leaf,
     )
     shapes = {"a": (2, 3), "b": (2, 3), "c": (5,), "d": (2, 3), "e": (5,)}
@@ -750,4 +752,4 @@ def test_an_nnx_module_trains_through_its_state():
 
 
 def _is_state(x):
-    return isinstance(x, optim.AdamState)
+    return isinstance(x, AdamState)

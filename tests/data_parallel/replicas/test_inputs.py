@@ -73,8 +73,8 @@ TAKERS = {
     "local_sgd(optimizer=...)": lambda o: data_parallel.local_sgd(
         losses, o, 2, period=2
     ),
-    "with_master_weights(opt=...)": optim.with_master_weights,
-    "as_optax(opt=...)": optim.as_optax,
+    "with_master_weights(optimizer=...)": optim.with_master_weights,
+    "as_optax(optimizer=...)": optim.as_optax,
     "by_label(optimizers={'x': ...})": lambda o: optim.by_label({"x": o}, "x"),
 }
 

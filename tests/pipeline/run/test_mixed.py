@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, verify
+from jdist.optim._loss_scale import LossScaleState
+from jdist.optim.master_weights import MasterState
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import mixed, worlds
@@ -59,7 +61,7 @@ def together(state):
     inner = [jax.tree.map(jnp.copy, floating([s.inner])[0]) for s in states]
     scale = jax.tree.map(jnp.copy, states[0].loss_scale)
     masters = jax.tree.map(jnp.copy, floating(masters_of(state)))
-    return optim.MasterState(masters, inner, scale)
+    return MasterState(masters, inner, scale)
 
 
 def test_every_step_is_that_of_one_device():
@@ -184,7 +186,7 @@ def test_reductions_and_replicas(kind):
     batch["boom1"] = np.full(11, 1e308)
     before = jax.device_get((masters_of(after), after.params))
     after, _ = pipe.train_step(after, batch, weights)
-    assert scales_of(after) == [optim.LossScaleState(300.0, 0.0, 1.0)] * 3
+    assert scales_of(after) == [LossScaleState(300.0, 0.0, 1.0)] * 3
     same_bits((masters_of(after), after.params), before)
 
 
@@ -279,7 +281,7 @@ def test_stages_may_differ_in_their_dtype():
     for step, booming in enumerate([0, None]):
         state, _ = pipe.train_step(state, *batch_of(step, booming))
     assert [str(p["w"].dtype) for p in state.params] == ["float16"] * 2 + ["float32"]
-    expected = optim.LossScaleState(mixed.START / 2, 1.0, 1.0)
+    expected = LossScaleState(mixed.START / 2, 1.0, 1.0)
     assert scales_of(state) == [expected] * 3
 
 
