@@ -101,7 +101,7 @@ def remote_call(
       Exception: What `fn` raised, as its own type.
       jax.errors.JaxRuntimeError: Inside jit, any error of a call: it has the type, the
         text and the remote traceback in its message. So has the refusal of a call
-        that would wait on the last of XLA's threads (docs/remote_call.md).
+        that would wait on the last of XLA's threads (docs/autograd.md).
 
     A call is made as the worker that is current when it is traced.
 
