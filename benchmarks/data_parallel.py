@@ -2,7 +2,7 @@
 
 Several CPU devices of one process share its threads, so no speed-up can show here: the
 question is what sharding, weighting and reducing add. torch computes the whole batch on
-the same threads. `verify.judge`, without the finite difference, is timed as well.
+the same threads. The judge, without finite differences, is timed as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -174,10 +174,12 @@ def _peak() -> float:
 def _judgement() -> Case:
     params, batch = _problem(64, 2, 64)
     plain = jax.jit(jax.value_and_grad(lambda p, b: _losses(p, b).mean()))
-    judged = verify.judge(_losses)
+    judged = verify.gradients_judge(_losses)
     candidates = {"plain": plain}
     contenders = {
-        "verify.judge": lambda: judged(params, batch, candidates, seed=None),
+        "verify.gradients_judge": lambda: judged(
+            params, batch, candidates, finite_differences=False
+        ),
         "jax.value_and_grad": lambda: plain(params, batch),
     }
     return Case("judgement, 2 layers of 64, 64 examples", race(contenders))

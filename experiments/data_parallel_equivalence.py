@@ -94,7 +94,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     thread = ThreadPoolExecutor(1)
     try:
         # In a thread: most of its time is XLA's, which meanwhile compiles for training.
-        judge = partial(thread.submit, verify.judge(task.losses))
+        judge = partial(thread.submit, verify.gradients_judge(task.losses))
         trained = [
             train_replicas(task, mesh, name, progress, judge, plan, count == MISTAKEN)
             for count, mesh, name in replicas(settings.devices, plan.counts)
@@ -240,8 +240,8 @@ def train_replicas(
             candidates = {name: returning(found)}
             if mistaken_too and t % plan.judge_mistake_every == 0:
                 candidates[MISTAKE] = returning(mistaken(here, batch, sizes))
-            seed = 0 if t == 0 else None
-            reports.append(judge(here, batch, candidates, seed=seed))
+            once = {"finite_differences": t == 0}
+            reports.append(judge(here, batch, candidates, **once))
         params, state = optimize(params, found[1], state)
         run.losses.append(float(found[0]))
         run.identical += replicas_identical((params, state))

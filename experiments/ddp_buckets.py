@@ -205,8 +205,8 @@ def judged(model: Model, mesh: Mesh, caps: Sequence[str]) -> float:
             losses_of, mesh, bucket_cap_mb=json.loads(cap)
         )
         candidates[cap] = lambda p, b, fn=fn: fn(p, *shards)
-    judge = verify.judge(losses_of)
-    return float(judge(params, batch, candidates, seed=None).worst)
+    judge = verify.gradients_judge(losses_of)
+    return float(judge(params, batch, candidates, finite_differences=False).worst)
 
 
 def profile(model: Model, mesh: Mesh) -> list[Interval]:

@@ -113,7 +113,7 @@ def train(
         rule: data_parallel.Join(streams, mesh, rows=BATCH, divide_by=rule)
         for rule in RULES
     }
-    judged, optimize = verify.judge(task.losses), jax.jit(OPTIMIZER.step)
+    judged, optimize = verify.gradients_judge(task.losses), jax.jit(OPTIMIZER.step)
     params = jax.device_put(task.params)
     state = OPTIMIZER.init(params)
     steps = list(zip(*joined.values(), strict=True))
@@ -135,7 +135,7 @@ def train(
         rows, weights = filled(whole, REPLICAS * BATCH)
         all_rules = not even or t % judge_others_every == 0
         given = candidates(found if all_rules else {"weight": found["weight"]})
-        report = judged(own, rows, given, weights=weights, seed=None)
+        report = judged(own, rows, given, weights=weights, finite_differences=False)
         for rule in RULES:
             worst = report.of(rule).worst if rule in given else None
             measured.ratios[rule].append(worst)

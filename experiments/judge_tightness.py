@@ -70,7 +70,7 @@ def smallest(model: str, dtype: Any, size: int, seed: int) -> tuple[float, bool]
     loss, gradient = jax.jit(
         jax.value_and_grad(lambda p, b: jnp.mean(losses(p, b)))
     )(params, batch)  # fmt: skip
-    judged = verify.judge(losses)
+    judged = verify.gradients_judge(losses)
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), gradient)
 
     def fails(each: np.ndarray) -> list[bool]:
@@ -83,7 +83,7 @@ def smallest(model: str, dtype: Any, size: int, seed: int) -> tuple[float, bool]
             name: lambda p, b, found=found: (loss, found)
             for name, found in scaled.items()
         }
-        report: Report = judged(params, batch, candidates, seed=None)
+        report: Report = judged(params, batch, candidates, finite_differences=False)
         return [bool(report.of(name).failures) for name in candidates]
 
     lowest, highest = SMALLEST, LARGEST

@@ -198,7 +198,9 @@ class Model:
             return loss, self.own(grads)
 
         own, programs = self.own(params), {name: gradient}
-        return self.judge(own, batch, programs, weights=weights, seed=None)
+        return self.judge(
+            own, batch, programs, weights=weights, finite_differences=False
+        )
 
 
 def model_of(sizes: llama.Sizes, seed: int) -> Model:
@@ -219,7 +221,7 @@ def model_of(sizes: llama.Sizes, seed: int) -> Model:
             value = stage.fn(own, value)
         return llama.losses_of(value, batch)
 
-    return Model(made, losses, copy, verify.judge(losses))
+    return Model(made, losses, copy, verify.gradients_judge(losses))
 
 
 def by_path(stages: Sequence[Any]) -> dict[str, Any]:

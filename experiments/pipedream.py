@@ -175,7 +175,7 @@ def judged(
         for batch in batches[: count + 1]
     ]
     with jax.enable_x64(True):
-        judge = verify.judge(
+        judge = verify.gradients_judge(
             lambda params, batch: loss_of(through(stages, params, batch["x"]), batch)
         )
         reports = {}
@@ -194,7 +194,7 @@ def judged(
                 met,
                 batches[-1],
                 {name: lambda *_, own=found: own},
-                seed=seed if pinned else None,
+                finite_differences=pinned,
             )
     return reports
 

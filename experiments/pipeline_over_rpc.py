@@ -206,7 +206,7 @@ def judged(found: Trained, batch: Any, seed: int) -> verify.Report:
     return _judge(losses_of)(params, flat, {"pipeline": lambda *_: ours})
 
 
-_judge = functools.cache(verify.judge)
+_judge = functools.cache(verify.gradients_judge)
 """Cached, so that the judge compiles once for a loss."""
 
 

@@ -110,8 +110,8 @@ def judged(plan: Plan, found: Callable[[], Found]) -> verify.Report:
         return call
 
     candidates = {name: candidate(name) for name in (JUDGED, DEALT)}
-    judge = verify.judge(losses_of(made.stages, made.states))
-    return judge(made.params, parts, candidates, seed=None)
+    judge = verify.gradients_judge(losses_of(made.stages, made.states))
+    return judge(made.params, parts, candidates, finite_differences=False)
 
 
 def equality_claims(

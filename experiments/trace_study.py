@@ -417,8 +417,12 @@ def judged(
     subject: Subject, programs: Sequence[Program], progress: Progress
 ) -> list[Finding]:
     """The findings of the judge on each program."""
-    judge = verify.tracer(
-        model.losses, subject.params, subject.batch, weights=subject.weights, seed=None
+    judge = verify.trace_judge(
+        model.losses,
+        subject.params,
+        subject.batch,
+        weights=subject.weights,
+        finite_differences=False,
     )
     right = {
         name: subject.program("", name, None).run(subject.params, subject.batch)[1]

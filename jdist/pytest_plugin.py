@@ -14,25 +14,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from jdist._errors import VerificationError, check_choice, check_number, requirement
+from jdist._errors import VerificationError, check_choice, requirement
 
 if TYPE_CHECKING:
     from jdist.verify import Report
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MARKER = "jdist(dtype=None, seed=0): what `judge` judges with; overrides the options"
+MARKER = "jdist(dtype=None): the dtype that `judge` judges in; overrides --jdist-dtype"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options of the fixture `judge`."""
+    """Adds the option of the fixture `judge`."""
     group = parser.getgroup("jdist", "the fixture `judge` of jdist")
     group.addoption(
         "--jdist-dtype",
         choices=DTYPES,
         help="dtype of the floating arrays it is given (default: their own)",
-    )
-    group.addoption(
-        "--jdist-seed", type=int, default=0, help="seed that it has (default: 0)"
     )
 
 
@@ -44,27 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> GradientJudge:
     """Judges trainers; a wrong gradient fails the test, which shows the report."""
-    config = request.config
-    given = {
-        "dtype": config.getoption("--jdist-dtype"),
-        "seed": config.getoption("--jdist-seed"),
-    }
+    dtype = request.config.getoption("--jdist-dtype")
     # The marker of a test over those of its class and its module.
     for marker in reversed(list(request.node.iter_markers("jdist"))):
-        if marker.args or marker.kwargs.keys() - given.keys():
-            rule = "takes dtype= and seed= and nothing else"
+        if marker.args or marker.kwargs.keys() != {"dtype"}:
+            rule = "takes dtype= and nothing else"
             got = [*marker.args, *marker.kwargs]
             raise TypeError(requirement("pytest.mark.jdist", rule, got))
-        given |= marker.kwargs
-    check_choice("pytest.mark.jdist(dtype=...)", given["dtype"], (None, *DTYPES))
-    check_number(
-        "--jdist-seed, pytest.mark.jdist(seed=...)",
-        given["seed"],
-        "must be at least 0 and below 2**31",
-        lambda n: 0 <= n < 2**31,
-        whole=True,
-    )
-    return GradientJudge(**given)
+        dtype = marker.kwargs["dtype"]
+    check_choice("pytest.mark.jdist(dtype=...)", dtype, (None, *DTYPES))
+    return GradientJudge(dtype)
 
 
 @dataclass(frozen=True)
@@ -73,11 +59,9 @@ class GradientJudge:
 
     Attributes:
       dtype: The dtype of the judgements; None for that of the arrays.
-      seed: Of the judge's own random numbers, and for those of the test.
     """
 
     dtype: str | None = None
-    seed: int = 0
 
     def gradients(
         self,
@@ -94,7 +78,7 @@ class GradientJudge:
           params: Pytree; its floating arrays are given in `dtype`, as the batch's are.
           batch: Pytree.
           trainer: `trainer(params, batch) -> (loss, gradient)`, or several by name.
-          **options: As of `verify.gradients`; `seed` is this object's unless given.
+          **options: As of `verify.gradients`.
 
         Returns:
           The report, which is ok.
@@ -108,7 +92,6 @@ class GradientJudge:
             from jdist import verify
 
             params, batch = self._cast((params, batch))
-            options = {"seed": self.seed, **options}
             report = verify.gradients(
                 loss_fn, params, batch, _named(trainer), **options
             )
@@ -182,10 +165,9 @@ class GradientJudge:
             return report
         # pytest puts eight characters before each line.
         columns = shutil.get_terminal_size((110, 0)).columns - 8
-        dtype = f" --jdist-dtype={self.dtype}" if self.dtype else ""
+        dtype = f"\njudged with --jdist-dtype={self.dtype}" if self.dtype else ""
         raise VerificationError(
-            f"the trainer is not proved right\n{report.text(columns)}\n"
-            f"judged with --jdist-seed={self.seed}{dtype}"
+            f"the trainer is not proved right\n{report.text(columns)}{dtype}"
         )
 
 

@@ -41,7 +41,7 @@ def problem(rng):
 @cache
 def judge(name):
     """One judge for each reduction, compiled once."""
-    return verify.judge(losses_of, reduction=name)
+    return verify.gradients_judge(losses_of, reduction=name)
 
 
 def reduce_whole(params, batch, weights, name):
@@ -84,7 +84,9 @@ def test_partials_of_any_split_combine_to_the_whole(problem, name, cut):
             whole = reduction.combine(whole, part, name)
         return reduction.finish(whole, name, like=p)
 
-    report = judge(name)(params, batch, {"split": split}, weights=weights, seed=None)
+    report = judge(name)(
+        params, batch, {"split": split}, weights=weights, finite_differences=False
+    )
     report.raise_if_failed()
 
 

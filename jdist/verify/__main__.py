@@ -123,8 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 def _judge_problem(options: argparse.Namespace) -> int:
     problem = load(options.problem).guarded()
     if not options.finite_differences:
-        # Without a seed there are no finite differences.
-        problem = replace(problem, seed=None)
+        problem = replace(problem, finite_differences=False)
     report = problem.judge()
     console.print(report)
     if options.json:

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import cache, partial
-from itertools import islice, pairwise
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import has_references
-from jdist._errors import (
-    check_choice,
-    check_function,
-    check_number,
-    check_type,
-    requirement,
-)
-from jdist._tree import (
-    PyTree,
-    check_arrays,
-    check_batch,
-    check_lists,
-    examples_in,
-    is_inexact,
-    named_leaves,
-    type_name,
-)
+from jdist._errors import check_flags, check_function, requirement
+from jdist._tree import PyTree, named_leaves, type_name
+from jdist.verify.arguments import check_candidates, check_options, check_problem
 from jdist.verify.bound import Limit, in_double
+from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Named, compare_leaves, renamed
-from jdist.verify.draws import (
-    check_loss,
-    draws_nothing,
-    draws_of_its_own,
-    split_dependent,
-)
-from jdist.verify.measure import LossPrograms, Measured, measurer
-from jdist.verify.oracle import REDUCERS, LossFn, gradient_of_sum, reduced
+from jdist.verify.measure import Measured, ReducedLoss
+from jdist.verify.oracle import LossFn, gradient_of_sum
 from jdist.verify.processes import (
     TIMEOUT,
     Peers,
     as_the_caller,
     brought,
-    held,
     joined,
     on_one_device,
 )
@@ -55,16 +32,6 @@ from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, lo
 from jdist.verify.uses import uses_counted
 
 LOSS = "(loss)"
-
-OWN_DRAWS = (
-    "it draws random numbers and the loss draws none. Switch them off, or judge it by "
-    "the loss that draws them, with a key for each example: verify.keyed(loss_fn)"
-)
-CHANGES = (
-    "three calls with the same arguments gave three answers: it draws random numbers "
-    "of its own, or keeps something from call to call. Give each example a key of its "
-    "own in the batch: verify.keyed(loss_fn), docs/verify.md, Random numbers"
-)
 
 Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 """`candidate(params, batch) -> (loss, gradient)`."""
@@ -77,11 +44,8 @@ LOOKS = (1, 16)
 # The share of its size by which a leaf that is grossly wrong is off, in the 2-norm.
 GROSS = 0.01
 
-# Of how many failing leaves the uses are looked at: each traces the loss again.
+# Maximum number of failing leaves to explain: each traces the loss again.
 EXPLAINED = 8
-
-# How often a failing candidate is called, to see whether it repeats itself.
-CALLS = 3
 
 
 def gradients(  # noqa: PLR0913 - options, by keyword
@@ -92,10 +56,9 @@ def gradients(  # noqa: PLR0913 - options, by keyword
     *,
     weights: ArrayLike | None = None,
     reduction: str = "mean",
-    seed: int | None = 0,
     accumulation: DTypeLike | None = None,
+    finite_differences: bool = True,
     names: Mapping[str, Named] | None = None,
-    timeout: float = TIMEOUT,
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
 
@@ -128,14 +91,13 @@ def gradients(  # noqa: PLR0913 - options, by keyword
         example of weight 0 is excluded: where its loss or gradient is not finite it is
         left out of the reference, unless others depend on it.
       reduction: "mean", "sum", "max" or "min".
-      seed: Of the finite differences that the reference itself is held against; None
-        leaves them out.
+      finite_differences: Whether the reference itself is held against finite
+        differences.
       accumulation: The dtype in which programs accumulate sums of 16-bit numbers. None
         for float32, as XLA's reductions and dot products do; the numbers' own dtype
         for programs that add them up one by one.
       names: For candidates in another framework, which may return its tensors: the
         parameters' paths to those of the candidates' gradients, as in `compare`.
-      timeout: Seconds to wait for other processes, at each point where they meet.
 
     Returns:
       A `Report` with a row for the loss and for each leaf of each candidate. A leaf
@@ -149,7 +111,8 @@ def gradients(  # noqa: PLR0913 - options, by keyword
         shardings of a mesh that the reference does not have.
       TypeError: A candidate returned something else than a pair; the loss function
         wants a key.
-      PeersLost: Another process raised, or did not come in time.
+      PeersLost: Another process raised, or did not come within 300 seconds;
+        `gradients_judge` takes another number.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -166,36 +129,42 @@ def gradients(  # noqa: PLR0913 - options, by keyword
       The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
       `gradcheck` compare with finite differences only.
     """
-    judged = _judge(
-        ("gradients", "gradients"), loss_fn, reduction, accumulation, timeout
+    names_of = "gradients", "gradients"
+    judge = _judge(names_of, loss_fn, reduction, accumulation, TIMEOUT)
+    return judge(
+        params,
+        batch,
+        candidates,
+        weights=weights,
+        finite_differences=finite_differences,
+        names=names,
     )
-    return judged(params, batch, candidates, weights=weights, seed=seed, names=names)
 
 
-def judge(
+def gradients_judge(
     loss_fn: LossFn,
     *,
     reduction: str = "mean",
     accumulation: DTypeLike | None = None,
     timeout: float = TIMEOUT,
 ) -> Callable[..., Report]:
-    """Builds a reusable judge of one loss, which compiles once.
+    """Builds a reusable `gradients` of one loss, which compiles once.
 
     For judging every step of a training run. What it returns is called like
-    `gradients`, without the first argument:
+    `gradients`, without the loss and its options:
 
-        judged(
-            params, batch, candidates, *, weights=None, seed=0, names=None
+        judge(
+            params, batch, candidates, *,
+            weights=None, finite_differences=True, names=None,
         ) -> Report
 
-    With `seed=None` the finite difference is left out: pin the oracle once, not at
-    every step.
+    One finite difference pins the reference: leave it out at later steps.
 
     Args:
       loss_fn: As in `gradients`.
       reduction: As in `gradients`.
       accumulation: As in `gradients`.
-      timeout: As in `gradients`.
+      timeout: Seconds to wait for other processes, at each point where they meet.
 
     Raises:
       ValueError: An unknown reduction or accumulation. On calling: as `gradients`.
@@ -203,14 +172,14 @@ def judge(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> judged = judge(lambda w, x: (x - w) ** 2)
+      >>> judge = gradients_judge(lambda w, x: (x - w) ** 2)
       >>> x, w = jnp.array([1.0, 2.0, 4.0]), jnp.array(0.5)
       >>> right = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).mean())
       >>> wrong = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).sum())
-      >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
+      >>> judge(w, x, {"right": right}).ok, judge(w, x, {"wrong": wrong}).ok
       (True, False)
     """
-    names = "judge", "judge(...)"
+    names = "gradients_judge", "gradients_judge(...)"
     return _judge(names, loss_fn, reduction, accumulation, timeout)
 
 
@@ -220,170 +189,239 @@ def _judge(
     reduction: str,
     accumulation: DTypeLike | None,
     timeout: float,
-) -> Callable[..., Report]:
+) -> _GradientsJudge:
     """Builds a judge; `names` are what takes the loss and what takes candidates."""
     maker, call = names
-    prepare = prepared(maker, loss_fn, reduction, accumulation)
+    check_options(maker, reduction, accumulation)
+    check_function(f"{maker}(loss_fn=...)", loss_fn)
+    return _GradientsJudge(call, ReducedLoss(loss_fn, reduction, accumulation), timeout)
 
-    def judged(
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GradientsJudge:
+    """A judge of one loss, whose compiled programs serve every step of a run."""
+
+    call: str
+    loss: ReducedLoss
+    timeout: float
+
+    def __call__(
+        self,
         params: PyTree,
         batch: PyTree,
         candidates: Mapping[str, Candidate],
         *,
         weights: ArrayLike | None = None,
-        seed: int | None = 0,
+        finite_differences: bool = True,
         names: Mapping[str, Named] | None = None,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
+        call, loss = self.call, self.loss
         given = params, batch, weights
-        with joined(timeout) as peers, on_one_device(given):
+        with joined(self.timeout) as peers, on_one_device(given):
+            check_flags(call, finite_differences=finite_differences)
             check_candidates(call, candidates)
-            check_arguments(
-                call, loss_fn, params, batch, candidates, weights, reduction
-            )
-            return prepare(*given, seed, names)(candidates, peers)
-
-    return judged
+            check_problem(call, loss.loss_fn, *given, loss.reduction)
+            reference = Reference(call, loss, *given, finite_differences)
+            return reference.judge(candidates, peers, names)
 
 
-Prepared = Callable[[Mapping[str, Candidate], Peers], Report]
-"""Judges candidates against a reference that is measured once."""
+class Answer(NamedTuple):
+    """A candidate's loss, and its gradient's leaves by the reference's paths."""
+
+    loss: Any
+    gradient: Mapping[str, Any]
 
 
-def prepared(
-    call: str,
-    loss_fn: LossFn,
-    reduction: str,
-    accumulation: DTypeLike | None,
-    programs: LossPrograms | None = None,
-) -> Callable[..., Prepared]:
-    """Builds a two-stage judge: measure the reference, then judge candidates by it.
+class Reference:
+    """The one-device gradient of a batch, which judges any number of candidates.
 
-    Judges of one loss for several reductions may share `programs`. `call` is the public
-    function that asks, for the errors' text.
+    Its bounds are measured once, and again with more draws where a candidate fails.
 
-    Returns:
-      `prepare(params, batch, weights, seed, names=None)`; its result judges any number
-      of candidates, one after the other.
+    Args:
+      call: The public function that asks, for the errors' text.
+      loss: The loss.
+      params: The parameters, as the caller has them.
+      batch: The batch, likewise.
+      weights: The examples' weights, likewise.
+      finite_differences: Whether the reference itself is checked.
 
-    Raises:
-      ValueError: An unknown reduction or accumulation.
+    Attributes:
+      counted: The examples that count.
+      loss_value: The loss.
+      gradient: Its gradient.
     """
-    check_options(call, reduction, accumulation)
-    check_function(f"{call}(loss_fn=...)", loss_fn)
-    # Compiled parts are kept in the closure, for every step of a run.
-    programs = programs or LossPrograms(loss_fn, accumulation)
-    reference, scalar = programs.reference(reduction), reduced(loss_fn, reduction)
-    measure = measurer(loss_fn, reduction, accumulation, programs)
 
-    def prepare(
+    def __init__(
+        self,
+        call: str,
+        loss: ReducedLoss,
         params: PyTree,
         batch: PyTree,
         weights: ArrayLike | None,
-        seed: int | None,
+        finite_differences: bool,
+    ) -> None:
+        self._call = call
+        self._loss = loss
+        self._given = params, batch
+        self._params, batch, weights = brought((params, batch, weights))
+        self.counted, found = loss.reference(self._params, batch, weights)
+        self.loss_value, self.gradient = found
+        self._measured = {LOOKS[0]: self._measure(LOOKS[0], finite_differences)}
+
+    def judge(
+        self,
+        candidates: Mapping[str, Candidate],
+        peers: Peers,
         names: Mapping[str, Named] | None = None,
-    ) -> Prepared:
-        _check_seed(call, seed)
-        given = params, batch
-        params, batch, weights = brought((*given, weights))
-        counted = programs.counted(reduction, params, batch, weights)
-        expected = reference(params, *counted[:2])
+    ) -> Report:
+        """Judges candidates, one after the other."""
+        answers = {
+            name: self._answer(name, candidate, peers, names)
+            for name, candidate in candidates.items()
+        }
+        first = self._measured[LOOKS[0]]
+        rows: tuple[LeafReport, ...] = ()
+        notes = first.notes
+        for name, answer in answers.items():
+            # By looks of its own: a verdict must not depend on its neighbours.
+            own, measured = self._looked_at(name, answer, peers)
+            if any(row.ratio > 1 for row in own):
 
-        # Measured once for all candidates.
-        @cache
-        def look(more: int) -> Measured:
-            own = seed if more == LOOKS[0] else None
-            return measure(params, counted, expected[1], own, more)
+                def leaves(name: str = name, answer: Answer = answer) -> Iterator[Any]:
+                    yield answer.gradient
+                    while True:
+                        again = self._answer(name, candidates[name], peers, names)
+                        yield again.gradient
 
-        measured = look(LOOKS[0])
+                drawn = gradient_of_sum(self._loss.loss_fn), *brought(self._given)
+                why, unsure = excuse(
+                    name,
+                    candidates[name],
+                    self._given,
+                    drawn,
+                    leaves(),
+                    measured.limits,
+                    peers,
+                )
+                own = self._rows(name, answer, measured, peers, why)
+                notes += unsure
+                # Over several processes no host has a whole gradient to explain.
+                if peers.size == 1:
+                    notes += self._uses(answer, own)
+            rows += own
+        return agreed(Report(rows, first.oracle, notes + looseness(rows)), peers)
 
-        def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
-            naming = partial(renamed, call, expected[1], names=names)
-            answer = partial(_answer, call, given, peers, naming)
-            found = {n: answer(n, x) for n, x in candidates.items()}
-            rows: tuple[LeafReport, ...] = ()
-            notes = measured.notes
-            for name, own in found.items():
-                # By looks of its own: a verdict must not depend on its neighbours.
-                verdict, seen = _looked_at(name, expected, own, look, peers)
-                if any(row.ratio > 1 for row in verdict):
-                    asked = answer, name, candidates[name], own[1]
-                    why, unsure = _excuse(*asked, loss_fn, given, seen.limits, peers)
-                    verdict = _rows(name, expected, own, seen, peers, why)
-                    notes += unsure
-                    # Over several processes no host has a whole gradient to explain.
-                    if peers.size == 1:
-                        notes += _uses(
-                            lambda p: scalar(p, *counted[:2]), params, own[1], verdict
-                        )
-                rows += verdict
-            return agreed(Report(rows, measured.oracle, notes + looseness(rows)), peers)
+    def _measure(self, more: int, check: bool = False) -> Measured:
+        return self._loss.measure(
+            self._params, self.counted, self.gradient, check=check, more=more
+        )
 
-        return judge_all
+    def _answer(
+        self,
+        name: str,
+        candidate: Candidate,
+        peers: Peers,
+        names: Mapping[str, Named] | None,
+    ) -> Answer:
+        with as_the_caller():
+            result = called(self._call, name, candidate, self._given)
+            if not isinstance(result, tuple) or len(result) != 2:
+                rule = "must return (loss, gradient)"
+                where, got = f"candidates[{name!r}](params, batch)", type_name(result)
+                raise TypeError(requirement(where, rule, got))
+            # Computed before the next call, which may overwrite what is copied here.
+            loss, gradient = peers.computed(jax.tree.map(copied, result))
+            return Answer(loss, renamed(self._call, self.gradient, gradient, names))
 
-    return prepare
+    def _looked_at(
+        self, name: str, answer: Answer, peers: Peers
+    ) -> tuple[tuple[LeafReport, ...], Measured]:
+        """The rows of a candidate, and the measurement that decides about it."""
+        for more in LOOKS:
+            if more not in self._measured:
+                self._measured[more] = self._measure(more)
+            measured = self._measured[more]
+            rows = self._rows(name, answer, measured, peers)
+            if not any(
+                self._may_be_right(row, answer, measured, peers) for row in rows
+            ):
+                break
+        return rows, measured
 
+    def _may_be_right(
+        self, row: LeafReport, answer: Answer, measured: Measured, peers: Peers
+    ) -> bool:
+        """Whether more draws might explain the difference of a failing leaf."""
+        limit = _limits(measured).get(row.path)
+        if limit is None or not row.ratio > 1:
+            return False
+        # Over several processes no host has whole leaves.
+        if peers.size > 1 or not row.ratio > limit.doubt:
+            return True
+        if row.path == LOSS:
+            return not _is_gross(self.loss_value, answer.loss)
+        wanted = named_leaves(self.gradient)[row.path]
+        return not _is_gross(wanted, answer.gradient[row.path])
 
-def _looked_at(
-    name: str,
-    expected: tuple[Any, Any],
-    found: tuple[Any, Any],
-    look: Callable[[int], Measured],
-    peers: Peers,
-) -> tuple[tuple[LeafReport, ...], Measured]:
-    """The rows of a candidate, and the measurement that decides about it."""
-    for more in LOOKS:
-        measured = look(more)
-        rows = _rows(name, expected, found, measured, peers)
-        limits = {LOSS: measured.loss_limit, **measured.limits}
-        wanted = {LOSS: expected[0], **named_leaves(expected[1])}
-        own = {LOSS: found[0], **found[1]}
-        unsure = [
-            row.path
+    def _rows(
+        self,
+        name: str,
+        answer: Answer,
+        measured: Measured,
+        peers: Peers,
+        excuse: str = "",
+    ) -> tuple[LeafReport, ...]:
+        """A row for the loss and for each leaf of a candidate."""
+        value, (loss, gradient) = np.asarray(self.loss_value), answer
+        is_array = loss is None or isinstance(loss, jax.Array)
+        own = loss if is_array else np.asarray(loss)
+        # A loss in a wider dtype than the reference's is judged in the reference's.
+        if (
+            own is not None
+            and own.shape == ()
+            and jnp.issubdtype(own.dtype, jnp.floating)
+        ):
+            with as_the_caller():
+                own = own.astype(value.dtype)
+        wanted = {LOSS: value, **named_leaves(self.gradient)}
+        found = {LOSS: own, **gradient}
+        return compare_leaves(
+            name, wanted, found, _limits(measured), peers, excuse=excuse
+        )
+
+    def _uses(self, answer: Answer, rows: Sequence[LeafReport]) -> tuple[str, ...]:
+        """Notes on failing leaves that lack some uses, or have some twice."""
+        leaves = named_leaves(self._params)
+        failing = {
+            row.path: answer.gradient[row.path]
             for row in rows
-            if (limit := limits.get(row.path)) is not None
-            and row.ratio > 1
-            and not (
-                # Over several processes no host has whole leaves.
-                peers.size == 1
-                and row.ratio > limit.doubt
-                and _is_gross(wanted[row.path], own[row.path])
-            )
-        ]
-        if not unsure:
-            break
-    return rows, measured
+            if row.problem
+            and row.ratio > 1  # A number that is wrong, and none that is missing.
+            and row.path in leaves
+            and not jnp.iscomplexobj(answer.gradient[row.path])
+        }
+        # The first few show what is wrong.
+        few = dict(islice(failing.items(), EXPLAINED))
+        if not few:
+            return ()
+        batch, weights, _ = self.counted
+        scalar = self._loss.scalar
+        counts = uses_counted(lambda p: scalar(p, batch, weights), self._params, few)
+        return tuple(
+            f"{rows[0].candidate}: {path}: it counts its uses so: {words}"
+            for path, words in counts.items()
+        )
+
+
+def _limits(measured: Measured) -> dict[str, Limit | None]:
+    return {LOSS: measured.loss_limit, **measured.limits}
 
 
 def _is_gross(expected: ArrayLike, found: ArrayLike) -> bool:
     """Whether a leaf is off by more than a share of its size."""
     wanted, own = in_double(expected), in_double(found)
     return bool(np.linalg.norm(own - wanted) > GROSS * np.linalg.norm(wanted))
-
-
-def _uses(
-    loss: Callable[[PyTree], jax.Array],
-    params: PyTree,
-    own: Mapping[str, Any],
-    rows: Sequence[LeafReport],
-) -> tuple[str, ...]:
-    """Notes on failing leaves that lack some of their uses, or have some twice."""
-    leaves = named_leaves(params)
-    failing = {
-        row.path: own[row.path]
-        for row in rows
-        if row.problem
-        and row.ratio > 1  # A number that is wrong, and none that is missing.
-        and row.path in leaves
-        and not jnp.iscomplexobj(own[row.path])
-    }
-    # Each costs a trace of the loss, and the first few show what is wrong.
-    few = dict(islice(failing.items(), EXPLAINED))
-    counts = uses_counted(loss, params, few) if few else {}
-    return tuple(
-        f"{rows[0].candidate}: {path}: it counts its uses so: {words}"
-        for path, words in counts.items()
-    )
 
 
 def agreed(report: Report, peers: Peers) -> Report:
@@ -406,295 +444,3 @@ def agreed(report: Report, peers: Peers) -> Report:
         notes=tuple(first["notes"]),
         attributions=tuple(Attribution(**cause) for cause in first["attributions"]),
     )
-
-
-def check_options(call: str, reduction: str, accumulation: DTypeLike | None) -> None:
-    """Raises for an unknown reduction, or an accumulation that is no floating dtype."""
-    check_choice(f"{call}(reduction=...)", reduction, REDUCERS)
-    if accumulation is not None and not _is_floating(accumulation):
-        rule = "must be a floating dtype or None"
-        got = repr(accumulation)
-        raise ValueError(requirement(f"{call}(accumulation=...)", rule, got))
-
-
-def check_candidates(call: str, candidates: Mapping[str, Any]) -> None:
-    """Raises TypeError unless candidates are functions by name."""
-    rule = "must be a mapping from names to functions"
-    check_type(f"{call}(candidates=...)", candidates, Mapping, rule)
-    for name, candidate in candidates.items():
-        check_function(f"{call}(candidates={{{name!r}: ...}})", candidate)
-
-
-def _check_seed(call: str, seed: int | None) -> None:
-    if seed is not None:
-        argument, rule = f"{call}(seed=...)", "must be at least 0 and below 2**31"
-        check_number(argument, seed, rule, lambda n: 0 <= n < 2**31, whole=True)
-
-
-def _is_floating(dtype: DTypeLike) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except (TypeError, ValueError):  # NumPy reads a dict as the fields of a structure.
-        return False
-
-
-def _rows(
-    name: str,
-    expected: tuple[Any, Any],
-    found: tuple[Any, Any],
-    measured: Measured,
-    peers: Peers,
-    excuse: str = "",
-) -> tuple[LeafReport, ...]:
-    """A row for the loss and for each leaf of a candidate."""
-    value, wanted = np.asarray(expected[0]), named_leaves(expected[1])
-    loss, gradient = found
-    is_array = loss is None or isinstance(loss, jax.Array)
-    own = loss if is_array else np.asarray(loss)
-    # A loss in a wider dtype than the reference's is judged in the reference's.
-    if own is not None and jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
-        with as_the_caller():
-            own = own.astype(value.dtype)
-    limits = {LOSS: measured.loss_limit, **measured.limits}
-    leaves = {LOSS: own, **gradient}
-    return compare_leaves(
-        name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
-    )
-
-
-def _excuse(
-    answer: Callable[[str, Candidate], tuple[Any, Mapping[str, Any]]],
-    name: str,
-    candidate: Candidate,
-    first: Mapping[str, Any],
-    loss_fn: LossFn,
-    given: tuple[PyTree, PyTree],
-    limits: Mapping[str, Limit | None],
-    peers: Peers,
-) -> tuple[str, tuple[str, ...]]:
-    """The excuse of a candidate with findings, and notes; see `excuse`."""
-
-    def answers() -> Iterator[Mapping[str, PyTree]]:
-        yield first
-        while True:
-            yield answer(name, candidate)[1]
-
-    drawn = (gradient_of_sum(loss_fn), *brought(given))
-    return excuse(name, candidate, given, drawn, answers(), limits, peers)
-
-
-def excuse(
-    name: str,
-    candidate: Callable[..., object],
-    arguments: Sequence[PyTree],
-    drawn: tuple[Callable[..., PyTree], PyTree, PyTree],
-    answers: Iterator[Mapping[str, PyTree]],
-    limits: Mapping[str, Limit | None],
-    peers: Peers,
-) -> tuple[str, tuple[str, ...]]:
-    """The reason why wrong values are not judged, or an empty one, and notes.
-
-    Args:
-      name: Of the candidate.
-      candidate: A function.
-      arguments: Of its call.
-      drawn: The function whose random numbers count, and its arguments.
-      answers: The leaves of the candidate's first result and of further calls; endless
-        unless it is known to keep state from call to call.
-      limits: Of its leaves.
-      peers: The processes that judge it.
-    """
-    if split := split_dependent(*drawn):
-        return split, ()
-    still = draws_nothing(*drawn)
-    # None where it cannot be seen.
-    with as_the_caller():
-        draws = still and draws_of_its_own(candidate, *arguments)
-    if draws:
-        return OWN_DRAWS, ()
-    calls = list(islice(answers, CALLS))
-    # Every call has to differ: a candidate that returns a cached result is wrong.
-    apart = len(calls) == CALLS and all(
-        _apart(*pair, limits) for pair in pairwise(calls)
-    )
-    # Each process sees its own shards only.
-    if all(peers.exchange(apart)):
-        return CHANGES, ()
-    if draws is not None:
-        return "", ()
-    return "", (
-        f"{name}: whether it draws random numbers of its own, such as dropout masks, "
-        f"cannot be seen. Switch them off: the loss draws none",
-    )
-
-
-def _apart(
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
-    limits: Mapping[str, Limit | None],
-) -> bool:
-    """Whether two results differ by more than rounding in this process's shards."""
-    for path, limit in limits.items():
-        if limit is None or one.get(path) is None or other.get(path) is None:
-            continue
-        a, b = held(one[path]), held(other[path])
-        if a.shape != b.shape:
-            return True
-        allowed = np.broadcast_to(limit.bound, a.shape)
-        for x, y in zip(a.shards, b.shards, strict=True):
-            # NumPy would subtract 16-bit values in 16 bits.
-            wide = np.result_type(allowed, x.values.dtype)
-            # inf - inf is NaN, which is no change.
-            with np.errstate(invalid="ignore"):
-                difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
-            if (difference > allowed[x.index]).any():
-                return True
-    return False
-
-
-def lent(tree: PyTree) -> PyTree:
-    """Copies of a tree's arrays, which a candidate may donate or overwrite."""
-    # NumPy's too: the reference is measured again, on what was given.
-    kinds = jax.Array | np.ndarray
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, kinds) else x, tree)
-
-
-def _answer(
-    call: str,
-    given: tuple[PyTree, PyTree],
-    peers: Peers,
-    naming: Callable[[PyTree], Mapping[str, Any]],
-    name: str,
-    candidate: Candidate,
-) -> tuple[Any, Mapping[str, Any]]:
-    """A candidate's loss, and its gradient's leaves by the reference's paths."""
-    with as_the_caller():
-        try:
-            result: Any = candidate(*lent(given))
-        except Exception as error:
-            error.add_note(f"raised by the candidate {name!r} of verify.{call}")
-            raise
-        if not isinstance(result, tuple) or len(result) != 2:
-            rule = "must return (loss, gradient)"
-            where, got = f"candidates[{name!r}](params, batch)", type_name(result)
-            raise TypeError(requirement(where, rule, got))
-        # Computed before the next call, which may overwrite what is copied here.
-        loss, gradient = peers.computed(jax.tree.map(copied, result))
-        return loss, naming(gradient)
-
-
-def copied(leaf: Any) -> ArrayLike:
-    """A result as it is now: the next call may overwrite the buffer that it lies in."""
-    # A tensor of torch, which may require a gradient and lie on any device.
-    if hasattr(leaf, "detach"):
-        leaf = leaf.detach().cpu()
-        # NumPy has no bfloat16, and by DLPack float64 may become float32.
-        sixteen = str(leaf.dtype) == "torch.bfloat16"
-        leaf = jnp.from_dlpack(leaf.contiguous()) if sixteen else leaf.numpy()
-    # Arrays of JAX too: those by `from_dlpack` lie in another framework's buffers.
-    if isinstance(leaf, jax.Array):
-        return leaf.copy()
-    return np.array(leaf) if hasattr(leaf, "__array__") else leaf
-
-
-def _check_mesh_of_loss(
-    call: str, loss_fn: LossFn, params: PyTree, batch: PyTree, error: Exception
-) -> None:
-    """Raises for a loss that JAX traces with the caller's mesh alone."""
-    if brought(batch) is batch:
-        return
-    with as_the_caller():
-        jax.jit(loss_fn).trace(params, batch)  # Raises if the loss itself is wrong.
-    rule = (
-        "must name axes by PartitionSpec, under `jax.set_mesh`: the reference is "
-        "traced with a mesh of the same axes, each of one device"
-    )
-    got = f"a loss that only its own mesh can trace ({error})"
-    remedy = "Replace shardings of that mesh, as in reshard(x, NamedSharding(...))."
-    raise ValueError(requirement(f"{call}(loss_fn=...)", rule, got, remedy)) from error
-
-
-def _check_params(argument: str, params: PyTree) -> None:
-    leaves = jax.tree.leaves(params)
-    if any(map(callable, leaves)):
-        check_arrays(argument, params)
-    if not any(map(is_inexact, leaves)):
-        rule = "must have a floating leaf: there is no gradient else"
-        raise ValueError(requirement(argument, rule, "none"))
-
-
-def check_references(argument: str, program: ClosedJaxpr) -> None:
-    """Checks that a program to be judged makes or takes no mutable reference.
-
-    Raises:
-      ValueError: It does. The judge runs a program equation by equation in two
-        precisions, and a reference has one.
-    """
-    if has_references(program):
-        rule = "must be without `jax.new_ref`: the judge reads pure programs"
-        remedy = (
-            "Return the array instead, or carry it through `jax.lax.scan`. A candidate "
-            "may use references."
-        )
-        raise ValueError(requirement(argument, rule, "a mutable reference", remedy))
-
-
-def check_arguments(
-    call: str,
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    candidates: Mapping[str, Any],
-    weights: ArrayLike | None,
-    reduction: str,
-    names: tuple[str, str] = ("params", "batch"),
-) -> None:
-    """Raises for arguments that cannot be judged.
-
-    `call` is the public function that asks, `names` its arguments with the parameters
-    and the batch, for the errors' text.
-    """
-    check_function(f"{call}(loss_fn=...)", loss_fn)
-    if not candidates:
-        rule = "must name at least one function"
-        raise ValueError(requirement(f"{call}(candidates=...)", rule, candidates))
-    _check_params(f"{call}({names[0]}=...)", params)
-    check_loss(call, loss_fn, params, batch)
-    check_batch(f"{call}({names[1]}=...)", batch)
-    try:
-        given = brought((params, batch))
-        program, losses = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
-        shape = losses.shape
-    except Exception as error:
-        # A loss may take a list's numbers as they are, so that only now it is wrong.
-        check_lists(f"{call}({names[1]}=...)", batch)
-        _check_mesh_of_loss(call, loss_fn, params, batch, error)
-        raise
-    check_references(f"{call}(loss_fn=...)", program)
-    if shape == ():
-        # A scalar has been reduced already, so these would have no effect.
-        if weights is not None or reduction != "mean":
-            rule = "need one loss per example"
-            raise ValueError(
-                requirement(
-                    f"{call}(weights=..., reduction=...)",
-                    rule,
-                    "a scalar loss",
-                    "Return the losses before their mean.",
-                )
-            )
-        return
-    count = examples_in(batch, f"{call}({names[1]}=...)")
-    if not count:
-        rule, got = "must have at least one example", "none"
-        raise ValueError(requirement(f"{call}({names[1]}=...)", rule, got))
-    if weights is None:
-        return
-    if np.shape(weights) != (count,):
-        rule = f"must be one per example, shape ({count},)"
-        got = f"shape {np.shape(weights)}"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
-    values = np.asarray(weights, np.float64)
-    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-        rule = "must be finite, at least 0, and not all 0"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, values.tolist()))

@@ -31,8 +31,8 @@ from rich.text import Text
 from jdist import _compilation_cache
 from jdist._compat import double_precision, set_cpu_device_count
 from jdist._errors import JdistError, Unavailable
-from jdist.verify.gradient_check import Prepared, prepared
-from jdist.verify.measure import LossPrograms
+from jdist.verify.gradient_check import Reference
+from jdist.verify.measure import LossPrograms, ReducedLoss
 from jdist.verify.problem import Problem, standard, with_rules
 from jdist.verify.processes import TIMEOUT, joined
 from jdist.verify.report import Report
@@ -206,7 +206,7 @@ class _Columns:
 
     def __init__(self, problem: str, dtype: str) -> None:
         self._make, self._dtype = PROBLEMS[problem], dtype
-        self._prepared: dict[str, Prepared] = {}
+        self._references: dict[str, Reference] = {}
 
     @cached_property
     def _problem(self) -> Problem:
@@ -229,19 +229,19 @@ class _Columns:
         except Unavailable as missing:
             return Cell(name, reduction, self._dtype, None, str(missing))
         # After the strategy was built: a skipped row needs no reference.
-        if reduction not in self._prepared:
-            self._prepared[reduction] = self._reference(reduction)
+        if reduction not in self._references:
+            self._references[reduction] = self._reference(reduction)
         with joined(TIMEOUT) as peers:
             found = {name: _bound(candidate, self._problem)}
-            report = self._prepared[reduction](found, peers)
+            report = self._references[reduction].judge(found, peers)
         return Cell(name, reduction, self._dtype, report)
 
-    def _reference(self, reduction: str) -> Prepared:
-        problem = self._problem
-        prepare = prepared(
-            "judge", problem.loss_fn, reduction, problem.accumulation, self._programs
-        )
-        return prepare(problem.params, problem.batch, problem.weights, problem.seed)
+    def _reference(self, reduction: str) -> Reference:
+        own = self._problem
+        programs = self._programs
+        loss = ReducedLoss(own.loss_fn, reduction, own.accumulation, programs)
+        given = own.params, own.batch, own.weights
+        return Reference("gradients", loss, *given, own.finite_differences)
 
 
 # Caches of a worker process, whose strategies share references and imports.

@@ -111,46 +111,91 @@ class _Collected(NamedTuple):
     variance: list[jax.Array]
 
 
-def measurer(
-    loss_fn: LossFn,
-    reduction: str,
-    accumulation: DTypeLike | None,
-    programs: "LossPrograms | None" = None,
-) -> Callable[..., Measured]:
-    """Builds the measurement of one loss; its compiled parts are kept between calls.
+class ReducedLoss:
+    """A loss and its reduction, whose compiled programs are kept between batches.
 
-    Measurements of one loss for several reductions may share `programs`.
+    Reductions of one loss may share `programs`: compiling them is most of a
+    measurement.
+
+    Attributes:
+      loss_fn: The loss that was given.
+      reduction: A key of `oracle.REDUCERS`.
+      scalar: The reduced loss, a function `(params, batch, weights)`.
+      programs: The programs of the loss itself.
     """
-    programs = programs or LossPrograms(loss_fn, accumulation)
-    scalar = reduced(loss_fn, reduction)
-    # Nothing is traced of it unless examples influence each other.
-    of_whole = LossPrograms(lambda p, given: scalar(p, *given), accumulation)
-    check = finite_differences(loss_fn, reduction)
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        reduction: str,
+        accumulation: DTypeLike | None,
+        programs: "LossPrograms | None" = None,
+    ) -> None:
+        self.loss_fn = loss_fn
+        self.reduction = reduction
+        self.scalar = reduced(loss_fn, reduction)
+        self.programs = programs or LossPrograms(loss_fn, accumulation)
+        self._accumulation = accumulation
+        self._value_and_gradient = jax.jit(differentiated(self.scalar))
+        self._check = finite_differences(loss_fn, reduction)
+        # Nothing of it is traced unless examples influence each other.
+        self._of_whole = LossPrograms(lambda p, x: self.scalar(p, *x), accumulation)
+
+    def reference(
+        self, params: PyTree, batch: PyTree, weights: ArrayLike | None
+    ) -> tuple[Counted, tuple[jax.Array, PyTree]]:
+        """The examples that count, and the loss and gradient that they have.
+
+        Examples of weight 0 are left out where they make the reference NaN: multiplied
+        by 0, a loss of 0 / 0 or an infinite gradient is NaN. Where others depend on
+        such examples, as by batch statistics, nothing is left out.
+        """
+        whole = Counted(batch, weights)
+        found = self._value_and_gradient(params, batch, weights)
+        finite = (np.isfinite(in_double(x)).all() for x in jax.tree.leaves(found))
+        if weights is None or np.all(weights) or all(finite):
+            return whole, found
+        rows = np.flatnonzero(weights)
+        batch = jax.tree.map(jnp.asarray, batch)
+        kept = jax.tree.map(lambda x: x[rows], batch)
+        losses = self.programs.losses
+        together, apart = (losses(params, x).exact for x in (batch, kept))
+        if _coupling(together[rows], apart):
+            return whole, found
+        counted = Counted(kept, np.asarray(weights)[rows], rows)
+        return counted, self._value_and_gradient(params, *counted[:2])
 
     def measure(
+        self,
         params: PyTree,
         counted: Counted,
         gradient: PyTree,
-        seed: int | None,
+        *,
+        check: bool = False,
         more: int = 1,
     ) -> Measured:
-        """Measures the bounds, and pins the oracle unless `seed` is None.
+        """Measures the bounds.
 
-        `gradient` is that of the whole batch, as the candidates are compared with it;
-        `more` is by how much the number of draws is multiplied.
+        Args:
+          params: The parameters.
+          counted: The batch.
+          gradient: That of the whole batch, with which candidates are compared.
+          check: Whether the reference is held against finite differences.
+          more: By how much the number of draws is multiplied.
         """
         batch, weights, rows = counted
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
+        programs, reduction = self.programs, self.reduction
         losses = programs.losses(params, batch)
         apart = losses.exact.ndim > 0
         # Under max and min, rounding may decide which example counts.
         blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
         shares, notes = _shares(losses.exact, blur, weights, reduction)
-        terms = int(np.count_nonzero(shares)) if apart else _leading(batch)
         examples = int(np.count_nonzero(shares))
+        terms = examples if apart else _leading(batch)
         draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
-        bounds = partial(_limits, params, losses.dtype, accumulation)
+        bounds = partial(_limits, params, losses.dtype, self._accumulation)
         loss_limit, limits = bounds(found.sums, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
@@ -160,18 +205,16 @@ def measurer(
                 gradient,
                 found.sums,
                 limits,
-                partial(of_whole.exact_gradient, params, (batch, w)),
+                partial(self._of_whole.exact_gradient, params, (batch, w)),
                 partial(programs.own_rules, params, batch),
             )
         if coupled:
             terms, draws = _leading(batch), more * DRAWS_EACH
-            found = of_whole.gradients(params, (batch, w), np.ones(()), draws)
+            found = self._of_whole.gradients(params, (batch, w), np.ones(()), draws)
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
-        notes += coupled + found.notes + _accumulates(params, accumulation)
-        oracle = None if seed is None else check(params, batch, weights, seed)
+        notes += coupled + found.notes + _accumulates(params, self._accumulation)
+        oracle = self._check(params, batch, weights) if check else None
         return Measured(limits, loss_limit, oracle, notes, draws)
-
-    return measure
 
 
 class _Losses(NamedTuple):
@@ -198,43 +241,12 @@ class LossPrograms:
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
 
-        self._loss_fn = loss_fn
-        self._references: dict[str, Callable[..., tuple[jax.Array, PyTree]]] = {}
         # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
         self._summed = summed
         self._gradient_of = jax.jit(seeded(summed))
         self._run_together = jax.jit(self._together, static_argnums=(0, 2))
         self._run_gradients = jax.jit(self._by_example, static_argnums=0)
-
-    def reference(self, reduction: str) -> Callable[..., tuple[jax.Array, PyTree]]:
-        """The compiled `(params, batch, weights) -> (loss, gradient)`."""
-        if reduction not in self._references:
-            fn = differentiated(reduced(self._loss_fn, reduction))
-            self._references[reduction] = jax.jit(fn)
-        return self._references[reduction]
-
-    def counted(
-        self, reduction: str, params: PyTree, batch: PyTree, weights: ArrayLike | None
-    ) -> Counted:
-        """Leaves out examples of weight 0 that make the reference NaN.
-
-        Multiplied by 0, a loss of 0 / 0 or an infinite gradient is NaN. Where others
-        depend on such examples, as by batch statistics, nothing is left out.
-        """
-        whole = Counted(batch, weights)
-        if weights is None or np.all(weights):
-            return whole
-        found = self.reference(reduction)(params, batch, weights)
-        if all(np.isfinite(in_double(x)).all() for x in jax.tree.leaves(found)):
-            return whole
-        rows = np.flatnonzero(weights)
-        batch = jax.tree.map(jnp.asarray, batch)
-        kept = jax.tree.map(lambda x: x[rows], batch)
-        together, apart = (self.losses(params, x).exact for x in (batch, kept))
-        if _coupling(together[rows], apart):
-            return whole
-        return Counted(kept, np.asarray(weights)[rows], rows)
 
     def losses(self, params: PyTree, batch: PyTree) -> _Losses:
         """Losses of the whole batch in float64, and the dtype that the user sees."""

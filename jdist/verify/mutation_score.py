@@ -55,7 +55,8 @@ class Score:
 
     Attributes:
       unfit: Why the test proves nothing: it does not pass the right step; else empty.
-      trials: One trial for each defect; none if the test is unfit.
+      trials: One trial for each defect, with `defect`, `outcome`, `size` (of the
+        effect) and `reason`; none if the test is unfit.
     """
 
     unfit: str

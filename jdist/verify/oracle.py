@@ -149,10 +149,11 @@ class Slopes(NamedTuple):
     losses: jax.Array
 
 
-def finite_differences(
-    loss_fn: LossFn, reduction: str
-) -> Callable[[Any, Any, Any, int], OracleCheck]:
-    """Builds `check(params, batch, weights, seed)`, which caches compiled programs."""
+def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleCheck]:
+    """Builds `check(params, batch, weights, seed=0)`, which keeps compiled programs.
+
+    `seed` is that of the points and directions.
+    """
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
     foreign: dict[ClosedJaxpr, set[str]] = {}
@@ -163,7 +164,7 @@ def finite_differences(
     slopes_of = jax.jit(noting, static_argnums=(0, 1))
 
     def check(
-        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int
+        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int = 0
     ) -> OracleCheck:
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))

@@ -13,7 +13,6 @@ from jdist._errors import requirement
 from jdist._own_code import named, own_code
 from jdist._tree import PyTree, type_name
 from jdist.verify.gradient_check import gradients
-from jdist.verify.processes import TIMEOUT
 from jdist.verify.report import Report
 
 Given = ParamSpec("Given")
@@ -32,9 +31,8 @@ class Problem:
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
       accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
-      seed: Seed of the finite differences that check the reference itself; None leaves
-        them out.
-      timeout: Seconds to wait for other processes of a `jax.distributed` run.
+      finite_differences: Whether the reference itself is held against finite
+        differences.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -44,8 +42,7 @@ class Problem:
     weights: Any = None
     reduction: str = "mean"
     accumulation: Any = None
-    seed: int | None = 0
-    timeout: float = TIMEOUT
+    finite_differences: bool = True
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
@@ -147,7 +144,7 @@ def with_rules(dtype: DTypeLike) -> Problem:
     afterwards has another gradient here; so may one that accumulates a maximum.
     """
     # No finite difference is the derivative that these rules have on purpose.
-    return replace(standard(dtype), loss_fn=_loss_with_rules, seed=None)
+    return replace(standard(dtype), loss_fn=_loss_with_rules, finite_differences=False)
 
 
 def _standard_loss(

@@ -136,7 +136,7 @@ class OracleCheck:
                 f"oracle not judged: the loss has a derivative of its own "
                 f"({', '.join(self.own_rules)}): slope {self.slope:.6g}, and "
                 f"{self.difference:.6g} by finite difference. Correct the rule or, if "
-                f"it is meant so, leave the check out: seed=None, "
+                f"it is meant so, leave the check out: finite_differences=False, "
                 f"--no-finite-differences"
             )
         verdict = "WRONG" if self.wrong else "pinned"
@@ -180,9 +180,12 @@ class Report:
 
     Attributes:
       leaves: One row per candidate and leaf.
-      oracle: The check of the reference itself, where one was made.
+      oracle: The check of the reference itself, where one was made: `slope`,
+        `difference` and `tolerance`, or `skipped` and `own_rules`, why it proves
+        nothing; true where the reference is the derivative.
       notes: Assumptions and suspicions that a reader should know, in words.
-      attributions: For whole steps, the part that was wrong.
+      attributions: For whole steps, what was wrong first, each with its `candidate`,
+        `step`, `part` and `why`.
     """
 
     leaves: tuple[LeafReport, ...]

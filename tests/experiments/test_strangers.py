@@ -16,6 +16,7 @@ from experiments.strangers import flax_optimizer, problem, showing, stranger, tr
 from experiments.strangers.problem import MEAN_OF_MEANS, NOTHING, OVER_ALL, Reference
 from experiments.strangers.stranger import Refused, Use, judged
 from jdist import verify
+from jdist.verify.report import OracleCheck
 from tests.newcomer import own_promotions
 
 SETTINGS = ("equal", "padded", "short end")
@@ -249,7 +250,7 @@ def verdicts_on(show, steps, **options):
 
 
 # The real one is made by the quick form, which another test runs.
-CHECK = verify.OracleCheck(slope=2.0, difference=2.1, tolerance=0.2)
+CHECK = OracleCheck(slope=2.0, difference=2.1, tolerance=0.2)
 ROW = verify.LeafReport("itself", "w", "float32", (), ratio=0.0)
 ORACLE = verify.Report((ROW,), CHECK)
 

@@ -109,7 +109,7 @@ def whole(own, batch):
 
 @functools.cache
 def judge(reduction="mean"):
-    return verify.judge(whole, reduction=reduction)
+    return verify.gradients_judge(whole, reduction=reduction)
 
 
 def cut(own, count):

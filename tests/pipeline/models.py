@@ -56,7 +56,7 @@ def whole_losses(params, batch):
 @functools.cache
 def judge(reduction="mean"):
     """Of the model in one piece; compiled once for all tests."""
-    return verify.judge(whole_losses, reduction=reduction)
+    return verify.gradients_judge(whole_losses, reduction=reduction)
 
 
 def problem(examples, seed=0, dtype=np.float32):

@@ -94,9 +94,8 @@ def test_gradient_of_the_whole_batch(reduction, dtype):
         for name, family in FAMILIES.items()
     }
     # The oracle itself is held against finite differences once.
-    seed = 0 if dtype == np.float64 else None
-    judged = judge(reduction)
-    judged(params, batch, candidates, weights=weights, seed=seed).raise_if_failed()
+    options = {"weights": weights, "finite_differences": dtype == np.float64}
+    judge(reduction)(params, batch, candidates, **options).raise_if_failed()
 
 
 def pipe_of(pipe, weights):
@@ -141,7 +140,9 @@ def test_a_mean_of_means_is_caught():
         return jax.tree.map(lambda a, b: (a + b) / 2, *parts)
 
     candidates = {"pipeline": pipe_of(pipe, weights), "mean of means": wrong}
-    report = judge()(params, batch, candidates, weights=weights, seed=None)
+    report = judge()(
+        params, batch, candidates, weights=weights, finite_differences=False
+    )
     failed = {leaf.candidate for leaf in report.failures}
     assert failed == {"mean of means"}
 

@@ -87,10 +87,11 @@ CANDIDATES = {
 }
 
 
-def judged(names, seed=None):
+def judged(names, finite_differences=False):
     """The report, as it is printed and as its verdicts."""
     candidates = {name: CANDIDATES[name]() for name in names}
-    report = verify.gradients(losses, *given(), candidates, seed=seed, timeout=60)
+    judge = verify.gradients_judge(losses, timeout=60)
+    report = judge(*given(), candidates, finite_differences=finite_differences)
     verdicts = {(row.candidate, row.path): row.verdict for row in report.leaves}
     problems = {(row.candidate, row.path): row.problem for row in report.failures}
     return str(report), report.ok, verdicts, problems
@@ -110,9 +111,8 @@ def compared():
 
 def gathered():
     """The largest number of entries of `w` that the judge brings to this host."""
-    report = verify.gradients(
-        losses, *given(), {"right": trainer()}, seed=None, timeout=60
-    )
+    judge = verify.gradients_judge(losses, timeout=60)
+    report = judge(*given(), {"right": trainer()}, finite_differences=False)
 
     _, found = trainer()(*given())
     seen = [shard.values.size for shard in held(found["w"]).shards]
@@ -128,9 +128,8 @@ def raising(rank, timeout=60):
         return trainer()(params, batch)
 
     try:
-        verify.gradients(
-            losses, *given(), {"mine": candidate}, seed=None, timeout=timeout
-        )
+        judge = verify.gradients_judge(losses, timeout=timeout)
+        judge(*given(), {"mine": candidate}, finite_differences=False)
     except (ArithmeticError, verify.PeersLost) as error:
         first = type(error).__name__, str(error)
     return first, judged(["right"])[1]
@@ -167,7 +166,7 @@ def stepped():
 def traced():
     """The refusal of a trace."""
     try:
-        verify.trace(losses, *given(), trainer(), seed=None)
+        verify.trace(losses, *given(), trainer(), finite_differences=False)
     except ValueError as error:
         return str(error)
 
@@ -182,13 +181,15 @@ def command(candidate):
 
 def right():
     params, batch = given()
-    return verify.Problem(losses, params, batch, {"mine": trainer()}, seed=None)
+    return verify.Problem(
+        losses, params, batch, {"mine": trainer()}, finite_differences=False
+    )
 
 
 def wrong():
     params, batch = given()
     return verify.Problem(
-        losses, params, batch, {"mine": CANDIDATES["shard"]()}, seed=None
+        losses, params, batch, {"mine": CANDIDATES["shard"]()}, finite_differences=False
     )
 
 
@@ -210,9 +211,8 @@ def raising_before_a_collective(rank, timeout):
         return loss, {**found, "b": summed(found["w"])}
 
     try:
-        verify.gradients(
-            losses, *given(), {"mine": candidate}, seed=None, timeout=timeout
-        )
+        judge = verify.gradients_judge(losses, timeout=timeout)
+        judge(*given(), {"mine": candidate}, finite_differences=False)
     except (ArithmeticError, verify.PeersLost) as error:
         return type(error).__name__, str(error)
 
@@ -222,8 +222,7 @@ def absent(rank, timeout):
     if jax.process_index() == rank:
         return None
     try:
-        verify.gradients(
-            losses, *given(), {"right": trainer()}, seed=None, timeout=timeout
-        )
+        judge = verify.gradients_judge(losses, timeout=timeout)
+        judge(*given(), {"right": trainer()}, finite_differences=False)
     except verify.PeersLost as error:
         return str(error)

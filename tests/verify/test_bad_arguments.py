@@ -1,4 +1,4 @@
-"""What is no loss, candidate, seed or name is refused in words, with its value."""
+"""What is no loss, candidate, flag or name is refused in words, with its value."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ def gradients(**change):
 
 
 def judge(loss_fn=loss, candidates=None, **options):
-    return verify.judge(loss_fn)(WEIGHT, BATCH, candidates or {"r": right}, **options)
+    return verify.gradients_judge(loss_fn)(
+        WEIGHT, BATCH, candidates or {"r": right}, **options
+    )
 
 
 def compare(**change):
@@ -49,14 +51,22 @@ WRONG = {
         lambda v: gradients(candidates={"own": v}),
         FUNCTIONS,
     ),
-    "gradients(seed": (lambda v: gradients(seed=v), [1.0, "0", True, [0], np.zeros(2)]),
-    "timeout": (lambda v: gradients(timeout=v), [None, "300", [300]]),
+    "gradients(finite_differences": (
+        lambda v: gradients(finite_differences=v),
+        [None, 0, 1.0, "no", [True], np.zeros(2)],
+    ),
+    "timeout": (lambda v: compare(timeout=v), [None, "300", [300]]),
     "trace(candidate": (
-        lambda v: verify.tracer(tapped, WEIGHT, BATCH, seed=None)(v),
+        lambda v: verify.trace_judge(tapped, WEIGHT, BATCH, finite_differences=False)(
+            v
+        ),
         FUNCTIONS,
     ),
-    "judge(loss_fn": (lambda v: judge(loss_fn=v), FUNCTIONS),
-    "judge(seed": (lambda v: judge(seed=v), [1.0, "0"]),
+    "gradients_judge(loss_fn": (lambda v: judge(loss_fn=v), FUNCTIONS),
+    "gradients_judge(...)(finite_differences": (
+        lambda v: judge(finite_differences=v),
+        [None, "0"],
+    ),
     "compare(names": (lambda v: compare(names=v), [3, "w", ["w"], [("w", "w")]]),
     "replay(records": (verify.replay, [None, 3, "ab", [1]]),
 }
@@ -75,10 +85,8 @@ OUT_OF_RANGE = {
     r"gradients\(accumulation=...\)` must be a floating dtype": (
         lambda: gradients(accumulation={"w": "f4"})
     ),
-    r"gradients\(seed=...\)` must be at least 0 .* Got -1": lambda: gradients(seed=-1),
-    r"gradients\(seed=...\)` must be .* below 2\*\*31": lambda: gradients(seed=2**31),
     r"`timeout` must be a positive number of seconds. Got 0": (
-        lambda: gradients(timeout=0)
+        lambda: verify.gradients_judge(loss, timeout=0)(WEIGHT, BATCH, {"r": right})
     ),
     r"compare\(terms=...\)` must be a whole number": lambda: compare(terms="8"),
     r"compare\(scale=...\)` must be finite": lambda: compare(scale="1.0"),

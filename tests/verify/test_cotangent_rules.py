@@ -107,7 +107,7 @@ def test_the_scale_of_the_whole_batch_is_the_right_one(name, examples):
     losses = losses_with(rule(RULES[name]))
     right, wrong = trainers(losses, weights)
     report = verify.gradients(
-        losses, params, batch, right | wrong, weights=weights, seed=None
+        losses, params, batch, right | wrong, weights=weights, finite_differences=False
     )
     for each in right:
         assert report.of(each).ok, str(report)
@@ -148,7 +148,7 @@ def test_noise_in_the_backward_pass_alone(keyed):
 
     right, wrong = trainers(losses, weights)
     report = verify.gradients(
-        losses, params, batch, right | wrong, weights=weights, seed=None
+        losses, params, batch, right | wrong, weights=weights, finite_differences=False
     )
     assert report.of("whole").ok
     if keyed:
@@ -166,7 +166,7 @@ def test_linear_rules_know_no_scale():
     losses = losses_with(rule(lambda g: -0.5 * g))
     right, other = trainers(losses, weights)
     report = verify.gradients(
-        losses, params, batch, right | other, weights=weights, seed=None
+        losses, params, batch, right | other, weights=weights, finite_differences=False
     )
     assert report.ok, str(report)
 
@@ -189,7 +189,13 @@ def test_other_reductions_begin_as_they_do_on_one_device(reduction):
         for factor in (1.0, 0.01)
     }
     report = verify.gradients(
-        losses, params, batch, scaled, weights=weights, reduction=reduction, seed=None
+        losses,
+        params,
+        batch,
+        scaled,
+        weights=weights,
+        reduction=reduction,
+        finite_differences=False,
     )
     assert report.of("1").ok, str(report)
     assert report.of("0.01").failures
@@ -216,7 +222,7 @@ def test_a_sixteen_bit_loss_begins_with_a_rounded_share(dtype):
         batch,
         {"mean": jax.value_and_grad(mean), "divided": divided},
         weights=weights,
-        seed=None,
+        finite_differences=False,
     )
     assert report.of("mean").ok, str(report)
     assert {row.path for row in report.of("divided").failures} == {"first"}
@@ -236,7 +242,7 @@ def test_what_a_rule_adds_for_the_whole_batch_depends_on_the_split(of_batch):
     params, batch, weights = given(7)
     right, _ = trainers(balanced, weights)
     report = verify.gradients(
-        balanced, params, batch, right, weights=weights, seed=None
+        balanced, params, batch, right, weights=weights, finite_differences=False
     )
     assert report.of("whole").ok
     assert bool(report.of("shares").failures) == of_batch
@@ -257,7 +263,9 @@ def test_the_trace_names_the_rule_that_sees_another_scale(name):
         hidden = verify.tap(rule(RULES[name])(hidden), "behind")
         return ((jnp.tanh(hidden) @ params["second"] - batch["y"]) ** 2).sum(-1)
 
-    judged = verify.tracer(losses, params, batch, weights=weights, seed=None)
+    judged = verify.trace_judge(
+        losses, params, batch, weights=weights, finite_differences=False
+    )
     right, wrong = trainers(losses, weights)
     for each in right.values():
         assert judged(each).difference is None
@@ -287,7 +295,9 @@ def test_examples_that_count_wrongly_are_found_behind_a_rule():
         )(params)
         return value, jax.tree.map(jnp.subtract, whole, one)
 
-    found = verify.trace(losses, params, batch, lost, weights=weights, seed=None)
+    found = verify.trace(
+        losses, params, batch, lost, weights=weights, finite_differences=False
+    )
     assert found.difference.examples == (4,)
     assert "count 0 times" in found.difference.words
 

@@ -169,7 +169,7 @@ def judged():
         problem.batch,
         candidates,
         weights=problem.weights,
-        seed=None,
+        finite_differences=False,
     )
 
 
@@ -214,7 +214,7 @@ def test_padding_with_zeros_is_found():
             "repeated": candidate(lambda x: x[:1]),
         },
         weights=problem.weights,
-        seed=None,
+        finite_differences=False,
     )
     assert report.of("repeated").ok, str(report.of("repeated"))
     failing = {leaf.path: leaf.problem for leaf in report.of("zeros").failures}
@@ -225,7 +225,7 @@ def test_gradients_of_another_version_of_the_parameters():
     """Stale ones are found while they are stale: at the first step they are not."""
     problem = standard(jnp.float32)
     right = Trainer().run(problem)
-    judged = verify.judge(problem.loss_fn)
+    judged = verify.gradients_judge(problem.loss_fn)
     versions = [problem.params]
 
     def stale(params, batch):
@@ -239,7 +239,7 @@ def test_gradients_of_another_version_of_the_parameters():
             problem.batch,
             {"right": right, "stale": stale},
             weights=problem.weights,
-            seed=None,
+            finite_differences=False,
         )
         verdicts.append((report.of("right").ok, report.of("stale").ok))
         gradient = right(versions[-1], problem.batch)[1]
@@ -276,7 +276,7 @@ def test_extremes_over_parts(reduction):
         },
         weights=problem.weights,
         reduction=reduction,
-        seed=None,
+        finite_differences=False,
     )
     assert report.of("right").ok, str(report)
     failing = {leaf.path for leaf in report.of("added up").failures}

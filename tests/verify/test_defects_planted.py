@@ -108,7 +108,7 @@ def judged(data):
         batch,
         {"right": STEPS[weighted], **planted},
         weights=batch["mask"],
-        seed=None,
+        finite_differences=False,
     )
     assert all(step.size > 0 for step in planted.values())
     return report

@@ -216,7 +216,7 @@ def test_with_a_key_for_each_example_right_passes_and_wrong_fails():
         losses,
         *given(),
         {"right": halves(losses), "replicas": replicas, "one": halves(losses, one_key)},
-        seed=None,
+        finite_differences=False,
     )
     assert report.of("right").ok, str(report)
     assert report.of("replicas").ok, str(report)
@@ -235,7 +235,7 @@ def test_a_right_trainer_of_an_unkeyed_loss_is_never_called_wrong():
         losses,
         *given(),
         {"halves": halves(losses), "whole": whole, "missing": missing},
-        seed=None,
+        finite_differences=False,
     )
     assert not report.of("halves").ok
     assert not report.of("halves").failures
@@ -277,7 +277,7 @@ def test_dropout_of_flax_modules():
     trainable, rest = nnx.split_state(state, nnx.Param, ...)
     losses = lambda p, b: outside(nnx.merge_state(p, rest), b)  # noqa: E731
     report = verify.gradients(
-        losses, trainable, batch, {"halves": halves(losses)}, seed=None
+        losses, trainable, batch, {"halves": halves(losses)}, finite_differences=False
     )
     assert report.ok, str(report)
 
@@ -308,7 +308,7 @@ def test_a_trainer_with_numbers_of_its_own_is_not_judged():
     eager = functools.partial(fixed.__wrapped__)
     candidates = {"noisy": noisy, "stale": stale}
     candidates |= {"fixed": fixed, "wrapped": wrapped, "eager": eager}
-    report = verify.gradients(loss, *given(), candidates, seed=None)
+    report = verify.gradients(loss, *given(), candidates, finite_differences=False)
     changes = "three calls with the same arguments gave three answers"
     draws = "it draws random numbers and the loss draws none"
     for name in candidates.keys() - {"stale"}:
@@ -321,7 +321,7 @@ def test_a_trainer_with_numbers_of_its_own_is_not_judged():
     assert all(isinstance(w, jax.Array | np.ndarray) for w in earlier)
     # The trace of a value's way gives the same answer.
     tapped = lambda w, b: verify.tap(b["x"] @ w, "y") ** 2  # noqa: E731
-    traced = verify.trace(tapped, *given(), fixed, seed=None)
+    traced = verify.trace(tapped, *given(), fixed, finite_differences=False)
     assert not traced.report.failures
     assert {draws in row.unjudged for row in traced.report.unjudged} == {True}
 
@@ -494,7 +494,7 @@ def test_a_failing_candidate_that_may_draw_unseen_has_a_note():
     loss = lambda w, b: (b["x"] @ w) ** 2  # noqa: E731
     own = Open()
     candidates = {"closed": lambda w, b: (w.sum(), own.gradient(w, b))}
-    report = verify.gradients(loss, *given(), candidates, seed=None)
+    report = verify.gradients(loss, *given(), candidates, finite_differences=False)
     assert report.failures
     note = "closed: whether it draws random numbers of its own, such as dropout masks"
     assert [note in one for one in report.notes] == [True]

@@ -132,7 +132,9 @@ def test_steps_and_traces_leave_it_out_too(losses, given):
         return verify.tap(losses(own, batch | {"x": inputs}), "losses")
 
     right, wrong = trainers(tapped, weights, "mean")
-    judged = verify.tracer(tapped, params, batch, weights=weights, seed=None)
+    judged = verify.trace_judge(
+        tapped, params, batch, weights=weights, finite_differences=False
+    )
     for candidate in right.values():
         assert judged(candidate).difference is None, str(judged(candidate))
     for candidate in wrong.values():
@@ -177,7 +179,7 @@ def test_what_a_rule_adds_is_as_on_one_device(given):
     right, wrong = trainers(losses, weights, "mean")
     candidates = {"left out": right["left out"], "multiplied": wrong["multiplied"]}
     report = verify.gradients(
-        losses, params, batch, candidates, weights=weights, seed=None
+        losses, params, batch, candidates, weights=weights, finite_differences=False
     )
     assert report.of("multiplied").ok, str(report)
     assert {row.path for row in report.of("left out").failures} == {"w"}

@@ -99,7 +99,7 @@ def test_the_reference_is_the_same_wherever_arguments_lie(params, batch, kind, u
     """Bit for bit, also weights; and under the mesh of other devices."""
     weights = np.arange(EXAMPLES, dtype=np.float32)
     both = {"right": verify_of(weights), "wrong": verify_of(weights, 1.001)}
-    judged = verify.judge(plain)
+    judged = verify.gradients_judge(plain)
     expected = judged(params, batch, both, weights=weights)
     where = mesh(kind)
     p, b = on(where, params, w=P(None, "model")), on(where, batch, x=P("data"))
@@ -138,7 +138,9 @@ def test_candidates_are_left_alone(params, batch):
 
     for own in (None, where):
         with jax.set_mesh(own):
-            assert verify.gradients(plain, p, b, {"mine": candidate}, seed=None).ok
+            assert verify.gradients(
+                plain, p, b, {"mine": candidate}, finite_differences=False
+            ).ok
             assert jax.sharding.get_mesh() == (own or jax.sharding.get_mesh())
     places = p["w"].sharding, b["x"].sharding
     assert [x[:2] for x in seen] == [places] * 2
@@ -171,7 +173,9 @@ def test_random_numbers_of_a_candidate_are_seen(params, batch):
         return jax.value_and_grad(lambda p: plain(p, noisy).mean())(p)
 
     with jax.set_mesh(where):
-        report = verify.gradients(plain, p, b, {"noisy": noisy}, seed=None)
+        report = verify.gradients(
+            plain, p, b, {"noisy": noisy}, finite_differences=False
+        )
     assert "it draws random numbers and the loss draws none" in str(report)
 
 
@@ -254,7 +258,7 @@ def test_traces(params, batch, under):
 
     p, b = on(where, params, w=P(None, "model")), on(where, batch, x=P("data"))
     with jax.set_mesh(where if under else None):
-        judged = verify.tracer(losses, p, b, seed=None)
+        judged = verify.trace_judge(losses, p, b, finite_differences=False)
         wrong = judged(candidate)
         right = judged(lambda p, b: candidate(p, b, factor=1.0))
     assert right.report.ok

@@ -10,9 +10,10 @@ import pytest
 
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit
-from jdist.verify.gradient_check import _apart
-from jdist.verify.measure import LossPrograms, measurer
+from jdist.verify.candidates import _apart
+from jdist.verify.measure import LossPrograms, ReducedLoss
 from jdist.verify.problem import standard
+from jdist.verify.report import OracleCheck
 
 pytestmark = pytest.mark.compiled
 
@@ -200,10 +201,7 @@ def test_a_derivative_of_its_own_is_told():
     def same(w, x):
         return jax.value_and_grad(lambda w: squared(w, x).mean())(w)
 
-    def judged(seed):
-        return verify.gradients(squared, w, x, {"same": same}, seed=seed)
-
-    report = judged(0)
+    report = verify.gradients(squared, w, x, {"same": same})
     assert not report.ok
     assert not report.failures
     assert "a derivative of its own (custom_vjp of squared): slope" in str(report)
@@ -211,9 +209,10 @@ def test_a_derivative_of_its_own_is_told():
         VerificationError, match=r"not judged:\n  oracle not judged: the"
     ):
         report.raise_if_failed()
-    assert judged(None).ok
+    unchecked = {"finite_differences": False}
+    assert verify.gradients(squared, w, x, {"same": same}, **unchecked).ok
     # A reference that is wrong without such a rule fails the report.
-    wrong = dataclasses.replace(report, oracle=verify.OracleCheck(1.5, 1.0, 1e-6))
+    wrong = dataclasses.replace(report, oracle=OracleCheck(1.5, 1.0, 1e-6))
     assert not wrong.ok
     with pytest.raises(VerificationError, match=r"oracle WRONG: slope .* by finite"):
         wrong.raise_if_failed()
@@ -290,7 +289,9 @@ def test_examples_that_influence_each_other_are_judged_together(given, shown, rn
 
     candidates = {f"{k}": times(k) for k in (1, 0, -1, 1 + 3e-5)}
     w = w.astype(jnp.float32)
-    report = verify.gradients(by_range, w, x, candidates, weights=given, seed=None)
+    report = verify.gradients(
+        by_range, w, x, candidates, weights=given, finite_differences=False
+    )
     assert [report.of(name).ok for name in candidates] == [True, False, False, False]
     assert all(report.of(name).failures for name in ("0", "-1", "1.00003"))
     assert any("examples influence each other" in note for note in report.notes)
@@ -310,11 +311,15 @@ def test_a_gradient_near_zero_hides_no_influence(rng):
     def right(w, batch):
         return jax.value_and_grad(lambda w: ((batch[0] @ w - batch[1]) ** 2).mean())(w)
 
-    report = verify.gradients(losses, w, batch, {"jax": right}, seed=None)
+    report = verify.gradients(
+        losses, w, batch, {"jax": right}, finite_differences=False
+    )
     assert report.ok
     assert not any("influence" in note for note in report.notes)
     at_an_optimum, traces[:] = len(traces), []
-    assert verify.gradients(losses, w + 1, batch, {"jax": right}, seed=None).ok
+    assert verify.gradients(
+        losses, w + 1, batch, {"jax": right}, finite_differences=False
+    ).ok
     assert at_an_optimum > len(traces), "only a small gradient is computed once more"
 
 
@@ -346,7 +351,7 @@ def test_a_judge_compiles_once(problem):
         traces += 1
         return problem.loss_fn(params, batch)
 
-    judged = verify.judge(counted)
+    judged = verify.gradients_judge(counted)
     candidates = {"micro-batches": micro_batches(problem)}
     arguments = (problem.params, problem.batch, candidates)
     judged(*arguments, weights=problem.weights)
@@ -395,7 +400,7 @@ def test_refusals(options, message):
         verify.gradients(*positional, **arguments)
 
 
-@pytest.mark.parametrize("name", ["gradients", "judge", "trace"])
+@pytest.mark.parametrize("name", ["gradients", "gradients_judge", "trace"])
 def test_a_refusal_names_the_function_that_was_called(name):
     """Also where what it returned was called, and in notes on candidates that raise."""
     x, w = jnp.arange(3.0), jnp.array(1.0)
@@ -407,16 +412,19 @@ def test_a_refusal_names_the_function_that_was_called(name):
         raise KeyError("lost")
 
     def called(x=x, reduction="mean", weights=None):
-        if name == "judge":
-            judged = verify.judge(loss, reduction=reduction)
-            return judged(w, x, {"candidate": broken}, weights=weights, seed=None)
+        if name == "gradients_judge":
+            judged = verify.gradients_judge(loss, reduction=reduction)
+            return judged(
+                w, x, {"candidate": broken}, weights=weights, finite_differences=False
+            )
         candidate = broken if name == "trace" else {"candidate": broken}
-        options = {"reduction": reduction, "weights": weights, "seed": None}
+        options = {"reduction": reduction, "weights": weights}
         return getattr(verify, name)(loss, w, x, candidate, **options)
 
     with pytest.raises(ValueError, match=rf"^`{name}\(reduction=...\)` must be one of"):
         called(reduction="median")
-    made = re.escape("judge(...)" if name == "judge" else name)
+    called_name = f"{name}(...)" if name == "gradients_judge" else name
+    made = re.escape(called_name)
     with pytest.raises(ValueError, match=rf"^`{made}\(weights=...\)` must be one per"):
         called(weights=np.ones(2))
     with pytest.raises(
@@ -425,7 +433,7 @@ def test_a_refusal_names_the_function_that_was_called(name):
         called(x={"x": x, "y": x[:2]})
     with pytest.raises(KeyError, match="lost") as caught:
         called()
-    note = f"raised by the candidate 'candidate' of verify.{name}"
+    note = f"raised by the candidate 'candidate' of verify.{called_name}"
     assert caught.value.__notes__ == [note]
 
 
@@ -448,14 +456,14 @@ def test_a_verdict_does_not_depend_on_its_neighbours():
     """Further looks are at those in doubt: the others keep their bound."""
     rng = np.random.default_rng(4)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((9, 3), (3,)))
-    judged = verify.judge(lambda w, x: jnp.tanh(x @ w))
+    judged = verify.gradients_judge(lambda w, x: jnp.tanh(x @ w))
     right = jax.value_and_grad(lambda w, x: jnp.tanh(x[::-1] @ w).mean())
 
     def wrong(w, x):
         return right(w, 2 * x)
 
-    alone = judged(w, x, {"right": right}, seed=None)
-    both = judged(w, x, {"wrong": wrong, "right": right}, seed=None)
+    alone = judged(w, x, {"right": right}, finite_differences=False)
+    both = judged(w, x, {"wrong": wrong, "right": right}, finite_differences=False)
     assert {row.candidate for row in both.failures} == {"wrong"}
     assert not alone.bit_equal
     assert both.of("right").leaves == alone.leaves
@@ -496,9 +504,11 @@ def smooth(rng):
 def test_what_is_right_or_grossly_wrong_is_measured_once(smooth, looks):
     """The draws of a second look are 16 times those of the first."""
     loss, w, x, candidate = smooth
-    judged = verify.judge(loss)
+    judged = verify.gradients_judge(loss)
     asked = {"right": 1, "twice": 2, "a fiftieth": 1.02, "nothing": 0, "NaN": np.nan}
-    report = judged(w, x, {n: candidate(f) for n, f in asked.items()}, seed=None)
+    report = judged(
+        w, x, {n: candidate(f) for n, f in asked.items()}, finite_differences=False
+    )
     assert {row.candidate for row in report.failures} == set(asked) - {"right"}
     assert looks == [12]
 
@@ -506,11 +516,9 @@ def test_what_is_right_or_grossly_wrong_is_measured_once(smooth, looks):
 def test_what_more_draws_might_explain_is_measured_again(smooth, looks):
     """A few bounds off, or far off but little of the leaf, as by another decision."""
     loss, w, x, candidate = smooth
-    programs, judged = LossPrograms(loss, None), verify.judge(loss)
-    counted = programs.counted("mean", w, x, None)
-    measure = measurer(loss, "mean", None, programs)
-    gradient = candidate()(w, x)[1]
-    (limit,) = measure(w, counted, gradient, None).limits.values()
+    reduced, judged = ReducedLoss(loss, "mean", None), verify.gradients_judge(loss)
+    counted, (_, gradient) = reduced.reference(w, x, None)
+    (limit,) = reduced.measure(w, counted, gradient).limits.values()
     assert 2 < limit.doubt < 4
     least = 0.01 * np.linalg.norm(gradient)
     assert 100 * limit.bound[2] < least
@@ -522,7 +530,7 @@ def test_what_more_draws_might_explain_is_measured_again(smooth, looks):
         (1.1 * least, [12], False),
     ]:
         looks.clear()
-        report = judged(w, x, {"mine": candidate(off=off)}, seed=None)
+        report = judged(w, x, {"mine": candidate(off=off)}, finite_differences=False)
         assert (looks, report.ok) == (expected, ok)
 
 
@@ -536,7 +544,7 @@ def test_a_leaf_of_few_digits_is_not_condemned_by_few_draws(looks):
         value, grad = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
         return value, 2 * grad
 
-    report = verify.gradients(loss, w, x, {"twice": twice}, seed=None)
+    report = verify.gradients(loss, w, x, {"twice": twice}, finite_differences=False)
     assert not report.ok
     assert looks == [26, 26 * 16]
 
@@ -576,7 +584,7 @@ def test_candidates_may_donate_what_they_are_given():
     problem = dataclasses.replace(problem, params=given[0], batch=given[1])
     rest = np.float32(len(problem.weights) / problem.weights.sum())
     candidates = {"right": times(rest), "twice": times(2 * rest)}
-    report = judge(problem, candidates, seed=None)
+    report = judge(problem, candidates, finite_differences=False)
     assert report.of("right").ok, str(report)
     assert report.of("twice").failures
     assert not any(x.is_deleted() for x in jax.tree.leaves(given))
@@ -602,7 +610,7 @@ def test_candidates_may_overwrite_what_they_are_given():
         return loss, 1.01 * gradient
 
     given = {"overwriting": overwriting, "right": right}
-    report = verify.gradients(losses, w, x, given, seed=None)
+    report = verify.gradients(losses, w, x, given, finite_differences=False)
     assert [row.candidate for row in report.failures] == ["overwriting"]
     assert "it is 1.01 times the reference" in report.failures[0].problem
     assert report.of("right").ok
@@ -632,7 +640,7 @@ def test_candidates_may_share_the_buffer_of_their_results(shown):
         return candidate
 
     given = {"twice": times(2), "right": times(1), "thrice": times(3)}
-    report = verify.gradients(losses, w, x, given, seed=None)
+    report = verify.gradients(losses, w, x, given, finite_differences=False)
     told = {row.candidate: row.problem.rpartition("; ")[2] for row in report.failures}
     assert told == {
         "twice": "it is 2 times the reference",
@@ -700,7 +708,7 @@ def test_a_candidate_may_have_names_and_tensors_of_its_own(renamed):
     candidates = {"right": elsewhere(), "wrong": elsewhere(3.0)}
     reports = [
         verify.gradients(renamed_loss, *renamed, candidates, names=NAMES),
-        verify.judge(renamed_loss)(*renamed, candidates, names=NAMES),
+        verify.gradients_judge(renamed_loss)(*renamed, candidates, names=NAMES),
     ]
     for report in reports:
         paths = [leaf.path for leaf in report.of("right").leaves]

@@ -41,8 +41,8 @@ def changed(change):
 @pytest.fixture(scope="module")
 def judged():
     """A judge of that loss, compiled once."""
-    judge = verify.judge(losses)
-    return lambda candidate: judge(W, X, {"mine": candidate}, seed=None)
+    judge = verify.gradients_judge(losses)
+    return lambda candidate: judge(W, X, {"mine": candidate}, finite_differences=False)
 
 
 # What a candidate returns in the gradient's place: the words that its row must have.
@@ -227,7 +227,9 @@ def test_a_batch_of_something_else_than_arrays_is_refused(kind):
     loss, given = lambda w, batch: losses(w, batch["b"]), (W, {"b": batch})
     calls = {
         "gradients": lambda: verify.gradients(loss, *given, {"mine": gradient}),
-        "judge(...)": lambda: verify.judge(loss)(*given, {"mine": gradient}),
+        "gradients_judge(...)": lambda: verify.gradients_judge(loss)(
+            *given, {"mine": gradient}
+        ),
         "trace": lambda: verify.trace(loss, *given, gradient),
         "step": lambda: verify.step(
             loss, lambda w, g, s: (w, s), (W, ()), [given[1]], {"mine": gradient}

@@ -149,11 +149,11 @@ def test_reductions_of_one_dtype_share_the_programs_of_their_measurements(monkey
     """What is measured is compiled once for each dtype, whatever it is reduced by."""
     given = []
 
-    def preparation(call, loss_fn, reduction, accumulation, programs):
-        given.append((reduction, programs))
-        return lambda *problem: lambda candidates, peers: None
+    def reference(call, loss, *problem):
+        given.append((loss.reduction, loss.programs))
+        return SimpleNamespace(judge=lambda candidates, peers: None)
 
-    monkeypatch.setattr(matrix, "prepared", preparation)
+    monkeypatch.setattr(matrix, "Reference", reference)
     rows = {"one": weighted, "another": weighted}
     list(matrix.judge(rows, ("mean", "sum"), ("float32", "float64")))
     assert [reduction for reduction, _ in given] == ["mean", "sum"] * 2

@@ -16,13 +16,13 @@ from jdist.verify.measure import (
     MAGNIFIED,
     Counted,
     LossPrograms,
+    ReducedLoss,
     _coupling,
     _leading,
     _shares,
     magnified,
-    measurer,
 )
-from jdist.verify.oracle import differentiated, reduced
+from jdist.verify.oracle import differentiated
 
 BF16 = jnp.bfloat16
 
@@ -121,8 +121,8 @@ def test_right_and_wrong_are_told_apart(losses, rng):
     params = normal(rng, 8)
     batch = {"x": normal(rng, 6, 8), "key": jax.random.split(jax.random.key(1), 6)}
     wrong = wrong_ones(losses, params, batch)
-    report = verify.judge(losses)(
-        params, batch, {"right": one_by_one(losses), **wrong}, seed=None
+    report = verify.gradients_judge(losses)(
+        params, batch, {"right": one_by_one(losses), **wrong}, finite_differences=False
     )
     assert report.of("right").ok, str(report)
     assert not report.unjudged
@@ -144,7 +144,9 @@ def test_small_entries_are_not_hidden_by_large_ones(rng):
         "zeros": lambda w, b: (value, gradient.at[3:].set(0)),
         "one in a thousand": lambda w, b: (value, gradient.at[5].multiply(1.001)),
     }
-    report = verify.judge(losses)(w, batch, candidates, seed=None)
+    report = verify.gradients_judge(losses)(
+        w, batch, candidates, finite_differences=False
+    )
     assert report.of("right").ok
     for name in list(candidates)[1:]:
         assert report.of(name).failures, name
@@ -170,14 +172,14 @@ def test_one_entry_at_the_optimum_is_judged_right(rng, scalar):
         return jax.tree.map(lambda *a: sum(a) / 4, *pairs)
 
     candidates = {"reversed": lambda p, x: fn(p, x[::-1]), "parts": parts, "f64": exact}
-    judged = verify.judge(losses)
+    judged = verify.gradients_judge(losses)
     for _ in range(40):
         x = normal(rng, 256) + 1
         p = jnp.asarray(np.asarray(x).mean(), jnp.float32)
-        report = judged(p, x, candidates, seed=None)
+        report = judged(p, x, candidates, finite_differences=False)
         assert report.ok, str(report)
     wrong = {"off": lambda p, x: (fn(p, x)[0], jnp.float32(1e-3))}
-    assert judged(p, x, wrong, seed=None).failures
+    assert judged(p, x, wrong, finite_differences=False).failures
 
 
 def test_a_gradient_that_cancels_inside_an_example_is_judged(rng):
@@ -185,14 +187,14 @@ def test_a_gradient_that_cancels_inside_an_example_is_judged(rng):
     losses = lambda b, x: (jax.nn.softmax(x + b) ** 2).sum(-1)  # noqa: E731
     x = normal(rng, 6, 30)
     loss = jax.jit(jax.value_and_grad(lambda b, x: losses(b, x).mean()))
-    report = verify.judge(losses)(
+    report = verify.gradients_judge(losses)(
         jnp.float32(0.3),
         x,
         {
             "other order": lambda b, x: loss(b, x[::-1, ::-1]),
             "wrong": lambda b, x: (loss(b, x)[0], jnp.float32(1e-3)),
         },
-        seed=None,
+        finite_differences=False,
     )
     assert report.of("other order").ok, str(report)
     assert report.of("wrong").failures
@@ -213,7 +215,9 @@ def test_bfloat16_is_seen_through(rng):
         return jax.tree.map(lambda *a: sum(a) / 4, *pairs)
 
     wrong = wrong_ones(losses, params, batch)
-    report = verify.judge(losses)(params, batch, {"parts": parts, **wrong}, seed=None)
+    report = verify.gradients_judge(losses)(
+        params, batch, {"parts": parts, **wrong}, finite_differences=False
+    )
     assert report.of("parts").ok, str(report)
     assert all(report.of(name).failures for name in wrong)
     assert "sums of bfloat16 are taken to be accumulated in float32" in report.notes
@@ -232,15 +236,15 @@ def test_accumulation_in_sixteen_bits_has_to_be_said(rng):
         return mean, mean
 
     for accumulation, right in ((None, False), (BF16, True), ("float32", False)):
-        report = verify.judge(losses, accumulation=accumulation)(
-            w, x, {"running": running}, seed=None
+        report = verify.gradients_judge(losses, accumulation=accumulation)(
+            w, x, {"running": running}, finite_differences=False
         )
         assert report.ok == right, accumulation
         assert bool(report.failures) != right
     assert "accumulated in float32" in report.notes[0]
     for wrong in ("int32", "sixteen"):
         with pytest.raises(ValueError, match=rf"floating dtype or None. Got '{wrong}'"):
-            verify.judge(losses, accumulation=wrong)
+            verify.gradients_judge(losses, accumulation=wrong)
 
 
 def test_what_rounding_drowns_is_not_judged(rng):
@@ -254,7 +258,7 @@ def test_what_rounding_drowns_is_not_judged(rng):
     same = jax.jit(fn)(w, x)
     near = jax.tree.map(lambda a: a * (1 + 2**-20), same)
     candidates = {"near": lambda w, x: near, "same": lambda w, x: same}
-    report = verify.judge(losses)(w, x, candidates, seed=None)
+    report = verify.gradients_judge(losses)(w, x, candidates, finite_differences=False)
     assert not report.ok
     assert not report.failures
     assert [(row.candidate, row.path) for row in report.unjudged] == [
@@ -280,11 +284,11 @@ def test_losses_near_the_smallest_normal_number(rng):
     x = normal(rng, 12, 3)
     for scale, judged in ((1e-19, False), (1e-15, True)):
         w = normal(rng, 3, scale=scale)
-        report = verify.judge(lambda w, x, s=scale: losses(w, x) * s)(
+        report = verify.gradients_judge(lambda w, x, s=scale: losses(w, x) * s)(
             w,
             x,
             {"right": one_by_one(lambda w, x, s=scale: losses(w, x) * s)},
-            seed=None,
+            finite_differences=False,
         )
         assert not report.failures
         assert bool(report.unjudged) != judged, scale
@@ -296,7 +300,9 @@ def test_default_dtypes_mean_what_they_meant(rng):
     plain = lambda w, x: jnp.sin(x @ w) ** 2  # noqa: E731
     constant = lambda w, x: jnp.sin(x @ w * jnp.ones(())) ** 2 + jnp.zeros(())  # noqa: E731
     ratios = [
-        verify.judge(losses)(w, x, {"one by one": one_by_one(plain)}, seed=None).worst
+        verify.gradients_judge(losses)(
+            w, x, {"one by one": one_by_one(plain)}, finite_differences=False
+        ).worst
         for losses in (plain, constant)
     ]
     assert 0.5 < ratios[0] / ratios[1] < 2
@@ -310,7 +316,9 @@ def test_foreign_code_is_named():
         return w * x * jax.pure_callback(np.sin, shape, x, vmap_method="sequential")
 
     w, x = jnp.float32(0.3), jnp.arange(1.0, 5.0)
-    report = verify.judge(losses)(w, x, {"jax": mean_of(losses)}, seed=None)
+    report = verify.gradients_judge(losses)(
+        w, x, {"jax": mean_of(losses)}, finite_differences=False
+    )
     assert report.ok
     assert any("rounding of pure_callback was not" in note for note in report.notes)
 
@@ -318,12 +326,11 @@ def test_foreign_code_is_named():
 # --- what is measured, beside the same sums written in NumPy ---
 
 
-def measured(losses, params, batch, weights=None, reduction="mean", seed=None, more=1):
+def measured(losses, params, batch, weights=None, reduction="mean", more=1):
     """What is known of a problem before anything is judged."""
-    reference = jax.jit(differentiated(reduced(losses, reduction)))
-    _, gradient = reference(params, batch, weights)
-    measure = measurer(losses, reduction, None)
-    return measure(params, Counted(batch, weights), gradient, seed, more)
+    loss = ReducedLoss(losses, reduction, None)
+    gradient = jax.jit(differentiated(loss.scalar))(params, batch, weights)[1]
+    return loss.measure(params, Counted(batch, weights), gradient, more=more)
 
 
 def test_the_sums_are_those_of_the_examples(rng):
@@ -510,7 +517,7 @@ def test_what_float64_cannot_evaluate_is_not_judged():
         "others": (loss, gradient.at[2].multiply(-3)),
     }
     given = {name: lambda *_, own=own: own for name, own in candidates.items()}
-    report = verify.gradients(losses, params, batch, given, seed=None)
+    report = verify.gradients(losses, params, batch, given, finite_differences=False)
     told = {name: [x.verdict for x in report.of(name).leaves] for name in given}
     assert told == {
         "right": ["bit-equal", "bit-equal"],

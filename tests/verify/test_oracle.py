@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import verify
-from jdist.verify import OracleCheck, oracle
+from jdist.verify import oracle
 from jdist.verify.oracle import (
     REDUCERS,
     SHIFTS,
@@ -18,6 +18,7 @@ from jdist.verify.oracle import (
     pinned,
     reduced,
 )
+from jdist.verify.report import OracleCheck
 
 POINTS = 4
 
@@ -178,7 +179,7 @@ def test_a_derivative_of_its_own_is_not_judged(loss, name):
         assert f"not judged: the loss has a derivative of its own ({name}): slope" in (
             str(check)
         )
-        assert str(check).endswith("seed=None, --no-finite-differences")
+        assert str(check).endswith("finite_differences=False, --no-finite-differences")
 
 
 def test_a_rule_that_is_the_derivative_is_pinned():
@@ -230,13 +231,13 @@ def test_what_cannot_run_in_float64_is_named():
 
 
 def test_the_check_can_be_left_out():
-    """With `seed=None`, of a call and of a problem."""
+    """With `finite_differences=False`, of a call and of a problem."""
     w, x = weights_and_inputs(0)
     loss = lambda w, x: tripled(x @ w)  # noqa: E731
     same = jax.value_and_grad(lambda w, x: loss(w, x).mean())
     given = (w, x, {"same": same})
-    assert verify.gradients(loss, *given, seed=None).oracle is None
-    assert verify.Problem(loss, *given, seed=None).judge().oracle is None
+    assert verify.gradients(loss, *given, finite_differences=False).oracle is None
+    assert verify.Problem(loss, *given, finite_differences=False).judge().oracle is None
 
 
 # --- the reference's own parts ---

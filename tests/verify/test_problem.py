@@ -43,24 +43,31 @@ def test_a_problem_is_found_in_each_form(module, name):
     found = load(f"{module}:{name}")
     assert isinstance(found, Problem)
     assert found.params.tolist() == pytest.approx([0.3, 0.4])
-    assert (found.reduction, found.weights, found.seed) == ("mean", None, 0)
+    assert (found.reduction, found.weights) == ("mean", None)
+    assert found.finite_differences
     assert found.judge().ok
 
 
 def test_a_problem_is_judged_with_all_that_it_holds(rng):
-    """Weights, reduction and seed reach the judge."""
+    """Weights, reduction and options reach the judge."""
     w = jnp.asarray(rng.normal(size=3), jnp.float32)
     x = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
     weights = np.float32([1, 0, 2, 0.5, 3])
     losses = lambda w, x: jnp.sin(x @ w)  # noqa: E731
     right = jax.value_and_grad(lambda w, x: jnp.sum(losses(w, x) * weights))
-    problem = Problem(losses, w, x, {"right": right}, weights, "sum", seed=None)
+    problem = Problem(
+        losses, w, x, {"right": right}, weights, "sum", finite_differences=False
+    )
     report = problem.judge()
     assert report.ok, str(report)
     assert report.oracle is None
-    unweighted = Problem(losses, w, x, {"right": right}, None, "sum", seed=None)
+    unweighted = Problem(
+        losses, w, x, {"right": right}, None, "sum", finite_differences=False
+    )
     assert not unweighted.judge().ok
-    mean = Problem(losses, w, x, {"right": right}, weights, "mean", seed=None)
+    mean = Problem(
+        losses, w, x, {"right": right}, weights, "mean", finite_differences=False
+    )
     assert not mean.judge().ok
 
 

@@ -16,17 +16,15 @@ import rich.console
 from rich.console import Console
 
 from jdist import VerificationError
-from jdist.verify import (
-    Attribution,
-    LeafReport,
-    OracleCheck,
-    Report,
-    Score,
-    gradients,
-)
+from jdist.verify import LeafReport, Report, Score, gradients
 from jdist.verify.report import _COLUMNS as COLUMNS
 from jdist.verify.report import _DROPPED as DROPPED
-from jdist.verify.report import SUSPICIOUSLY_LOOSE, looseness
+from jdist.verify.report import (
+    SUSPICIOUSLY_LOOSE,
+    Attribution,
+    OracleCheck,
+    looseness,
+)
 
 FIELD = ast.AnnAssign
 EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 0.75)

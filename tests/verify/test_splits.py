@@ -67,7 +67,7 @@ def given(dtype):
 @functools.cache
 def judge(loss):
     """Compiled once for each loss and dtype."""
-    return verify.judge(loss)
+    return verify.gradients_judge(loss)
 
 
 @functools.cache
@@ -113,7 +113,9 @@ def test_right_ways_pass(loss, dtype):
     with jax.enable_x64(dtype == "float64"):
         params, batch, weights = given(dtype)
         ways = {f"way {n}": way(loss, weights, n) for n in range(WAYS)}
-        report = judge(loss)(params, batch, ways, weights=weights, seed=None)
+        report = judge(loss)(
+            params, batch, ways, weights=weights, finite_differences=False
+        )
     assert not report.failures, str(report)
     assert dtype == "bfloat16" or report.ok
 
@@ -185,7 +187,9 @@ def test_wrong_ways_fail(loss, dtype, name):
         params, batch, weights = given(dtype)
         defect = functools.partial(DEFECTS[name], weights=weights)
         ways = {f"way {n}": way(loss, weights, n, defect) for n in range(3)}
-        report = judge(loss)(params, batch, ways, weights=weights, seed=None)
+        report = judge(loss)(
+            params, batch, ways, weights=weights, finite_differences=False
+        )
     for one in ways:
         wrong = {row.path for row in report.of(one).failures}
         assert wrong & {"w", "b"}, str(report)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist.verify.bound import EXTRA, confidence
-from jdist.verify.measure import Counted, measurer
+from jdist.verify.measure import Counted, ReducedLoss
 from jdist.verify.steps.trajectory import FOLLOWED, Training, limits_of, trajectory
 
 
@@ -71,7 +71,8 @@ def test_others_move_by_the_bound_of_the_gradient(rng):
     training = Training(losses, lambda w, g, s: (w - 1000 * g, s), False, "mean", None)
     (moment,) = trajectory(training, (w, (), ()), [(x, None)])
     gradient = jax.grad(lambda w: losses(w, x).mean())(w)
-    measured = measurer(losses, "mean", None)(w, Counted(x, None), gradient, None)
+    reduced = ReducedLoss(losses, "mean", None)
+    measured = reduced.measure(w, Counted(x, None), gradient)
     own = measured.limits["(root)"].bound
     np.testing.assert_array_equal(moment.limits["gradient"].bound, own)
     ratio = moment.limits["params"].bound / (np.sqrt(2) * 1000 * own)

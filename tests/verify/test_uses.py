@@ -37,7 +37,7 @@ def judged(table):
     """The report of a gradient that has this one for the table."""
     loss, right = jax.value_and_grad(lambda p: losses(p, TOKENS).mean())(PARAMS)
     wrong = {"wrong": lambda params, tokens: (loss, right | {"table": table})}
-    return verify.gradients(losses, PARAMS, TOKENS, wrong, seed=None)
+    return verify.gradients(losses, PARAMS, TOKENS, wrong, finite_differences=False)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_each_candidate_and_leaf_has_its_own_words():
         "last": right | {"table": last, "mix": None},
     }
     candidates = {name: lambda *_, g=grads: (loss, g) for name, grads in given.items()}
-    report = verify.gradients(losses, PARAMS, TOKENS, candidates, seed=None)
+    report = verify.gradients(
+        losses, PARAMS, TOKENS, candidates, finite_differences=False
+    )
     assert [note for note in report.notes if "uses" in note] == [
         "first: table: it counts its uses so: gather once, dot_general 0 times",
         "last: table: it counts its uses so: gather 0 times, dot_general once",

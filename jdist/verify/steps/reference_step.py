@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 from jdist._compat import double_precision, fast_in_loops
 from jdist._errors import requirement
 from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
+from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
-from jdist.verify.gradient_check import check_references
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.measure import magnified
 from jdist.verify.steps.trajectory import (

@@ -23,17 +23,12 @@ from jax.typing import DTypeLike
 
 from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, named_leaves, type_name
+from jdist.verify.arguments import check_candidates, check_options, check_problem
 from jdist.verify.bound import BLIND
+from jdist.verify.candidates import called, excuse
 from jdist.verify.comparison import compare_leaves, described_shard
 from jdist.verify.draws import check_loss
-from jdist.verify.gradient_check import (
-    agreed,
-    check_arguments,
-    check_candidates,
-    check_options,
-    excuse,
-    lent,
-)
+from jdist.verify.gradient_check import agreed
 from jdist.verify.oracle import gradient_of_sum
 from jdist.verify.processes import (
     TIMEOUT,
@@ -213,15 +208,13 @@ def _of_composed(
     check_loss("step", own, state[0], batches[0][0])
     check_candidates("step", candidates)
     losses = partial(training.losses, states=own_states)
-    check = partial(
-        check_arguments, "step", losses, state[0], names=("state", "batches")
-    )
+    check = partial(check_problem, "step", losses, state[0], names=("state", "batches"))
     start = _arrays((*state[:2], *states))
     given = [batch for batch, _ in batches]
     with _no_single_batch(partial(losses, brought(state[0])), brought(given)):
         # Every batch is checked before the first step of any candidate is run.
         for batch, weight in batches:
-            check(batch, candidates, weight, training.reduction)
+            check(batch, weight, training.reduction)
         # A list, because every candidate goes through these steps.
         moments = list(trajectory(training, brought(start), brought(batches)))
     steps = _Steps(
@@ -453,17 +446,6 @@ def _judged(
     return rows, (), notes
 
 
-def _called(
-    name: str, candidate: Callable[..., Any], given: tuple[PyTree, ...], batch: PyTree
-) -> PyTree:
-    with as_the_caller():
-        try:
-            return candidate(*lent((*given, batch)))
-        except Exception as error:
-            error.add_note(f"raised by the candidate {name!r} of verify.step")
-            raise
-
-
 def _trained(
     peers: Peers,
     name: str,
@@ -472,7 +454,7 @@ def _trained(
     batch: PyTree,
 ) -> _Shown:
     """Takes one step of a candidate with parameters and states."""
-    result = _called(name, candidate, given, batch)
+    result = called("step", name, candidate, (*given, batch))
     parts = "params, opt_state, states" if len(given) == 3 else "params, opt_state"
     call = f"candidates[{name!r}]({parts}, batch)"
     if not isinstance(result, Trained):
@@ -506,7 +488,8 @@ def _advanced(
     batch: PyTree,
 ) -> _Shown:
     """Takes one step of a candidate with one whole state."""
-    new = peers.computed(reference.state_of(_called(name, candidate, given, batch)))
+    result = called("step", name, candidate, (*given, batch))
+    new = peers.computed(reference.state_of(result))
     leaves, of_batch = named_state(new), reference.of_batch
     kept = tuple(p for p, x in leaves.items() if x is None and p not in of_batch)
     shown = {path: x for path, x in leaves.items() if path not in kept}

@@ -30,10 +30,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
+from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
-from jdist.verify.gradient_check import check_references
 from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
-from jdist.verify.measure import Counted, LossPrograms, Measured, measurer
+from jdist.verify.measure import Counted, Measured, ReducedLoss
 from jdist.verify.oracle import reduced
 
 # How many other right trainers are followed.
@@ -261,19 +261,27 @@ def _measurement(
     """The examples that count, and the measurement of the gradient's bound."""
     reduction, accumulation = training.reduction, training.accumulation
     if not training.stateful:
-        programs = LossPrograms(training.loss_fn, accumulation)
-        measure = measurer(training.loss_fn, reduction, accumulation, programs)
-        counted = partial(programs.counted, reduction)
-        return counted, lambda state, *given: measure(state[0], *given, None)
+        loss = ReducedLoss(training.loss_fn, reduction, accumulation)
+
+        def counted(
+            params: PyTree, batch: PyTree, weights: ArrayLike | None
+        ) -> Counted:
+            if weights is None or np.all(weights):
+                return Counted(batch, weights)
+            return loss.reference(params, batch, weights)[0]
+
+        return counted, lambda state, *given: loss.measure(state[0], *given)
 
     def whole(params: PyTree, given: PyTree) -> jax.Array:
         batch, own, states = given
         return training.gradient(params, batch, own, states)[0]
 
     # Batch statistics couple the examples, so the loss is measured as a whole.
-    measure = measurer(whole, "mean", accumulation)
-    return lambda _, *given: Counted(*given), lambda state, given, gradient: measure(
-        state[0], Counted((*given[:2], state[2]), None), gradient, None
+    coupled = ReducedLoss(whole, "mean", accumulation)
+    return lambda _, *given: Counted(
+        *given
+    ), lambda state, given, gradient: coupled.measure(
+        state[0], Counted((*given[:2], state[2]), None), gradient
     )
 
 

@@ -9,10 +9,10 @@
 - `search`: the first difference.
 - `shares`: how often each example is in a wrong gradient.
 - `report`: the finding.
-- `fault_localization`: `trace` and `tracer`, which combine them.
+- `fault_localization`: `trace` and `trace_judge`, which combine them.
 """
 
-from jdist.verify.tracing.fault_localization import trace, tracer
+from jdist.verify.tracing.fault_localization import trace, trace_judge
 from jdist.verify.tracing.module_taps import tapped
 from jdist.verify.tracing.recording import TapRecord, TapRecording, replay
 from jdist.verify.tracing.report import Difference, Trace
@@ -27,7 +27,7 @@ __all__ = [
     "tap",
     "tapped",
     "trace",
-    "tracer",
+    "trace_judge",
 ]
 
 

@@ -13,14 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import check_function, requirement
 from jdist._tree import PyTree
-from jdist.verify.gradient_check import (
-    LOSS,
-    Candidate,
-    check_arguments,
-    copied,
-    prepared,
-)
-from jdist.verify.measure import Counted, LossPrograms
+from jdist.verify.arguments import check_options, check_problem
+from jdist.verify.candidates import copied
+from jdist.verify.gradient_check import LOSS, Candidate, Reference
+from jdist.verify.measure import Counted, ReducedLoss
 from jdist.verify.oracle import LossFn
 from jdist.verify.processes import TIMEOUT, Peers, brought, joined, on_one_device
 from jdist.verify.report import Report
@@ -44,8 +40,8 @@ def trace(
     *,
     weights: ArrayLike | None = None,
     reduction: str = "mean",
-    seed: int | None = 0,
     accumulation: DTypeLike | None = None,
+    finite_differences: bool = True,
 ) -> Trace:
     """Judges a candidate's gradient, and names the first value that is wrong.
 
@@ -61,8 +57,8 @@ def trace(
         in any way: micro-batches, shards, accumulation, pipelines, workers.
       weights: As in `verify.gradients`.
       reduction: As in `verify.gradients`.
-      seed: As in `verify.gradients`.
       accumulation: As in `verify.gradients`.
+      finite_differences: As in `verify.gradients`.
 
     Returns:
       A `Trace`. Its verdict is that of `verify.gradients`; the taps only say where.
@@ -81,36 +77,36 @@ def trace(
       >>> x = jnp.array([[1.0, 2.0], [3.0, 5.0], [2.0, -1.0]])
       >>> def wrong(w, x):
       ...     return jax.value_and_grad(lambda w: loss(w, x, 1.5).mean())(w)
-      >>> found = trace(loss, w, x, wrong, seed=None).difference
+      >>> found = trace(loss, w, x, wrong).difference
       >>> found.direction, found.tap, found.words.partition("; ")[2]
       ('forward', 'output', 'it is 1.5 times the reference')
 
     References:
       TTrace (arXiv 2506.09280) aligns intermediate tensors of PyTorch trainers.
     """
-    judged = tracer(
+    judge = trace_judge(
         loss_fn,
         params,
         batch,
         weights=weights,
         reduction=reduction,
-        seed=seed,
         accumulation=accumulation,
+        finite_differences=finite_differences,
     )
-    return judged(candidate)
+    return judge(candidate)
 
 
-def tracer(
+def trace_judge(
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
     *,
     weights: ArrayLike | None = None,
     reduction: str = "mean",
-    seed: int | None = 0,
     accumulation: DTypeLike | None = None,
+    finite_differences: bool = True,
 ) -> Callable[[Candidate], Trace]:
-    """Builds a `trace` of any number of candidates that measures the reference once.
+    """Builds a reusable `trace` of one batch, which measures the reference once.
 
     Args:
       loss_fn: As in `trace`.
@@ -118,11 +114,11 @@ def tracer(
       batch: As in `trace`.
       weights: As in `trace`.
       reduction: As in `trace`.
-      seed: As in `trace`.
       accumulation: As in `trace`.
+      finite_differences: As in `trace`.
 
     Returns:
-      `judged(candidate) -> Trace`.
+      `judge(candidate) -> Trace`, for any number of candidates.
 
     Raises:
       ValueError: As `trace`.
@@ -130,15 +126,13 @@ def tracer(
     given = params, batch, weights
     with joined(TIMEOUT) as peers, on_one_device(given):
         _check_alone(peers)
-        named = {NAME: None}
-        check_arguments("trace", loss_fn, params, batch, named, weights, reduction)
-        programs = LossPrograms(loss_fn, accumulation)
-        prepare = prepared("trace", loss_fn, reduction, accumulation, programs)
-        judge_all = prepare(*given, seed)
+        check_options("trace", reduction, accumulation)
+        check_problem("trace", loss_fn, *given, reduction)
+        loss = ReducedLoss(loss_fn, reduction, accumulation)
+        reference = Reference("trace", loss, *given, finite_differences)
         params, batch, weights = brought(given)
-        counted = programs.counted(reduction, params, batch, weights)
         examples = _examples(batch)
-        batches = Counted(batch, weights), counted
+        batches = Counted(batch, weights), reference.counted
         own = passages(loss_fn, params, *batches, reduction, accumulation, examples)
         apart = jax.eval_shape(loss_fn, params, batch).shape != ()
     if not own:
@@ -156,11 +150,11 @@ def tracer(
         each = w / w.sum() if reduction == "mean" else w
         return example_gradients(loss_fn, params, batch, each)
 
-    def judged(candidate: Candidate) -> Trace:
+    def judge(candidate: Candidate) -> Trace:
         """Judges one candidate on this batch."""
         first: list[tuple[TapRecording, Any]] = []
         with joined(TIMEOUT) as peers, on_one_device(given):
-            report = judge_all({NAME: _recorded(candidate, first)}, peers)
+            report = reference.judge({NAME: _recorded(candidate, first)}, peers)
             (recording, result), *_ = first
             findings = search(own, recording.records, w > 0)
             difference = findings.difference
@@ -176,7 +170,7 @@ def tracer(
             notes.append("a tap differs, yet loss and gradient are right")
         return Trace(report, difference, tuple(findings.right), tuple(notes))
 
-    return judged
+    return judge
 
 
 def _check_alone(peers: Peers) -> None:

@@ -61,7 +61,12 @@ class TapRecording:
 
     @property
     def records(self) -> tuple[TapRecord, ...]:
-        """The records so far, in the order of arrival."""
+        """The records so far, in the order of arrival.
+
+        Each is a tuple `(name, axes, value, cotangent)`: the tap's name, how many
+        leading axes of the arrays are those of `vmap`, the value, and its cotangent in
+        the backward pass, else None.
+        """
         with _lock:
             return tuple(self._records)
 

@@ -42,7 +42,7 @@ def problem(rng):
 @cache
 def judge(reduction):
     """Compiled once for each reduction."""
-    return verify.judge(losses_of, reduction=reduction)
+    return verify.gradients_judge(losses_of, reduction=reduction)
 
 
 def plain(state, bucket):
@@ -72,7 +72,9 @@ def test_lossless_hooks_are_within_the_bound(problem, mesh, reduction):
         )  # fmt: skip
         shards = shard_batch(batch, where, SIZES, weights=weights)
         candidates[name] = lambda p, b, fn=fn, s=shards: fn(p, *s)[:2]
-    report = judge(reduction)(params, batch, candidates, weights=weights, seed=None)
+    report = judge(reduction)(
+        params, batch, candidates, weights=weights, finite_differences=False
+    )
     report.raise_if_failed()
 
 
@@ -227,7 +229,7 @@ def test_one_replica_has_nothing_to_exchange(problem, mesh):
     assert "concatenate" not in text
     reference = judge("mean")
     reference(params, batch, {"one": lambda p, b: fn(p, b, weights)},
-              weights=weights, seed=None).raise_if_failed()  # fmt: skip
+              weights=weights, finite_differences=False).raise_if_failed()  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def problem(rng):
 @cache
 def judge(reduction):
     """One judge for each reduction, compiled once."""
-    return verify.judge(losses_of, reduction=reduction)
+    return verify.gradients_judge(losses_of, reduction=reduction)
 
 
 def replicated(mesh, sizes, weights, **options):
@@ -72,7 +72,9 @@ def test_equal_to_one_device(problem, mesh, reduction, sizes):
         for kind, where in (("devices", mesh(len(sizes))), ("vmap", len(sizes)))
         for method in METHODS
     }
-    report = judge(reduction)(params, batch, candidates, weights=weights, seed=None)
+    report = judge(reduction)(
+        params, batch, candidates, weights=weights, finite_differences=False
+    )
     report.raise_if_failed()
     paths = [leaf.path for leaf in report.of("vmap, all_reduce").leaves]
     assert paths == ["(loss)", "unused", "w"]
@@ -114,7 +116,7 @@ def test_one_axis_of_a_larger_mesh(problem):
         batch,
         {"3 x 2": replicated(grid, (1, 2, 5), weights)},
         weights=weights,
-        seed=None,
+        finite_differences=False,
     ).raise_if_failed()
 
 
@@ -340,7 +342,7 @@ def test_losses_that_are_not_reduced_may_be_reduced_by_hand(problem, mesh):
         return loss, {"w": gradient, "unused": np.zeros(2), "steps": None}
 
     judge("mean")(
-        params, batch, {"by hand": candidate}, weights=weights, seed=None
+        params, batch, {"by hand": candidate}, weights=weights, finite_differences=False
     ).raise_if_failed()
 
 

@@ -68,8 +68,8 @@ def test_within_the_bound_for_every_plan(problem, mesh, reduction):
         )(p, *shards)
         for cap in caps
     }
-    judge = verify.judge(losses_of, reduction=reduction)
-    report = judge(params, batch, candidates, weights=weights, seed=None)
+    judge = verify.gradients_judge(losses_of, reduction=reduction)
+    report = judge(params, batch, candidates, weights=weights, finite_differences=False)
     report.raise_if_failed()
     first, *others = (candidate(params, batch) for candidate in candidates.values())
     assert all(verify.compare(first, other).bit_equal for other in others)

@@ -41,7 +41,7 @@ def problem(rng):
 @cache
 def judge(reduction):
     """One judge for each reduction, compiled once."""
-    return verify.judge(losses_of, reduction=reduction)
+    return verify.gradients_judge(losses_of, reduction=reduction)
 
 
 def plain_steps(opt, params, batches):
@@ -78,7 +78,9 @@ def test_the_gradient_is_the_whole_batchs(problem, mesh, reduction, accumulate):
         return lambda params, _: fn(params, *shards)
 
     candidates = {"devices": candidate(mesh(3)), "vmap": candidate(3)}
-    report = judge(reduction)(params, batch, candidates, weights=weights, seed=None)
+    report = judge(reduction)(
+        params, batch, candidates, weights=weights, finite_differences=False
+    )
     report.raise_if_failed()
 
 

@@ -41,7 +41,9 @@ def candidate(layers, weights, tied=True):
 def judged(layers, **options):
     own, batch, weights = models.problem()
     planted = {"planted": candidate(layers, weights, **options)}
-    return models.judge()(own, batch, planted, weights=weights, seed=None)
+    return models.judge()(
+        own, batch, planted, weights=weights, finite_differences=False
+    )
 
 
 class Chain:
@@ -125,7 +127,7 @@ def test_the_trace_names_the_place(psums):
         "too many": lambda w, h: models.expand(w, again(h)),
         "too few": half_passed_on,
     }
-    judge = verify.tracer(whole, own, batch, weights=weights)
+    judge = verify.trace_judge(whole, own, batch, weights=weights)
     judge(candidate(right, weights)).raise_if_failed()
     wrong = {"expand": tapped("expand", planted[psums])}
     found = judge(candidate(right | wrong, weights)).difference
@@ -207,7 +209,7 @@ def test_a_key_that_both_halves_of_the_data_axis_share(parts):
 
     whole = {**batch, "kept": kept}
     report = verify.gradients(losses, params, whole, {"dropout": dropout})
-    found = verify.tracer(losses, params, whole)(dropout).difference
+    found = verify.trace_judge(losses, params, whole)(dropout).difference
     if parts == 1:
         report.raise_if_failed()
         assert found is None

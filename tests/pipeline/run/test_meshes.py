@@ -29,7 +29,9 @@ def judged(layouts, schedules, dtype=np.float32, reduction="mean", **options):
         )
         for layout, schedule in itertools.product(layouts, schedules)
     }
-    report = judge(reduction)(own, batch, candidates, weights=weights, seed=None)
+    report = judge(reduction)(
+        own, batch, candidates, weights=weights, finite_differences=False
+    )
     report.raise_if_failed()
 
 

@@ -67,7 +67,7 @@ def together(state):
 def test_every_step_is_that_of_one_device():
     """The same steps are skipped and the scale moves alike, in all stages; each step
     that is made follows a gradient that the judge accepts."""
-    judge = verify.judge(mixed.whole_losses)
+    judge = verify.gradients_judge(mixed.whole_losses)
     pipe = made(pipeline.one_f_one_b(3, 4), scale=mixed.DYNAMIC)
     alone = OneDevice(mixed.optimizer(mixed.DYNAMIC))
     state, skipped = pipe.init(start()), []

@@ -122,7 +122,7 @@ def judge():
         y = functools.reduce(lambda h, p: layer(p, h), params, batch["x"])
         return losses(y, batch)
 
-    return verify.judge(whole_losses)
+    return verify.gradients_judge(whole_losses)
 
 
 def test_the_judge_of_stashing(judge):

@@ -23,7 +23,9 @@ from tests.verify.tracing.staged import (
 
 @pytest.fixture(scope="module")
 def judged():
-    return verify.tracer(losses, PARAMS, BATCH, weights=WEIGHTS, seed=None)
+    return verify.trace_judge(
+        losses, PARAMS, BATCH, weights=WEIGHTS, finite_differences=False
+    )
 
 
 def sharded(params, batch, lost=False):

@@ -26,7 +26,9 @@ COUNTED = tuple(e for e in range(EXAMPLES) if e != UNCOUNTED)
 @pytest.fixture(scope="module")
 def judged():
     """The judge of the small model, measured once."""
-    return verify.tracer(losses, parameters(), batch(), weights=weights(), seed=None)
+    return verify.trace_judge(
+        losses, parameters(), batch(), weights=weights(), finite_differences=False
+    )
 
 
 def by_example(params, rows):
@@ -219,8 +221,12 @@ def test_the_chain_before_a_difference_is_shown_as_right(judged):
 @functools.cache
 def right_in(dtype):
     """A trace of right micro-batches and one of wrong ones."""
-    judge = verify.tracer(
-        losses, parameters(dtype), batch(dtype), weights=weights(), seed=None
+    judge = verify.trace_judge(
+        losses,
+        parameters(dtype),
+        batch(dtype),
+        weights=weights(),
+        finite_differences=False,
     )
     wrong = only(1, in_layer(lambda h: jnp.asarray(1.5, h.dtype) * h, 0))
     return judge(accumulated()), judge(accumulated(wrong))
@@ -238,8 +244,12 @@ def test_bounds_are_those_of_the_dtype(dtype):
 
 
 def test_shares_are_told_as_finely_as_the_dtype_rounds():
-    judge = verify.tracer(
-        losses, parameters("bfloat16"), batch("bfloat16"), weights=weights(), seed=None
+    judge = verify.trace_judge(
+        losses,
+        parameters("bfloat16"),
+        batch("bfloat16"),
+        weights=weights(),
+        finite_differences=False,
     )
     twice = accumulated(after=lambda n, g: jax.tree.map(lambda x: x * (1 + n // 2), g))
     found = judge(twice).difference
@@ -265,7 +275,7 @@ def test_a_loss_without_taps_is_refused():
     ):
         verify.trace(
             lambda w, x: (x - w) ** 2, jnp.array(0.5), jnp.array([1.0, 3.0]), None,
-            seed=None,
+            finite_differences=False,
         )  # fmt: skip
 
 
@@ -309,7 +319,7 @@ def test_masked_logits_are_found_again(rng, minus):
     mask = jnp.asarray(rng.random((8, 5)) < 0.6).at[:, 0].set(True)
     w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": mask}
     loss = attending(minus=minus)
-    judged = verify.tracer(loss, w, rows, seed=None)
+    judged = verify.trace_judge(loss, w, rows, finite_differences=False)
     right = judged(parts_of(loss, 1, 7))
     assert right.raise_if_failed().difference is None
     assert right.right[0] == "forward masked"
@@ -356,7 +366,7 @@ def test_one_leaf_that_is_wrong_by_the_number_of_parts_is_named(rng, parts, leaf
 
         return candidate
 
-    judged = verify.tracer(loss, params, rows, seed=None)
+    judged = verify.trace_judge(loss, params, rows, finite_differences=False)
     for factor in (0.5, 2.0, 4.0):
         wrong = in_means(lambda g, f=factor: g | {leaf: f * g[leaf]})
         found = judged(wrong).difference
@@ -381,7 +391,9 @@ def test_weights_may_be_numpys_own(rng):
 
     w = jnp.asarray(rng.normal(size=3), jnp.float32)
     with jax.enable_x64(False):
-        trace = verify.trace(loss, w, x, candidate, weights=own, seed=None)
+        trace = verify.trace(
+            loss, w, x, candidate, weights=own, finite_differences=False
+        )
     assert trace.raise_if_failed().difference is None
 
 
@@ -391,7 +403,7 @@ def test_a_tap_may_differ_in_a_right_candidate(rng):
     w = jnp.asarray(rng.normal(size=3), jnp.float32)
     loss = lambda w, x, f=1.0: (verify.tap(f * (x @ w), "y") / f) ** 2  # noqa: E731
     doubled = jax.value_and_grad(lambda w, x: loss(w, x, 2.0).mean())
-    trace = verify.trace(loss, w, x, doubled, seed=None)
+    trace = verify.trace(loss, w, x, doubled, finite_differences=False)
     assert trace.ok
     assert (trace.difference.tap, trace.difference.direction) == ("y", "forward")
     assert trace.notes == ("a tap differs, yet loss and gradient are right",)
@@ -402,7 +414,7 @@ def test_a_batch_may_have_none_in_the_place_of_an_array(rng):
     w, rows = jnp.asarray(rng.normal(size=3), jnp.float32), {"x": x, "mask": None}
     loss = lambda w, rows: verify.tap(rows["x"] @ w, "y") ** 2  # noqa: E731
     doubled = lambda w, rows: loss(2 * w, rows)  # noqa: E731
-    judged = verify.tracer(loss, w, rows, seed=None)
+    judged = verify.trace_judge(loss, w, rows, finite_differences=False)
     assert judged(parts_of(loss, 2, 5)).raise_if_failed().difference is None
     found = judged(parts_of(loss, 2, 5, own=lambda part: part and doubled)).difference
     assert (found.tap, found.examples) == ("y", (2, 3, 4, 5, 6))
@@ -424,7 +436,9 @@ def test_shares_are_of_sums_over_examples(rng, reduction):
         value, slope = jax.value_and_grad(lambda w: total(losses(w, x)))(w)
         return value, 2 * slope
 
-    found = verify.trace(loss, w, x, doubled, seed=None, **options).difference
+    found = verify.trace(
+        loss, w, x, doubled, finite_differences=False, **options
+    ).difference
     assert found.direction == "gradient"
     counted = found.words.startswith("all examples count 2 times; ")
     assert counted == (reduction in ("mean", "sum"))
@@ -439,7 +453,7 @@ def test_what_cannot_be_traced_is_refused(rng):
         ({"reduction": "median"}, "must be one of 'mean'"),
     ):
         with pytest.raises(ValueError, match=message):
-            verify.trace(loss, w, x, None, seed=None, **options)
+            verify.trace(loss, w, x, None, finite_differences=False, **options)
 
 
 def test_equal_examples_in_parts_of_other_sizes(rng):
@@ -457,7 +471,7 @@ def test_equal_examples_in_parts_of_other_sizes(rng):
         (a, da), (b, db) = part(w, x[:1]), part(w, x[1:])
         return (a + 7 * b) / 8, (da + 7 * db) / 8
 
-    trace = verify.trace(loss, w, x, candidate, seed=None)
+    trace = verify.trace(loss, w, x, candidate, finite_differences=False)
     assert trace.raise_if_failed().difference is None
     assert trace.notes == ()
 
@@ -474,7 +488,7 @@ def test_a_loss_for_some_sizes_only(rng, most):
         pairs = x if len(x) == 1 else x.reshape(2, -1, 3)
         return verify.tap((pairs @ w).reshape(-1), "y") ** 2
 
-    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), seed=None)
+    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), finite_differences=False)
     assert trace.raise_if_failed().difference is None
     if most == 12:
         assert trace.notes == ()
@@ -512,7 +526,7 @@ def test_values_without_examples_are_of_parts_where_the_batch_is_split(rng):
         "query": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32),
         "out": jnp.asarray(rng.normal(size=4), jnp.float32),
     }
-    judged = verify.tracer(averaging(), w, x, seed=None)
+    judged = verify.trace_judge(averaging(), w, x, finite_differences=False)
     right = judged(parts_of(averaging(), 3, 5))
     assert right.raise_if_failed().difference is None
     (note,) = right.notes
@@ -536,7 +550,7 @@ def test_a_value_behind_a_checkpoint_is_one_passage(rng):
         inner = lambda w, x: jnp.sin(verify.tap(x @ w, "hidden"))  # noqa: E731
         return jax.checkpoint(inner)(w, x).sum(axis=1) ** 2
 
-    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), seed=None)
+    trace = verify.trace(loss, w, x, parts_of(loss, 2, 4), finite_differences=False)
     assert trace.raise_if_failed().right == ("forward hidden", "backward hidden")
 
 
@@ -550,7 +564,7 @@ def test_a_transposed_value_is_recognised(rng):
         return (jnp.tanh(scores) @ x).sum(axis=(1, 2)) ** 2
 
     wrong = parts_of(loss, 3, 5, own=lambda n: n and functools.partial(loss, turn=True))
-    found = verify.trace(loss, w, x, wrong, seed=None).difference
+    found = verify.trace(loss, w, x, wrong, finite_differences=False).difference
     assert (found.tap, found.examples) == ("scores", (3, 4, 5, 6, 7))
     assert found.words.endswith("it is the reference's scores transposed")
 
@@ -585,7 +599,7 @@ def test_a_candidate_may_use_again_what_it_returned(rng, kind):
         memory[:] = returned[-1] * (1 if len(returned) == 1 else 3)
         return value, returned[-1] if kind == "given away" else Foreign(memory)
 
-    found = verify.trace(loss, w, x, doubled, seed=None).difference
+    found = verify.trace(loss, w, x, doubled, finite_differences=False).difference
     assert len(returned) == 3
     assert found.words.startswith("all examples count 2 times; ")
 
@@ -603,6 +617,6 @@ def test_a_large_gradient_that_lacks_a_leaf_has_shares(monkeypatch, rng):
         value, slope = jax.value_and_grad(lambda w: loss(w, x).mean())(w)
         return value, {"a": None, "b": 2 * slope["b"]}
 
-    found = verify.trace(loss, w, x, doubled, seed=None)
+    found = verify.trace(loss, w, x, doubled, finite_differences=False)
     assert {row.path for row in found.report.failures} == {"a", "b"}
     assert found.difference.words.startswith("all examples count 2 times; ")

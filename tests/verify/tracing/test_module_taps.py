@@ -89,7 +89,7 @@ def test_layers_in_a_scan_are_passages_of_one_tap():
         (a, da), (b, db) = mean(params, x[:2]), mean(params, x[2:4])
         return (a + b) / 2, jax.tree.map(lambda a, b: (a + b) / 2, da, db)
 
-    trace = verify.trace(losses, params, X[:4], halves, seed=None)
+    trace = verify.trace(losses, params, X[:4], halves, finite_differences=False)
     assert trace.raise_if_failed().difference is None
     assert trace.right[:4] == (
         "forward layers/inner[0]", "forward layers/outer[0]", "forward layers[0]",
@@ -123,7 +123,9 @@ def test_a_wrong_submodule_is_named_by_its_path():
 
         return candidate
 
-    judged = verify.tracer(losses, params, [np.asarray(X)], seed=None)
+    judged = verify.trace_judge(
+        losses, params, [np.asarray(X)], finite_differences=False
+    )
     right = judged(in_two(lambda p: p))
     assert right.raise_if_failed().difference is None
     assert len(right.right) == 4

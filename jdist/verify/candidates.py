@@ -1,0 +1,135 @@
+"""Calls of candidates, and what excuses a candidate whose values are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jdist._tree import PyTree
+from jdist.verify.bound import Limit
+from jdist.verify.draws import draws_nothing, draws_of_its_own, split_dependent
+from jdist.verify.processes import Peers, as_the_caller, held
+
+OWN_DRAWS = (
+    "it draws random numbers and the loss draws none. Switch them off, or judge it by "
+    "the loss that draws them, with a key for each example: verify.keyed(loss_fn)"
+)
+CHANGES = (
+    "three calls with the same arguments gave three answers: it draws random numbers "
+    "of its own, or keeps something from call to call. Give each example a key of its "
+    "own in the batch: verify.keyed(loss_fn), docs/verify.md, Random numbers"
+)
+
+# How often a failing candidate is called, to see whether it repeats itself.
+CALLS = 3
+
+
+def called(
+    call: str,
+    name: str,
+    candidate: Callable[..., Any],
+    arguments: Sequence[PyTree],
+) -> Any:
+    """The result of a candidate on copies of its arguments, under the caller's mesh."""
+    with as_the_caller():
+        try:
+            return candidate(*_lent(arguments))
+        except Exception as error:
+            error.add_note(f"raised by the candidate {name!r} of verify.{call}")
+            raise
+
+
+def _lent(arguments: Sequence[PyTree]) -> Sequence[PyTree]:
+    """Copies of arrays, which a candidate may donate or overwrite."""
+    # NumPy's too: the reference is measured again, on what was given.
+    kinds = jax.Array | np.ndarray
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, kinds) else x, arguments)
+
+
+def copied(leaf: Any) -> ArrayLike:
+    """A result as it is now: the next call may overwrite the buffer that it lies in."""
+    # A tensor of torch, which may require a gradient and lie on any device.
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu()
+        # NumPy has no bfloat16, and by DLPack float64 may become float32.
+        sixteen = str(leaf.dtype) == "torch.bfloat16"
+        leaf = jnp.from_dlpack(leaf.contiguous()) if sixteen else leaf.numpy()
+    # Arrays of JAX too: those by `from_dlpack` lie in another framework's buffers.
+    if isinstance(leaf, jax.Array):
+        return leaf.copy()
+    return np.array(leaf) if hasattr(leaf, "__array__") else leaf
+
+
+def excuse(
+    name: str,
+    candidate: Callable[..., object],
+    arguments: Sequence[PyTree],
+    drawn: tuple[Callable[..., PyTree], PyTree, PyTree],
+    answers: Iterator[Mapping[str, PyTree]],
+    limits: Mapping[str, Limit | None],
+    peers: Peers,
+) -> tuple[str, tuple[str, ...]]:
+    """The reason why wrong values are not judged, or an empty one, and notes.
+
+    Args:
+      name: The candidate's name.
+      candidate: The candidate.
+      arguments: The arguments of its call.
+      drawn: The function whose random numbers count, and its arguments.
+      answers: The leaves of the candidate's first result and of further calls; endless
+        unless it is known to keep state from call to call.
+      limits: The limits of its leaves.
+      peers: The processes that judge it.
+    """
+    if split := split_dependent(*drawn):
+        return split, ()
+    still = draws_nothing(*drawn)
+    # None where it cannot be seen.
+    with as_the_caller():
+        draws = still and draws_of_its_own(candidate, *arguments)
+    if draws:
+        return OWN_DRAWS, ()
+    calls = list(islice(answers, CALLS))
+    # Every call has to differ: a candidate that returns a cached result is wrong.
+    apart = len(calls) == CALLS and all(
+        _apart(*pair, limits) for pair in pairwise(calls)
+    )
+    # Each process sees its own shards only.
+    if all(peers.exchange(apart)):
+        return CHANGES, ()
+    if draws is not None:
+        return "", ()
+    return "", (
+        f"{name}: whether it draws random numbers of its own, such as dropout masks, "
+        f"cannot be seen. Switch them off: the loss draws none",
+    )
+
+
+def _apart(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    limits: Mapping[str, Limit | None],
+) -> bool:
+    """Whether two results differ by more than rounding in this process's shards."""
+    for path, limit in limits.items():
+        if limit is None or one.get(path) is None or other.get(path) is None:
+            continue
+        a, b = held(one[path]), held(other[path])
+        if a.shape != b.shape:
+            return True
+        allowed = np.broadcast_to(limit.bound, a.shape)
+        for x, y in zip(a.shards, b.shards, strict=True):
+            # NumPy would subtract 16-bit values in 16 bits.
+            wide = np.result_type(allowed, x.values.dtype)
+            # inf - inf is NaN, which is no change.
+            with np.errstate(invalid="ignore"):
+                difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
+            if (difference > allowed[x.index]).any():
+                return True
+    return False
