@@ -126,7 +126,7 @@ BESIDE = (
         "the gradient itself",
         "data_parallel",
         "judgement, 2 layers of 64, 64 examples",
-        "verify.judge",
+        "verify.gradients_judge",
         "jax.value_and_grad",
     ),
 )

@@ -12,11 +12,12 @@ from pathlib import Path
 
 GROUND = {
     "_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_own_code",
-    "_scheduling", "_compat",
+    "_scheduling", "_compat", "_agreement",
 }  # fmt: skip
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
+    "_agreement": {"_compat", "_errors"},
     "_compat": {"_errors"},
     "_nnx": {"_compat", "_tree"},
     "_own_code": {"_errors"},
@@ -58,8 +59,9 @@ ROOMS = {
     "verify": (
         "bound",
         "defects draws report",
-        "diagnosis lockstep mutation_score processes",
-        "comparison oracle uses candidates",
+        "lockstep mutation_score processes",
+        "explanations oracle candidates",
+        "comparison",
         "arguments measure",
         "gradient_check",
         "problem steps tracing",

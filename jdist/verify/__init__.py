@@ -10,12 +10,12 @@ which `score` tries a test. `python -m jdist.verify` judges every installed stra
 """
 
 import jdist.verify.defects as defects
+from jdist._agreement import PeersLost
 from jdist.verify.comparison import compare
 from jdist.verify.draws import keyed
 from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
 from jdist.verify.problem import Problem
-from jdist.verify.processes import PeersLost
 from jdist.verify.report import LeafReport, Report
 from jdist.verify.steps import Trained, step
 from jdist.verify.tracing import (

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
 from jdist.verify.bound import BLIND, Limit, bound, in_double
-from jdist.verify.diagnosis import diagnose
+from jdist.verify.explanations import diagnose
 from jdist.verify.processes import (
     TIMEOUT,
     Finding,

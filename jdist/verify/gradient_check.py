@@ -18,6 +18,7 @@ from jdist.verify.arguments import check_candidates, check_options, check_proble
 from jdist.verify.bound import Limit, in_double
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Named, compare_leaves, renamed
+from jdist.verify.explanations import uses_counted
 from jdist.verify.measure import Measured, ReducedLoss
 from jdist.verify.oracle import LossFn, gradient_of_sum
 from jdist.verify.processes import (
@@ -29,7 +30,6 @@ from jdist.verify.processes import (
     on_one_device,
 )
 from jdist.verify.report import Attribution, LeafReport, OracleCheck, Report, looseness
-from jdist.verify.uses import uses_counted
 
 LOSS = "(loss)"
 

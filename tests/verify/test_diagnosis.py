@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdist.verify.diagnosis import LIKENESS, diagnose
+from jdist.verify.explanations.diagnosis import LIKENESS, diagnose
 
 
 @pytest.fixture

@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import pytest
 
+from jdist import _agreement
+from jdist._agreement import RecordExchange
 from jdist.verify import PeersLost
 from jdist.verify.processes import Peers, joined, peers
+from jdist.verify.processes.peers import ADVICE
 
 
 class Store:
@@ -39,62 +42,38 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store that all peers of the test use, and what each thread has posted."""
-    made, posted = Store(), threading.local()
-
-    class Posted:
-        """A list for each thread, as each process has one."""
-
-        def own(self):
-            posted.__dict__.setdefault("keys", [])
-            return posted.keys
-
-        def append(self, key):
-            self.own().append(key)
-
-        def pop(self, place):
-            return self.own().pop(place)
-
-        def __len__(self):
-            return len(self.own())
-
-    monkeypatch.setattr(peers, "distributed_client", lambda: made)
-    monkeypatch.setattr(peers, "_posted", Posted())
+    """A store that all peers of the test use."""
+    made = Store()
+    for module in (peers, _agreement):
+        monkeypatch.setattr(module, "distributed_client", lambda: made)
     return made
 
 
 @pytest.fixture
-def run(store, monkeypatch):
-    """`run(body, size)`: what `body(peers)` returned or raised, by rank."""
+def run(store):
+    """`run(body, size)`: what `body(peers, rank)` returned or raised, by rank."""
 
     def start(body, size=3, timeout=60.0):
         def one(rank):
-            # A judgement has one number in all processes.
-            own = Peers(timeout, rank, size)
+            own = Peers(timeout, RecordExchange("jdist/verify", rank, size, ADVICE))
             try:
-                return body(own)
+                return body(own, rank)
             except Exception as error:  # noqa: BLE001
                 own.failed(error)
                 return error
 
-        monkeypatch.setattr(peers, "_judgements", _constant())
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(one, range(size)))
 
     return start
 
 
-def _constant():
-    while True:
-        yield 7
-
-
 def test_all_get_all_records_by_rank(run):
     """Several exchanges, of what JSON holds: NaN and infinity among it."""
 
-    def body(own):
-        first = own.exchange({"rank": own.rank, "ratio": math.inf})
-        second = own.exchange([own.rank, math.nan, "text", None])
+    def body(own, rank):
+        first = own.exchange({"rank": rank, "ratio": math.inf})
+        second = own.exchange([rank, math.nan, "text", None])
         return first, second
 
     found = run(body)
@@ -107,7 +86,7 @@ def test_all_get_all_records_by_rank(run):
 
 def test_the_store_does_not_grow(run, store):
     """Each keeps its last record alone: the one before has been read by all."""
-    run(lambda own: [own.exchange(n) for n in range(20)])
+    run(lambda own, rank: [own.exchange(n) for n in range(20)])
     assert len(store.values) == 3
     assert all(json.loads(text) == {"record": 19} for text in store.values.values())
 
@@ -121,45 +100,45 @@ def test_one_process_alone_needs_no_store():
     own.failed(ValueError("not told to others"))
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_what_one_raises_is_raised_by_the_others(run, rank):
+@pytest.mark.parametrize("failing", range(3))
+def test_what_one_raises_is_raised_by_the_others(run, failing):
     """With its rank, its type and its words; its own error stays what it is."""
 
-    def body(own):
+    def body(own, rank):
         own.exchange("before")
-        if own.rank == rank:
+        if rank == failing:
             raise ArithmeticError("no numbers here")
         return own.exchange("after")
 
     found = run(body)
     for other, error in enumerate(found):
-        if other == rank:
+        if other == failing:
             assert isinstance(error, ArithmeticError)
         else:
             assert isinstance(error, PeersLost)
-            words = f"process {rank} raised ArithmeticError: no numbers here"
+            words = f"process {failing} raised ArithmeticError: no numbers here"
             assert str(error) == words
 
 
 def test_a_lost_process_is_not_told_of_twice(run, store):
     """`PeersLost` is posted by none of those that raise it."""
 
-    def body(own):
-        if own.rank == 1:
+    def body(own, rank):
+        if rank == 1:
             raise ArithmeticError("no numbers here")
         return own.exchange("after")
 
     found = run(body)
     assert [type(e) for e in found] == [PeersLost, ArithmeticError, PeersLost]
-    told = [t for t in store.values.values() if "error" in json.loads(t)]
+    told = [t for t in store.values.values() if "refusal" in json.loads(t)]
     assert len(told) == 1
 
 
 def test_a_late_process_is_named(run):
     """By those that waited for it, with what they must do."""
 
-    def body(own):
-        return None if own.rank == 2 else own.exchange("here")
+    def body(own, rank):
+        return None if rank == 2 else own.exchange("here")
 
     *found, absent = run(body, timeout=0.2)
     assert absent is None
@@ -175,15 +154,15 @@ def test_arrays_under_computation_are_waited_for(run, store, monkeypatch):
     monkeypatch.setattr(peers, "is_computed", lambda array: False)
     arrays = [jnp.ones(2)]
 
-    def raising(own):
-        if own.rank == 1:
+    def raising(own, rank):
+        if rank == 1:
             raise ArithmeticError("no numbers here")
         return own.computed(arrays)
 
     error, _ = run(raising, size=2)
     assert str(error) == "process 1 raised ArithmeticError: no numbers here"
     store.values.clear()
-    error, other = run(lambda own: own.computed(arrays), size=2, timeout=0.1)
+    error, other = run(lambda own, rank: own.computed(arrays), size=2, timeout=0.1)
     for rank, each in enumerate((error, other)):
         assert isinstance(each, PeersLost)
         words = str(each)
@@ -191,7 +170,7 @@ def test_arrays_under_computation_are_waited_for(run, store, monkeypatch):
         assert "within 0.1 s. Every process must call it" in words
     looked = iter([False, False, True, True])
     monkeypatch.setattr(peers, "is_computed", lambda array: next(looked))
-    (found,) = run(lambda own: own.computed(arrays), size=1)
+    (found,) = run(lambda own, rank: own.computed(arrays), size=1)
     assert found is arrays
 
 
@@ -202,4 +181,4 @@ def test_a_judgement_tells_of_its_error(store, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match="by hand"), joined(1.0):
         raise KeyboardInterrupt("by hand")
     (text,) = store.values.values()
-    assert json.loads(text) == {"error": "KeyboardInterrupt: by hand"}
+    assert json.loads(text) == {"refusal": "KeyboardInterrupt: by hand"}

@@ -35,7 +35,7 @@ def same(found):
 def test_every_process_gets_the_same_report(pair):
     """A wrong shard and a differing replica, on one process, are told by both."""
     text, ok, verdicts, problems = same(
-        pair.everywhere(runs.judged, list(runs.CANDIDATES), 0)
+        pair.everywhere(runs.judged, list(runs.CANDIDATES), True)
     )
     assert not ok
     assert {verdicts["right", path] for path in ("w", "b", "(loss)")} <= {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import verify
-from jdist.verify.uses import MOST, uses_counted
+from jdist.verify.explanations.uses import MOST, uses_counted
 
 RNG = np.random.default_rng(11)
 TABLE = jnp.asarray(RNG.normal(size=(7, 3)), jnp.float32)

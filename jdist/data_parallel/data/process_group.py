@@ -24,7 +24,6 @@ missing process. Observed on CPU with two processes:
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -40,6 +39,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdist._agreement import Records
 from jdist._compat import abandon_distributed, distributed_client, require_backend
 from jdist._errors import (
     JdistError,
@@ -64,11 +64,12 @@ _ONE_OF_SEVERAL = {
     "OMPI_COMM_WORLD_SIZE": 'Give `cluster="ompi"`.',
     "PMI_SIZE": 'Give `cluster="mpi4py"`.',
 }
-# Seconds to wait for the departure notes of others, and between two reads of them.
+# Seconds to wait for the departure notes of others.
 _PATIENCE = 2.0
-_BREATH = 0.05
-_LEFT = "jdist/left/"
-_ENDED = "jdist/ended/"
+# Seconds between two attempts to reach JAX's coordinator.
+_PAUSE = 0.05
+_LEFT = Records("jdist/left")
+_ENDED = Records("jdist/ended")
 # Text of errors by which collectives, or JAX's coordination, report a lost peer.
 _SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
 
@@ -234,7 +235,7 @@ def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
     pause = threading.Event()
     while True:
         # A timeout of 0 would mean not to wait at all, and a negative one is refused.
-        left = max(_BREATH, until - time.monotonic())
+        left = max(_PAUSE, until - time.monotonic())
         try:
             # An IPv6 address stands in brackets before a port.
             socket.create_connection((host.strip("[]"), int(port)), left).close()
@@ -246,7 +247,7 @@ def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
                     f"{place.coordinator} within {timeout:g} s: {error}.",
                     (0,),
                 ) from error
-        pause.wait(_BREATH)
+        pause.wait(_PAUSE)
 
 
 def _place(environment: Mapping[str, str]) -> RunPlace | None:
@@ -319,28 +320,22 @@ def _early_end(timeout: float) -> ProcessLost | None:
     Returns:
       None if all came in time.
     """
-    # JAX has a barrier too, but after its deadline it aborts all processes from C++,
-    # and names those that are still working.
-    client = distributed_client()
-    if client is None:
+    # JAX has a barrier, but after its deadline it aborts all processes from C++, and
+    # names those that are still working.
+    if distributed_client() is None:
         return None
     rank, size = jax.process_index(), jax.process_count()
     try:
-        # The key before the barrier: a process that times out there reads the arrivals.
-        client.key_value_set(f"{_ENDED}{rank}", "")
-        client.wait_at_barrier("jdist/end", math.ceil(timeout * 1000))
-    except jax.errors.JaxRuntimeError:
+        _ENDED.leave(rank, None)
+        early = list(_ENDED.wait(lambda found: len(found) == size, timeout))
         moment = time.time()
-        try:
-            # Other processes read this note when their collectives fail.
-            note = _DepartureNote(moment, own=True, text="", ended=True)
-            client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
-            keys = client.key_value_dir_get(_ENDED)
-        except jax.errors.JaxRuntimeError:
-            return _lost((0,), size, moment)
-        early = sorted(int(key.rpartition("/")[2]) for key, _ in keys)
-        return _ended(early, size, moment) if len(early) < size else None
-    return None
+        if len(early) == size:
+            return None
+        # Other processes read this note when their collectives fail.
+        _LEFT.leave(rank, _DepartureNote(moment, own=True, text="", ended=True))
+    except jax.errors.JaxRuntimeError:
+        return _lost((0,), size, time.time())
+    return _ended(early, size, moment)
 
 
 def _ended(early: Sequence[int], size: int, moment: float) -> ProcessLost:
@@ -371,8 +366,7 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     Returns:
       None if the failure is this process's own.
     """
-    client = distributed_client()
-    if client is None:  # JAX has shut down already: the interpreter exits.
+    if distributed_client() is None:  # JAX has shut down: the interpreter exits.
         return None
     rank, size = jax.process_index(), jax.process_count()
     # A failure during the dispatch of a step is raised as a ValueError.
@@ -381,28 +375,25 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     moment = time.time()
     note = _DepartureNote(moment, own=not suffers, text=_first_line(error))
     try:
-        client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
+        _LEFT.leave(rank, note)
         if not suffers:
             return None
-        notes = _notes(client, size)
+        notes = _notes(size)
     except jax.errors.JaxRuntimeError:
         # The coordinator is lost as well.
         return _lost((0,), size, moment)
     return _blamed(notes, size, moment)
 
 
-def _notes(client: Any, size: int) -> dict[int, _DepartureNote]:
+def _notes(size: int) -> dict[int, _DepartureNote]:
     """The departure notes by rank, once one names a cause or all have arrived."""
-    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
-    while True:
-        found = {
-            int(key.rpartition("/")[2]): _DepartureNote(*json.loads(text))
-            for key, text in client.key_value_dir_get(_LEFT)
-        }
-        is_clear = len(found) == size or any(note.own for note in found.values())
-        if is_clear or time.monotonic() > deadline:
-            return found
-        pause.wait(_BREATH)
+
+    def is_clear(found: Mapping[int, list[Any]]) -> bool:
+        causes = (_DepartureNote(*note).own for note in found.values())
+        return len(found) == size or any(causes)
+
+    found = _LEFT.wait(is_clear, _PATIENCE)
+    return {rank: _DepartureNote(*note) for rank, note in found.items()}
 
 
 def _blamed(

@@ -9,7 +9,7 @@ from jdist.verify.processes.finding import (
     worst_of,
 )
 from jdist.verify.processes.one_device import as_the_caller, brought, on_one_device
-from jdist.verify.processes.peers import TIMEOUT, Peers, PeersLost, joined
+from jdist.verify.processes.peers import TIMEOUT, Peers, joined
 from jdist.verify.processes.shards import HeldArray, Shard, held
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Finding",
     "HeldArray",
     "Peers",
-    "PeersLost",
     "Products",
     "Shard",
     "as_the_caller",

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
-from jdist.verify.diagnosis import diagnose
+from jdist.verify.explanations import diagnose
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts

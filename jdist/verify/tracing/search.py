@@ -15,7 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
-from jdist.verify.diagnosis import likeness
+from jdist.verify.explanations import likeness
 from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align, units
 from jdist.verify.tracing.layout import finite_part
 from jdist.verify.tracing.recording import TapRecord

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jdist import verify
+from jdist import _agreement, verify
 from jdist.data_parallel.data.process_group import VARIABLES, process_group
 from jdist.rpc.base.errors import ProcessFailed
 from jdist.rpc.processes.spawn import spawn
@@ -208,7 +208,7 @@ class Coordinator:
     """JAX's client in a process of four, two of which come to the end."""
 
     def __init__(self, ended=(), left=None, gone=False):
-        self.values = {f"jdist/ended/{rank}": "" for rank in ended}
+        self.values = {f"jdist/ended/{rank}": "null" for rank in ended}
         self.values |= {
             f"jdist/left/{rank}": json.dumps(
                 process_group_module._DepartureNote(
@@ -227,9 +227,6 @@ class Coordinator:
     def key_value_dir_get(self, prefix):
         return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
 
-    def wait_at_barrier(self, name, milliseconds):
-        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {name}")
-
 
 @pytest.fixture
 def rank_3_of_4(monkeypatch):
@@ -239,11 +236,10 @@ def rank_3_of_4(monkeypatch):
     monkeypatch.setattr(process_group_module, "_PATIENCE", 0.0)
 
     def found(client, error=None):
-        monkeypatch.setattr(
-            process_group_module, "distributed_client", lambda: client
-        )  # fmt: skip
+        for module in (process_group_module, _agreement):
+            monkeypatch.setattr(module, "distributed_client", lambda: client)
         if error is None:
-            return process_group_module._early_end(1.0)
+            return process_group_module._early_end(0.1)
         return process_group_module._verdict(error)
 
     return found

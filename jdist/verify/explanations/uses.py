@@ -21,8 +21,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jdist._tree import PyTree, named_leaves
 from jdist.verify.lockstep import bind, called
 
-__all__ = ["uses_counted"]
-
 MOST = 8
 """Largest number of uses told apart: each costs a gradient of the parameter's size."""
 

@@ -1,0 +1,10 @@
+"""Explanations of wrong leaves, in words.
+
+- `diagnosis`: common mistakes, recognized by the leaf's values.
+- `uses`: which uses of a parameter its gradient leaves out, or counts twice.
+"""
+
+from jdist.verify.explanations.diagnosis import diagnose, likeness
+from jdist.verify.explanations.uses import uses_counted
+
+__all__ = ["diagnose", "likeness", "uses_counted"]
