@@ -37,7 +37,7 @@ def test_wrong(judge):
         assert params["in"].dtype == judge.dtype
         return jax.tree.map(lambda x: 7 * x, trainer(params, batch))
 
-    params, batch = problem(0)
+    params, batch = problem()
     judge.gradients(losses, params, batch, seven_times)
     raise AssertionError("the fixture has passed a wrong gradient")
 
@@ -45,7 +45,7 @@ def test_wrong(judge):
 def test_truth():
     from jdist import verify
 
-    params, batch = problem(0)
+    params, batch = problem()
     wrong = lambda *given: jax.tree.map(lambda x: 7 * x, trainer(*given))
     assert verify.gradients(losses, params, batch, {"mine": wrong})
 

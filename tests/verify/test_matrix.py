@@ -100,13 +100,13 @@ def weighted(loss_fn, reduction):
 def test_a_reference_is_measured_once_and_each_strategy_judged_by_itself(monkeypatch):
     """With its own dtype and reduction, told to the strategy when it is built."""
     measured = []
-    prepare = matrix.prepared
+    reference = matrix.Reference
 
-    def counted_preparation(call, loss_fn, reduction, *rest):
-        measured.append(reduction)
-        return prepare(call, loss_fn, reduction, *rest)
+    def counted_reference(call, loss, *problem):
+        measured.append(loss.reduction)
+        return reference(call, loss, *problem)
 
-    monkeypatch.setattr(matrix, "prepared", counted_preparation)
+    monkeypatch.setattr(matrix, "Reference", counted_reference)
     asked = []
 
     def counted(loss_fn, reduction):
