@@ -455,9 +455,11 @@ def test_pinning_gives_each_worker_cores_of_its_own():
     cores = sorted(os.sched_getaffinity(0))
     count = min(2, len(cores))
     options = parse(["--nproc", str(count), "--pin", "-m", "x"])
-    assert len(options.cores) == len(set(options.cores)) == count
-    assert all(len(each) == 1 for each in options.cores)
-    assert parse(["--nproc", "3", "-m", "x"]).cores == [(), (), ()]
+    cores = [each.cores for each in options.settings]
+    assert len(cores) == len(set(cores)) == count
+    assert all(len(each) == 1 for each in cores)
+    unpinned = parse(["--nproc", "3", "-m", "x"]).settings
+    assert [each.cores for each in unpinned] == [(), (), ()]
 
 
 def test_the_key_of_a_run(tmp_path):

@@ -36,12 +36,11 @@ from jdist.autograd.recording.node import (
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
-    LOCAL_BITS,
     Agent,
     Peer,
     ReliableDelivery,
-    call_when_done,
     current,
+    futures,
     incarnation_of,
 )
 
@@ -49,6 +48,7 @@ STATE = "jdist.autograd"
 """The key under which a worker keeps its container."""
 
 LAST_WORKER = (1 << 16) - 1
+_COUNTER_BITS = 48  # below the 16 of the worker
 
 T = TypeVar("T")
 _RELEASE = "autograd.release"
@@ -92,7 +92,7 @@ class Ids:
             raise ValueError(requirement("Ids(worker)", rule, worker))
         self.worker = worker
         # Atomic: the counters are written in C, so that no lock is needed.
-        base = worker << LOCAL_BITS
+        base = worker << _COUNTER_BITS
         self._contexts = itertools.count(base + first)
         self._messages = itertools.count(base + max(first, 1))
         # A counter of its own, so that passes do not change the ids of messages.
@@ -101,7 +101,7 @@ class Ids:
     @property
     def highest(self) -> int:
         """The last id that this worker can make."""
-        return (self.worker + 1 << LOCAL_BITS) - 1
+        return (self.worker + 1 << _COUNTER_BITS) - 1
 
     def context(self) -> int:
         """Makes an id for a context.
@@ -120,7 +120,7 @@ class Ids:
         return self._checked(next(self._passes))
 
     def _checked(self, number: int) -> int:
-        if number >> LOCAL_BITS != self.worker:
+        if number >> _COUNTER_BITS != self.worker:
             raise OverflowError(f"Worker {self.worker} has no ids left.")
         return number
 
@@ -132,7 +132,7 @@ def maker(packed: int) -> int:
       >>> maker((2 << 48) + 5)
       2
     """
-    return packed >> LOCAL_BITS
+    return packed >> _COUNTER_BITS
 
 
 class Context:
@@ -589,7 +589,7 @@ class Releases:
             # The caller knows, and is not told back.
             reason, by = f"{caller.name!r} released it.", incarnation_of(caller)
             ended = _all_of([self._end(one, reason, by) for one in ids])
-            call_when_done(ended, lambda: told.set_result([None] * len(ids)))
+            futures.call_when_done(ended, lambda: told.set_result([None] * len(ids)))
 
         return told, end
 
@@ -633,7 +633,7 @@ class Releases:
                 # those that it tells.
                 asked = self._ask(context.origin, _HOLD, context.id)
                 end = functools.partial(self._end_if_over, context.id, asked)
-                call_when_done(asked, end)
+                futures.call_when_done(asked, end)
 
     def _end_if_over(self, context_id: int, asked: Future[Any]) -> None:
         if asked.value() is True:

@@ -9,7 +9,7 @@ from jdist.autograd.picture import graph
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable
 from jdist.autograd.rpc_hooks import RpcHooks
-from jdist.rpc.extension import TRAINABLE, Agent
+from jdist.rpc.extension import Agent
 
 
 def install(agent: Agent) -> None:
@@ -23,8 +23,7 @@ def install(agent: Agent) -> None:
     # A variable never leaves its worker: its value, or a recorded one, is sent.
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.set_interceptor(hooks)
-    # By name: rpc's `remote_module` cannot import autograd.
-    agent.extension_state[TRAINABLE] = nnx_module.create
+    agent.extension_state.make_trainable = nnx_module.create
     agent.extension_state[callee.STATE] = callee.ServedFunctions()
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)

@@ -25,7 +25,7 @@ from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
 from jdist.rpc import RRef
-from jdist.rpc.extension import InterruptSafeLock, StandIn, current_agent, parameters
+from jdist.rpc.extension import InterruptSafeLock, StandIn, current_agent, make_module
 
 T = TypeVar("T")
 ModuleMethod = Callable[..., PyTree]
@@ -87,7 +87,7 @@ def create(
     factory: ModuleMethod, args: tuple[object, ...], kwargs: dict[str, PyTree]
 ) -> RRef[Any]:
     """Makes a trainable module on its owner's device; returns references to it."""
-    return parameters.create(_made, (factory, args, kwargs), {})
+    return make_module(_made, (factory, args, kwargs), {})
 
 
 def _made(

@@ -15,13 +15,11 @@ from jdist._errors import JdistError, requirement
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
 from jdist.rpc.extension import (
-    LOOPBACK,
     ProcessCommand,
     Rendezvous,
     ReservedPort,
     Supervisor,
     require_posix,
-    resolved,
 )
 
 # Not wrapped: a path broken over two lines could be neither searched nor copied.
@@ -68,7 +66,7 @@ def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous
         nprocs=options.nproc,
         nnodes=options.nnodes,
         node_rank=options.node_rank,
-        address=options.master_addr or LOOPBACK,
+        address=options.master_addr or "127.0.0.1",
         port=port,
         jax_port=jax_port,
         key=key,
@@ -133,7 +131,7 @@ def _start(
     supervisor: Supervisor,
     restart: int,
 ) -> None:
-    for local_rank, cores in enumerate(options.cores):
+    for local_rank, settings in enumerate(options.settings):
         program = ProcessCommand(
             name=f"worker{meeting.rank(local_rank)}",
             command=options.command,
@@ -147,12 +145,13 @@ def _start(
                 "JDIST_RESTART_COUNT": str(restart),
                 "JDIST_MAX_RESTARTS": str(options.max_restarts),
             },
-            settings=resolved(options.settings, options.nproc, cores),
+            settings=settings,
+            python=not options.no_python,
             captured=True,
         )
         # None if an earlier worker has failed while these were being started.
         if child := supervisor.start(program):
-            relay.follow(child, restart)
+            relay.follow(child.name, child.output, child.errors, restart)
 
 
 def _finish(relay: Relay) -> None:
@@ -166,7 +165,7 @@ def _report(supervisor: Supervisor, relay: Relay) -> int:
     if failure is None or failure.ending is None:
         return 0
     _tell(supervisor, relay)
-    relay.repeat_last_words(failure)
+    relay.repeat_last_words(failure.name)
     return failure.ending.status
 
 
@@ -175,7 +174,7 @@ def _tell(supervisor: Supervisor, relay: Relay, then: str = "") -> None:
     failure = supervisor.failure
     assert failure is not None
     others = "; the others were ended" if len(supervisor.children) > 1 else ""
-    log = relay.log_of(failure)
+    log = relay.log_of(failure.name)
     error_console.print(
         f"[red]{failure.name}[/red] (pid {failure.pid}) {failure.ending}{others}."
         f"{then}{' Its log: ' + escape(log) if log else ''}"

@@ -9,16 +9,8 @@ from ipaddress import IPv6Address
 from pathlib import Path
 
 from jdist._errors import requirement
-from jdist.rpc import ProcessSettings
-from jdist.rpc.extension import (
-    GRACE,
-    KEY_VARIABLE,
-    LAST_PORT,
-    OFF,
-    fresh_key,
-    interpreter,
-    share_out,
-)
+from jdist.rpc import ProcessSettings, new_cluster_key
+from jdist.rpc.extension import settings_of_each
 
 __all__ = ["cluster_key", "parse"]
 
@@ -28,6 +20,9 @@ fails ends the others; its traceback is printed last and its exit code returned.
 """
 # torchrun's default.
 DEFAULT_PORT = 29500
+_LAST_PORT = 2**16 - 1
+_GRACE = 5.0
+_KEY_VARIABLE = "JDIST_CLUSTER_KEY"
 # 128 bits cannot be guessed.
 _KEY_BYTES = 16
 _NEW_KEY = "Make one by `(umask 077; openssl rand -hex 32 > cluster.key)`."
@@ -37,20 +32,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line; misuse ends the program with status 2.
 
     Returns:
-      The options. Those with a computed default are filled in: `command`, `cores` (of
-      each worker), `settings`, and across machines the two ports. A port of None is
-      chosen later.
+      The options. Those with a computed default are filled in: `command`, `settings`
+      (of each worker), and across machines the two ports. A port of None is chosen
+      later.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         _across_machines(options)
-        options.cores = share_out("--cores", options.nproc, options.cores)
+        options.settings = settings_of_each(
+            "--cores", _settings(options), options.nproc, options.cores
+        )
         options.command = _command(options)
     # NotImplementedError: this system cannot pin processes to cores.
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    options.settings = _settings(options)
     return options
 
 
@@ -82,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
     """Adds options for the number of workers and their rendezvous."""
-    add, count, port = parser.add_argument, _between(1, 2**16), _between(1, LAST_PORT)
+    add, count, port = parser.add_argument, _between(1, 2**16), _between(1, _LAST_PORT)
     add(
         *("--nproc", "--nproc-per-node", "--nproc_per_node"),
         type=count,
@@ -121,7 +117,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         "--key-file",
         type=_path,
         metavar="FILE",
-        help=f"holds the run's secret; or set {KEY_VARIABLE}",
+        help=f"holds the run's secret; or set {_KEY_VARIABLE}",
     )
 
 
@@ -144,9 +140,9 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     add(
         "--grace",
         type=_seconds,
-        default=GRACE,
+        default=_GRACE,
         metavar="SECONDS",
-        help=f"between asking to end and killing (default {GRACE:g})",
+        help=f"between asking to end and killing (default {_GRACE:g})",
     )
 
 
@@ -252,7 +248,7 @@ def _across_machines(options: argparse.Namespace) -> None:
     if options.master_port and not options.jax_port:
         options.jax_port = options.master_port + 1
     # The default above exceeds the valid ports if --master-port is the last one.
-    if options.jax_port and options.jax_port in (options.master_port, LAST_PORT + 1):
+    if options.jax_port and options.jax_port in (options.master_port, _LAST_PORT + 1):
         rule = "must be a port other than --master-port"
         raise ValueError(requirement("--jax-port", rule, options.jax_port))
 
@@ -266,19 +262,19 @@ def _command(options: argparse.Namespace) -> list[str]:
     if options.no_python:
         return rest
     if options.module:
-        return [*interpreter(), "-m", *rest]
+        return ["-m", *rest]
     # Checked once here; otherwise every worker would fail with the same error.
     path = Path(options.program)
     no_program = path.is_dir() and not (path / "__main__.py").is_file()
     if no_program or not path.exists():
         rule, remedy = "must be a file", "For a module, give --module before its name."
         raise ValueError(requirement("program", rule, options.program, remedy))
-    return [*interpreter(), *rest]
+    return rest
 
 
-def _settings(options: argparse.Namespace) -> ProcessSettings:
+def _settings(options: argparse.Namespace) -> ProcessSettings | None:
     if options.no_process_settings:
-        return OFF
+        return None
     if options.callback_threads is None:
         return ProcessSettings()
     return ProcessSettings(callback_threads=options.callback_threads)
@@ -295,12 +291,12 @@ def cluster_key(
     """
     if file is not None:
         return _checked(f"--key-file {file}", _private_text(file))
-    if KEY_VARIABLE in environment:
-        return _checked(KEY_VARIABLE, environment[KEY_VARIABLE].strip())
+    if _KEY_VARIABLE in environment:
+        return _checked(_KEY_VARIABLE, environment[_KEY_VARIABLE].strip())
     if nnodes == 1:
-        return fresh_key()
+        return new_cluster_key()
     rule = "must be set on every machine, to the same secret, or --key-file be given"
-    raise ValueError(requirement(KEY_VARIABLE, rule, "neither", _NEW_KEY))
+    raise ValueError(requirement(_KEY_VARIABLE, rule, "neither", _NEW_KEY))
 
 
 def _private_text(file: Path) -> str:

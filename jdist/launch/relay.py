@@ -17,8 +17,6 @@ from typing import IO, Self
 
 from rich.console import Console
 
-from jdist.rpc.extension import Child
-
 __all__ = ["InterruptFolder", "Relay", "Sink", "last_traceback"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -99,37 +97,45 @@ class Relay:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def follow(self, child: Child, restart: int = 0) -> None:
+    def follow(
+        self,
+        name: str,
+        output: IO[bytes] | None,
+        errors: IO[bytes] | None,
+        restart: int = 0,
+    ) -> None:
         """Starts to forward the output of a worker.
 
         Args:
-          child: The worker.
+          name: Of the worker.
+          output: The pipe of its standard output.
+          errors: That of its standard error.
           restart: The number of restarts before this start.
 
         Raises:
           OSError: Its log cannot be created.
         """
-        kept = self._kept[child.name] = deque(maxlen=_KEPT_LINES)
+        kept = self._kept[name] = deque(maxlen=_KEPT_LINES)
         if self._folder is not None:
-            if child.name in self._logs:
-                self._earlier.append(self._logs[child.name])
+            if name in self._logs:
+                self._earlier.append(self._logs[name])
             again = f".restart{restart}" if restart else ""
-            path = self._folder / f"{child.name}{again}.log"
-            self._logs[child.name] = Sink(str(path), io.FileIO(path, "w"))
+            path = self._folder / f"{name}{again}.log"
+            self._logs[name] = Sink(str(path), io.FileIO(path, "w"))
         # The index of its first start, so that a worker keeps its colour after a
         # restart.
-        number = [*self._kept].index(child.name) + 1
+        number = [*self._kept].index(name) + 1
         for pipe, sink, console, tail in (
             # Python writes tracebacks to standard error, so that only this tail is kept
             # for `repeat_last_words`.
-            (child.output, self._output, self._consoles[0], None),
-            (child.errors, self._errors, self._consoles[1], kept),
+            (output, self._output, self._consoles[0], None),
+            (errors, self._errors, self._consoles[1], kept),
         ):
-            label = _label(console, child.name, _COLOURS[number % len(_COLOURS)])
+            label = _label(console, name, _COLOURS[number % len(_COLOURS)])
             thread = threading.Thread(
                 target=self._pass_on,
-                args=(child.name, pipe, sink, label, tail),
-                name=f"jdist-relay-{child.name}",
+                args=(name, pipe, sink, label, tail),
+                name=f"jdist-relay-{name}",
                 # A process that left its group may keep the pipe open; the launcher
                 # must end nevertheless.
                 daemon=True,
@@ -145,15 +151,15 @@ class Relay:
         """
         self._folding = True
 
-    def repeat_last_words(self, child: Child) -> None:
+    def repeat_last_words(self, name: str) -> None:
         """Prints the last traceback of a worker again, or its last lines of errors."""
-        words = last_traceback(self._kept.get(child.name, ()))
+        words = last_traceback(self._kept.get(name, ()))
         with self._lock:
             self._errors.write("".join(f"{line}\n" for line in words).encode())
 
-    def log_of(self, child: Child) -> str:
+    def log_of(self, name: str) -> str:
         """The path of a worker's log; empty without one."""
-        return self._logs[child.name].name if child.name in self._logs else ""
+        return self._logs[name].name if name in self._logs else ""
 
     def complaints(self) -> list[str]:
         """Descriptions of the files that could not be written completely."""

@@ -30,7 +30,6 @@ from jdist.rpc.extension import (
     Rendezvous,
     ReservedPort,
     current_agent,
-    fresh_key,
     main_module,
 )
 
@@ -123,7 +122,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
             stack.enter_context(ReservedPort(host=address)).port for _ in range(2)
         )
         size = len(wanted) + 1
-        key = str(options.key or fresh_key())
+        key = str(options.key or rpc.new_cluster_key())
         terms = _Terms(
             ray=ray,
             group=group,

@@ -33,10 +33,10 @@ from jdist.rpc.group.api import (
     get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
-    new_cluster_key,
     set_rpc_timeout,
 )
 from jdist.rpc.group.lifecycle import init_rpc, shutdown
+from jdist.rpc.group.rendezvous import new_cluster_key
 from jdist.rpc.modules.parameters import Parameter
 from jdist.rpc.modules.remote_module import RemoteModule, remote_module
 from jdist.rpc.processes.local_cluster import (

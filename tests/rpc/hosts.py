@@ -19,7 +19,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from jdist import rpc
-from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, fresh_key
+from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, new_cluster_key
 
 PATIENCE = 120.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4
@@ -94,7 +94,7 @@ class Hosts:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         ports = [self._stack.enter_context(ReservedPort()).port for _ in range(2)]
         meeting = Rendezvous(
-            nprocs=count, port=ports[0], jax_port=ports[1], key=fresh_key()
+            nprocs=count, port=ports[0], jax_port=ports[1], key=new_cluster_key()
         )
         key = secrets.token_bytes(16)
         self._pipes, pids = {}, {}

@@ -38,7 +38,6 @@ from jdist.autograd.call_primitive.variables import context_of, trees, variables
 from jdist.autograd.recording.pure import tracing
 from jdist.rpc import RRef
 from jdist.rpc.extension import Agent, current, current_agent
-from jdist.rpc.extension import Operation as Described
 from jdist.segment.internal import (
     VERSIONS,
     Changed,
@@ -307,4 +306,4 @@ def _say(agent: Agent, function: Callable[..., PyTree]) -> None:
     """Names the user's function in debug information, in place of `perform`."""
     scope = current.scope.get()
     if scope is not None and scope.execution is not None:
-        scope.execution.operation = Described("remote_call", function)
+        scope.execution.operation = current.Operation("remote_call", function)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from msgspec.structs import replace
 
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
@@ -23,15 +22,7 @@ from jdist.autograd.call_primitive.callee import UnknownFunction
 from jdist.autograd.call_primitive.transforms import Transform, pullbacks
 from jdist.autograd.call_primitive.variables import context_for
 from jdist.rpc import RRef
-from jdist.rpc.extension import (
-    CALL,
-    Agent,
-    current,
-    current_agent,
-)
-from jdist.rpc.extension import (
-    Operation as Described,
-)
+from jdist.rpc.extension import Agent, current, current_agent
 
 STATE = "jdist.autograd.call_primitive.caller"
 """The key under which a worker keeps its descriptions of functions on others."""
@@ -173,11 +164,11 @@ class RemoteFunctions:
     def _exchange(
         self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]
     ) -> PyTree:
-        body: Any = (what, args, {})
-        outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
         # Errors must name the user's function, not `perform`.
-        described = Described("remote_call", target.function)
-        return self._agent.exchange(replace(outgoing, operation=described))
+        described = current.Operation("remote_call", target.function)
+        return self._agent.call_function(
+            target.to, what, args, target.timeout, described
+        )
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:

@@ -35,7 +35,7 @@ from jdist.autograd.call_primitive.arguments import (
 from jdist.autograd.call_primitive.caller import Target, caller_of, calling
 from jdist.autograd.call_primitive.transforms import Pullback, Transform, Vmap
 from jdist.rpc import WorkerInfo
-from jdist.rpc.extension import DEFAULT, check_timeout, current_agent, named
+from jdist.rpc.extension import current, current_agent, named
 
 Operations = tuple[Transform, ...]
 Kinds = tuple[AbstractArray, ...]
@@ -59,7 +59,7 @@ def remote_call(
     fn: Callable[..., PyTree],
     *args: PyTree,
     kwargs: Mapping[str, PyTree] | None = None,
-    timeout: float = DEFAULT,
+    timeout: float = current.DEFAULT,
 ) -> PyTree:
     """Computes `fn(*args, **kwargs)` on the worker `to`, transformable by JAX.
 
@@ -119,7 +119,7 @@ def remote_call(
     if not callable(function) or function.__hash__ is None:
         rule = "must be a function, and hashable"
         raise TypeError(requirement("remote_call(fn)", rule, function))
-    check_timeout("remote_call(timeout=...)", timeout)
+    current.check_timeout("remote_call(timeout=...)", timeout)
     agent = current_agent()
     peer = agent.directory.find(to)
     call = "remote_call(*args)"

@@ -24,17 +24,9 @@ from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, ProtocolError, RpcTimeout, RRef, WorkerInfo
 from jdist.rpc.extension import (
-    BACKWARD,
-    DEFAULT,
-    Deadline,
-    await_done,
-    call_when_done,
-    cancel,
+    InterruptSafeLock,
     current,
-    error_of,
-    exceeded,
-    releasing_all,
-    resolve,
+    futures,
 )
 
 MODES = ("smart", "fast")
@@ -46,7 +38,7 @@ def backward(
     roots: Sequence[Recorded],
     mode: str = "smart",
     retain_graph: bool = False,
-    timeout: float = DEFAULT,
+    timeout: float = current.DEFAULT,
     cotangents: Sequence[ArrayLike] | None = None,
 ) -> None:
     """Adds the gradients of the roots to the context, on every worker it involves.
@@ -114,7 +106,7 @@ def backward(
             gradients = reduction.reduced(ended.deadline)
         container.retrieve(context_id).accumulate(gradients)
 
-    releasing_all(reduction.locks, act)
+    InterruptSafeLock.releasing_all(reduction.locks, act)
 
 
 def debug_info() -> dict[str, int]:
@@ -130,7 +122,7 @@ def debug_info() -> dict[str, int]:
 
 
 def _backward_of(
-    context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
+    context: Context, root: Recorded, retain_graph: bool, deadline: current.Deadline
 ) -> LocalPass:
     """Starts a SMART pass from one value without a thread."""
     local_pass = _begin(context, _roots([root], None), "smart", retain_graph, deadline)
@@ -143,7 +135,7 @@ def _begin(
     roots: list[Root],
     mode: str,
     retain_graph: bool,
-    deadline: Deadline,
+    deadline: current.Deadline,
 ) -> LocalPass:
     engine, marks = engines.of(context.container), None
     if mode == "smart":
@@ -167,7 +159,7 @@ def _pass(
     check_choice("backward(mode=...)", mode, MODES)
     check_flags("backward", retain_graph=retain_graph)
     # Within a call of another worker its deadline counts too.
-    limit = resolve(timeout, agent.default_timeout, current.deadline())
+    limit = current.resolve(timeout, agent.default_timeout, current.deadline())
     seeds = _roots(roots, cotangents)
     local_pass = _begin(context, seeds, mode, retain_graph, limit)
     local_pass.withheld = withheld
@@ -188,15 +180,15 @@ def _pass(
 def _await(local_pass: LocalPass, context_id: int, worker: str) -> None:
     """Waits for the end of a pass, and ends it at its deadline."""
     done = local_pass.outcome()
-    if not await_done(done, local_pass.deadline.at):
+    if not futures.await_done(done, local_pass.deadline.at):
         waiting = local_pass.waits_for() or "the answers of other workers"
         late = RpcTimeout(
-            f"{exceeded(local_pass.deadline)} in a backward pass of context "
+            f"{current.exceeded(local_pass.deadline)} in a backward pass of context "
             f"{context_id}, waiting for {waiting}."
         )
         local_pass.fail(PassFailure(worker, late))
         # Failed here, so that it is done as soon as the step that runs has ended.
-        await_done(done, None)
+        futures.await_done(done, None)
 
 
 # --- roots ---
@@ -320,11 +312,11 @@ def install(container: Container) -> None:
         # A value that is not computed yet is waited for without a thread.
         begun = rref.value_type(blocking=False).then(begin)
         outcome: Future[None] = Future()
-        call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
+        futures.call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
         return outcome
 
     agent.register(REFERENCE, answer)
-    agent.extension_state[BACKWARD] = _backward_of_reference
+    agent.extension_state.backward = _backward_of_reference
 
 
 def _backward_of_reference(
@@ -355,26 +347,26 @@ def _backward_of_reference(
 
 def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> None:
     """Completes `outcome` at the end of the pass, and ends the pass if cancelled."""
-    failed = error_of(begun)
+    failed = futures.error_of(begun)
     if failed is not None:
-        cancel(outcome, failed)
+        futures.cancel(outcome, failed)
         return
     local_pass = begun.value()
 
     done = local_pass.outcome()
 
     def over() -> None:
-        error = error_of(done)
+        error = futures.error_of(done)
         if error is not None:
-            cancel(outcome, error)
+            futures.cancel(outcome, error)
         elif not outcome.done():
             outcome.set_result(None)
 
     def given_up() -> None:
-        error = error_of(outcome)
+        error = futures.error_of(outcome)
         if isinstance(error, Exception) and not done.done():
             # The caller has given up, and its deadline is that of the pass.
             local_pass.fail(PassFailure(worker, error))
 
-    call_when_done(done, over)
-    call_when_done(outcome, given_up)
+    futures.call_when_done(done, over)
+    futures.call_when_done(outcome, given_up)

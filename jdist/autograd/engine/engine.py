@@ -63,18 +63,11 @@ from jdist.autograd.recording.node import (
 from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
-    DEFAULT,
-    NEVER,
-    Deadline,
     InterruptSafeLock,
-    Operation,
     Outgoing,
     Reply,
-    Scope,
-    call_when_done,
-    complete,
     current,
-    resolve,
+    futures,
 )
 
 STATE = "jdist.autograd.engine"
@@ -83,7 +76,7 @@ STATE = "jdist.autograd.engine"
 # Ended passes are remembered, to answer messages that the end has overtaken.
 _MOST_ENDED = 1024
 
-_BACKWARD = Operation("autograd.backward")
+_BACKWARD = current.Operation("autograd.backward")
 
 Step = Callable[[], object]
 
@@ -110,7 +103,7 @@ class StepQueue:
 
     __slots__ = ("_context", "_running", "waiting")
 
-    def __init__(self, scope: Scope | None) -> None:
+    def __init__(self, scope: current.Scope | None) -> None:
         self.waiting: deque[Step] = deque()
         self._running = InterruptSafeLock()
         self._context = contextvars.Context()
@@ -307,7 +300,7 @@ class LocalPass:
         context: Context,
         terms: PassTerms,
         marks: Sequence[int] | None,
-        deadline: Deadline,
+        deadline: current.Deadline,
         roots: Sequence[Root] | None = None,
     ) -> None:
         self.terms = terms
@@ -322,8 +315,8 @@ class LocalPass:
         self._marks = marks
         self._roots = roots
         # A default timeout limits the pass as a whole, and not each of its steps.
-        limit = deadline if deadline.firm else NEVER
-        self._steps = StepQueue(Scope(self._agent, limit))
+        limit = deadline if deadline.firm else current.NEVER
+        self._steps = StepQueue(current.Scope(self._agent, limit))
         self._detector = TerminationDetector(self._me, root=roots is not None)
         self._sweep: Sweep | None = None
         # Send functions whose gradients have not come, and gradients to be sent.
@@ -439,14 +432,16 @@ class LocalPass:
             else:
                 self._answered(peer, answer)
 
-        call_when_done(future, lambda: self._put(step))
+        futures.call_when_done(future, lambda: self._put(step))
 
     def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
         to, limit = self._container.peer(peer), self.deadline
         body, meta = request.pack(to_numpy=not to.device_maps.in_force)
         if not limit.firm:
-            seconds = 0.0 if limit.at is None else DEFAULT
-            limit = resolve(seconds, self._agent.default_timeout, current.deadline())
+            seconds = 0.0 if limit.at is None else current.DEFAULT
+            limit = current.resolve(
+                seconds, self._agent.default_timeout, current.deadline()
+            )
         unpack = GradientAnswer.unpack
         return Outgoing(to, GRADIENTS, body, meta, limit, _BACKWARD, unpack)
 
@@ -738,7 +733,9 @@ class LocalPass:
         self._engine.tell_failed(self._context, self.terms, failure)
         self.over = True
         followers, error = self._followers, failure.exception()
-        callbacks = [complete(future, None, error) or () for future in followers]
+        callbacks = [
+            futures.complete(future, None, error) or () for future in followers
+        ]
         for callback in itertools.chain.from_iterable(callbacks):
             callback()
 
@@ -781,7 +778,7 @@ class Engine:
         roots: Sequence[Root],
         marks: Sequence[int] | None,
         retain_graph: bool,
-        deadline: Deadline,
+        deadline: current.Deadline,
     ) -> LocalPass:
         """Starts a pass here; `marks` as for `LocalPass`, None in FAST mode."""
         pass_id = self._container.ids.backward_pass()

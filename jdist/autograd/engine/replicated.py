@@ -29,10 +29,9 @@ from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.extension import (
-    DEFAULT,
     Agent,
-    Deadline,
     InterruptSafeLock,
+    current,
     current_agent,
 )
 
@@ -52,7 +51,7 @@ def replicated(
     params: PyTree,
     group: Iterable[str],
     weight: Weight = 1.0,
-    timeout: float = DEFAULT,
+    timeout: float = current.DEFAULT,
 ) -> Variable:
     """Makes a variable that all trainers of a group hold, with their joint gradient.
 
@@ -284,7 +283,9 @@ class ReplicaGroup:
             )
         return own
 
-    def reduce(self, own: _Contribution, deadline: Deadline) -> dict[Variable, PyTree]:
+    def reduce(
+        self, own: _Contribution, deadline: current.Deadline
+    ) -> dict[Variable, PyTree]:
         """Exchanges contributions; returns the gradients of all trainers' examples.
 
         Raises: what is said at `replicated`.
@@ -456,7 +457,7 @@ class ReplicaReduction:
             group.end()
         self._left = []
 
-    def reduced(self, deadline: Deadline) -> dict[Variable, PyTree]:
+    def reduced(self, deadline: current.Deadline) -> dict[Variable, PyTree]:
         """Reduces the gradients of the replicated variables over all trainers.
 
         Raises: what is said at `replicated`.

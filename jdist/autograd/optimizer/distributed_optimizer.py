@@ -23,7 +23,7 @@ from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.optim import Optimizer
 from jdist.optim.internal import shrinking, sum_of
 from jdist.rpc import Future, RemoteModule, RRef, WorkerInfo
-from jdist.rpc.extension import DEFAULT, NEEDS, Agent, current_agent
+from jdist.rpc.extension import NEEDS, Agent, current, current_agent
 
 _CALL = "DistributedOptimizer"
 
@@ -111,13 +111,13 @@ class DistributedOptimizer:
         self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         complaint = "Error creating optimizer."
-        made = _ask_all(owned_optimizer.CREATE, bodies, DEFAULT, complaint)
+        made = _ask_all(owned_optimizer.CREATE, bodies, current.DEFAULT, complaint)
         self._parts: dict[WorkerInfo, RRef[Any]] = {
             w: part for w, (part, _) in made.items()
         }
         # Only now that all owners have masters: after an error no value is rounded.
         if any(has_masters for _, has_masters in made.values()):
-            self._ask(owned_optimizer.BEGIN, complaint, DEFAULT)
+            self._ask(owned_optimizer.BEGIN, complaint, current.DEFAULT)
 
     @called_outside_mesh
     def step(
@@ -125,7 +125,7 @@ class DistributedOptimizer:
         context_id: int,
         *,
         max_norm: float | None = None,
-        timeout: float = DEFAULT,
+        timeout: float = current.DEFAULT,
         **overrides: object,
     ) -> jax.Array | None:
         """Steps all parameters with the gradients that a context has for them.
@@ -170,7 +170,7 @@ class DistributedOptimizer:
         here().retrieve(context_id)
         return norm
 
-    def state(self, timeout: float = DEFAULT) -> State:
+    def state(self, timeout: float = current.DEFAULT) -> State:
         """Gathers all parameters and all state.
 
         Args:
@@ -187,7 +187,7 @@ class DistributedOptimizer:
         answers = self._ask(owned_optimizer.READ, complaint, timeout)
         return {worker.name: numbers for worker, numbers in answers.items()}
 
-    def load_state(self, state: State, timeout: float = DEFAULT) -> None:
+    def load_state(self, state: State, timeout: float = current.DEFAULT) -> None:
         """Sets parameters and state on their owners to what `state` returned.
 
         Args:

@@ -21,7 +21,7 @@ from jdist.autograd.recording.node import Node
 from jdist.autograd.recording.recorded import Recorded
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
-from jdist.rpc.extension import DEFAULT, check_timeout, incarnation_of
+from jdist.rpc.extension import current, incarnation_of
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")
@@ -87,7 +87,7 @@ def graph(
     values: Sequence[Recorded] = (),
     names: Mapping[Variable, str] | None = None,
     mode: str = "fast",
-    timeout: float = DEFAULT,
+    timeout: float = current.DEFAULT,
 ) -> Graph:
     """Returns the graph of a context over all workers.
 
@@ -122,7 +122,7 @@ def graph(
       ['x (1)', 'send1 (1)', 'recv2 (1)', 'recv1 (1)', 'sin (1)', 'send2 (1)']
     """
     check_choice("graph(mode=...)", mode, _MODES)
-    check_timeout("graph(timeout=...)", timeout)
+    current.check_timeout("graph(timeout=...)", timeout)
     if names is not None:
         rule = "must be a mapping from variables to their names"
         check_type("graph(names=...)", names, Mapping, rule)
@@ -131,7 +131,9 @@ def graph(
     starts, more = _nodes("roots", roots), _nodes("values", values)
     marks = None
     if mode == "smart":
-        seconds = container.agent.default_timeout if timeout == DEFAULT else timeout
+        seconds = (
+            container.agent.default_timeout if timeout == current.DEFAULT else timeout
+        )
         marks = engines.of(container).mark(context_id, starts, seconds)
     own = (container.agent.info, graph_nodes(context, starts, more, names, marks))
     parts = [own, *_others(context, marks, timeout)]

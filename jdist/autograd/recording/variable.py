@@ -23,7 +23,7 @@ from jdist.autograd.recording.pure import (
 )
 from jdist.autograd.recording.recorded import Operators, Recorded
 from jdist.rpc import RpcTimeout
-from jdist.rpc.extension import InterruptSafeLock, current, exceeded, releasing_all
+from jdist.rpc.extension import InterruptSafeLock, current
 
 T = TypeVar("T")
 
@@ -301,10 +301,10 @@ def holding(
             try:
                 lock.acquire(limit.at, busy)
             except TimeoutError as error:
-                raise RpcTimeout(f"{exceeded(limit)} {busy}.") from error
+                raise RpcTimeout(f"{current.exceeded(limit)} {busy}.") from error
         return action()
 
-    return releasing_all(locks, act)
+    return InterruptSafeLock.releasing_all(locks, act)
 
 
 def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["InterruptSafeLock", "releasing_all"]
+__all__ = ["InterruptSafeLock"]
 
 T = TypeVar("T")
 
@@ -77,21 +77,23 @@ class InterruptSafeLock:
             self.release()  # an interrupt may have come before the first release
             raise
 
+    @staticmethod
+    def releasing_all(
+        locks: "Sequence[InterruptSafeLock]", action: Callable[[], T]
+    ) -> T:
+        """Calls `action`, which acquires several locks, and always releases them."""
+        # A lock that this thread held before is its caller's to release.
+        others = [lock for lock in locks if not lock.held]
 
-def releasing_all(locks: Sequence[InterruptSafeLock], action: Callable[[], T]) -> T:
-    """Calls `action`, which acquires several locks, and always releases them."""
-    # A lock that this thread held before is its caller's to release.
-    others = [lock for lock in locks if not lock.held]
+        def release() -> None:
+            for lock in others:
+                lock.release()
 
-    def release() -> None:
-        for lock in others:
-            lock.release()
-
-    try:
         try:
-            return action()
-        finally:
-            release()
-    except BaseException:
-        release()  # as above
-        raise
+            try:
+                return action()
+            finally:
+                release()
+        except BaseException:
+            release()  # as above
+            raise

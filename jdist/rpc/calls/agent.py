@@ -42,7 +42,7 @@ from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
-from jdist.rpc.wire.frame import ERROR, REPLY, Frame
+from jdist.rpc.wire.frame import CALL, ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
@@ -110,10 +110,18 @@ class ExtensionState(dict[str, Any]):
 
     Args:
       pool: Runs listeners.
+
+    Attributes:
+      backward: Runs the backward pass of `RRef.backward`; None without
+        `jdist.autograd`, which sets both.
+      make_trainable: Makes a trainable module on its owner.
     """
 
     def __init__(self, pool: ThreadPool) -> None:
         super().__init__()
+        # Set by name, because imports run downwards: rpc cannot import autograd.
+        self.backward: Callable[..., None] | None = None
+        self.make_trainable: Callable[..., Any] | None = None
         self._pool = pool
         self._on_gone: list[Gone] = []
         self._on_close: list[Callable[[], None]] = []
@@ -371,6 +379,28 @@ class Agent:
     ) -> Future[Any]:
         """Asks `to`; the answer will be in the future, as will the errors of `call`."""
         return self.request(self.outgoing(to, kind, body, timeout, meta))
+
+    def call_function(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        operation: Operation,
+    ) -> Any:
+        """Calls a function on `to`, as `rpc_sync` does, past the interceptor.
+
+        Args:
+          to: As for `call`.
+          function: One that the callee allows.
+          args: Its arguments.
+          timeout: As for `call`.
+          operation: Named by errors in place of the function.
+        """
+        body: Any = (function, args, {})
+        return self.exchange(
+            self.outgoing(to, CALL, body, timeout, operation=operation)
+        )
 
     def outgoing(
         self,

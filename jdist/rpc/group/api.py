@@ -8,7 +8,6 @@ from jdist.rpc.base.options import check_seconds
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import debug
 from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.group.rendezvous import fresh_key
 
 
 def get_worker_info(name: str | None = None) -> WorkerInfo:
@@ -142,13 +141,3 @@ def debug_info() -> dict[str, Any]:
       0
     """
     return debug.information(current_agent())
-
-
-def new_cluster_key() -> str:
-    """A new secret for a cluster: 256 random bits, for `JDIST_CLUSTER_KEY`.
-
-    Example:
-      >>> len(new_cluster_key())
-      64
-    """
-    return fresh_key()

@@ -158,6 +158,11 @@ def check_count(call: str, count: object) -> None:
         raise ValueError(requirement(call, "must be in 1..65536", count))
 
 
-def fresh_key() -> str:
-    """Makes a new secret for one run: 256 random bits."""
+def new_cluster_key() -> str:
+    """Makes a new secret for a cluster: 256 random bits, for `JDIST_CLUSTER_KEY`.
+
+    Example:
+      >>> len(new_cluster_key())
+      64
+    """
     return secrets.token_hex(32)

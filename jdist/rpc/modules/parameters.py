@@ -14,7 +14,7 @@ from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
 from jdist.rpc.rref import RRef
 
-__all__ = ["Parameter", "create", "listed"]
+__all__ = ["Parameter", "listed", "make_module"]
 
 
 class Parameter:
@@ -106,7 +106,7 @@ class _Apart:
         self._value = value
 
 
-def create(
+def make_module(
     factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RRef[Any]:
     """Create the module on the owner's device and return a reference to it."""

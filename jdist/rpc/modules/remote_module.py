@@ -16,11 +16,7 @@ from jdist.rpc.calls.function_calls import is_asynchronous, named, positional
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 
-__all__ = ["TRAINABLE", "RemoteModule", "remote_module"]
-
-
-TRAINABLE = "rpc.trainable_module"
-"""The key of the function, in the extension state, that makes a trainable module."""
+__all__ = ["RemoteModule", "remote_module"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -176,14 +172,9 @@ def remote_module(
     call = "remote_module"
     check_flags(call, trainable=trainable)
     making = (factory, positional(call, args), named(call, kwargs))
-    # Looked up by name because imports run downwards: autograd registers the function,
-    # and rpc cannot import autograd.
-    create = (
-        current_agent().extension_state.get(TRAINABLE)
-        if trainable
-        else parameters.create
-    )
-    if create is None:
+    state = current_agent().extension_state
+    make = state.make_trainable if trainable else parameters.make_module
+    if make is None:
         what = "`remote_module(trainable=True)` is a part of jdist.autograd."
         raise RpcError(f"{what} Import it where the module is used.")
-    return RemoteModule(function_calls.rpc_sync(to, create, making, timeout=timeout))
+    return RemoteModule(function_calls.rpc_sync(to, make, making, timeout=timeout))

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,18 +96,6 @@ class ProcessSettings:
         check_at_least(argument, threads, 0, ", which leaves the size to XLA")
 
 
-OFF = ProcessSettings(
-    batch_scheduling=False,
-    keep_freed_memory=False,
-    large_pages=False,
-    lean_programs=False,
-    callback_threads=0,
-    compilation_cache=False,
-    share_cores=False,
-)
-"""Leaves every process as its parent is."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedSettings:
     """The settings of one child as the parent has decided them.
@@ -126,7 +114,7 @@ class ResolvedSettings:
 
 
 def resolved(
-    settings: ProcessSettings,
+    settings: ProcessSettings | None,
     nprocs: int,
     cores: tuple[int, ...] = (),
     environment: Mapping[str, str] = os.environ,
@@ -134,7 +122,7 @@ def resolved(
     """Resolve the settings of one of `nprocs` processes.
 
     Args:
-      settings: The wanted settings.
+      settings: The wanted settings; None for none.
       nprocs: How many processes share this machine.
       cores: The cores that this one is to be pinned to; empty for no pinning.
       environment: The user's variables, which win over the settings.
@@ -142,11 +130,13 @@ def resolved(
     Returns:
       The settings. One that this platform lacks is left out and its note says why.
     """
+    notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
+    if settings is None:
+        return ResolvedSettings({}, False, cores, notes)
     usable = len(cores) or max(1, len(available_cores()) // nprocs)
     if compilation_cache.FOLDER in environment:
         # A folder of the user's own comes with the user's own limits.
         settings = dataclasses.replace(settings, compilation_cache=False)
-    notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
     variables: dict[str, str] = {}
     groups = _groups(settings, cores, usable, environment)
     for setting, (group, note) in groups.items():
@@ -283,34 +273,33 @@ def _listed(text: str) -> list[int]:
     return [n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)]
 
 
-def share_out(
-    call: str, nprocs: int, each: int, cores: Sequence[int] | None = None
-) -> list[tuple[int, ...]]:
-    """Gives each of `nprocs` processes `each` cores of its own.
+def settings_of_each(
+    call: str, settings: ProcessSettings | None, nprocs: int, cores: int
+) -> list[ResolvedSettings]:
+    """Resolves the settings of each of `nprocs` processes of this machine.
 
     Args:
-      call: Function and argument, for the messages.
+      call: Function and argument that give the number of cores, for the messages.
+      settings: The wanted settings; None leaves every process as its parent is.
       nprocs: How many processes.
-      each: Cores per process; 0 for no pinning.
-      cores: The cores to share out; those of this process if None.
-
-    Returns:
-      The cores of each process.
+      cores: Cores of its own for each process; 0 for no pinning.
 
     Raises:
       ValueError: A negative number, or there are not enough cores.
       NotImplementedError: This platform cannot pin processes.
-
-    Example:
-      >>> share_out("spawn(pin=...)", 2, 2, cores=[0, 1, 2, 3, 4])
-      [(0, 1), (2, 3)]
     """
+    shares = _shares(call, nprocs, cores)
+    return [resolved(settings, nprocs, share) for share in shares]
+
+
+def _shares(call: str, nprocs: int, each: int) -> list[tuple[int, ...]]:
+    """Gives each of `nprocs` processes `each` cores of its own."""
     rule = "must be a number of cores per process, or 0 for no pinning"
     check_number(call, each, rule, lambda n: n >= 0, whole=True)
     if each and not hasattr(os, "sched_setaffinity"):
         rule = f"must be 0 here: {sys.platform} cannot pin a process to a core"
         raise NotImplementedError(requirement(call, rule, each))
-    cores = available_cores() if cores is None else cores
+    cores = available_cores()
     if nprocs * each > len(cores):
         rule = f"must leave {nprocs} processes cores of their own"
         got = f"{each} per process, with {len(cores)} cores to use"

@@ -24,21 +24,18 @@ from jdist._errors import check_function, check_type, requirement
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.calls.function_calls import positional
-from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
+from jdist.rpc.group.rendezvous import (
+    Rendezvous,
+    ReservedPort,
+    check_count,
+    new_cluster_key,
+)
 from jdist.rpc.processes.process_settings import (
-    OFF,
     ProcessSettings,
     ResolvedSettings,
-    resolved,
-    share_out,
+    settings_of_each,
 )
-from jdist.rpc.processes.supervisor import (
-    GRACE,
-    Ending,
-    ProcessCommand,
-    Supervisor,
-    interpreter,
-)
+from jdist.rpc.processes.supervisor import Ending, ProcessCommand, Supervisor
 
 __all__ = ["Processes", "check_duration", "main_module", "spawn"]
 
@@ -82,7 +79,7 @@ def spawn(
     settings: ProcessSettings | None = ProcessSettings(),  # noqa: B008 - frozen
     pin: int = 0,
     timeout: float | None = None,
-    grace: float = GRACE,
+    grace: float = 5.0,
     join: bool = True,
 ) -> list[Any] | Processes:
     """Calls `fn(rank, *args)` in `nprocs` fresh processes and returns their results.
@@ -137,8 +134,7 @@ def spawn(
     if settings is not None:
         rule = "must be an rpc.ProcessSettings, or None"
         check_type("spawn(settings=...)", settings, ProcessSettings, rule)
-    cores = share_out("spawn(pin=...)", nprocs, pin)
-    chosen = [resolved(settings or OFF, nprocs, each) for each in cores]
+    chosen = settings_of_each("spawn(pin=...)", settings, nprocs, pin)
     processes = Processes(_request(fn, args), chosen, timeout, grace)
     if not join:
         return processes
@@ -182,7 +178,7 @@ class Processes:
                 nprocs=len(settings),
                 port=stack.enter_context(ReservedPort()).port,
                 jax_port=stack.enter_context(ReservedPort()).port,
-                key=fresh_key(),
+                key=new_cluster_key(),
             )
             self._supervisor = stack.enter_context(Supervisor(grace))
             # One file for all: the children map it, and it may be large.
@@ -208,7 +204,7 @@ class Processes:
         arguments = [str(number) for number in (rank, *descriptors)]
         program = ProcessCommand(
             name=f"rank {rank}",
-            command=[*interpreter(), str(_SPAWNED), *arguments],
+            command=[str(_SPAWNED), *arguments],
             environment={**os.environ, **meeting.variables(rank)},
             settings=settings,
             descriptors=descriptors,

@@ -23,9 +23,6 @@ from typing import IO, Self
 
 from jdist.rpc.processes.process_settings import ResolvedSettings
 
-GRACE = 5.0
-"""Seconds between the request to end and the order."""
-
 _LOOK_SECONDS = 1.0
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 
@@ -78,9 +75,10 @@ class ProcessCommand:
 
     Attributes:
       name: Name in messages and of threads.
-      command: The executable and its arguments.
+      command: The executable and its arguments, or only the arguments of this Python.
       environment: All environment variables but those of the settings.
       settings: Its process settings.
+      python: Whether this Python, with the options it was started with, is run.
       descriptors: Further file descriptors that it inherits.
       captured: Whether its output and errors go to pipes that the caller reads.
     """
@@ -90,6 +88,7 @@ class ProcessCommand:
     # Not in the representation, which may be logged: the cluster's key is among them.
     environment: Mapping[str, str] = dataclasses.field(repr=False)
     settings: ResolvedSettings
+    python: bool = True
     descriptors: tuple[int, ...] = ()
     captured: bool = False
 
@@ -167,10 +166,12 @@ def _start(program: ProcessCommand, lifeline: int) -> subprocess.Popen[bytes]:
         "notes": dict(program.settings.notes),
     }
     # -I -S: nothing of the user's is imported before the program itself is started.
-    first = [interpreter()[0], "-I", "-S", str(_TRAMPOLINE), json.dumps(settings)]
+    python = _interpreter()
+    first = [python[0], "-I", "-S", str(_TRAMPOLINE), json.dumps(settings)]
+    command = [*python, *program.command] if program.python else program.command
     stream = subprocess.PIPE if program.captured else None
     return subprocess.Popen(
-        [*first, *program.command],
+        [*first, *command],
         env={**program.environment, **program.settings.variables},
         stdin=subprocess.DEVNULL,
         stdout=stream,
@@ -180,7 +181,7 @@ def _start(program: ProcessCommand, lifeline: int) -> subprocess.Popen[bytes]:
     )
 
 
-def interpreter() -> list[str]:
+def _interpreter() -> list[str]:
     """This Python with the options it was started with (-W, -X, -O and the like)."""
     # Everything before `-c ...`, which is what multiprocessing wants run.
     command = get_command_line()
@@ -190,12 +191,15 @@ def interpreter() -> list[str]:
 class Supervisor:
     """Owns the processes of one run; leaving its `with` block ends what still runs.
 
+    Args:
+      grace: Seconds between SIGTERM and SIGKILL.
+
     Attributes:
       children: The children, in the order in which they were started.
       failure: The first child that failed by itself; None if there is none.
     """
 
-    def __init__(self, grace: float = GRACE) -> None:
+    def __init__(self, grace: float = 5.0) -> None:
         self.children: list[Child] = []
         self.failure: Child | None = None
         self._grace = grace

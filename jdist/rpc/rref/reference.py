@@ -24,11 +24,7 @@ from jdist.rpc.rref.references import (
     refuse_anywhere_else,
 )
 
-__all__ = ["BACKWARD", "RRef", "remote"]
-
-BACKWARD = "rpc.backward"
-"""The entry of a worker's extension state that `RRef.backward` runs, if there is
-one."""
+__all__ = ["RRef", "remote"]
 
 T = TypeVar("T")
 
@@ -235,7 +231,7 @@ class RRef(Generic[T]):
         Raises:
           RpcError: `jdist.autograd` has not been imported.
         """
-        run = self._handle.agent.extension_state.get(BACKWARD)
+        run = self._handle.agent.extension_state.backward
         if run is None:
             remedy = "Import jdist.autograd on every worker before initializing RPC."
             raise RpcError(f"RRef.backward is a part of jdist.autograd. {remedy}")

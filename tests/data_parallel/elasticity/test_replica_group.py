@@ -17,7 +17,7 @@ from jdist.data_parallel.elasticity.replica_group import (
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
-from jdist.rpc.extension import call_when_done
+from jdist.rpc.extension import futures
 
 REPORT = (0, None, 3, ((0, 2), (4, 5)), None, 7)
 
@@ -92,7 +92,7 @@ def test_rank_0_has_its_own_answer_last(leader, last):
         for replica in sorted((OWN, *PEERS), key=lambda each: each == last)
     }
     for replica, answer in answers.items():
-        call_when_done(answer, partial(order.append, replica))
+        futures.call_when_done(answer, partial(order.append, replica))
     begin(leader, answers)
     assert sorted(order[:2]) == sorted(PEERS)
     assert order[2:] == [OWN]
@@ -101,10 +101,10 @@ def test_rank_0_has_its_own_answer_last(leader, last):
 def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
     gone_on, blocked = threading.Event(), []
     answers = {replica: Future() for replica in (OWN, *PEERS)}
-    call_when_done(answers[OWN], gone_on.set)
+    futures.call_when_done(answers[OWN], gone_on.set)
     for replica in PEERS:
         # Each of their sends waits for room in its socket.
-        call_when_done(answers[replica], lambda: blocked.append(gone_on.wait(60)))
+        futures.call_when_done(answers[replica], lambda: blocked.append(gone_on.wait(60)))
     begin(leader, answers)
     for answer in answers.values():
         answer.wait(60)

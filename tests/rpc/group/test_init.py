@@ -130,7 +130,7 @@ def test_no_representation_shows_the_key():
     """What the library keeps the key in may be logged."""
     key = secrets.token_hex(16)
     variables = {"JDIST_CLUSTER_KEY": key}
-    settings = process_settings.resolved(process_settings.OFF, 1, ())
+    settings = process_settings.resolved(None, 1)
     for holder in (
         JoinRequest(WorkerInfo("a", 0), 2, ("127.0.0.1", 1), key.encode()),
         ProcessCommand(

@@ -12,12 +12,11 @@ import pytest
 from jdist import _scheduling
 from jdist.rpc.processes import process_settings, trampoline
 from jdist.rpc.processes.process_settings import (
-    OFF,
     ProcessSettings,
     applied,
     available_cores,
     resolved,
-    share_out,
+    settings_of_each,
 )
 from jdist.rpc.processes.spawn import spawn
 from tests.rpc import spawn_cases as cases
@@ -85,7 +84,7 @@ def test_compiled_programs_are_kept_where_the_user_has_no_folder(users_folder):
     assert Path(folder).is_dir()
     assert made.notes["compilation cache"] == f"in {folder}"
     own = {"JAX_COMPILATION_CACHE_DIR": "gs://bucket"}
-    for settings, environment in ((ProcessSettings(), own), (OFF, {})):
+    for settings, environment in ((ProcessSettings(), own), (None, {})):
         left = resolved(settings, nprocs=2, environment=environment)
         assert not [name for name in left.variables if name.startswith("JAX_")]
         assert "compilation cache" not in left.notes
@@ -349,14 +348,16 @@ def test_physical_cores_come_before_their_second_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(process_settings, "_SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5, 9})
     assert available_cores() == [0, 1, 4, 9, 2, 3, 5]
-    assert share_out("pin", 3, 2) == [(0, 1), (4, 9), (2, 3)]
+    shares = settings_of_each("pin", None, 3, 2)
+    assert [each.cores for each in shares] == [(0, 1), (4, 9), (2, 3)]
 
 
 def test_systems_that_cannot_pin_say_so(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(NotImplementedError, match=r"pin.* cannot pin a process"):
-        share_out("spawn(pin=...)", 2, 1)
-    assert share_out("spawn(pin=...)", 2, 0) == [(), ()]
+        settings_of_each("spawn(pin=...)", None, 2, 1)
+    shares = settings_of_each("spawn(pin=...)", None, 2, 0)
+    assert [each.cores for each in shares] == [(), ()]
 
 
 def test_a_negative_pool_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jdist.rpc.processes import supervisor as supervisor_module
-from jdist.rpc.processes.process_settings import OFF, resolved
+from jdist.rpc.processes.process_settings import resolved
 from jdist.rpc.processes.supervisor import Child, ProcessCommand, Supervisor
 from tests.rpc.sockets import Outcome
 from tests.rpc.test_interrupts import interrupt
@@ -22,7 +22,8 @@ def sleeper():
         name="sleeper",
         command=["sleep", str(10 * PATIENCE)],
         environment=dict(os.environ),
-        settings=resolved(OFF, 1),
+        settings=resolved(None, 1),
+        python=False,
     )
 
 
