@@ -102,7 +102,7 @@ def train(embedding: rpc.RemoteModule, trainer: int, steps: int) -> list[float]:
 
 def run(steps: int) -> list[list[float]]:
     """Trains from the server; returns the losses of each trainer."""
-    embedding = rpc.remote_module(WORKERS[0], EmbeddingBag, trainable=True)
+    embedding = rpc.RemoteModule(WORKERS[0], EmbeddingBag, trainable=True)
     training = [
         rpc.rpc_async(name, train, args=(embedding, number, steps))
         for number, name in enumerate(TRAINERS)

@@ -133,7 +133,7 @@ class Replicas:
       task: The training task.
       history: When replicas join and die.
       elastic: The elastic run.
-      cluster: The group of the replicas.
+      join: Adds a worker to the group of the replicas.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Replicas:
         task: Task,
         history: History,
         elastic: data_parallel.Elastic,
-        cluster: rpc.ElasticCluster,
+        join: Callable[[str], rpc.WorkerInfo],
     ) -> None:
         """Starts all replicas but number 0, which runs in `train`."""
         self._task, self._history = task, history
-        self._elastic, self._cluster = elastic, cluster
+        self._elastic, self._join_group = elastic, join
         self._data = [np.concatenate(part) for part in zip(*task.batches, strict=True)]
         self._threads: list[threading.Thread] = []
         self._joins = list(history.joins)
@@ -163,7 +163,7 @@ class Replicas:
 
     def _join(self) -> None:
         number, self._count = self._count, self._count + 1
-        self._cluster.join(f"replica{number}")
+        self._join_group(f"replica{number}")
         thread = threading.Thread(target=self._replica, args=(number,))
         self._threads.append(thread)
         thread.start()
@@ -210,8 +210,8 @@ def train(task: Task, history: History, slots: int | None) -> Run:
         slots=slots,
         shuffle=False,
     )
-    with rpc.elastic_cluster("replica0") as cluster:
-        return Replicas(task, history, elastic, cluster).train()
+    with rpc.elastic_cluster("replica0") as join:
+        return Replicas(task, history, elastic, join).train()
 
 
 def claims(

@@ -304,9 +304,9 @@ def _refuse_untrainable(function: Callable[..., PyTree]) -> None:
     owner = getattr(function, "__self__", None)
     if owner is not None and is_module(owner):
         rule = "must be trainable to be called with recorded values"
-        remedy = "Make it by `rpc.remote_module(to, factory, args, trainable=True)`."
+        remedy = "Make it by `rpc.RemoteModule(to, factory, args, trainable=True)`."
         got = f"{type_name(owner)} that is not"
-        raise TypeError(requirement("remote_module", rule, got, remedy))
+        raise TypeError(requirement("RemoteModule", rule, got, remedy))
 
 
 def _forget(context: Context, message_id: int) -> None:

@@ -22,7 +22,7 @@ from jdist.rpc.base.errors import (
     RpcTimeout,
     WorkerLost,
 )
-from jdist.rpc.base.future import Future, collect_all, wait_all, wait_all_calls
+from jdist.rpc.base.future import Future, collect_all, wait_all
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.function_calls import async_execution, rpc_async, rpc_sync
@@ -30,7 +30,6 @@ from jdist.rpc.group.api import (
     all_gather,
     barrier,
     debug_info,
-    get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
     set_rpc_timeout,
@@ -38,27 +37,22 @@ from jdist.rpc.group.api import (
 from jdist.rpc.group.lifecycle import init_rpc, shutdown
 from jdist.rpc.group.rendezvous import new_cluster_key
 from jdist.rpc.modules.parameters import Parameter
-from jdist.rpc.modules.remote_module import RemoteModule, remote_module
-from jdist.rpc.processes.local_cluster import (
-    ElasticCluster,
-    elastic_cluster,
-    local_cluster,
-)
+from jdist.rpc.modules.remote_module import RemoteModule
+from jdist.rpc.processes.local_cluster import elastic_cluster, local_cluster
 from jdist.rpc.processes.process_settings import ProcessSettings
 from jdist.rpc.processes.spawn import Processes, spawn
 from jdist.rpc.rref import RRef, remote
 from jdist.rpc.wire.tls import TlsConfig
 
 __all__ = [
-    "AuthenticationError", "CollectiveMismatch", "ElasticCluster", "ForbiddenFunction",
-    "Future", "Parameter", "ProcessFailed", "ProcessSettings", "Processes",
-    "ProtocolError", "RRef", "RemoteError", "RemoteModule", "RpcError", "RpcOptions",
-    "RpcTimeout", "TlsConfig", "WorkerInfo", "WorkerLost", "all_gather",
-    "async_execution", "barrier", "collect_all", "debug_info", "elastic_cluster",
-    "get_rpc_timeout", "get_worker_info", "get_worker_infos", "init_rpc",
-    "local_cluster", "new_cluster_key", "remote", "remote_module", "rpc_async",
-    "rpc_sync", "set_rpc_timeout", "shutdown", "spawn", "use_worker", "wait_all",
-    "wait_all_calls",
+    "AuthenticationError", "CollectiveMismatch", "ForbiddenFunction", "Future",
+    "Parameter", "ProcessFailed", "ProcessSettings", "Processes", "ProtocolError",
+    "RRef", "RemoteError", "RemoteModule", "RpcError", "RpcOptions", "RpcTimeout",
+    "TlsConfig", "WorkerInfo", "WorkerLost", "all_gather", "async_execution", "barrier",
+    "collect_all", "debug_info", "elastic_cluster", "get_worker_info",
+    "get_worker_infos", "init_rpc", "local_cluster", "new_cluster_key", "remote",
+    "rpc_async", "rpc_sync", "set_rpc_timeout", "shutdown", "spawn", "use_worker",
+    "wait_all",
 ]  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def rows(seed=0, count=4):
 
 
 def train_remotely():
-    body = rpc.remote_module("worker1", Body, (3,), trainable=True)
-    head = rpc.remote_module("worker2", Head, kwargs={"seed": 4}, trainable=True)
+    body = rpc.RemoteModule("worker1", Body, (3,), trainable=True)
+    head = rpc.RemoteModule("worker2", Head, kwargs={"seed": 4}, trainable=True)
     assert list(body.parameters()) == [
         "again.bias", "again.kernel", "first.bias", "first.kernel",
         "idle.bias", "idle.kernel", "norm.bias", "norm.scale",
@@ -119,7 +119,7 @@ def same_bits(one, other):
 
 
 def without_a_recorded_argument():
-    layer = rpc.remote_module("worker1", Body, (3,), trainable=True)
+    layer = rpc.RemoteModule("worker1", Body, (3,), trainable=True)
     outside = layer(rows())
     with autograd.context() as context_id:
         within = [layer(rows()), layer.rpc_async()(rows()).wait()]
@@ -137,8 +137,8 @@ def test_calls_are_recorded_within_a_context(threads):
 
 def test_a_module_goes_when_nothing_refers_to_it(threads):
     before = modules_here()
-    body = rpc.remote_module("worker1", Body, (3,), trainable=True)
-    head = rpc.remote_module("worker2", Head, (3,), trainable=True)
+    body = rpc.RemoteModule("worker1", Body, (3,), trainable=True)
+    head = rpc.RemoteModule("worker2", Head, (3,), trainable=True)
     with autograd.context() as context_id:
         loss = head(body(rows())).sum()
         autograd.backward(context_id, [loss])
@@ -265,7 +265,7 @@ def test_a_call_that_fails_leaves_the_state():
 
 
 def test_calls_at_the_same_time_draw_different_noise(threads):
-    layer = rpc.remote_module("worker1", Head, (3,), trainable=True)
+    layer = rpc.RemoteModule("worker1", Head, (3,), trainable=True)
     x = np.random.default_rng(0).normal(size=(6, 7))
     found = rpc.wait_all([layer.rpc_async()(x) for _ in range(12)])
     assert layer.rpc_sync().state()["drop.rngs.count"] == 12
@@ -345,7 +345,7 @@ def test_what_the_module_reads_may_change(monkeypatch, what):
 
 def test_a_step_is_compiled_once(threads):
     """What a module begins with is bound to its device, as what it is given is."""
-    head = rpc.remote_module("worker1", Head, (3,), trainable=True)
+    head = rpc.RemoteModule("worker1", Head, (3,), trainable=True)
     opt = autograd.DistributedOptimizer(optim.sgd, head.remote_parameters(), lr=0.1)
     before = [len(compiled)]
     for _ in range(3):
@@ -405,7 +405,7 @@ def test_it_is_no_part_of_a_pure_function():
 
 
 def call_methods():
-    layer = rpc.remote_module("worker1", Body, (3,), trainable=True)
+    layer = rpc.RemoteModule("worker1", Body, (3,), trainable=True)
     here, x = autograd.module(Body(3)), rows()
     expected = Body(3).encode(x, 2.0)["h"]
     with autograd.context() as context_id:
@@ -448,14 +448,14 @@ def test_only_modules_and_keys():
 
 def refused():
     with pytest.raises(TypeError, match=r"must be a Flax NNX module\. Got a list"):
-        rpc.remote_module("worker1", list, trainable=True)
-    fixed = rpc.remote_module("worker1", Head, (3,))
-    remedy = r"remote_module\(.*trainable=True\)"
+        rpc.RemoteModule("worker1", list, trainable=True)
+    fixed = rpc.RemoteModule("worker1", Head, (3,))
+    remedy = r"RemoteModule\(.*trainable=True\)"
     with autograd.context(), pytest.raises(TypeError, match=f"a Head that .*{remedy}"):
         fixed(autograd.variable(np.ones((2, 7))))
     with pytest.raises(ExceptionGroup, match=f"Got a Parameter. .*{remedy}"):
         autograd.DistributedOptimizer(optim.sgd, fixed.remote_parameters(), lr=0.1)
-    moved = rpc.remote_module("worker1", Head, (3,), trainable=True)
+    moved = rpc.RemoteModule("worker1", Head, (3,), trainable=True)
     with pytest.raises(
         TypeError, match=r"Got RemoteM.* `module\.remote_parameters\(\)"
     ):
@@ -474,7 +474,7 @@ def test_training_needs_autograd():
     program = (
         "from jdist import rpc\n"
         "with rpc.local_cluster(['a']):\n"
-        "    try: rpc.remote_module('a', list, trainable=True)\n"
+        "    try: rpc.RemoteModule('a', list, trainable=True)\n"
         "    except rpc.RpcError as e: assert 'a part of jdist.autograd' in str(e)\n"
         "    else: raise SystemExit(1)\n"
     )
@@ -484,7 +484,7 @@ def test_training_needs_autograd():
 def test_it_is_on_its_worker_s_device():
     devices = jax.devices("cpu")[3:5]
     with rpc.local_cluster(["here", "there"], devices=devices, allow=["tests"]):
-        layer = rpc.remote_module("there", Head, (3,), trainable=True)
+        layer = rpc.RemoteModule("there", Head, (3,), trainable=True)
         bias = layer.parameters()["out.bias"]
         with autograd.context() as context_id:
             y = layer(np.ones((2, 7)))

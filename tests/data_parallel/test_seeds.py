@@ -216,8 +216,8 @@ def test_elastic(rng, name):
         with rpc.use_worker(worker):
             states[worker] = run.run(params, batch, weights, epochs=1).state
 
-    with rpc.elastic_cluster("w0") as cluster:
-        cluster.join("w1")
+    with rpc.elastic_cluster("w0") as join:
+        join("w1")
         threads = [threading.Thread(target=replica, args=(w,)) for w in ("w0", "w1")]
         for thread in threads:
             thread.start()

@@ -62,8 +62,7 @@ def impatient(pipe, names):
         yield
         return
     pipe.communicator.gather(None, "the beginning")
-    before = rpc.get_rpc_timeout()
-    rpc.set_rpc_timeout(TIMEOUT)
+    before = rpc.set_rpc_timeout(TIMEOUT)
     try:
         yield
     finally:

@@ -173,7 +173,7 @@ def test_what_is_refused(three):
 def doomed(fresh_hosts):
     """Three more, for tests after which they are of no use."""
     hosts = fresh_hosts(3)
-    hosts.everywhere(group.join, heartbeat_interval=0.3, heartbeat_timeout=3.0)
+    hosts.everywhere(group.join, heartbeat_timeout=3.0)
     return hosts
 
 

@@ -210,8 +210,7 @@ def abandoned(rank):
     pipe.value_and_grad(pipe.place(params), batch, weights)
     if rank == 0:
         return "left"
-    before = rpc.get_rpc_timeout()
-    rpc.set_rpc_timeout(2.0)
+    before = rpc.set_rpc_timeout(2.0)
     try:
         pipe.value_and_grad(pipe.place(params), batch, weights)
     except rpc.RpcTimeout as error:
@@ -341,8 +340,7 @@ def one_saves(folder):
     with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         if rpc.get_worker_info().name == "worker1":
             return "left"
-        before = rpc.get_rpc_timeout()
-        rpc.set_rpc_timeout(2.0)
+        before = rpc.set_rpc_timeout(2.0)
         try:
             saved.save(state)
         except rpc.RpcTimeout as error:

@@ -65,11 +65,10 @@ WITHIN = {
         lambda v: rpc.rpc_sync("a", max, args=(1, 2), timeout=v),
         [None, "1", np.zeros(2), True],
     ),
-    "remote_module(trainable": (
-        lambda v: rpc.remote_module("a", dict, trainable=v),
+    "RemoteModule(trainable": (
+        lambda v: rpc.RemoteModule("a", dict, trainable=v),
         FLAGS,
     ),
-    "RemoteModule(module_rref": (rpc.RemoteModule, [None, 3, {}]),
     "backward(retain_graph": (lambda v: backward(retain_graph=v), FLAGS),
     "graph(roots": (lambda v: graph(roots=v), [None, 3, "ab", [1.0]]),
     "graph(values": (lambda v: graph(values=v), [None, 3, "ab", [1.0]]),

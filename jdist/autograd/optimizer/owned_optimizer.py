@@ -330,7 +330,7 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
             rule = "must refer to a variable"
             remedy = "Make one with `autograd.variable(value)` where the value is."
             if isinstance(value, Parameter):
-                remedy = "Make the module with `remote_module(..., trainable=True)`."
+                remedy = "Make the module with `RemoteModule(..., trainable=True)`."
             elif isinstance(value, TrainableModule):
                 remedy = "Give references to each of `module.parameters().values()`."
             got = type_name(value)

@@ -4,14 +4,13 @@ A future is one lock until a thread waits for it. `complete` returns the callbac
 instead of running them, so that a thread with other duties can pass those on first.
 """
 
-import contextlib
 import contextvars
 import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import check_function, listed, requirement
@@ -20,9 +19,8 @@ from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
 __all__ = [
-    "Future", "await_done", "call_when_done", "cancel", "collect", "collect_all",
-    "complete", "error_of", "run_all", "unwatch", "wait_all", "wait_all_calls",
-    "watch",
+    "Future", "await_done", "call_when_done", "cancel", "collect_all", "complete",
+    "error_of", "run_all", "unwatch", "wait_all", "watch",
 ]  # fmt: skip
 
 
@@ -288,11 +286,6 @@ def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     future._call_when_done(callback)
 
 
-_collected: contextvars.ContextVar[list[Future[Any]] | None] = contextvars.ContextVar(
-    "jdist.rpc.collected", default=None
-)
-
-
 def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     """Waits for all futures and returns their values in order.
 
@@ -373,41 +366,6 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     if not collected:
         result.set_result([])
     return result
-
-
-@contextlib.contextmanager
-def wait_all_calls() -> Iterator[list[Future[Any]]]:
-    """Waits at the end of the block for every `rpc_async` made in it.
-
-    Yields:
-      The list of their futures, which grows with each call.
-
-    Raises:
-      Exception: That of the first call that failed.
-
-    Source: `torch.distributed.rpc.api._wait_all`.
-
-    Example:
-      >>> from jdist import rpc
-      >>> with rpc.local_cluster(["a", "b"]), rpc.wait_all_calls() as futures:
-      ...     _ = rpc.rpc_async("b", divmod, args=(7, 2))
-      >>> futures[0].value()
-      (3, 1)
-    """
-    futures: list[Future[Any]] = []
-    token = _collected.set(futures)
-    try:
-        yield futures
-    finally:
-        _collected.reset(token)
-    wait_all(futures)
-
-
-def collect(future: Future[Any]) -> None:
-    """Adds `future` to the innermost `wait_all_calls` of this thread, if any."""
-    futures = _collected.get()
-    if futures is not None:
-        futures.append(future)
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -34,10 +34,10 @@ class RpcOptions:
       timeout: Seconds that a call may take when it does not say; 0 for no limit.
       join_timeout: Seconds to wait for the other workers in `init_rpc`, and for the
         name of a host to be known.
-      heartbeat_interval: Seconds between two signs of life to the coordinator.
       heartbeat_timeout: Seconds of silence after which a worker counts as frozen. Signs
-        of life need the interpreter: it must be longer than the longest C function
-        that keeps its lock (such as sorting a large list; XLA and NumPy release it).
+        of life, fifteen in this time and one a second at least, need the interpreter:
+        it must be longer than the longest C function that keeps its lock (such as
+        sorting a large list; XLA and NumPy release it).
       threads: Most asynchronous calls that run at once. Others wait in order in the
         callee's memory, of which their arguments take what they took on the wire: a
         caller that sends faster than they run limits itself, by waiting for futures.
@@ -56,7 +56,8 @@ class RpcOptions:
       insecure: Allows plain connections between machines.
       allow_pickle: Lets values that have no other way travel as pickles. A peer that
         knows the key can then run any code here.
-      limits: Limits on the size of messages.
+      max_array_bytes: Largest total size in bytes of the arrays of one message. A
+        larger one is refused by its receiver before memory is allocated for it.
       polling: Seconds that a thread which awaits a message looks for it before it
         sleeps, while messages come that fast; 0 for never. It saves the time that
         waking takes and occupies a core meanwhile. Idle connections are not polled.
@@ -66,8 +67,7 @@ class RpcOptions:
     Raises:
       TypeError: A number is not one, a flag no bool, `host` no text;
         `device_maps` are no maps.
-      ValueError: A number is negative or too large, or the heartbeat's timeout is not
-        longer than its interval; a device map has a device twice.
+      ValueError: A number is negative, 0 or too large; a device map has a device twice.
 
     Source: `torch.distributed.rpc.TensorPipeRpcBackendOptions`.
 
@@ -78,7 +78,6 @@ class RpcOptions:
 
     timeout: float = DEFAULT_TIMEOUT
     join_timeout: float = 60.0
-    heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 15.0
     threads: int = 512
     # Not in the representation, which is logged and stands in errors.
@@ -91,25 +90,21 @@ class RpcOptions:
     tls: Any = None
     insecure: bool = False
     allow_pickle: bool = False
-    limits: Any = None
+    max_array_bytes: int = 1 << 36
     polling: float = 500e-6
     leaks: str = "warn"
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "join_timeout", "polling"):
+        for name in ("timeout", "join_timeout", "heartbeat_timeout", "polling"):
             check_seconds(f"RpcOptions({name}=...)", getattr(self, name))
         if self.polling > LONGEST_POLLING:
             rule = f"must be at most {LONGEST_POLLING} s: who polls occupies a core"
             raise ValueError(requirement("RpcOptions(polling=...)", rule, self.polling))
-        interval, silence = self.heartbeat_interval, self.heartbeat_timeout
-        check_seconds("RpcOptions(heartbeat_interval=...)", interval)
-        check_seconds("RpcOptions(heartbeat_timeout=...)", silence)
-        if not 0 < interval < silence:
-            rule = f"must be longer than the interval ({interval} s) between beats"
-            raise ValueError(
-                requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
-            )
+        if not self.heartbeat_timeout:
+            rule = "must be above 0: a frozen worker would never be noticed"
+            raise ValueError(requirement("RpcOptions(heartbeat_timeout=...)", rule, 0))
         check_at_least("RpcOptions(threads=...)", self.threads, 1)
+        check_at_least("RpcOptions(max_array_bytes=...)", self.max_array_bytes, 1)
         rule = "must be an address, a str"
         check_type("RpcOptions(host=...)", self.host, str | None, rule)
         # Any text is true: "False" would have opened what it was to close.
@@ -117,6 +112,11 @@ class RpcOptions:
         check_flags("RpcOptions", **own)
         device_maps.check(self.device_maps)
         check_choice("RpcOptions(leaks=...)", self.leaks, ("warn", "error"))
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between two signs of life to the coordinator."""
+        return min(1.0, self.heartbeat_timeout / 15)
 
 
 def check_seconds(call: str, seconds: object) -> None:

@@ -11,7 +11,7 @@ from jdist._errors import requirement
 from jdist._tree import type_name
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
-from jdist.rpc.base.future import Future, collect
+from jdist.rpc.base.future import Future
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent, Interceptor, Invocation, current_agent
 from jdist.rpc.calls.callee import Reply
@@ -113,11 +113,9 @@ def rpc_async(
       3
     """
     agent = current_agent()
-    future = agent.request(
+    return agent.request(
         outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_async")
     )
-    collect(future)
-    return future
 
 
 def install(agent: Agent) -> None:

@@ -44,7 +44,7 @@ def refusal(value: Any) -> str:
     if is_module(value):
         rule = "must not be a Flax NNX module, which belongs to one worker"
         remedy = (
-            "Make it there, `rpc.remote_module(to, factory, args)`; or send its "
+            "Make it there, `rpc.RemoteModule(to, factory, args)`; or send its "
             "arrays, `nnx.to_pure_dict(nnx.state(module))`."
         )
     else:

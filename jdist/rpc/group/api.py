@@ -37,22 +37,25 @@ def get_worker_infos() -> list[WorkerInfo]:
     return current_agent().group.workers()
 
 
-def get_rpc_timeout() -> float:
-    """The default timeout of this worker's calls in seconds; 0 means no limit."""
-    return current_agent().default_timeout
-
-
-def set_rpc_timeout(seconds: float) -> None:
+def set_rpc_timeout(seconds: float) -> float:
     """Sets the default timeout of this worker's calls; those under way keep theirs.
+
+    Args:
+      seconds: 0 for no limit.
+
+    Returns:
+      The default before, in seconds.
 
     Raises:
       TypeError: Not a number of seconds.
-      ValueError: Negative or infinite. 0 means no limit.
+      ValueError: Negative or infinite.
 
-    Source: `torch.distributed.rpc._set_rpc_timeout`.
+    Source: `torch.distributed.rpc._set_rpc_timeout`, `get_rpc_timeout`.
     """
     check_seconds("set_rpc_timeout(seconds)", seconds)
-    current_agent().default_timeout = seconds
+    agent = current_agent()
+    before, agent.default_timeout = agent.default_timeout, seconds
+    return before
 
 
 def all_gather(

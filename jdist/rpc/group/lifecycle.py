@@ -27,6 +27,7 @@ from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all, wait_until_idle
 from jdist.rpc.wire.channel import ChannelClosed, Transport
+from jdist.rpc.wire.frame import Limits
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.sockets import is_loopback, once_known
@@ -307,7 +308,7 @@ def _transport(
         host,
         port,
         device=options.device,
-        limits=options.limits,
+        limits=Limits(body_bytes=options.max_array_bytes),
         tls=options.tls,
         insecure=options.insecure,
     )

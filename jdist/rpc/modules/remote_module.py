@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdist._errors import check_flags, check_type, requirement
+from jdist._errors import check_flags, requirement
 from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
@@ -16,31 +16,84 @@ from jdist.rpc.calls.function_calls import is_asynchronous, named, positional
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 
-__all__ = ["RemoteModule", "remote_module"]
+__all__ = ["RemoteModule"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class RemoteModule:
-    """A module that lives on a worker and is called like a local one.
+    """A module, or any other object, that lives on a worker and is called like here.
 
-    `module(x)` calls it and waits; `module.rpc_sync(timeout=...)`, `rpc_async` and
-    `remote` call it, or its methods, as the proxies of `RRef` do. It can be sent in
-    calls and returned from them: it travels as its reference. `remote_module` makes
-    one.
+    The constructor makes it there: it exists when this returns. `module(x)` calls it
+    and waits; `module.rpc_sync(timeout=...)`, `rpc_async` and `remote` call it, or its
+    methods, as the proxies of `RRef` do. It can be sent in calls and returned from
+    them: it travels as its reference.
+
+    Arguments that cannot travel, such as `nnx.Rngs`, are made by the factory. JAX
+    arrays that the factory makes are on the worker's device, unless it places them
+    itself. The object lives as long as a reference to it or to one of its parameters
+    does.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      factory: A function or class that returns the object.
+      args: Its positional arguments, in a tuple or a list.
+      kwargs: Its keyword arguments, by their names.
+      timeout: Seconds for making it; -1 for the default, 0 for no limit.
+      trainable: Whether calls within a context of `jdist.autograd` are recorded there,
+        as `autograd.module` does: the parameters of the Flax NNX module that the
+        factory returns become variables, and its statistics and random streams
+        continue from call to call.
 
     Attributes:
       module_rref: The reference to the module.
 
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong; or what is to
+        be trainable is no Flax NNX module.
+      RpcError: It is to be trainable, and `jdist.autograd` has not been imported.
+      RpcTimeout, WorkerLost: As `rpc_sync`.
+      Exception: What the factory raised, as its own type.
+
     Source: `torch.distributed.nn.RemoteModule`. There `forward(x)` and
     `forward_async(x)` are what `module(x)` and `module.rpc_async()(x)` are here, and
     `get_module_rref` is `module_rref`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     words = rpc.RemoteModule("worker1", list, args=(("b", "a"),))
+      ...     words.rpc_sync().sort()
+      ...     words.rpc_async(timeout=2.0).index("b").wait()
+      1
     """
 
     module_rref: RRef[Any]
 
-    def __post_init__(self) -> None:
-        rule = "must be a reference to a module, as `remote_module` makes it"
-        check_type("RemoteModule(module_rref)", self.module_rref, RRef, rule)
+    def __init__(
+        self,
+        to: str | int | WorkerInfo,
+        factory: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = DEFAULT,
+        *,
+        trainable: bool = False,
+    ) -> None:
+        # An asynchronous factory would return a future of the module, and the reference
+        # would be to that.
+        if not callable(factory) or is_asynchronous(factory):
+            rule = "must be a function or class that returns the module, not a future"
+            raise TypeError(requirement("RemoteModule(factory)", rule, factory))
+        call = "RemoteModule"
+        check_flags(call, trainable=trainable)
+        making = (factory, positional(call, args), named(call, kwargs))
+        state = current_agent().extension_state
+        make = state.make_trainable if trainable else parameters.make_module
+        if make is None:
+            what = "`RemoteModule(trainable=True)` is a part of jdist.autograd."
+            raise RpcError(f"{what} Import it where the module is used.")
+        made = function_calls.rpc_sync(to, make, making, timeout=timeout)
+        object.__setattr__(self, "module_rref", made)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, and returns what it returns.
@@ -118,63 +171,3 @@ class RemoteModule:
 
     def __repr__(self) -> str:
         return f"RemoteModule({self.module_rref})"
-
-
-def remote_module(
-    to: str | int | WorkerInfo,
-    factory: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = DEFAULT,
-    *,
-    trainable: bool = False,
-) -> RemoteModule:
-    """Creates a module, or any other object, on the worker `to`.
-
-    The object exists when this returns. Arguments that cannot travel, such as
-    `nnx.Rngs`, are made by the factory. JAX arrays that the factory makes are on the
-    worker's device, unless it places them itself. The object lives as long as a
-    reference to it or to one of its parameters does.
-
-    Args:
-      to: Name, rank or WorkerInfo; it may be this worker itself.
-      factory: A function or class that returns the object.
-      args: Its positional arguments, in a tuple or a list.
-      kwargs: Its keyword arguments, by their names.
-      timeout: Seconds for making it; -1 for the default, 0 for no limit.
-      trainable: Whether calls within a context of `jdist.autograd` are recorded there,
-        as `autograd.module` does: the parameters of the Flax NNX module that the
-        factory returns become variables, and its statistics and random streams
-        continue from call to call.
-
-    Raises:
-      TypeError, ValueError, ForbiddenFunction: The call itself is wrong; or what is to
-        be trainable is no Flax NNX module.
-      RpcError: It is to be trainable, and `jdist.autograd` has not been imported.
-      RpcTimeout, WorkerLost: As `rpc_sync`.
-      Exception: What the factory raised, as its own type.
-
-    Source: `torch.distributed.nn.RemoteModule`.
-
-    Example:
-      >>> from jdist import rpc
-      >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     words = rpc.remote_module("worker1", list, args=(("b", "a"),))
-      ...     words.rpc_sync().sort()
-      ...     words.rpc_async(timeout=2.0).index("b").wait()
-      1
-    """
-    # An asynchronous factory would return a future of the module, and the reference
-    # would be to that.
-    if not callable(factory) or is_asynchronous(factory):
-        rule = "must be a function or class that returns the module, not a future of it"
-        raise TypeError(requirement("remote_module(factory)", rule, factory))
-    call = "remote_module"
-    check_flags(call, trainable=trainable)
-    making = (factory, positional(call, args), named(call, kwargs))
-    state = current_agent().extension_state
-    make = state.make_trainable if trainable else parameters.make_module
-    if make is None:
-        what = "`remote_module(trainable=True)` is a part of jdist.autograd."
-        raise RpcError(f"{what} Import it where the module is used.")
-    return RemoteModule(function_calls.rpc_sync(to, make, making, timeout=timeout))

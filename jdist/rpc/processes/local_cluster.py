@@ -31,7 +31,7 @@ from jdist.rpc.group.lifecycle import (
 )
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 
-__all__ = ["ElasticCluster", "elastic_cluster", "local_cluster"]
+__all__ = ["elastic_cluster", "local_cluster"]
 
 
 @contextlib.contextmanager
@@ -96,54 +96,12 @@ def local_cluster(
         _stop(agents, graceful)
 
 
-class ElasticCluster:
-    """An elastic group in this process; `elastic_cluster` makes one."""
-
-    def __init__(self, functions: FunctionTable, options: RpcOptions) -> None:
-        self._meeting = Meeting(0, functions, options)
-        self.agents: list[Agent] = []
-        self._lock = threading.Lock()
-
-    def join(self, name: str, device: jax.Device | None = None) -> WorkerInfo:
-        """Adds a worker, with the lowest rank that is free.
-
-        It leaves like any other: `with rpc.use_worker(name): rpc.shutdown()`.
-
-        Args:
-          name: One that no live worker has.
-          device: By default JAX's devices in turn.
-
-        Raises:
-          RpcError: The name is not unique.
-        """
-        with self._lock:
-            self.agents = [agent for agent in self.agents if not agent.closed]
-            ranks = {agent.info.id for agent in self.agents}
-            rank = min(set(range(len(ranks) + 1)) - ranks)
-            require_backend()
-            devices = jax.local_devices()
-            chosen = devices[rank % len(devices)] if device is None else device
-            agent, joined = self._meeting.begin(WorkerInfo(name, rank), chosen)
-            try:
-                joined.wait()
-            except BaseException:
-                agent.group.leave(1.0)
-                agent.references.close()
-                agent.close()
-                raise
-            if not self.agents:
-                client_of(agent).coordinator = self._meeting.coordinator
-            self.agents.append(agent)
-            current.add([agent])
-        return agent.info
-
-
 @contextlib.contextmanager
 def elastic_cluster(
     name: str = "worker0",
     options: RpcOptions | None = None,
     allow: Iterable[str] = (),
-) -> Iterator[ElasticCluster]:
+) -> Iterator[Callable[..., WorkerInfo]]:
     """Runs an elastic group in this process; the calling thread is its first worker.
 
     Everything else is as in `local_cluster`, and as between processes where `init_rpc`
@@ -155,15 +113,18 @@ def elastic_cluster(
       allow: As for `init_rpc`.
 
     Yields:
-      The cluster, whose `join` adds workers.
+      `join(name, device=None)`, which adds a worker, with the lowest rank that is free
+      and by default JAX's devices in turn, and returns its name and rank. It leaves
+      like any other: `with rpc.use_worker(name): rpc.shutdown()`. RpcError if a live
+      worker has the name.
 
     Raises:
       RpcError: This process has workers already.
 
     Example:
       >>> from jdist import rpc
-      >>> with rpc.elastic_cluster("first") as cluster:
-      ...     info = cluster.join("second")
+      >>> with rpc.elastic_cluster("first") as join:
+      ...     info = join("second")
       ...     with rpc.use_worker("second"):
       ...         rpc.rpc_sync("first", max, args=(3, 5))
       ...         rpc.shutdown()  # all others know of it then
@@ -172,18 +133,18 @@ def elastic_cluster(
     options = RpcOptions() if options is None else options
     check_options("elastic_cluster(options=...)", options)
     with current.becoming():
-        cluster = ElasticCluster(FunctionTable(allow), options)
-        cluster.join(name)
+        group = _ElasticGroup(0, FunctionTable(allow), options)
+        group.join(name)
     graceful = False
     try:
-        token = current.scope.set(Scope(cluster.agents[0]))
+        token = current.scope.set(Scope(group.agents[0]))
         try:
-            yield cluster
+            yield group.join
             graceful = True
         finally:
             current.scope.reset(token)
     finally:
-        _stop(cluster.agents, graceful)
+        _stop(group.agents, graceful)
 
 
 def _places(
@@ -194,9 +155,7 @@ def _places(
         got = [info.name for info in infos]
         raise ValueError(requirement("local_cluster(names)", rule, got))
     if devices is None:
-        require_backend()
-        found = jax.local_devices()
-        return [found[rank % len(found)] for rank in range(len(infos))]
+        return [_device_in_turn(info.id) for info in infos]
     rule = f"must be one device for each of the {len(infos)} workers"
     check_sequence("local_cluster(devices=...)", devices, jax.Device, rule)
     if len(devices) != len(infos):
@@ -210,7 +169,7 @@ def _start(
     functions: FunctionTable,
     options: RpcOptions,
 ) -> list[Agent]:
-    meeting = Meeting(len(infos), functions, options)
+    meeting = _Meeting(len(infos), functions, options)
     started = [meeting.begin(*place) for place in zip(infos, devices, strict=True)]
     agents = [agent for agent, _ in started]
     try:
@@ -228,7 +187,7 @@ def _start(
     return agents
 
 
-class Meeting:
+class _Meeting:
     """The rendezvous at which the workers of one process form a group.
 
     Args:
@@ -258,6 +217,44 @@ class Meeting:
         agent.group = CoordinatorClient(agent, self._at.connect_from(name), beats=False)
         seconds = options.join_timeout
         return agent, agent.group.join(info.id, self._world_size, seconds)
+
+
+class _ElasticGroup(_Meeting):
+    """The rendezvous of a group that workers join one by one."""
+
+    def __init__(
+        self, world_size: int, functions: FunctionTable, options: RpcOptions
+    ) -> None:
+        super().__init__(world_size, functions, options)
+        self.agents: list[Agent] = []
+        self._lock = threading.Lock()
+
+    def join(self, name: str, device: jax.Device | None = None) -> WorkerInfo:
+        """Adds a worker; see `elastic_cluster`."""
+        with self._lock:
+            self.agents = [agent for agent in self.agents if not agent.closed]
+            ranks = {agent.info.id for agent in self.agents}
+            rank = min(set(range(len(ranks) + 1)) - ranks)
+            chosen = _device_in_turn(rank) if device is None else device
+            agent, joined = self.begin(WorkerInfo(name, rank), chosen)
+            try:
+                joined.wait()
+            except BaseException:
+                agent.group.leave(1.0)
+                agent.references.close()
+                agent.close()
+                raise
+            if not self.agents:
+                client_of(agent).coordinator = self.coordinator
+            self.agents.append(agent)
+            current.add([agent])
+        return agent.info
+
+
+def _device_in_turn(rank: int) -> jax.Device:
+    require_backend()
+    devices = jax.local_devices()
+    return devices[rank % len(devices)]
 
 
 def _stop(agents: list[Agent], graceful: bool) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, Self, overload
 
-from jdist._errors import check_function, check_type, requirement
+from jdist._errors import check_function, check_number, check_type, requirement
+from jdist.rpc.base.current import DEFAULT
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.calls.function_calls import positional
@@ -37,7 +38,7 @@ from jdist.rpc.processes.process_settings import (
 )
 from jdist.rpc.processes.supervisor import Ending, ProcessCommand, Supervisor
 
-__all__ = ["Processes", "check_duration", "main_module", "spawn"]
+__all__ = ["Processes", "main_module", "spawn"]
 
 _SPAWNED = Path(__file__).with_name("spawned.py")
 _AT = {False: "before its function returned", True: "after its function had returned"}
@@ -51,7 +52,7 @@ def spawn(
     *,
     settings: ProcessSettings | None = ...,
     pin: int = ...,
-    timeout: float | None = ...,
+    timeout: float = ...,
     grace: float = ...,
     join: Literal[True] = ...,
 ) -> list[Any]: ...
@@ -65,7 +66,7 @@ def spawn(
     *,
     settings: ProcessSettings | None = ...,
     pin: int = ...,
-    timeout: float | None = ...,
+    timeout: float = ...,
     grace: float = ...,
     join: Literal[False],
 ) -> Processes: ...
@@ -78,7 +79,7 @@ def spawn(
     *,
     settings: ProcessSettings | None = ProcessSettings(),  # noqa: B008 - frozen
     pin: int = 0,
-    timeout: float | None = None,
+    timeout: float = 0,
     grace: float = 5.0,
     join: bool = True,
 ) -> list[Any] | Processes:
@@ -101,7 +102,7 @@ def spawn(
       nprocs: How many processes.
       settings: Settings in force before JAX is imported; None for none.
       pin: How many cores each process gets for itself (True is 1); 0 for no pinning.
-      timeout: Seconds that the whole may take; None for no limit.
+      timeout: Seconds that the whole may take; 0 for no limit.
       grace: Seconds between SIGTERM and SIGKILL.
       join: False returns at once, with the `Processes` to wait for.
 
@@ -128,9 +129,9 @@ def spawn(
     """
     require_posix("spawn")
     check_count("spawn(nprocs=...)", nprocs)
-    if timeout is not None:
-        check_duration("spawn(timeout=...)", timeout, least=sys.float_info.min)
-    check_duration("spawn(grace=...)", grace)
+    for name, seconds in (("timeout", timeout), ("grace", grace)):
+        rule = "must be seconds, finite and at least 0"
+        check_number(f"spawn({name}=...)", seconds, rule, lambda s: 0 <= s < math.inf)
     if settings is not None:
         rule = "must be an rpc.ProcessSettings, or None"
         check_type("spawn(settings=...)", settings, ProcessSettings, rule)
@@ -162,7 +163,7 @@ class Processes:
         self,
         request: bytes,
         settings: Sequence[ResolvedSettings],
-        timeout: float | None,
+        timeout: float,
         grace: float,
     ) -> None:
         self._timeout = timeout
@@ -211,11 +212,11 @@ class Processes:
         )
         self._supervisor.start(program)
 
-    def join(self, timeout: float | None = None) -> list[Any]:
+    def join(self, timeout: float = DEFAULT) -> list[Any]:
         """Waits for all of them; later calls return or raise the same at once.
 
         Args:
-          timeout: Seconds to wait; None for what `spawn` was given.
+          timeout: Seconds to wait; -1 for what `spawn` was given, 0 for no limit.
 
         Returns:
           What the function returned, by rank.
@@ -225,7 +226,7 @@ class Processes:
           RpcTimeout: As `spawn`.
           RpcError: They were ended by `close`.
         """
-        timeout = self._timeout if timeout is None else timeout
+        timeout = self._timeout if timeout == DEFAULT else timeout
         with self:
             if self._results is None and self._failure is None:
                 self._await(timeout)
@@ -245,8 +246,8 @@ class Processes:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-    def _await(self, timeout: float | None) -> None:
-        if not self._supervisor.wait(timeout):
+    def _await(self, timeout: float) -> None:
+        if not self._supervisor.wait(timeout or None):
             self._failure = self._timed_out(timeout)
             return
         outcomes = [self._outcome(rank) for rank in range(len(self.pids))]
@@ -254,7 +255,7 @@ class Processes:
         if self._failure is None:
             self._results = [outcome["value"] for outcome in outcomes]
 
-    def _timed_out(self, timeout: float | None) -> RpcTimeout:
+    def _timed_out(self, timeout: float) -> RpcTimeout:
         children = enumerate(self._supervisor.children)
         ranks = ", ".join(str(rank) for rank, child in children if not child.ending)
         return RpcTimeout(
@@ -332,17 +333,3 @@ def _pickled(value: object, refusal: str) -> bytes:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{refusal} Pickle says: {error}.") from error
-
-
-def check_duration(call: str, seconds: object, least: float = 0.0) -> None:
-    """Check that a value is a finite number of seconds.
-
-    Raises:
-      TypeError: Not a number.
-      ValueError: Less than `least`, infinite or NaN.
-    """
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-        raise TypeError(requirement(call, "must be a number of seconds", repr(seconds)))
-    if not least <= seconds < math.inf:
-        rule = "must be finite and positive" if least else "must be finite, at least 0"
-        raise ValueError(requirement(call, rule, seconds))

@@ -169,14 +169,15 @@ class Connection:
 
     def _refuse_size(self, header: int, body: int, leaves: int) -> None:
         most = self._terms.limits
-        for what, size, limit in (
-            ("a header of", header, most.header_bytes),
-            ("arrays of together", body, most.body_bytes),
-            ("a number of arrays of", leaves, most.leaves),
+        raised = ", or raise RpcOptions(max_array_bytes=...) on every worker"
+        for what, size, limit, other in (
+            ("a header of", header, most.header_bytes, ""),
+            ("arrays of together", body, most.body_bytes, raised),
+            ("a number of arrays of", leaves, most.leaves, ""),
         ):
             if size > limit:
                 rule = f"must have {what} at most {limit}"
-                remedy = "Send it in parts, or raise the limit on every worker."
+                remedy = f"Send it in parts{other}."
                 raise ValueError(requirement("rpc(value)", rule, size, remedy))
 
     @staticmethod

@@ -326,11 +326,11 @@ def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
             f"{VERSION}. Install the same jdist on both."
         )
     if header > limits.header_bytes:
-        raise _beyond("header", header, limits.header_bytes, "header_bytes")
+        raise _beyond("header", header, limits.header_bytes)
     if body > limits.body_bytes:
-        raise _beyond("body", body, limits.body_bytes, "body_bytes")
+        raise _beyond("body", body, limits.body_bytes, _RAISED)
     if apart > limits.leaves:
-        raise _beyond("number of arrays", apart, limits.leaves, "leaves")
+        raise _beyond("number of arrays", apart, limits.leaves)
     return Sizes(header, body, apart)
 
 
@@ -346,7 +346,7 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
         raise ProtocolError(f"A header cannot be read: {error}") from error
     if len(message.leaves) > limits.leaves:
         got = len(message.leaves)
-        raise _beyond("number of arrays", got, limits.leaves, "leaves")
+        raise _beyond("number of arrays", got, limits.leaves)
     # Only short descriptions are cached, which bounds the cache's memory.
     few = len(message.leaves) <= _FEW
     layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
@@ -376,7 +376,7 @@ def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
         leaves.append(_Leaf(dtype, shape, flags, offset))
     total = filled + sum(large) + sum(apart)
     if total > limit:
-        raise _beyond("body", total, limit, "body_bytes")
+        raise _beyond("body", total, limit, _RAISED)
     return tuple(leaves), filled, tuple(large), tuple(apart)
 
 
@@ -395,14 +395,16 @@ def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype,
     # An empty array, too, must not have dimensions whose product overflows.
     most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
     if most > limit:
-        raise _beyond("array", most, limit, "body_bytes")
+        raise _beyond("array", most, limit, _RAISED)
     return dtype, nbytes
 
 
-def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
+_RAISED = " RpcOptions(max_array_bytes=...) raises it."
+
+
+def _beyond(what: str, size: int, limit: int, remedy: str = "") -> ProtocolError:
     return ProtocolError(
-        f"A frame's {what} of {size} is beyond this worker's limit of {limit} "
-        f"(Limits.{name})."
+        f"A frame's {what} of {size} is beyond this worker's limit of {limit}.{remedy}"
     )
 
 

@@ -24,18 +24,18 @@ def tripled(x):
 
 @pytest.fixture
 def group():
-    with rpc.elastic_cluster("worker0", allow=["tests"]) as cluster:
-        cluster.join("worker1")
-        yield cluster
+    with rpc.elastic_cluster("worker0", allow=["tests"]) as join:
+        join("worker1")
+        yield join
 
 
-def replace(cluster):
+def replace(join):
     """Another "worker1"; the one before is gone."""
     before = current.worker().directory.find("worker1")
     with rpc.use_worker("worker1"):
         rpc.shutdown(graceful=False)
     assert wait_for(lambda: before.departed is not None)
-    cluster.join("worker1")
+    join("worker1")
     assert current.worker().directory.find("worker1") is not before
 
 

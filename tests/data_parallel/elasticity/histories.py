@@ -101,9 +101,9 @@ class History:
         self._came = {number: threading.Event() for number in range(1, replicas)}
         self._threads = []
         self.results = {}
-        with rpc.elastic_cluster("w0") as self._cluster:
+        with rpc.elastic_cluster("w0") as self._join:
             for number in range(1, replicas):
-                self._cluster.join(f"w{number}")
+                self._join(f"w{number}")
             self._numbers = replicas
             for number in range(replicas):
                 self._start(number)
@@ -140,7 +140,7 @@ class History:
         if number == 0 and shares in self._joins:
             self._joins.remove(shares)
             newcomer, self._numbers = self._numbers, self._numbers + 1
-            self._cluster.join(f"w{newcomer}")
+            self._join(f"w{newcomer}")
             self._came[newcomer] = threading.Event()
             self._start(newcomer)
         if shares in self._pauses.get(number, {}):

@@ -205,8 +205,8 @@ def test_a_run_does_not_wait_for_replicas_for_ever():
 
 def test_a_replica_does_not_wait_for_rank_0_for_ever():
     run = elastic_run(exact_loss, "sum", join_timeout=0.1)
-    with rpc.elastic_cluster("w0") as cluster:
-        cluster.join("w1")
+    with rpc.elastic_cluster("w0") as join:
+        join("w1")
         with (
             rpc.use_worker("w1"),
             pytest.raises(rpc.RpcError, match="Rank 0 has not begun the elastic run"),
@@ -339,8 +339,8 @@ def test_a_replica_with_other_terms_and_a_second_run_are_refused():
                     # Until rank 0 has ended the run, it hands a late replica its state.
                     over.wait(60)
 
-    with rpc.elastic_cluster("w0") as cluster:
-        cluster.join("w1")
+    with rpc.elastic_cluster("w0") as join:
+        join("w1")
         thread = threading.Thread(target=come)
         thread.start()
         run.run(PARAMS, (X, Y), WEIGHTS)

@@ -104,7 +104,9 @@ def test_a_peer_that_stops_reading_holds_up_no_other_for_long(leader):
     futures.call_when_done(answers[OWN], gone_on.set)
     for replica in PEERS:
         # Each of their sends waits for room in its socket.
-        futures.call_when_done(answers[replica], lambda: blocked.append(gone_on.wait(60)))
+        futures.call_when_done(
+            answers[replica], lambda: blocked.append(gone_on.wait(60))
+        )
     begin(leader, answers)
     for answer in answers.values():
         answer.wait(60)

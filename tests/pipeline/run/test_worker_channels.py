@@ -172,15 +172,15 @@ def together(mailbox):
 
 def test_a_pipeline_of_an_elastic_group_is_of_the_workers_that_are_there():
     """A newcomer has made none before, and its predecessor's loss is not its own."""
-    with rpc.elastic_cluster("first") as cluster:
+    with rpc.elastic_cluster("first") as join:
         mailbox = mailbox_of(current.worker())
-        cluster.join("second")
+        join("second")
         before = [together(mailbox)[0] for _ in range(2)]
         with rpc.use_worker("second"):
             rpc.shutdown()
         mailbox._lose("second", "it died")
         assert [mailbox.loss(each, "second") for each in before] == ["it died"] * 2
-        cluster.join("second")
+        join("second")
         here, there = together(mailbox)
         assert here == there
         assert here not in before

@@ -26,7 +26,7 @@ def begun(to, fn, args=None, kwargs=None):
 
 
 def made(to, fn, args=None, kwargs=None):
-    module = rpc.remote_module(to, fn, args, kwargs)
+    module = rpc.RemoteModule(to, fn, args, kwargs)
     return module.module_rref.to_here()
 
 
@@ -38,7 +38,7 @@ CALLS = {
     "rpc_sync": rpc.rpc_sync,
     "rpc_async": asked,
     "remote": begun,
-    "remote_module": made,
+    "RemoteModule": made,
 }
 
 NO_ARGUMENTS = {

@@ -101,11 +101,9 @@ def test_the_error_says_who_waits_for_whom(cluster):
 
 
 def defaults(name):
-    assert rpc.get_rpc_timeout() == 60.0
     in_flight = rpc.rpc_async("worker1", wait_at, args=(name,))
-    rpc.set_rpc_timeout(0.05)
+    assert rpc.set_rpc_timeout(0.05) == 60.0
     try:
-        assert rpc.get_rpc_timeout() == 0.05
         late = [rpc.rpc_async("worker1", wait_at, args=(name,)) for _ in range(10)]
         for future in late:
             with pytest.raises(rpc.RpcTimeout, match=rf"{RAN} \(50 ms\)"):
@@ -131,7 +129,7 @@ def test_the_default_limit(cluster):
 def test_the_default_limit_from_the_options():
     options = rpc.RpcOptions(timeout=0.05)
     with rpc.local_cluster(["a", "b"], options=options, allow=["tests"]):
-        assert rpc.get_rpc_timeout() == 0.05
+        assert rpc.set_rpc_timeout(0.05) == 0.05
         with pytest.raises(rpc.RpcTimeout, match=RAN):
             rpc.rpc_sync("b", wait_at, args=("options",))
         rpc.rpc_sync("b", open_gate, args=("options",))

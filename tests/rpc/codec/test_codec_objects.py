@@ -142,7 +142,7 @@ class Planned(nnx.Module):
     size: int = 3
 
 
-MODULE = r"must not be a Flax NNX module, .*rpc\.remote_module.*nnx\.to_pure_dict\("
+MODULE = r"must not be a Flax NNX module, .*rpc\.RemoteModule.*nnx\.to_pure_dict\("
 PART = r"must not be a part of a Flax NNX module\. Got .*nnx\.to_pure_dict\(state\)"
 OF_FLAX = {
     "a layer": (lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), MODULE),

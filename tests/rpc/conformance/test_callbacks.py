@@ -3,7 +3,6 @@
 import threading
 
 import numpy as np
-import pytest
 
 from jdist import rpc
 
@@ -95,27 +94,3 @@ def chains_side_by_side():
 
 def test_chained_calls_side_by_side(cluster):
     cluster.run(0, chains_side_by_side)
-
-
-def collect_many():
-    with rpc.wait_all_calls() as futures:
-        for i in range(20):
-            rpc.rpc_async(f"worker{i % 4}", add, args=(i, 100))
-        assert rpc.rpc_sync("worker1", add, args=(1, 2)) == 3
-    assert [future.value() for future in futures] == [i + 100 for i in range(20)]
-
-
-def collect_late(name):
-    rpc.set_rpc_timeout(0.05)
-    try:
-        with pytest.raises(rpc.RpcTimeout, match=RAN), rpc.wait_all_calls() as futures:
-            rpc.rpc_async("worker1", wait_at, args=(name,))
-    finally:
-        rpc.set_rpc_timeout(60.0)
-    assert futures[0].done()
-    rpc.rpc_sync("worker1", open_gate, args=(name,))
-
-
-def test_collected_calls(cluster):
-    cluster.run(0, collect_many)
-    cluster.run(3, collect_late, f"late {cluster.kind}")

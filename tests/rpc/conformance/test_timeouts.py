@@ -51,22 +51,3 @@ def test_limits_beyond_counting_are_none(cluster, timeout):
     assert cluster.everywhere(meet_with, timeout) == [[0, 1, 2, 3]] * 4
     with pytest.raises(rpc.RpcTimeout, match="on 'worker2'"):
         cluster.run(3, rpc.barrier, ["worker2", "worker3"])
-
-
-def a_block_of_calls():
-    with rpc.wait_all_calls() as futures:
-        rpc.rpc_async("worker2", add, args=(1, 2))
-        rpc.rpc_async("worker1", never, timeout=0.05)
-        rpc.rpc_async("worker3", add, args=(3, 4))
-    return futures
-
-
-def try_a_block_of_calls():
-    with pytest.raises(
-        rpc.RpcTimeout, match=r"\(50 ms\).*rpc_async\(never\) to 'worker1'"
-    ):
-        a_block_of_calls()
-
-
-def test_a_block_of_calls_ends_with_the_first_timeout(cluster):
-    cluster.run(0, try_a_block_of_calls)

@@ -15,14 +15,14 @@ class Threads:
 
     kind = "in-process"
 
-    def __init__(self, cluster):
-        self._cluster = cluster
+    def __init__(self, join):
+        self._join = join
         self.names = [rpc.get_worker_info().name]
 
     def begin_to_join(self, name, rank=None):
         """Begins to join, as a Task; `rank` by default the lowest that is free."""
         assert rank is None
-        return in_threads([self.names[0]])(0, self._cluster.join, name)
+        return in_threads([self.names[0]])(0, self._join, name)
 
     def stranger(self, name, rank):
         """Somebody who shall not be let in."""

@@ -16,8 +16,8 @@ def port():
 @pytest.fixture
 def threads():
     """An elastic group in this process, of "worker0" so far."""
-    with rpc.elastic_cluster("worker0", allow=["tests"]) as cluster:
-        yield Elastic(Threads(cluster))
+    with rpc.elastic_cluster("worker0", allow=["tests"]) as join:
+        yield Elastic(Threads(join))
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def call_directly(to):
 
 def test_a_frozen_worker_is_replaced_and_thaws(mortal):
     """It is taken for nobody any more."""
-    group = mortal(4, heartbeat_interval=0.2, heartbeat_timeout=3.0)
+    group = mortal(4, heartbeat_timeout=3.0)
     group.join("worker1")
     group.join("worker2")
     group.run("worker1", greet_all, group.names)
@@ -122,7 +122,7 @@ def test_a_frozen_worker_is_replaced_and_thaws(mortal):
 
 def test_a_shutdown_waits_for_a_frozen_worker_until_that_is_lost(mortal):
     """It cannot note that another one leaves."""
-    group = mortal(3, heartbeat_interval=0.2, heartbeat_timeout=2.0)
+    group = mortal(3, heartbeat_timeout=2.0)
     group.join("worker1")
     group.join("worker2")
     group.signal("worker2", signal.SIGSTOP)

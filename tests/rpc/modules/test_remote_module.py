@@ -28,7 +28,7 @@ def refused(call, kind, match):
 
 
 def calls():
-    here, there = Network(3), rpc.remote_module("worker1", Network, kwargs={"seed": 3})
+    here, there = Network(3), rpc.RemoteModule("worker1", Network, kwargs={"seed": 3})
     assert there.module_rref.owner_name() == "worker1"
     x = inputs()
     for module in (here, there):
@@ -47,7 +47,7 @@ def test_it_computes_what_the_local_one_does(cluster):
 
 
 def listing():
-    here, there = Network(5), rpc.remote_module("worker1", Network, (5,))
+    here, there = Network(5), rpc.RemoteModule("worker1", Network, (5,))
     listed = there.parameters()
     assert list(listed) == NAMES
     flat = dict(nnx.to_flat_state(nnx.state(here, nnx.Param)))
@@ -67,7 +67,7 @@ def test_its_parameters_are_listed_by_path(cluster):
 
 
 def replacing():
-    here, there = Network(6), rpc.remote_module("worker1", Network, (6,))
+    here, there = Network(6), rpc.RemoteModule("worker1", Network, (6,))
     x = inputs(4)
     here.eval(), there.eval()
     parameters = there.parameters()
@@ -99,7 +99,7 @@ def descend(references, gradients, rate):
 
 
 def training():
-    here, there = Network(7), rpc.remote_module("worker1", Network, (7,))
+    here, there = Network(7), rpc.RemoteModule("worker1", Network, (7,))
     rng = np.random.default_rng(7)
     x = inputs(8)
     here.eval(), there.eval()
@@ -129,7 +129,7 @@ def equal_cells(first, second):
 
 
 def identity():
-    there = rpc.remote_module("worker1", module_worlds.shared_layer, (8,))
+    there = rpc.RemoteModule("worker1", module_worlds.shared_layer, (8,))
     one, same_one = there.parameters()["kernel"], there.parameters()["kernel"]
     other = there.parameters()["bias"]
     assert rpc.rpc_sync("worker1", equal_cells, args=(one, same_one)) == (True, 1)
@@ -143,7 +143,7 @@ def test_the_same_parameter_is_equal_to_itself(cluster):
 
 
 def wrong_values():
-    layer = rpc.remote_module("worker1", module_worlds.shared_layer, (9,))
+    layer = rpc.RemoteModule("worker1", module_worlds.shared_layer, (9,))
     bias = layer.parameters()["bias"]
     before = bias.to_here().value
     for wrong, got in (
@@ -165,7 +165,7 @@ def test_a_parameter_keeps_its_shape_and_dtype(cluster):
 
 
 def modes():
-    here, there = Network(10), rpc.remote_module("worker1", Network, (10,))
+    here, there = Network(10), rpc.RemoteModule("worker1", Network, (10,))
     x = inputs(32)
     for turn in range(2):
         for module in (here, there):
@@ -189,7 +189,7 @@ def test_training_and_evaluation_are_passed_through(cluster):
 
 def layer_of_flax():
     here = module_worlds.shared_layer(11)
-    there = rpc.remote_module("worker1", module_worlds.shared_layer, (11,))
+    there = rpc.RemoteModule("worker1", module_worlds.shared_layer, (11,))
     assert same(there(inputs()), here(inputs()))
     assert there.train().eval() is there
     assert list(there.parameters()) == ["bias", "kernel"]
@@ -206,14 +206,14 @@ def test_a_layer_of_flax_itself_needs_no_permission(cluster):
 
 
 def methods():
-    there = rpc.remote_module("worker1", Network, (12,))
+    there = rpc.RemoteModule("worker1", Network, (12,))
     hidden = there.module_rref.rpc_sync()
     assert refused(hidden.fail, KeyError, "no such layer")
     refused(lambda: hidden._inner, AttributeError, "public methods only")
     refused(hidden.shell, AttributeError, "has no attribute 'shell'")
     refused(hidden.mode, rpc.ForbiddenFunction, "must be a method that its class")
     refused(hidden.absent, AttributeError, "has no attribute 'absent'")
-    shadowed = rpc.remote_module("worker1", module_worlds.Shadowed)
+    shadowed = rpc.RemoteModule("worker1", module_worlds.Shadowed)
     assert shadowed.eval() is shadowed  # Flax's, not the attribute's.
 
 
@@ -223,7 +223,7 @@ def test_only_methods_are_reached(cluster):
 
 def other_objects():
     rows = {"a": jnp.asarray([1.5, 2.5]), "b.c": jnp.asarray([3.5])}
-    table = rpc.remote_module("worker1", Table, (rows,))
+    table = rpc.RemoteModule("worker1", Table, (rows,))
     assert same(table("a"), 2 * rows["a"])
     listed = table.parameters()
     assert list(listed) == ["a", "b.c"]
@@ -233,13 +233,13 @@ def other_objects():
     assert same(table("a"), rows["a"])
     assert [table.eval().rpc_sync().is_frozen(), table.train().rpc_sync().is_frozen()]
     assert not table.rpc_sync().is_frozen()
-    silent = rpc.remote_module("worker1", Silent)
+    silent = rpc.RemoteModule("worker1", Silent)
     assert silent.rpc_sync().answer() == 42
     rule = "needs a Flax NNX module, or an object with a method `parameters`. Got a"
     refused(silent.parameters, TypeError, rule)
     refused(silent.train, AttributeError, "has no attribute 'train'")
     refused(silent, rpc.ForbiddenFunction, "must be a method that its class defines")
-    wrong = rpc.remote_module("worker1", module_worlds.Wrong)
+    wrong = rpc.RemoteModule("worker1", module_worlds.Wrong)
     rule = "needs the method `parameters` of Wrong to return cells by their names. Got"
     refused(wrong.parameters, TypeError, rule)
 
@@ -250,7 +250,7 @@ def test_any_object_is_a_module(cluster):
 
 
 def failures(name):
-    make = rpc.remote_module
+    make = rpc.RemoteModule
     error = refused(
         lambda: make("worker1", module_worlds.broken, (5,)),
         ValueError,
@@ -295,7 +295,7 @@ def use(module, x):
 
 
 def sharing():
-    here, there = Network(13), rpc.remote_module("worker1", Network, (13,))
+    here, there = Network(13), rpc.RemoteModule("worker1", Network, (13,))
     here.eval(), there.eval()
     x = inputs(3)
     name, y, back = rpc.rpc_sync("worker2", use, args=(there, x))
@@ -319,7 +319,7 @@ def here_of(seed):
 
 def at_home(x):
     """On its owner it is the object itself."""
-    module = rpc.remote_module(rpc.get_worker_info(), Network, (14,)).eval()
+    module = rpc.RemoteModule(rpc.get_worker_info(), Network, (14,)).eval()
     assert module.module_rref.is_owner()
     local = module.module_rref.local_value()
     assert same(module(x), local(x))
@@ -338,7 +338,7 @@ def owned():
 
 def living():
     assert rpc.rpc_sync("worker3", owned) == 0
-    there = rpc.remote_module("worker3", module_worlds.shared_layer, (15,))
+    there = rpc.RemoteModule("worker3", module_worlds.shared_layer, (15,))
     bias = there.parameters()["bias"]
     wait_until(lambda: rpc.rpc_sync("worker3", owned) == 2)
     del there
@@ -364,7 +364,7 @@ def test_its_arrays_are_on_the_worker_s_device():
     """Also after a value came from elsewhere."""
     devices = jax.devices("cpu")[3:5]
     with rpc.local_cluster(["here", "there"], devices=devices, allow=["tests"]):
-        module = rpc.remote_module("there", module_worlds.shared_layer, (16,))
+        module = rpc.RemoteModule("there", module_worlds.shared_layer, (16,))
         where = (place, (module.module_rref,))
         assert rpc.rpc_sync("there", *where) == [devices[1].id]
         y = module(jax.device_put(inputs(), devices[0]))
@@ -379,7 +379,7 @@ def test_rpc_does_not_import_flax():
     program = (
         "import sys; from jdist import rpc\n"
         "with rpc.local_cluster(['a', 'b']):\n"
-        "    rpc.remote_module('b', list, args=((3, 1),)).rpc_sync().sort()\n"
+        "    rpc.RemoteModule('b', list, args=((3, 1),)).rpc_sync().sort()\n"
         "assert not [name for name in sys.modules if name.startswith('flax')]"
     )
     done = subprocess.run(

@@ -321,12 +321,12 @@ def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
         ({"args": (threading.Lock(),)}, ValueError, "args.*pickle can carry.*lock"),
         ({"pin": -1}, ValueError, "pin.* must be a number of cores per process"),
         ({"pin": 10**6}, ValueError, "must leave 2 processes cores of their own"),
-        ({"timeout": 0}, ValueError, "timeout.* must be finite and positive. Got 0"),
-        ({"timeout": "1"}, TypeError, "timeout.* must be a number of seconds"),
-        ({"timeout": math.nan}, ValueError, "timeout.* must be finite and positive"),
-        ({"grace": -1}, ValueError, "grace.* must be finite, at least 0. Got -1"),
-        ({"grace": math.inf}, ValueError, "grace.* must be finite, at least 0"),
-        ({"grace": True}, TypeError, "grace.* must be a number of seconds"),
+        ({"timeout": -1}, ValueError, "timeout.* at least 0. Got -1"),
+        ({"timeout": "1"}, TypeError, "timeout.* must be seconds"),
+        ({"timeout": math.nan}, ValueError, "timeout.* must be seconds, finite"),
+        ({"grace": -1}, ValueError, "grace.* at least 0. Got -1"),
+        ({"grace": math.inf}, ValueError, "grace.* must be seconds, finite"),
+        ({"grace": True}, TypeError, "grace.* must be seconds"),
     ],
 )
 def test_refusals(changes, error, message):
