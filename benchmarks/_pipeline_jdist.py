@@ -12,7 +12,7 @@ from benchmarks import _pipeline_models as models
 from benchmarks._pair import Job, Spent, idle, timed
 from jdist import pipeline, rpc
 
-WORKERS = ["worker0", "worker1"]
+WORKERS = pipeline.Workers(["worker0", "worker1"])
 FAMILIES = {
     models.ONE_F_ONE_B: pipeline.one_f_one_b,
     models.SPLIT_DRAIN: lambda n, m: pipeline.split_drain(pipeline.one_f_one_b(n, m)),

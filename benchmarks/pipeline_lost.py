@@ -82,7 +82,8 @@ def _step() -> Any:
         for a, b in ("xg", "gh", "hy")
     ]
     schedule = pipeline.one_f_one_b(3, 4)
-    pipe = pipeline.Pipeline(stages, lambda y, batch: y.sum(-1), schedule, NAMES)
+    workers = pipeline.Workers(NAMES)
+    pipe = pipeline.Pipeline(stages, lambda y, batch: y.sum(-1), schedule, workers)
     params = pipe.place([jnp.eye(64)] * 3)
     batch = {"x": jnp.ones((8, 64))}
     jax.block_until_ready(pipe.value_and_grad(params, batch))

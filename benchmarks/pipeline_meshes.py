@@ -76,20 +76,19 @@ def prepare_worker(rank: int) -> Iterator[dict[str, Job]]:
     rpc.init_rpc(names[rank], options=options)
     (batch,) = llama.batches(1)
     (own,) = llama.meshes(jax.devices(), (1, 2, 2))
-    step = pipelined(names, batch, mesh=own)
+    step = pipelined(pipeline.Workers(names, mesh=own), batch)
     yield {WORKERS: partial(timed, step, jax.block_until_ready)}
     rpc.shutdown()
 
 
-def pipelined(
-    places: Sequence[Any], batch: Any, mesh: Mesh | None = None
-) -> Callable[[], Any]:
+def pipelined(places: Any, batch: Any) -> Callable[[], Any]:
     """The step of a pipeline with the layers in two stages."""
     schedule = trained.SCHEDULES["1F1B"]
-    options = {"optimizer": trained.OPTIMIZER, "mesh": mesh}
-    pipe, made = llama.pipelined(llama.layers(SIZES), schedule, places, **options)
+    pipe, made = llama.pipelined(
+        llama.layers(SIZES), schedule, places, optimizer=trained.OPTIMIZER
+    )
     specs: Any = None
-    if mesh is not None or isinstance(places[0], Mesh):
+    if isinstance(places, pipeline.Workers) or isinstance(places[0], Mesh):
         specs = jax.tree_util.tree_map_with_path(llama.spec, made.params)
     params = pipe.place(made.params, specs)
     state = pipe.init(params, made.states, jax.random.key(0))
@@ -112,12 +111,10 @@ def in_one(devices: Sequence[jax.Device], batch: Any) -> Callable[[], Any]:
     first, *stages, last = made.stages
     mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("stage", "data", "model"))
     pipe = pipeline.Pipeline(
-        stages,
+        pipeline.with_ends(stages, first=first, last=last),
         llama.losses_of,
         pipeline.gpipe(2, llama.MICRO_BATCHES),
-        mesh,
-        first=first,
-        last=last,
+        pipeline.OneProgram(mesh),
         optimizer=trained.OPTIMIZER,
     )
 

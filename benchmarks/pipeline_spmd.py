@@ -19,7 +19,7 @@ from benchmarks._goals import Goal, ratio
 from benchmarks._harness import Case
 from benchmarks._pair import Job, Pair
 from benchmarks.pipeline import SETTINGS, race
-from jdist import data_parallel
+from jdist import data_parallel, pipeline
 
 WORKERS, PROGRAM = "process executor", "one program"
 KINDS = (models.ONE_F_ONE_B, models.GPIPE, models.ZERO_BUBBLE)
@@ -51,7 +51,8 @@ def measure() -> list[Case]:
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """The jobs of a process with one device of the mesh."""
     with data_parallel.process_group(axis="stage") as mesh:
-        yield _pipeline_jdist.piped(models.SMALL, KINDS, mesh, _barrier(mesh))
+        places = pipeline.OneProgram(mesh)
+        yield _pipeline_jdist.piped(models.SMALL, KINDS, places, _barrier(mesh))
 
 
 def _barrier(mesh: Mesh) -> Callable[[], Any]:

@@ -177,7 +177,7 @@ def spec(path: Any, _: Any) -> P:
 def pipelined(
     modules: Sequence[nnx.Module],
     schedule: pipeline.Schedule,
-    places: Sequence[Any],
+    places: Any,
     **options: Any,
 ) -> tuple[pipeline.Pipeline, pipeline.FromModules]:
     """Splits the layers evenly into the stages of the schedule."""
@@ -192,9 +192,7 @@ def pipelined(
 # --- training ---
 
 
-def train(
-    places: Sequence[Any], schedule: pipeline.Schedule, steps: int, **options: Any
-) -> Any:
+def train(places: Any, schedule: pipeline.Schedule, steps: int, **options: Any) -> Any:
     """Returns the losses and a function that makes the trained layers."""
     options["optimizer"] = optim.adam(lr=LR)
     pipe, made = pipelined(layers(Sizes()), schedule, places, **options)
@@ -217,7 +215,8 @@ if __name__ == "__main__":
     else:  # a process for each stage
         rpc.init_rpc(f"worker{rank}")
         (own,) = meshes(jax.local_devices(), (1, 2, 2))
-        losses, _ = train(["worker0", "worker1"], schedule, 30, mesh=own)
+        workers = pipeline.Workers(["worker0", "worker1"], mesh=own)
+        losses, _ = train(workers, schedule, 30)
         rpc.shutdown()
     if rank in (None, "0"):
         print("losses", *(f"{loss:.3f}" for loss in losses))

@@ -63,7 +63,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def train(places: Any, steps: int = 10) -> list[float]:
-    """Returns the losses; `places` is a worker or a device for each stage."""
+    """Returns the losses; `places` are workers, or a device for each stage."""
     made = pipeline.stages_from_nnx(halves(), names=("tokens", "h", "scores"))
     schedule = pipeline.gpipe(len(made.stages), MICRO_BATCHES)
     opt = optim.sgd(lr=LR)
@@ -81,7 +81,7 @@ def train(places: Any, steps: int = 10) -> list[float]:
 def work(rank: int) -> list[float]:
     """Entry point of each process; returns the losses."""
     rpc.init_rpc(f"worker{rank}")
-    losses = train(["worker0", "worker1"])
+    losses = train(pipeline.Workers(["worker0", "worker1"]))
     rpc.shutdown()
     return losses
 

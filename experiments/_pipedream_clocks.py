@@ -57,7 +57,7 @@ def _work(
     """The process of one stage; returns seconds of each epoch by method."""
     rpc.init_rpc(f"stage{rank}", allow=("experiments",))
     rpc.set_rpc_timeout(PATIENCE)
-    where = [f"stage{j}" for j in range(network.stages)]
+    where = pipeline.Workers([f"stage{j}" for j in range(network.stages)])
     made = network.made()
     params = network.parameters(made, seed)
     (batches,), _ = batches_of(seed, 1)

@@ -153,14 +153,14 @@ def _work(rank: int, plan: Plan) -> Found:
     rpc.init_rpc(NAMES[rank], allow=("experiments",))
     rpc.set_rpc_timeout(PATIENCE)
     wait = functools.partial(rpc.barrier, timeout=PATIENCE)
-    found = found_by(plan, NAMES, wait, rank)
+    found = found_by(plan, pipeline.Workers(NAMES), wait, rank)
     rpc.shutdown()
     return found
 
 
 def found_by(
     plan: Plan,
-    where: Sequence[str] | Sequence[jax.Device],
+    where: pipeline.Workers | Sequence[jax.Device],
     wait: Callable[[], None] = lambda: None,
     rank: int | None = None,
 ) -> Found:
@@ -168,7 +168,7 @@ def found_by(
 
     Args:
       plan: The parameters.
-      where: Two devices of this process; or `NAMES`, of which it is one.
+      where: Two devices of this process; or the workers, of which it is one.
       wait: A barrier of all processes.
       rank: The rank of this process; None if it is the only one.
     """

@@ -156,16 +156,15 @@ class Model:
     def pipe(
         self,
         schedule: pipeline.Schedule,
-        places: Sequence[Any],
+        places: Any,
         tied: bool = True,
-        **options: Any,
     ) -> pipeline.Pipeline:
         """A pipeline; with `tied=False` its mistake is that the table is not shared."""
         stages = self.made.stages
         if not tied:
             stages = [replace(stage, tied={}) for stage in stages]
         return pipeline.Pipeline(
-            stages, llama.losses_of, schedule, places, optimizer=OPTIMIZER, **options
+            stages, llama.losses_of, schedule, places, optimizer=OPTIMIZER
         )
 
     def start(self, pipe: pipeline.Pipeline) -> pipeline.PipelineState:
@@ -304,7 +303,8 @@ def train_as_worker(
     workers = ["worker0", "worker1"]
     rpc.init_rpc(workers[rank])
     model = model_of(llama.Sizes(blocks=blocks), seed)
-    pipe = model.pipe(SCHEDULES["1F1B"], workers, mesh=own)
+    places = pipeline.Workers(workers, mesh=own)
+    pipe = model.pipe(SCHEDULES["1F1B"], places)
     batches = llama.batches(steps, seed)
     _, found = train(model, pipe, model.start(pipe), batches, workers[rank], 0)
     rpc.shutdown()

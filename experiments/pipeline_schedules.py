@@ -170,7 +170,7 @@ def timed(family: Family, sizes: Sizes, weights: Any, batch: Any) -> list[Any]:
         ],
         losses,
         family.make(sizes.micro_batches),
-        WORKERS,
+        pipeline.Workers(WORKERS),
     )
     own = sizes.layers // family.stages
     params = [weights[j * own : (j + 1) * own] for j in range(family.stages)]

@@ -100,6 +100,7 @@ ROOMS = {
         "stages",
         "run",
         "weight_stashing spmd",
+        "places",
         "pipeline",
         "measured_timeline checkpoint",
         "training_loop",

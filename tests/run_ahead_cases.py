@@ -108,7 +108,7 @@ def stages_on_one_mesh(mesh, params, batch):
 
 def one_program(mesh, params, batch):
     devices = mesh.devices[:2]
-    return _piped(_pipe(Mesh(devices, ("stage",))), params, batch)
+    return _piped(_pipe(pipeline.OneProgram(Mesh(devices, ("stage",)))), params, batch)
 
 
 CASES = [

@@ -208,7 +208,7 @@ def test_one_program_for_all_stages(rng):
         stages,
         lambda y, batch: jnp.sum((y - batch["t"]) ** 2, axis=(1, 2, 3)),
         pipeline.one_f_one_b(2, 3),
-        Mesh(np.array(jax.devices()[:2]), ("stage",)),
+        pipeline.OneProgram(Mesh(np.array(jax.devices()[:2]), ("stage",))),
     )
     params = [
         jnp.asarray(rng.normal(size=(3, 3, 2, 2)) / 4, jnp.float32) for _ in range(2)

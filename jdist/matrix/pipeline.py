@@ -30,7 +30,7 @@ from jdist.matrix.row import (
     precision_of_caller,
     recorder,
 )
-from jdist.pipeline import Pipeline, Schedule, Stage
+from jdist.pipeline import OneProgram, Pipeline, Schedule, Stage, Workers
 
 __all__ = ["rows"]
 
@@ -180,7 +180,9 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
             # The workers of a local cluster share this process: each thread acts as
             # one.
             with rpc.use_worker(name):
-                pipe = Pipeline(stages, _losses, schedule, names, reduction=reduction)
+                pipe = Pipeline(
+                    stages, _losses, schedule, Workers(names), reduction=reduction
+                )
                 placed = pipe.place(shares)
                 return pipe.value_and_grad(placed, {"batch": batch}, weights)
 
@@ -309,7 +311,8 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
             own = jax.tree.unflatten(structure, [copies[0] for copies in found])
             return loss_fn(merge(own, fixed), entries["batch"])
 
-        pipe = Pipeline(stages, losses, schedule, mesh, reduction=reduction)
+        places = OneProgram(mesh)
+        pipe = Pipeline(stages, losses, schedule, places, reduction=reduction)
         entries = {"h0": zeros, "batch": batch}
         loss, grads = pipe.value_and_grad(pipe.place(owned), entries, weights)
         own = [grads[k % count]["leaves"][k] for k in range(len(leaves))]

@@ -4,6 +4,7 @@ from jdist._fit import Metrics, over_epoch
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.measured_timeline import timed
 from jdist.pipeline.pipeline import PipeDream, Pipeline
+from jdist.pipeline.places import Meshes, OneProgram, Workers
 from jdist.pipeline.plan import (
     Layer,
     Plan,
@@ -42,6 +43,7 @@ from jdist.pipeline.stages import (
     profile,
     stages_from_modules,
     stages_from_nnx,
+    with_ends,
 )
 from jdist.pipeline.training_loop import fit
 from jdist.pipeline.weight_stashing.optimizer import (
@@ -55,8 +57,10 @@ __all__ = [
     "Costs",
     "FromModules",
     "Layer",
+    "Meshes",
     "Metrics",
     "Module",
+    "OneProgram",
     "PipeDream",
     "Pipeline",
     "PipelineCheckpoints",
@@ -72,6 +76,7 @@ __all__ = [
     "Timeline",
     "UpdatePolicy",
     "WeightStashing",
+    "Workers",
     "dualpipe_v",
     "fit",
     "forward_only",
@@ -94,6 +99,7 @@ __all__ = [
     "stages_from_nnx",
     "timed",
     "versions_used",
+    "with_ends",
     "with_weight_stashing",
     "zbv",
     "zero_bubble",

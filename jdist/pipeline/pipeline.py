@@ -9,7 +9,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jdist._checkpoint import Checkpoints
@@ -31,6 +30,7 @@ from jdist._fit import Metrics
 from jdist._tree import PyTree, check_arrays, check_state, is_shape, owned, shapes_of
 from jdist.optim import Optimizer
 from jdist.optim.internal import started
+from jdist.pipeline.places import GivenPlaces, OneProgram, communicator_for
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -50,19 +50,16 @@ from jdist.pipeline.run.update import (
     loss_scale_of,
     optimizers_for,
 )
-from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.schedules.replicas import replica_counts
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
-from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.place import (
     automatic_axes,
     moved,
     pacing,
     resident,
     sharded,
-    stage_axis_of,
     undivided,
 )
 from jdist.pipeline.stages.stage import Stage
@@ -95,22 +92,18 @@ class Pipeline:
     a rule that is not linear in its cotangent does what it does on one device.
 
     Args:
-      stages: The stages.
+      stages: The stages, in order; see `with_ends` for what is before and after equal
+        ones.
       loss_fn: `loss_fn(outputs, batch) -> losses`, one per example. `outputs` is the
         last stage's output, or a dict by name if there are several. It runs where the
         last stage runs, and of the batch only what it reads is sent there.
       schedule: The order of each worker's actions; see `gpipe`, `one_f_one_b` and the
         others. An asynchronous one, such as `pipedream`, is for `train_epoch`; other
         calls then make no update between the passes.
-      workers_or_devices: One for each worker of the schedule: devices or meshes of this
-        process, or names of rpc's workers, each of which makes the same pipeline and
-        calls it. On a mesh of its own a stage is divided by the shardings of its
-        parameters and the data axis. Under `jax.distributed` a mesh may have devices of
-        one or several other processes, all of which are workers of rpc and make the
-        same calls. By default all stages are on JAX's default device.
-        Instead of a list it may be one mesh, of devices of one process or several: then
-        equal stages run as one SPMD program, along the mesh's axis of stages. Over its
-        further axes a stage is divided as on a mesh of its own.
+      places: Where the stages run: a sequence of devices and meshes of this process,
+        one for each worker of the schedule (`Meshes`, where their data axis has another
+        name than "data"); `Workers` of rpc; or `OneProgram` on one mesh. By default all
+        stages are on JAX's default device.
       optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch. The last
@@ -122,23 +115,6 @@ class Pipeline:
         return with a new first axis of micro-batches, on every worker. No gradient
         flows into it. An auxiliary value of a stage is an output of the stage that is
         named in `loss_inputs`.
-      data_axis: The axis of the stages' meshes over which rows of micro-batches, and of
-        values between stages, are split. A mesh without it has them whole on every
-        device. None: "data".
-      mesh: With names of workers: this worker's own mesh, of devices of its process,
-        for its stages; None for the device of the worker. Meshes of other workers may
-        have other axes.
-      first: A stage before the first one, such as an embedding: its output is the only
-        input of the first stage, and it is on that stage's device or mesh. The
-        parameters of that stage are then a tuple: those of `first`, its own.
-      last: Likewise a stage after the last one, such as a head: its input is the only
-        output of the last stage, and its parameters come after those of that stage.
-      stage_axis: The axis of one mesh along which the workers are; its size is the
-        schedule's number of workers. None: "stage", or the only axis.
-      overlap: In one SPMD program: whether messages are in flight while the next
-        actions run. They then cost no time, unless a link is slower than an action, and
-        each arrives a clock later: for schedules with twice as many micro-batches in
-        flight as stages, or GPipe.
 
     Attributes:
       transfer_log: The messages that this process sent in the last call, in order.
@@ -171,28 +147,20 @@ class Pipeline:
         stages: Sequence[Stage],
         loss_fn: Callable[..., PyTree],
         schedule: Schedule,
-        workers_or_devices: Sequence[str]
-        | Sequence[jax.Device | Mesh]
-        | Mesh
-        | None = None,
+        places: GivenPlaces = None,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float | None = None,
         reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
-        data_axis: str | None = None,
-        mesh: Mesh | None = None,
-        first: Stage | None = None,
-        last: Stage | None = None,
-        stage_axis: str | None = None,
-        overlap: bool = False,
     ) -> None:
         # Arguments are checked before anything is compiled and before this worker waits
         # for others, which an error here would leave waiting.
         check_reduction("Pipeline", reduction)
-        check_flags("Pipeline", has_aux=has_aux, overlap=overlap)
-        self.wiring = wire(with_ends(stages, first, last), loss_inputs)
+        check_flags("Pipeline", has_aux=has_aux)
+        check_sequence("Pipeline(stages)", stages, Stage, "must be a sequence of Stage")
+        self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.transfer_log: Sequence[Transfer] = ()
         self.passes: Sequence[PassRecord] = ()
@@ -202,12 +170,7 @@ class Pipeline:
         self._max_norm = max_norm
         # One program's ties are found at the end, after its executor has refused equal
         # stages that share parameters, with a message of its own.
-        in_one = isinstance(workers_or_devices, Mesh)
-        if overlap and not in_one:
-            rule = "must be False where each stage has programs of its own"
-            remedy = "There messages are under way beside the actions as it is."
-            raise ValueError(requirement("Pipeline(overlap=...)", rule, True, remedy))
-        self._overlap, self._stage_axis = overlap, stage_axis
+        in_one = isinstance(places, OneProgram)
         self._tied = None if in_one else tied_of(self.stages)
         if schedule.update_policy is not None:
             self._check_epochs(schedule.update_policy, reduction, in_one)
@@ -219,34 +182,34 @@ class Pipeline:
         about += ", has_aux" if has_aux else ""
         # After the checks above: workers pair their pipelines by counting them here,
         # and a refused one must not count.
-        made_of = schedule, workers_or_devices, about, data_axis, mesh, stage_axis
-        self.communicator = communicator_for(*made_of)
+        self.communicator = communicator_for(schedule, places, about)
         self._places = self.communicator.places
-        self.executor = self._executor(workers_or_devices)
+        self.executor = self._executor(places)
         if in_one:
             self._tied = tied_of(self.stages)
 
-    def _check_epochs(self, policy: UpdatePolicy, reduction: str, mesh: bool) -> None:
+    def _check_epochs(self, policy: UpdatePolicy, reduction: str, in_one: bool) -> None:
         """Refuse arguments that an asynchronous schedule does not support."""
-        if mesh:
+        if in_one:
             rule = "must be a list of places with a schedule that updates as it goes: "
-            rule += "one mesh is for one program, which updates all stages together"
-            call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
-            raise TypeError(requirement(call, rule, "a Mesh", f"Give {remedy}."))
+            rule += "one program updates all stages together"
+            call, remedy = "Pipeline(places)", "Give list(mesh.devices)."
+            raise TypeError(requirement(call, rule, "OneProgram", remedy))
         each = None if self._optimizer is None else self._optimizers
         check_epochs(self.stages, policy, reduction, each, self._max_norm)
 
-    def _executor(self, where: object) -> Executor:
-        """The executor of the schedule on these devices or workers."""
+    def _executor(self, given: GivenPlaces) -> Executor:
+        """The executor of the schedule at these places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
             each = None if self._optimizer is None else self._optimizers
             return EpochExecutor(programs, self._tied, each, self._max_norm)
-        if isinstance(where, Mesh):
-            axis = stage_axis_of(where, self._stage_axis, self.schedule.workers)
-            where = automatic_axes("Pipeline(mesh)", where)
+        if isinstance(given, OneProgram):
+            mesh = automatic_axes("OneProgram(mesh)", given.mesh)
             with_square = self._max_norm is not None
-            return OneProgramExecutor(programs, where, axis, with_square, self._overlap)
+            return OneProgramExecutor(
+                programs, mesh, given.axis, with_square, given.overlap
+            )
         return ScheduleExecutor(programs, self.schedule, self._tied)
 
     @cached_property
@@ -738,7 +701,7 @@ class Pipeline:
 def PipeDream(
     stages: Sequence[Stage],
     loss_fn: Callable[..., PyTree],
-    workers_or_devices: Sequence[str] | Sequence[jax.Device | Mesh] | None = None,
+    places: GivenPlaces = None,
     *,
     policy: UpdateRule = "stashing",
     replicas: Sequence[int] | None = None,
@@ -765,8 +728,8 @@ def PipeDream(
     Args:
       stages: As for `Pipeline`; see `stages_from_modules`.
       loss_fn: As for `Pipeline`.
-      workers_or_devices: As for `Pipeline`, but not one mesh for all: one for each
-        worker, stage by stage.
+      places: As for `Pipeline`, but not `OneProgram`: one for each worker, stage by
+        stage.
       policy: "stashing", "vertical_sync", "2bw" or "flush".
       replicas: Workers of each stage, which take micro-batches in turn and update
         together; None: one each. With "stashing" only.
@@ -809,7 +772,7 @@ def PipeDream(
     # As many micro-batches as workers: enough for each to have one in flight.
     workers = sum(counts)
     made = schedule_of_epoch(policy, len(stages), workers, replicas, update_every)
-    return Pipeline(stages, loss_fn, made, workers_or_devices, **options)
+    return Pipeline(stages, loss_fn, made, places, **options)
 
 
 def _check_arguments(

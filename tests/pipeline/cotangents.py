@@ -121,11 +121,11 @@ def made(schedule, where=None, injects=True, own=(), **options):
     )
 
 
-def on_workers(names=None):
+def on_workers(places=None):
     """A gradient with excluded examples, and a smaller one of all rules."""
     found = []
     for examples, injects in ((11, False), (7, True)):
-        pipe = made(pipeline.zero_bubble(2, 3), names, injects)
+        pipe = made(pipeline.zero_bubble(2, 3), places, injects)
         params, batch, weights = problem(examples, empty=not injects)
         own = pipe.value_and_grad(pipe.place(params), batch, weights)
         found.append(jax.tree.map(np.asarray, own))

@@ -101,8 +101,9 @@ def ends(keyed=(), tied=True):
 def pipeline_of(schedule, places, keyed=(), tied=True, first=True, **options):
     """The model at such places; without its ends it takes "x"."""
     made = stages(schedule.stages, keyed)
-    around = ends(keyed, tied) if first else {}
-    return pipeline.Pipeline(made, losses, schedule, places, **around, **options)
+    if first:
+        made = pipeline.with_ends(made, **ends(keyed, tied))
+    return pipeline.Pipeline(made, losses, schedule, places, **options)
 
 
 def specs(pipe, divided=True):

@@ -34,8 +34,9 @@ def made(layout, schedule="1F1B", **options):
     """This worker's pipeline, and a function that places its parameters."""
     chosen = models.SCHEDULES[schedule]
     own = models.meshes(layout)[rank()]
+    places = pipeline.Workers(NAMES, mesh=own)
     pipe = pipeline.Pipeline(
-        models.stages(chosen.stages), models.losses, chosen, NAMES, mesh=own, **options
+        models.stages(chosen.stages), models.losses, chosen, places, **options
     )
     return pipe, lambda own: models.placed(pipe, layout, own)
 
@@ -57,13 +58,7 @@ def gradient_in_a_group(*args):
         found = gradient(*args)
         both = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
         try:
-            pipeline.Pipeline(
-                models.stages(2),
-                models.losses,
-                models.SCHEDULES["1F1B"],
-                NAMES,
-                mesh=both,
-            )
+            pipeline.Workers(NAMES, mesh=both)
         except ValueError as error:
             return *found, str(error)
     finally:
@@ -80,8 +75,9 @@ def unequal(shapes):
     if shape is not None:
         grid = np.array(here[: int(np.prod(shape))]).reshape(shape)
         mesh = Mesh(grid, ("data", "model"))
+    places = pipeline.Workers(NAMES, mesh=mesh)
     pipe = pipeline.Pipeline(
-        models.stages(2), models.losses, models.SCHEDULES["1F1B"], NAMES, mesh=mesh
+        models.stages(2), models.losses, models.SCHEDULES["1F1B"], places
     )
     params = models.cut(own, 2)
     placed = pipe.place(params)
@@ -173,7 +169,7 @@ FEATURES = {
 def feature(name):
     """What this worker gets of it."""
     own = models.meshes("PP x DP x TP")[rank()]
-    return on_host(FEATURES[name](NAMES, mesh=own))
+    return on_host(FEATURES[name](pipeline.Workers(NAMES, mesh=own)))
 
 
 def feature_by_places(name):
@@ -216,9 +212,7 @@ def refusal(data_axis, with_mesh):
         models.stages(2),
         models.losses,
         models.SCHEDULES["1F1B"],
-        NAMES,
-        mesh=mesh,
-        data_axis=data_axis,
+        pipeline.Workers(NAMES, mesh=mesh, data_axis=data_axis),
     )
     own, batch, weights = models.problem()
     try:
@@ -232,17 +226,10 @@ def wrong_meshes():
     """What is said of meshes that cannot be."""
     kinds = (jax.sharding.AxisType.Manual,)
     manual = jax.sharding.Mesh(jax.devices()[:2], ("data",), axis_types=kinds)
-    own = models.meshes("PP x DP")
     said = []
-    for names, mesh in ((NAMES, manual), (NAMES, "mesh"), (own, own[0])):
+    for mesh in (manual, "mesh"):
         try:
-            pipeline.Pipeline(
-                models.stages(2),
-                models.losses,
-                models.SCHEDULES["1F1B"],
-                names,
-                mesh=mesh,
-            )
+            pipeline.Workers(NAMES, mesh=mesh)
         except (TypeError, ValueError) as error:
             said.append(str(error))
     return said

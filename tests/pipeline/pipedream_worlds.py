@@ -18,7 +18,7 @@ from tests.pipeline.pipedream_rules import (
     stages,
     wide_losses,
 )
-from tests.rpc.hosts import names
+from tests.pipeline.places import workers
 
 POLICIES = {"stashing": 1, "vertical_sync": 1, "2bw": 3, "flush": 2}
 """With how many micro-batches per update."""
@@ -40,7 +40,7 @@ def runtime_of(n, policy="stashing", k=1, change=momentum, **options):
 
 def epoch(n, m, policy, k=1, places=None, replicas=None):
     """One epoch: parameters of this process, losses, what was done, evaluation."""
-    runtime = runtime_of(n, policy, k, workers_or_devices=places, replicas=replicas)
+    runtime = runtime_of(n, policy, k, places=places, replicas=replicas)
     params, batches, weights = problem(n, m, dtype=np.float32)
     state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
     evaluated = runtime.evaluate(state, batches[0], weights[0])
@@ -87,7 +87,7 @@ def every_policy(n, m, places=None):
 
 def other_epochs(rank):
     """Workers that begin epochs of different lengths."""
-    runtime = runtime_of(2, workers_or_devices=names(2))
+    runtime = runtime_of(2, places=workers(2))
     params, batches, _ = problem(2, 3)
     try:
         runtime.train_epoch(runtime.init(params), batches[: 3 - rank])
@@ -101,13 +101,13 @@ def after_refusals(rank):
     alone = [dataclasses.replace(stages(2)[0], tied={"w": "w"}), stages(2)[1]]
     refused = []
     for given in ({"reduction": "max"}, {"max_norm": 1.0}, {"stages": alone}):
-        options = {"stages": stages(2), "workers_or_devices": names(2)} | given
+        options = {"stages": stages(2), "places": workers(2)} | given
         if rank == 0:
             try:
                 pipeline.PipeDream(loss_fn=losses, **options)
             except ValueError as error:
                 refused.append(str(error))
-    runtime = runtime_of(2, workers_or_devices=names(2))
+    runtime = runtime_of(2, places=workers(2))
     params, (batch,), (weights,) = problem(2, 1, dtype=np.float32)
     loss, _ = runtime.value_and_grad(runtime.place(params), batch, weights)
     return refused, float(loss)
@@ -121,7 +121,7 @@ def streamed(places=None, last=None, folder=None):
       last: How many batches there are; None: all.
       folder: Of the checkpoints.
     """
-    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    runtime = runtime_of(3, change=adam, places=places)
     params, batches, weights = problem(3, 11, dtype=np.float32)
     state = runtime.init(params)
     with pipeline.PipelineCheckpoints(folder, runtime) as saved:
@@ -137,7 +137,7 @@ def streamed(places=None, last=None, folder=None):
 
 def bad_streams(rank, fault):
     """What a worker raises if data of one of them are at fault; then all go on."""
-    runtime = runtime_of(3, workers_or_devices=names(3))
+    runtime = runtime_of(3, places=workers(3))
     params, batches, weights = problem(3, 9, dtype=np.float32)
     state = runtime.init(params)
 
@@ -169,7 +169,7 @@ def bad_streams(rank, fault):
 
 def uneven_replicas(rank):
     """One stage on two workers, of which the second has a batch less."""
-    runtime = runtime_of(1, workers_or_devices=names(2), replicas=(2,))
+    runtime = runtime_of(1, places=workers(2), replicas=(2,))
     params, batches, weights = problem(1, 4, dtype=np.float32)
     given = zip(batches[: 4 - rank], weights[: 4 - rank], strict=True)
     try:
@@ -181,7 +181,7 @@ def uneven_replicas(rank):
 
 def some_epochs(count, folder, places=None):
     """Goes on from the last checkpoint; losses by epoch, and the parameters."""
-    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    runtime = runtime_of(3, change=adam, places=places)
     params, batches, weights = problem(3, 6, dtype=np.float32)
     state, curve = runtime.init(params), []
     with pipeline.PipelineCheckpoints(folder, runtime) as saved:
@@ -195,7 +195,7 @@ def some_epochs(count, folder, places=None):
 
 
 def until_somebody_dies(places):
-    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    runtime = runtime_of(3, change=adam, places=places)
     params, batches, weights = problem(3, 6, dtype=np.float32)
     state = runtime.init(params)
     while True:

@@ -16,6 +16,7 @@ from jdist import optim, pipeline, rpc
 from tests.pipeline.faults import Planted, planted
 
 NAMES = ["worker0", "worker1", "worker2"]
+PLACES = pipeline.Workers(NAMES)
 WORKERS, MICRO_BATCHES, EXAMPLES, WIDTH = 3, 4, 9, 3
 LOSS = WORKERS
 """In the place of a stage."""
@@ -63,7 +64,7 @@ def losses(y, batch):
     return (TAPS[LOSS](y - batch["t"]) ** 2).sum(-1)
 
 
-def made(names=None, **options):
+def made(places=None, **options):
     stages = [
         pipeline.Stage(first, ("x",), ("h",)),
         pipeline.Stage(second, ("h",), ("m",)),
@@ -71,7 +72,7 @@ def made(names=None, **options):
     ]
     options = {"optimizer": optim.sgd(lr=0.01, momentum=0.9), "max_norm": 2.0} | options
     schedule = pipeline.one_f_one_b(WORKERS, MICRO_BATCHES)
-    return pipeline.Pipeline(stages, losses, schedule, names, **options)
+    return pipeline.Pipeline(stages, losses, schedule, places, **options)
 
 
 def start(pipe):
@@ -252,7 +253,7 @@ def draws(seed, count):
     """
     rng = np.random.default_rng(seed)
     rank = NAMES.index(rpc.get_worker_info().name)
-    pipe, alone = made(NAMES), made()
+    pipe, alone = made(PLACES), made()
     state, expected = start(pipe), start(alone)
     known = list(DEVIATIONS)
     chosen = [*known, *(known[i] for i in rng.integers(len(known), size=count))]

@@ -16,11 +16,12 @@ import numpy as np
 
 from jdist import optim, pipeline, rpc
 from tests.pipeline.models import losses, middle, problem, stages
+from tests.pipeline.places import workers
 
 TIMEOUT = 0.4
 """Seconds; the default timeout of these workers."""
 
-NAMES = ["worker0", "worker1", "worker2"]
+PLACES = workers(3)
 _pauses = []
 
 
@@ -56,9 +57,9 @@ def slow_stages():
 
 
 @contextlib.contextmanager
-def impatient(pipe, names):
+def impatient(pipe, places):
     """The block has a short timeout, if there are several workers, who have met."""
-    if names is None:
+    if places is None:
         yield
         return
     pipe.communicator.gather(None, "the beginning")
@@ -69,20 +70,20 @@ def impatient(pipe, names):
         rpc.set_rpc_timeout(before)
 
 
-def steps(names, *pauses):
+def steps(places, *pauses):
     """Two steps of training; the losses, and this process's parameters."""
     pipe = pipeline.Pipeline(
         slow_stages(),
         losses,
         pipeline.one_f_one_b(3, 3),
-        names,
+        places,
         optimizer=optim.adam(lr=0.1),
     )
     params, batch, weights = problem(6)
     state, found = pipe.init(params), []
     if pauses:
         set_pauses(*pauses)
-    with impatient(pipe, names):
+    with impatient(pipe, places):
         for _ in range(2):
             state, metrics = pipe.train_step(state, batch, weights)
             found.append(np.asarray(metrics.loss))
@@ -92,16 +93,16 @@ def steps(names, *pauses):
 def name_of_the_lost(*pauses):
     """Which worker was lost in `steps`, and the text of the error."""
     try:
-        steps(NAMES, *pauses)
+        steps(PLACES, *pauses)
     except rpc.WorkerLost as error:
         return error.worker, str(error)
     return "no error", ""
 
 
-def epoch(names, slow_data=None):
+def epoch(places, slow_data=None):
     """An epoch of PipeDream: the losses, and this process's parameters."""
     runtime = pipeline.PipeDream(
-        slow_stages(), losses, names, optimizer=optim.sgd(lr=0.1)
+        slow_stages(), losses, places, optimizer=optim.sgd(lr=0.1)
     )
     params, batch, _ = problem(4)
 
@@ -111,7 +112,7 @@ def epoch(names, slow_data=None):
                 slow_data()
             yield batch
 
-    with impatient(runtime, names):
+    with impatient(runtime, places):
         state, metrics = runtime.train_epoch(runtime.init(params), batches())
     return metrics.losses, jax.tree.map(np.asarray, state.params)
 

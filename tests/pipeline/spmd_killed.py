@@ -15,9 +15,9 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2)
     with data_parallel.process_group():
         devices = np.array(jax.devices()).reshape(2, 2)
-        mesh = Mesh(devices.T, ("stage", "data"))
+        places = pipeline.OneProgram(Mesh(devices.T, ("stage", "data")))
         options = {"optimizer": optim.adam(lr=1e-2)}
-        pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, **options)
+        pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), places, **options)
         params, batch, weights = blocks.problem(2)
         state = pipe.init(params)
         for step in range(100):

@@ -24,7 +24,7 @@ def made(family, reduction, fn=stage, **options):
         stages(schedule.stages, fn, keyed=fn is noisy),
         losses,
         schedule,
-        mesh,
+        pipeline.OneProgram(mesh),
         reduction=reduction,
         **options,
     )
@@ -104,8 +104,9 @@ def evaluated():
 def elsewhere():
     """A mesh of the first process's devices."""
     mesh = Mesh(np.array(jax.devices())[:2], ("stage",))
+    places = pipeline.OneProgram(mesh)
     try:
-        pipeline.Pipeline(stages(2), losses, FAMILIES["1F1B"](), mesh)
+        pipeline.Pipeline(stages(2), losses, FAMILIES["1F1B"](), places)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -134,7 +135,8 @@ def over_both(layout):
     alone = layout == "a stage each"
     mesh = Mesh(devices if alone else devices.T, ("stage", "data"))
     options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
-    return blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, **options)
+    places = pipeline.OneProgram(mesh)
+    return blocks.pipeline_of(pipeline.gpipe(2, 3), places, **options)
 
 
 def with_ends(layout):
@@ -181,7 +183,7 @@ def never_told(missing):
     """
     count = jax.local_device_count()
     mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
-    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh)
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), pipeline.OneProgram(mesh))
     params, batch, weights = blocks.problem(2)
     if jax.process_index() not in missing:
         pipe.place(params)
@@ -197,7 +199,8 @@ def unequal_copies():
     """A table whose copy in the other process is another one."""
     count = jax.local_device_count()
     mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
-    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), mesh, optimizer=optim.adam())
+    places = pipeline.OneProgram(mesh)
+    pipe = blocks.pipeline_of(pipeline.gpipe(2, 3), places, optimizer=optim.adam())
     (first, (block, last)), _, _ = blocks.problem(2)
     try:
         pipe.init([first, (block, {**last, "table": last["table"] + 1})])

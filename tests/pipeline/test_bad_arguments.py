@@ -50,6 +50,7 @@ def pipe(**change):
     return pipeline.Pipeline(**given | change)
 
 
+MESH = Mesh(np.array(jax.devices()[:2]), ("data",))
 BATCH = {"x": np.arange(3.0), "t": np.ones(3)}
 
 
@@ -129,7 +130,15 @@ WRONG = {
         [None, 1, "yes"],
     ),
     "Pipeline(has_aux": (lambda v: pipe(has_aux=v), [None, 1, "False"]),
-    "Pipeline(overlap": (lambda v: pipe(overlap=v), [None, 0, ""]),
+    "OneProgram(overlap": (
+        lambda v: pipeline.OneProgram(MESH, overlap=v),
+        [None, 0, ""],
+    ),
+    "OneProgram(mesh": (pipeline.OneProgram, [None, 3, [MESH]]),
+    "Meshes(meshes": (pipeline.Meshes, [None, 3, "ab", MESH]),
+    "Workers(names": (pipeline.Workers, [None, 3, "worker0", [0, 1]]),
+    "Workers(mesh": (lambda v: pipeline.Workers(["worker0"], mesh=v), [3, [MESH]]),
+    "with_ends(stages": (pipeline.with_ends, [None, 3, "ab", [loss]]),
     "value_and_grad(weights": (
         lambda v: pipe().value_and_grad([1.0, 1.0], BATCH, v),
         ["abc", [1.0, "a", 2.0], [[1.0], [2.0, 3.0]], {}, np.full(3, 1j)],
@@ -169,7 +178,7 @@ WRONG = {
         [3, "sgd", optim.sgd],
     ),
     "Pipeline(max_norm": (lambda v: pipe(max_norm=v), ["1", [1.0], True]),
-    "Pipeline(workers_or_devices": (lambda v: pipe(workers_or_devices=v), [3, "ab"]),
+    "Pipeline(places": (lambda v: pipe(places=v), [3, "ab", MESH, ["a", "b"]]),
     "PipeDream(stages": (lambda v: pipeline.PipeDream(v, loss), [None, 3, "ab"]),
     "PipeDream(replicas": (
         lambda v: pipeline.PipeDream(STAGES, loss, replicas=v),
@@ -278,8 +287,7 @@ def test_batches_that_are_iterators_or_lists():
 
 
 def test_specs_that_are_none():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    pipe = sole([mesh], data_axis="data")
+    pipe = sole(pipeline.Meshes([MESH], data_axis="data"))
     rule = r"^`Pipeline.place\(specs\)` must have a PartitionSpec or None for each par"
     with pytest.raises(TypeError, match=rf"{rule}.*Got 3"):
         pipe.place([W], [3])

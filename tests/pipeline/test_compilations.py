@@ -71,7 +71,7 @@ def test_nothing_compiles_after_the_first_step_of_workers(programs):
 
     def begin(name):
         with rpc.use_worker(name):
-            pipe = trained.made(names)
+            pipe = trained.made(pipeline.Workers(names))
             return name, pipe, trained.start(pipe)
 
     def step(run):
@@ -173,7 +173,8 @@ def branching(schedule, names, reduction="mean", **options):
         pipeline.Stage(masked, ("h",), ("m", "best"), **options),
         pipeline.Stage(joined_values, ("m", "skip", "best"), ("y",), **options),
     ]
-    return pipeline.Pipeline(stages, squares, schedule, names, reduction=reduction)
+    places = pipeline.Workers(names)
+    return pipeline.Pipeline(stages, squares, schedule, places, reduction=reduction)
 
 
 def problem_of_branches(examples):
@@ -242,7 +243,8 @@ def first_epoch(names, case):
     def work(name):
         with rpc.use_worker(name):
             made = branching(pipeline.one_f_one_b(3, 1), None)
-            pipe = pipeline.PipeDream(made.stages, squares, names, **options)
+            places = pipeline.Workers(names)
+            pipe = pipeline.PipeDream(made.stages, squares, places, **options)
             state, metrics = pipe.train_epoch(pipe.init(params), [batch] * 4)
             return metrics.losses, jax.tree.map(np.asarray, state.params)
 
@@ -326,7 +328,7 @@ def test_nothing_is_computed_ahead():
             [pipeline.Stage(noted, ("x",), ("y",))],
             lambda y, batch: y,
             pipeline.gpipe(1, 2),
-            names,
+            pipeline.Workers(names),
         )
         batch = {"x": np.float32([1, 2, 3, 4])}
         pipe.value_and_grad(pipe.place([np.float32(2)]), batch)

@@ -21,7 +21,7 @@ from tests.pipeline.cotangents import (
     stages,
     whole_gradient,
 )
-from tests.rpc.hosts import names
+from tests.pipeline.places import workers
 
 # Batches of many sizes are the point.
 pytestmark = pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
@@ -61,8 +61,10 @@ def places(kind):
     return {
         "devices": list(devices[:2]),
         "data": [Mesh(devices[j : j + 2], ("data",)) for j in (0, 2)],
-        "one program": Mesh(devices[:2], ("stage",)),
-        "one program, data": Mesh(devices[:4].reshape(2, 2), ("stage", "data")),
+        "one program": pipeline.OneProgram(Mesh(devices[:2], ("stage",))),
+        "one program, data": pipeline.OneProgram(
+            Mesh(devices[:4].reshape(2, 2), ("stage", "data"))
+        ),
     }[kind]
 
 
@@ -105,7 +107,7 @@ def test_executors_of_one_split_agree_to_the_bit():
 
 
 def test_workers_agree_with_one_process_to_the_bit(cluster):
-    tasks = [cluster.start(rank, on_workers, names(2)) for rank in range(2)]
+    tasks = [cluster.start(rank, on_workers, workers(2)) for rank in range(2)]
     found, alone = [task.result() for task in tasks], on_workers()
     for n, (loss, grads) in enumerate(alone):
         params, batch, weights = problem((11, 7)[n], empty=n == 0)

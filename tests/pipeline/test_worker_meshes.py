@@ -52,7 +52,7 @@ def test_workers_of_a_jax_group_have_the_same_bits(pair):
     """Processes of `jax.distributed`, each with a mesh of its own devices."""
     found = pair.everywhere(worlds.gradient_in_a_group, WIDE, "1F1B", np.float32)
     for rank, (_, _, said) in enumerate(found):
-        assert "`Pipeline(mesh=...)` must have devices of this process alone" in said
+        assert "`Workers(mesh=...)` must have devices of this process alone" in said
         assert f"devices of the processes [{1 - rank}] in process {rank}" in said
         assert "Make it of jax.local_devices()" in said
     own, batch, weights = models.problem()
@@ -160,9 +160,8 @@ def test_a_data_axis_that_no_worker_has(cluster):
 
 
 def test_meshes_that_cannot_be(cluster):
-    manual, text, places = cluster.run(0, worlds.wrong_meshes)
+    manual, text = cluster.run(0, worlds.wrong_meshes)
     assert (
-        "`Pipeline(mesh=...)` must be meshes with automatic or explicit axes" in manual
+        "`Workers(mesh=...)` must be meshes with automatic or explicit axes" in manual
     )
-    assert "`Pipeline(mesh=...)` must be a jax.sharding.Mesh. Got 'mesh'." in text
-    assert "`Pipeline(mesh=...)` must come with names of workers, of which" in places
+    assert "`Workers(mesh=...)` must be a jax.sharding.Mesh. Got 'mesh'." in text

@@ -13,6 +13,7 @@ from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.worker_channels import WorkerChannels
 from tests.pipeline import trained, worlds
 from tests.pipeline.models import losses, problem, stages
+from tests.pipeline.places import workers
 from tests.rpc import hosts as processes_of
 
 REDUCTIONS = ["mean", "max"]
@@ -146,8 +147,8 @@ def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
 
 def test_replicated_stages_train_alike(cluster):
     """Two workers for each part of the model: the same bits, and one process's."""
-    expected = worlds.two_by_two(None)
-    found = cluster.everywhere(worlds.two_by_two, cluster.names)
+    expected = worlds.two_by_two()
+    found = cluster.everywhere(worlds.two_by_two, workers(4))
     for rank, stages_there in enumerate([{0}, {0}, {1, 2}, {1, 2}]):
         for stage in range(3):
             assert (found[rank][stage] is not None) == (stage in stages_there)
@@ -157,7 +158,7 @@ def test_replicated_stages_train_alike(cluster):
 
 def test_a_gradient_travels_in_buckets(threads, monkeypatch):
     """In as many as its size asks for; the same bits as in one."""
-    expected = worlds.two_by_two(None)
+    expected = worlds.two_by_two()
     tags = set()
     put = WorkerChannels.put
 
@@ -168,7 +169,7 @@ def test_a_gradient_travels_in_buckets(threads, monkeypatch):
 
     monkeypatch.setattr(WorkerChannels, "put", noted)
     monkeypatch.setattr(replicas, "LIMIT", 8)
-    found = threads.everywhere(worlds.two_by_two, threads.names)
+    found = threads.everywhere(worlds.two_by_two, workers(4))
     for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
         for stage in own:
             same_bits(found[rank][stage], expected[stage])
@@ -194,9 +195,9 @@ def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):
 
     monkeypatch.setattr(InProcessChannels, "put", noted_put)
     monkeypatch.setattr(Step, "_backward", noted_backward)
-    worlds.two_by_two(None, count=1)
-    for stage, workers in enumerate(worlds.TWO_BY_TWO.placement):
-        for worker in workers:
+    worlds.two_by_two(count=1)
+    for stage, ranks in enumerate(worlds.TWO_BY_TWO.placement):
+        for worker in ranks:
             sent = events.index(("sum", stage, worker))
             own = ("backward", stage, worker)
             assert sent == max(n for n, event in enumerate(events) if event == own) + 1

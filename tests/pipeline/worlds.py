@@ -30,7 +30,7 @@ def made(family="1F1B", micro_batches=3, reduction="mean", **options):
         stages(),
         losses,
         FAMILIES[family](3, micro_batches),
-        NAMES,
+        pipeline.Workers(NAMES),
         reduction=reduction,
         **options,
     )
@@ -104,9 +104,9 @@ def with_replicas(reduction, **options):
         [text for i in range(4) for text in (f"2F{i}", f"2B{i}")],
     ]
     schedule = pipeline.Schedule.of(programs, placement=((0,), (1, 2), (3,)))
-    names = [*NAMES, "worker3"]
+    places = pipeline.Workers([*NAMES, "worker3"])
     return pipeline.Pipeline(
-        stages(), losses, schedule, names, reduction=reduction, **options
+        stages(), losses, schedule, places, reduction=reduction, **options
     )
 
 
@@ -118,17 +118,16 @@ def replicated(reduction):
     return jax.tree.map(np.asarray, found)
 
 
-def replicated_state(names):
+def replicated_state(several):
     """States after two steps of `trained`, whose second stage has two workers."""
     schedule = pipeline.one_f_one_b(2, 4, replicas=(1, 2))
-    names = None if names is None else names[:3]
-    if names is not None and rpc.get_worker_info().id > 2:
+    if several and rpc.get_worker_info().id > 2:
         return [None, None]
     pipe = pipeline.Pipeline(
         trained.made().stages,
         trained.losses,
         schedule,
-        names,
+        pipeline.Workers(NAMES) if several else None,
         optimizer=optim.sgd(lr=0.1),
     )
     state, _ = trained.steps(pipe, trained.start(pipe), 2)
@@ -151,14 +150,14 @@ def draws(w, drawn):
     return drawn.h * w[None] + jax.random.normal(drawn.key, drawn.h.shape, w.dtype)
 
 
-def key_between(names):
+def key_between(places=None):
     """Loss and gradients where a stage puts out a named tuple with a key in it."""
     stages = [
         pipeline.Stage(hands_on, ("x",), ("drawn",), keyed=True),
         pipeline.Stage(draws, ("drawn",), ("y",)),
     ]
     schedule = pipeline.one_f_one_b(2, 2)
-    pipe = pipeline.Pipeline(stages, lambda y, batch: (y**2).sum(-1), schedule, names)
+    pipe = pipeline.Pipeline(stages, lambda y, batch: (y**2).sum(-1), schedule, places)
     rng = np.random.default_rng(2)
     params = [rng.normal(size=s).astype(np.float32) for s in ((3, 4), (4,))]
     batch = {"x": rng.normal(size=(5, 3)).astype(np.float32)}
@@ -247,7 +246,8 @@ def dies_in_the_second_step():
 
     whole = stages()
     whole[1] = pipeline.Stage(middle_once, ("h",), ("m",))
-    pipe = pipeline.Pipeline(whole, losses, FAMILIES["1F1B"](3, 3), NAMES)
+    places = pipeline.Workers(NAMES)
+    pipe = pipeline.Pipeline(whole, losses, FAMILIES["1F1B"](3, 3), places)
     params, batch, weights = problem(7)
     while True:
         pipe.value_and_grad(pipe.place(params), batch, weights)
@@ -275,13 +275,13 @@ TWO_BY_TWO = pipeline.Schedule.of(
 )
 
 
-def two_by_two(names, count=2):
+def two_by_two(places=None, count=2):
     """Steps of two parts with two workers each; the parameters after them."""
     pipe = pipeline.Pipeline(
         stages(),
         losses,
         TWO_BY_TWO,
-        names,
+        places,
         optimizer=optim.adam(lr=0.05),
         max_norm=0.5,
     )
@@ -295,7 +295,7 @@ def two_by_two(names, count=2):
 
 def saves_each_step(folder, dies_at=None):
     """Steps, each of them saved, until somebody dies; the name of who it was."""
-    pipe = trained.made(NAMES[:2])
+    pipe = trained.made(pipeline.Workers(NAMES[:2]))
     state = trained.start(pipe)
     with pipeline.PipelineCheckpoints(folder, pipe, keep=1) as saved:
         while True:
@@ -314,7 +314,7 @@ def killed(*_):
 
 def resumed(folder):
     """Two more steps from what is on disk, saved again; the losses, and the state."""
-    pipe = trained.made(NAMES[:2])
+    pipe = trained.made(pipeline.Workers(NAMES[:2]))
     with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         state = saved.restore(trained.start(pipe, seed=2))
         state, found = trained.steps(pipe, state, 2)
@@ -335,7 +335,7 @@ def restored_replicas(folder):
 
 def one_saves(folder):
     """The second worker has left when the first one saves."""
-    pipe = trained.made(NAMES[:2])
+    pipe = trained.made(pipeline.Workers(NAMES[:2]))
     state = trained.start(pipe)
     with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         if rpc.get_worker_info().name == "worker1":

@@ -59,7 +59,11 @@ def train_pipeline(params, steps, names=NAMES):
     values = ["x", "h0", "h1", "h2", "y"]
     stages = [pipeline.Stage(layer, (a,), (b,)) for a, b in pairwise(values)]
     pipe = pipeline.Pipeline(
-        stages, loss, pipeline.one_f_one_b(4, 3), names, optimizer=optim.sgd(lr=0.1)
+        stages,
+        loss,
+        pipeline.one_f_one_b(4, 3),
+        pipeline.Workers(names),
+        optimizer=optim.sgd(lr=0.1),
     )
     state, losses = pipe.init([jnp.asarray(w) for w in params]), []
     for _ in range(steps):

@@ -77,7 +77,7 @@ def classes_of_a_worker(rank, first):
         [pipeline.Stage(lambda params, x: params * x)],
         lambda outputs, batch: outputs,
         pipeline.gpipe(1, 1),
-        ["worker"],
+        pipeline.Workers(["worker"]),
     )
     seen["pipeline"] = classes_of(threads())
     rpc.shutdown()

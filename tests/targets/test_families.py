@@ -345,7 +345,7 @@ def one_program(hardware):
         line = jax.sharding.Mesh(devices, ("stage",), axis_types=axes)
         schedule = make(count, micro)
         pipe = pipeline.Pipeline(
-            stages(count), squares, schedule, line, overlap=overlap
+            stages(count), squares, schedule, pipeline.OneProgram(line, overlap=overlap)
         )
         lowered = pipe.lower([LAYER] * count, batch_of(4096 * micro))
         (program,) = lowered.values()
@@ -422,14 +422,12 @@ def test_one_program_over_stages_data_and_model(place, family):
 
     words, width, inner, tokens = 512, 256, 1024, 64
     make = {"1F1B": pipeline.one_f_one_b, "GPipe": pipeline.gpipe}[family]
-    pipe = pipeline.Pipeline(
+    made = pipeline.with_ends(
         [pipeline.Stage(block, ("x",), ("h",)), pipeline.Stage(block, ("h",), ("y",))],
-        picked,
-        make(2, 4),
-        whole,
         first=pipeline.Stage(embedded, ("tokens",), ("x",)),
         last=pipeline.Stage(headed, ("y",), ("logits",)),
     )
+    pipe = pipeline.Pipeline(made, picked, make(2, 4), pipeline.OneProgram(whole))
     own = {
         "up": laid((None, "model"), width, inner),
         "down": laid(("model",), inner, width),
@@ -478,17 +476,15 @@ def test_messages_of_a_model_with_ends_and_keys_are_hidden(place, axes):
         for j in range(sizes[0])
     ]
     shared = {"tied": {"table": "table"}}
-    pipe = pipeline.Pipeline(
+    made = pipeline.with_ends(
         made,
-        picked,
-        pipeline.gpipe(sizes[0], micro),
-        whole,
         first=pipeline.Stage(noisy_embedded, ("tokens",), ("x",), keyed=True, **shared),
         last=pipeline.Stage(
             lambda p, h: headed(p["table"], h), ("y",), ("logits",), **shared
         ),
-        overlap=True,
     )
+    places = pipeline.OneProgram(whole, overlap=True)
+    pipe = pipeline.Pipeline(made, picked, pipeline.gpipe(sizes[0], micro), places)
 
     def laid(spec, *sizes):
         divided = PartitionSpec(*spec) if len(axes) > 1 else PartitionSpec()

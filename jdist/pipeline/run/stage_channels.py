@@ -28,7 +28,6 @@ from jdist.pipeline.stages.place import (
     devices_of,
     moved,
     places_along,
-    stage_axis_of,
 )
 
 
@@ -100,15 +99,13 @@ class Places:
 
 
 def places_on(
-    schedule: Schedule, mesh: Mesh, stage_axis: str | None, data_axis: str | None
+    schedule: Schedule, mesh: Mesh, axis: str, data_axis: str | None
 ) -> Places:
     """Places the workers of a schedule along an axis of a mesh, in order.
 
     Raises:
-      ValueError: What `stage_axis_of` and `places_along` raise; or the mesh has no
-        device of this process.
+      ValueError: The mesh has no device of this process.
     """
-    axis = stage_axis_of(mesh, stage_axis, schedule.workers)
     places, here = places_along(mesh, axis, data_axis), jax.process_index()
     own = [
         rank
@@ -118,7 +115,7 @@ def places_on(
     if not own:
         rule = "must have a device of each process that calls it"
         got = f"{list(mesh.devices.flat)} in process {here}"
-        raise ValueError(requirement("Pipeline(mesh)", rule, got))
+        raise ValueError(requirement("OneProgram(mesh)", rule, got))
     return Places(schedule, places, own)
 
 

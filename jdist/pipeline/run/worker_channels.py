@@ -45,23 +45,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 from msgspec.structs import replace
 
-from jdist._errors import check_sequence, requirement
+from jdist._errors import requirement
 from jdist._scheduling import enter_batch_class
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.identity import CallIdentity, sized
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.stage_channels import (
-    Communicator,
-    LocalCommunicator,
     MessageTag,
     Places,
     StageChannels,
     ending,
-    places_on,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.schedule import Schedule
@@ -70,17 +66,12 @@ from jdist.pipeline.stages.place import (
     Place,
     StageMesh,
     devices_of,
-    idle_devices,
-    place_on,
-    places_of,
-    processes_at,
     received,
     whole_here,
 )
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
     Agent,
-    current_agent,
     describe,
     incarnation_of,
     rebuild,
@@ -796,7 +787,7 @@ class WorkerCommunicator:
       places: Devices of the workers; those of other processes may be None.
       members: The workers of rpc.
       about: Further text that must be the same on all workers.
-      data_axis: As given to `Pipeline`.
+      data_axis: See `Workers`.
     """
 
     sees_all = False
@@ -850,7 +841,7 @@ class WorkerCommunicator:
                 if mailbox.half_done:
                     rule = "must not be called again after a call that failed under way"
                     remedy = "Start the run again from its last checkpoint."
-                    call = "Pipeline(workers_or_devices=...)"
+                    call = "Pipeline(places)"
                     got = f"a collective half done: {mailbox.half_done}"
                     raise ValueError(requirement(call, rule, got, remedy))
                 yield channels
@@ -908,7 +899,7 @@ class WorkerCommunicator:
         if self._data_axis is not None and not any(name in axes for axes in meshes):
             rule = "must be an axis of one of the workers' meshes"
             got = f"{name!r}, where the axes are {sorted({*itertools.chain(*meshes)})}"
-            raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
+            raise ValueError(requirement("Workers(data_axis=...)", rule, got))
         return math.lcm(*(axes.get(name, 1) for axes in meshes))
 
 
@@ -936,165 +927,3 @@ _KINDS |= {
     "V": "the vote",
     "D": "the decision",
 }
-
-
-def communicator_for(
-    schedule: Schedule,
-    workers_or_devices: Sequence[str] | Sequence[jax.Device | Mesh] | Mesh | None,
-    about: str = "",
-    data_axis: str | None = None,
-    mesh: Mesh | None = None,
-    stage_axis: str | None = None,
-) -> Communicator:
-    """Makes the communicator of a pipeline from the places that the user gave.
-
-    Args:
-      schedule: The schedule.
-      workers_or_devices: See `Pipeline`.
-      about: Further text that must be the same on all workers, for the error's text.
-      data_axis: See `Pipeline`.
-      mesh: See `Pipeline`.
-      stage_axis: See `Pipeline`.
-
-    Raises:
-      TypeError, ValueError: What `places_of`, `place_on` and `places_on` raise.
-      ValueError: There is not one place for each worker; a name is no worker of the
-        group, or not one of them is this worker; a mesh does not fit the schedule.
-    """
-    call = "Pipeline(workers_or_devices=...)"
-    given: list[Any] = []
-    if not (workers_or_devices is None or isinstance(workers_or_devices, Mesh)):
-        rule = "must be a sequence of devices, meshes or names of workers, or a Mesh"
-        check_sequence(call, workers_or_devices, object, rule)
-        given = list(workers_or_devices)
-    named = bool(given) and all(isinstance(place, str) for place in given)
-    if mesh is not None and not named:
-        rule = "must come with names of workers, of which each has its own"
-        got = f"a mesh with {workers_or_devices!r}"
-        raise ValueError(requirement("Pipeline(mesh=...)", rule, got))
-    if isinstance(workers_or_devices, Mesh):
-        where = schedule, workers_or_devices, stage_axis, data_axis
-        return LocalCommunicator(places_on(*where), workers_or_devices)
-    if stage_axis is not None:
-        rule = "must come with one mesh for all stages"
-        got = f"{stage_axis!r} with {workers_or_devices!r}"
-        raise ValueError(requirement("Pipeline(stage_axis=...)", rule, got))
-    meshes = [place for place in (*given, mesh) if isinstance(place, Mesh)]
-    if data_axis is not None and not (named or meshes):
-        rule = "must come with a list of places, of which one is a mesh"
-        got = f"{data_axis!r} with {workers_or_devices!r}"
-        raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
-    if workers_or_devices is None:
-        devices: list[jax.Device | None] = [None] * schedule.workers
-        return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
-    if len(given) != schedule.workers:
-        rule = f"must be one for each of the {schedule.workers} workers"
-        raise ValueError(requirement(call, rule, given))
-    if not named:
-        return _of_places(schedule, places_of(given, data_axis), about, data_axis)
-    return _of_workers(schedule, given, about, data_axis, mesh)
-
-
-def _of_workers(
-    schedule: Schedule,
-    given: Sequence[str],
-    about: str,
-    data_axis: str | None,
-    mesh: Mesh | None,
-) -> WorkerCommunicator:
-    """The communicator of workers by their names, each with a place of its own."""
-    agent = current_agent()
-    known = [info.name for info in agent.group.workers()]
-    if agent.info.name not in given or not {*given} <= {*known}:
-        rule = f"must be workers of the group, {agent.info.name!r} among them"
-        call = "Pipeline(workers_or_devices=...)"
-        raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    own = given.index(agent.info.name)
-    known_here: list[Place] = [None] * len(given)
-    known_here[own] = agent.options.device
-    if mesh is not None:
-        known_here[own] = place_on(mesh, data_axis)
-    found = Places(schedule, known_here, (own,))
-    leader = min(schedule.placement[0])
-    members = Members(given, range(len(given)), own, leader)
-    return WorkerCommunicator(agent, found, members, about, data_axis)
-
-
-def _of_places(
-    schedule: Schedule, places: Sequence[Place], about: str, data_axis: str | None
-) -> Communicator:
-    """The communicator of devices and meshes, of this process or of several."""
-    if _are_elsewhere(places):
-        return _over_processes(schedule, places, about, data_axis)
-    idle = idle_devices(places, jax.local_devices())
-    if idle:
-        _log.warning("The meshes of a pipeline leave %d devices idle.", len(idle))
-    return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
-
-
-def _are_elsewhere(places: Sequence[Place]) -> bool:
-    """Whether some devices of the places belong to other processes of this run."""
-    if jax.process_count() == 1:
-        return False
-    devices = set().union(*map(devices_of, places))
-    known = set().union(*(jax.devices(d.platform) for d in devices))
-    # Devices of a compiler for absent hardware belong to no process.
-    return devices <= known and not devices <= {*jax.local_devices()}
-
-
-def _over_processes(
-    schedule: Schedule, places: Sequence[Place], about: str, data_axis: str | None
-) -> WorkerCommunicator:
-    """The communicator of processes of `jax.distributed`, by the places of the workers.
-
-    Raises:
-      ValueError: A process has devices of two workers, or of none; a place is a single
-        device; a mesh has several processes and the schedule updates as it goes; the
-        processes are no workers of rpc, by their own numbers.
-    """
-    call, here = "Pipeline(workers_or_devices=...)", jax.process_index()
-    each = [processes_at(place) for place in places]
-    flat = [process for some in each for process in some]
-    if not all(isinstance(place, StageMesh) for place in places):
-        rule = "must be meshes, where they are in several processes"
-        remedy = 'Make one of a device: Mesh(np.array([device]), ("data",)).'
-        raise ValueError(requirement(call, rule, list(places), remedy))
-    absent = sorted({*range(jax.process_count())} - {*flat})
-    if absent:
-        rule = "must have a device of each process: one without would do nothing"
-        got = f"no device of the processes {absent}"
-        remedy = "Give their devices to a mesh, or start fewer processes."
-        raise ValueError(requirement(call, rule, got, remedy))
-    twice = sorted(process for process, n in Counter(flat).items() if n > 1)
-    if twice:
-        rule = "must have the devices of a process at one worker of the schedule, "
-        rule += "where meshes are in several processes"
-        got = f"devices of the processes {twice} at several workers"
-        remedy = "Give a worker several stages by `interleaved`; or let one program "
-        remedy += "run equal stages: its mesh may be laid out in any way."
-        raise ValueError(requirement(call, rule, got, remedy))
-    joint = len(flat) > len(places)
-    if joint and schedule.update_policy is not None:
-        rule = "must be meshes of one process each with a schedule that updates as it "
-        rule += "goes"
-        got = f"meshes of the processes {each}"
-        raise ValueError(requirement(call, rule, got, "`train_step` takes any."))
-    try:
-        agent = current_agent()
-        names = {info.id: info.name for info in agent.group.workers()}
-        known = agent.info.id == here and {*flat} <= names.keys()
-        got = f"rank {agent.info.id} in process {here}"
-    except RpcError as error:
-        known, got = False, f"no worker in process {here}: {error}"
-    if not known:
-        rule = "must be in processes that are workers of rpc, each with its number in "
-        rule += "`jax.distributed` as its rank"
-        remedy = "Call rpc.init_rpc in each, which jdist.launch gives these numbers."
-        raise ValueError(requirement(call, rule, got, remedy))
-    # Members are in the order of the workers' processes: several have one rank.
-    ranks = [rank for rank, some in enumerate(each) for _ in some]
-    own, leader = flat.index(here), ranks.index(min(schedule.placement[0]))
-    members = Members([names[process] for process in flat], ranks, own, leader)
-    found = Places(schedule, places, (ranks[own],))
-    about += f", on {[sorted(map(str, devices_of(place))) for place in places]}"
-    return WorkerCommunicator(agent, found, members, about, data_axis)

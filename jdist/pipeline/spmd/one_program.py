@@ -245,7 +245,7 @@ class OneProgramExecutor(Executor):
         self, given: CallInputs, unrounded: bool
     ) -> tuple["_Program", tuple[list[PyTree], Ends, Feed]]:
         params, batch, key = given.params, given.batch, self._key(given.key)
-        check_not_traced("Pipeline(.., mesh)", params, batch, given.weights, key)
+        check_not_traced("Pipeline(.., OneProgram)", params, batch, given.weights, key)
         count = self._places.schedule.micro_batches
         cut = lots(batch, given.weights, count, self._loss.kind, self._parts)
         own = {
@@ -294,7 +294,7 @@ class OneProgramExecutor(Executor):
         for stage, name in ((0, "first"), (len(self._stages) - 1, "last")):
             if getattr(self._ends, name) is not None and stage not in each:
                 rule = f"must have had the parameters of stage {stage} once, in each "
-                rule += f"process, where a stage has an end (`{name}=`)"
+                rule += f"process, where a stage has an end (`{name}=` of `with_ends`)"
                 remedy = "Give `Pipeline.init` or `Pipeline.place` those of all stages."
                 call = "Pipeline.place(params)"
                 raise ValueError(requirement(call, rule, "None", remedy))
@@ -500,7 +500,7 @@ class OneProgramExecutor(Executor):
         return common_parts(self._places.devices)
 
 
-_REMEDY = "Give a list of devices, or names of workers, in place of the mesh."
+_REMEDY = "Give a list of devices, or Workers, in place of OneProgram."
 
 
 class _Program(NamedTuple):

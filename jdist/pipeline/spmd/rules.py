@@ -18,10 +18,10 @@ from jdist.pipeline.stages.stage_program import StageProgram
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.segment.internal import Contents, contents_of
 
-_STAGES = "Pipeline(stages, .., mesh)"
+_STAGES = "Pipeline(stages, .., OneProgram)"
 _REMEDY = (
-    "Or give a list of devices, or names of workers, in place of the mesh: there "
-    "stages may differ."
+    "Or give a list of devices, or Workers, in place of OneProgram: there stages may "
+    "differ."
 )
 
 
@@ -93,7 +93,7 @@ def check_shares(schedule: Schedule) -> None:
       ValueError: It gives a stage several workers, or one worker more stages than
         another.
     """
-    call = "Pipeline(schedule, .., mesh)"
+    call = "Pipeline(schedule, .., OneProgram)"
     shares = [0] * schedule.workers
     for stage, workers in enumerate(schedule.placement):
         if len(workers) > 1:
@@ -208,7 +208,9 @@ def check_agreement(texts: Mapping[int, str]) -> None:
     if others:
         rule = "must have parameters and a batch of the same shapes, and the same "
         rule += "schedule, reduction and key, in all processes"
-        raise ValueError(requirement("Pipeline(.., mesh)", rule, f"others in {others}"))
+        raise ValueError(
+            requirement("Pipeline(.., OneProgram)", rule, f"others in {others}")
+        )
 
 
 def _refuse(rule: str, got: str) -> NoReturn:

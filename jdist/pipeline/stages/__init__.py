@@ -1,5 +1,6 @@
 """Stages: pure functions with named inputs and outputs, also made from modules."""
 
+from jdist.pipeline.stages.chain import with_ends
 from jdist.pipeline.stages.measure import profile
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, stages_from_modules
@@ -14,4 +15,5 @@ __all__ = [
     "profile",
     "stages_from_modules",
     "stages_from_nnx",
+    "with_ends",
 ]

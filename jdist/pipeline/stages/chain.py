@@ -1,4 +1,4 @@
-"""Chains of stages, for functions before the first and after the last equal stage.
+"""Chains of stages: what is before and after equal stages, joined to them.
 
 A stage and the functions at its ends are one stage: a chain of parts. Executors that
 run stages one by one see only the chain; one program for equal stages takes it apart.
@@ -73,30 +73,60 @@ class Chain:
 
 
 def with_ends(
-    stages: Sequence[Stage], first: Stage | None, last: Stage | None
+    stages: Sequence[Stage], *, first: Stage | None = None, last: Stage | None = None
 ) -> list[Stage]:
-    """Chain the first and the last stage with the functions at their ends.
+    """Join what is before equal stages to the first one, and what is after to the last.
+
+    One program (`OneProgram`) runs equal stages, and takes the ends apart again.
+    Everywhere else a stage and its end are one stage.
 
     Args:
       stages: The stages, in order.
-      first: The function before the first one.
-      last: The function after the last one.
+      first: A stage before the first one, such as an embedding: its output is the only
+        input of the first stage, and it is on that stage's device or mesh. The
+        parameters of that stage are then a tuple: those of `first`, its own.
+      last: Likewise a stage after the last one, such as a head: its input is the only
+        output of the last stage, and its parameters come after those of that stage.
+
+    Returns:
+      As many stages as given.
 
     Raises:
       TypeError: A stage or an end is not a `Stage`.
-      ValueError: An end has a state; the only output of `first` is not the only input
-        of the first stage, or the only input of `last` not the only output of the last
-        stage; one part has a function for evaluation, and another one has none and
-        takes a key.
+      ValueError: There is no stage; an end has a state; the only output of `first` is
+        not the only input of the first stage, or the only input of `last` not the only
+        output of the last stage; one part has a function for evaluation, and another
+        one has none and takes a key.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import pipeline
+      >>> blocks = [
+      ...     pipeline.Stage(lambda w, x: jnp.tanh(x @ w), ("x",), ("h",)),
+      ...     pipeline.Stage(lambda w, h: jnp.tanh(h @ w), ("h",), ("y",)),
+      ... ]
+      >>> embed = pipeline.Stage(lambda w, tokens: w[tokens], ("tokens",), ("x",))
+      >>> stages = pipeline.with_ends(blocks, first=embed)
+      >>> pipe = pipeline.Pipeline(
+      ...     stages, lambda y, batch: y.sum(-1), pipeline.gpipe(2, 2)
+      ... )
+      >>> table, square = jnp.ones((5, 3)), jnp.eye(3)
+      >>> batch = {"tokens": jnp.array([0, 4, 2, 2])}
+      >>> loss, grads = pipe.value_and_grad([(table, square), square], batch)
+      >>> [grad.shape for grad in grads[0]]
+      [(5, 3), (3, 3)]
     """
-    check_sequence("Pipeline(stages)", stages, Stage, "must be a sequence of Stage")
+    call, rule = "with_ends(stages)", "must be a sequence of Stage"
+    check_sequence(call, stages, Stage, rule)
+    if not stages:
+        raise ValueError(requirement(call, "must not be empty", "[]"))
     made = list(stages)
     if first is not None:
         _check_end("first", first)
         if len(first.outputs) != 1 or first.outputs != made[0].inputs:
             rule = f"must put out what the first stage takes, {made[0].inputs}, as its "
             rule += "only input"
-            raise ValueError(requirement("Pipeline(first=...)", rule, first.outputs))
+            raise ValueError(requirement("with_ends(first=...)", rule, first.outputs))
         made[0] = _chained((first, made[0]), 1)
     if last is not None:
         _check_end("last", last)
@@ -104,7 +134,7 @@ def with_ends(
         if len(before) != 1 or last.inputs != before:
             rule = f"must take what the last stage puts out, {before}, as its only "
             rule += "input"
-            raise ValueError(requirement("Pipeline(last=...)", rule, last.inputs))
+            raise ValueError(requirement("with_ends(last=...)", rule, last.inputs))
         # With a single stage it may have become a chain above: it is then extended.
         known = made[-1].fn
         chain = known if isinstance(known, Chain) else Chain((made[-1],), 0)
@@ -170,7 +200,7 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
     chain, among = Chain(parts, block), parts[block]
     if among.stateful:
         rule = "must be no end of a stage that has a state"
-        raise ValueError(requirement("Pipeline(first=.., last=..)", rule, "one"))
+        raise ValueError(requirement("with_ends(first=.., last=..)", rule, "one"))
     in_evaluation = None
     if any(part.in_evaluation is not None for part in parts):
         in_evaluation = replace(chain, in_evaluation=True)
@@ -196,7 +226,7 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
 
 
 def _check_end(which: str, stage: object) -> None:
-    call = f"Pipeline({which}=...)"
+    call = f"with_ends({which}=...)"
     if not isinstance(stage, Stage):
         raise TypeError(requirement(call, "must be a Stage", repr(stage)))
     if stage.stateful:

@@ -28,7 +28,7 @@ from jdist._compat import automatic, launched, placed, shares_threads
 from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
-_PLACES = "Pipeline(workers_or_devices=...)"
+_PLACES = "Pipeline(places)"
 DATA_AXIS = "data"
 """The data axis of meshes that have one of this name, unless another is given."""
 STAGE_AXIS = "stage"
@@ -73,7 +73,7 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
 
     Args:
       given: One for each worker.
-      data_axis: As for `Pipeline`.
+      data_axis: See `Meshes`.
 
     Raises:
       TypeError: One is neither a device nor a mesh.
@@ -86,9 +86,9 @@ def places_of(given: Sequence[jax.Device | Mesh], data_axis: str | None) -> list
             own = automatic_axes(_PLACES, one, f" for worker {worker}")
             places.append(_with_data_axis(own, data_axis))
         elif isinstance(one, str | Sharding) or not hasattr(one, "device_kind"):
-            rule = "must be devices and meshes, or names of workers"
+            rule = "must be devices and meshes"
             got = f"{one!r} for worker {worker}"
-            remedy = "Beside names each worker gives a mesh of its own as `mesh=`."
+            remedy = "Names of workers are given as `pipeline.Workers(names)`."
             raise TypeError(requirement(_PLACES, rule, got, remedy))
         else:
             places.append(one)
@@ -104,7 +104,7 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
       TypeError: It is not a mesh.
       ValueError: It has manual axes, or devices of other processes.
     """
-    call = "Pipeline(mesh=...)"
+    call = "Workers(mesh=...)"
     if not isinstance(mesh, Mesh):
         raise TypeError(requirement(call, "must be a jax.sharding.Mesh", repr(mesh)))
     mesh = automatic_axes(call, mesh)
@@ -118,49 +118,16 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
     return _with_data_axis(mesh, data_axis)
 
 
-def stage_axis_of(mesh: Mesh, stage_axis: str | None, workers: int) -> str:
-    """The axis of a mesh along which the workers of one program are.
-
-    Args:
-      mesh: The mesh of all stages.
-      stage_axis: Name of the axis; None: "stage", or the only axis.
-      workers: Number of workers of the schedule.
-
-    Raises:
-      ValueError: There is no such axis, or its size is not the number of workers;
-        a further axis is manual.
-    """
-    names = mesh.axis_names
-    name = STAGE_AXIS if stage_axis is None else stage_axis
-    if stage_axis is None and len(names) == 1:
-        name = names[0]
-    if mesh.shape.get(name) != workers:
-        rule = f"must have an axis {name!r} as long as the schedule has workers, "
-        rule += f"{workers}"
-        remedy = "Make the mesh so, or name its axis of stages by `stage_axis=`."
-        got = f"{dict(mesh.shape)}"
-        raise ValueError(requirement("Pipeline(mesh)", rule, got, remedy))
-    automatic_axes("Pipeline(mesh)", mesh)  # For its check, before workers are paired.
-    return name
-
-
 def places_along(mesh: Mesh, axis: str, data_axis: str | None) -> list[Place]:
     """The places of the workers of one program: slices of a mesh along one axis.
 
     Args:
       mesh: The mesh of all stages.
       axis: The axis of stages.
-      data_axis: As for `Pipeline`.
-
-    Raises:
-      ValueError: The data axis is not an axis of the mesh, or is that of the stages.
+      data_axis: The axis over which rows are split; None: "data", if it is one.
     """
     at = mesh.axis_names.index(axis)
     names = tuple(name for name in mesh.axis_names if name != axis)
-    if data_axis is not None and data_axis not in names:
-        rule = "must be an axis of the mesh beside that of the stages"
-        got = f"{data_axis!r}, where these are {list(names)}"
-        raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
     rows = np.moveaxis(mesh.devices, at, 0)
     if not names:
         return list(rows)
@@ -200,7 +167,7 @@ def _check_data_axis(places: Sequence[Place], data_axis: str | None) -> None:
     names = sorted({name for place in meshes for name in place.mesh.axis_names})
     rule = "must be an axis of one of the meshes"
     got = f"{data_axis!r}, where the axes are {names}"
-    raise ValueError(requirement("Pipeline(data_axis=...)", rule, got))
+    raise ValueError(requirement("Meshes(data_axis=...)", rule, got))
 
 
 def _check_overlap(places: Sequence[Place]) -> None:

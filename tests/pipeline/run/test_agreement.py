@@ -14,7 +14,7 @@ from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline import refusals, shared, worlds
 from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
-from tests.pipeline.refusals import NAMES, batch_of, made, start
+from tests.pipeline.refusals import NAMES, PLACES, batch_of, made, start
 
 # What these stages read changes under them, which is what they are for.
 pytestmark = [
@@ -51,7 +51,7 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
     gave_up = threading.Event()
 
     def body():
-        pipe, rank = made(NAMES), own_rank()
+        pipe, rank = made(PLACES), own_rank()
         pipe.communicator.gather(None, "first")
         rpc.set_rpc_timeout(0.2 if rank == 1 else 60.0)
         try:
@@ -80,7 +80,7 @@ def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch)
             receive(mailbox, caller, body, meta)
 
     def body():
-        pipe, rank = made(NAMES), own_rank()
+        pipe, rank = made(PLACES), own_rank()
         pipe.communicator.gather(None, "first")
         rpc.set_rpc_timeout(0.5)
         found = pipe.communicator.gather(10 + rank, "second")
@@ -103,7 +103,7 @@ def test_an_interrupt_after_the_decision(threads, monkeypatch):
         return take(channels, tag, worker)
 
     def body():
-        pipe = made(NAMES)
+        pipe = made(PLACES)
         state, again = start(pipe), None
         try:
             state, _ = pipe.train_step(state, *batch_of(0))
@@ -131,7 +131,7 @@ def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypa
         put(channels, tag, other, value)
 
     def body():
-        pipe = made(NAMES)
+        pipe = made(PLACES)
         state, _ = pipe.train_step(start(pipe), *batch_of(0))
         pipe.communicator.gather(None, "between")
         if own_rank() == 0:
@@ -148,7 +148,7 @@ def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypa
 # --- what is refused before any stage steps ---
 
 
-def with_a_rate_that_breaks(names, broken):
+def with_a_rate_that_breaks(places, broken):
     def rate(step):
         if broken:
             raise Planted("the schedule of a learning rate")
@@ -156,7 +156,7 @@ def with_a_rate_that_breaks(names, broken):
 
     with_state = optim.sgd(lr=0.1, momentum=0.9)
     optimizers = [with_state, optim.sgd(lr=rate), with_state]
-    return made(names, optimizer=optimizers)
+    return made(places, optimizer=optimizers)
 
 
 def test_a_stage_whose_optimizer_raises_leaves_the_others_as_they_were():
@@ -276,7 +276,11 @@ def test_a_start_with_tied_parameters(threads):
     def body():
         schedule = pipeline.one_f_one_b(3, 2)
         pipe = pipeline.Pipeline(
-            shared.stages(), shared.losses, schedule, NAMES, optimizer=optim.sgd(lr=0.1)
+            shared.stages(),
+            shared.losses,
+            schedule,
+            PLACES,
+            optimizer=optim.sgd(lr=0.1),
         )
         params = shared.params_of()
         with pytest.raises(ValueError, match="must be a list of 3 trees") as refused:
@@ -298,7 +302,7 @@ def test_a_disk_that_fails_for_one(threads, tmp_path, monkeypatch):
         write(folder, *given)
 
     def body():
-        pipe = made(NAMES)
+        pipe = made(PLACES)
         state = start(pipe)._replace(step=3)
         with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
             with pytest.raises(OSError, match="no space left"):
@@ -319,7 +323,7 @@ def test_a_disk_that_fails_for_one(threads, tmp_path, monkeypatch):
 
 def test_a_timed_step_that_one_worker_does_not_make(threads):
     def body():
-        pipe = made(NAMES)
+        pipe = made(PLACES)
         state = start(pipe)
 
         def step():
@@ -337,7 +341,7 @@ def test_a_timed_step_that_one_worker_does_not_make(threads):
 
 def test_training_with_other_settings(threads):
     def body():
-        pipe, rank = made(NAMES), own_rank()
+        pipe, rank = made(PLACES), own_rank()
         state, errors = start(pipe), []
         for save_every in (0 if rank == 1 else 5, 5 + rank):
             saved = pipeline.PipelineCheckpoints.__new__(pipeline.PipelineCheckpoints)
@@ -359,7 +363,7 @@ def test_another_step_or_state_to_restore_is_refused_on_all(threads, tmp_path):
     """Also where it fits what this worker has; and the next call is not affected."""
 
     def body():
-        pipe, rank = made(NAMES), own_rank()
+        pipe, rank = made(PLACES), own_rank()
         state, errors = start(pipe), []
         other = state._replace(
             params=jax.tree.map(lambda x: x.astype("bfloat16"), state.params)

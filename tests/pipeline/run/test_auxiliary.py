@@ -11,7 +11,7 @@ from jdist.pipeline.run.loss import merged, stacked
 from tests.pipeline import aux_worlds as worlds
 from tests.pipeline import models
 from tests.pipeline.aux_worlds import expected, made, problem
-from tests.rpc.hosts import names
+from tests.pipeline.places import workers
 
 SCHEDULES = {
     "zero bubble": pipeline.zero_bubble(3, 3),
@@ -95,7 +95,7 @@ def test_every_worker_has_them(cluster):
     """To the bit as one process has; two workers run the loss."""
     given = SCHEDULES["replicas"]
     tasks = [
-        cluster.start(rank, worlds.everything, given, names(given.workers))
+        cluster.start(rank, worlds.everything, given, workers(given.workers))
         for rank in range(given.workers)
     ]
     alone = worlds.everything(given)
@@ -180,7 +180,7 @@ def test_one_program_has_none():
     with pytest.raises(
         ValueError, match=r"has_aux=...\)` must be False where one prog"
     ):
-        made(pipeline.one_f_one_b(3, 3), mesh)
+        made(pipeline.one_f_one_b(3, 3), pipeline.OneProgram(mesh))
 
 
 def test_entries_of_several_processes():

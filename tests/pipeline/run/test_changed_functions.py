@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jdist import optim
 from jdist.pipeline import (
+    OneProgram,
     PipeDream,
     Pipeline,
     Stage,
@@ -84,7 +85,7 @@ def test_one_program_and_epochs_refuse_a_change(x):
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     read = numbers(2.0)
     params = [jnp.full((1, 3), k, jnp.float32) for k in (0.5, -2.0)]
-    pipe = made(read, mesh)
+    pipe = made(read, OneProgram(mesh))
     state, _ = pipe.train_step(pipe.init(params), {"x": x})
     epochs = made(read, "epochs")
     after, _ = epochs.train_epoch(epochs.init(params), [{"x": x}] * 3)

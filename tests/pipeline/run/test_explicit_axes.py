@@ -108,7 +108,7 @@ def test_one_program_over_explicit_axes(params, batch):
     """A mesh by stage and data."""
 
     def run(kind, context=None):
-        places = mesh(kind=kind, names=("stage", "data"))
+        places = pipeline.OneProgram(mesh(kind=kind, names=("stage", "data")))
         names = ("x", "h", "out")
         stages = [
             pipeline.Stage(block, names[j : j + 1], names[j + 1 : j + 2])

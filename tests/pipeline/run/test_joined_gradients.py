@@ -61,7 +61,7 @@ def test_bits_do_not_depend_on_the_executor():
 
     def work(name):
         with rpc.use_worker(name):
-            pipe = made(SCHEDULES["1F1B"], names)
+            pipe = made(SCHEDULES["1F1B"], pipeline.Workers(names))
             return pipe.value_and_grad(pipe.place(params), batch, weights)
 
     with rpc.local_cluster(names), ThreadPoolExecutor(3) as threads:

@@ -177,7 +177,7 @@ def test_one_program_from_shapes_gives_the_same_bits(max_norm):
         spmd_models.stages(2),
         spmd_models.losses,
         schedule,
-        mesh,
+        pipeline.OneProgram(mesh),
         optimizer=optim.adam(),
         max_norm=max_norm,
     )
@@ -201,6 +201,7 @@ def test_workers_of_other_processes_are_refused():
     params, batch, _ = problem(4)
     names = ["a", "b", "c"]
     with rpc.local_cluster(names), rpc.use_worker("a"):
-        pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2), names)
+        places = pipeline.Workers(names)
+        pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2), places)
         with pytest.raises(ValueError, match="where one process has all stages"):
             pipe.lower(shapes(params), shapes(batch))

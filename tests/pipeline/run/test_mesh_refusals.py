@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdist import pipeline
-from jdist.pipeline.run import worker_channels
+from jdist.pipeline import places
 from jdist.pipeline.stages.place import StageMesh, idle_devices
 
 SCHEDULE = pipeline.one_f_one_b(2, 2)
@@ -48,7 +48,7 @@ def refused(error, message, run):
 def test_what_is_no_place():
     refused(
         TypeError,
-        "must be devices and meshes, or names of workers. Got 3 for worker 1",
+        "must be devices and meshes. Got 3 for worker 1",
         lambda: made([mesh(0, 2), 3]),
     )
     sharding = NamedSharding(mesh(0, 2), P())
@@ -79,14 +79,13 @@ def test_a_data_axis_that_no_mesh_has():
     refused(
         ValueError,
         "Got 'rows', where the axes are ['data', 'model']",
-        lambda: made([mesh(0, 2, 2), mesh(4, 2)], data_axis="rows"),
+        lambda: pipeline.Meshes([mesh(0, 2, 2), mesh(4, 2)], data_axis="rows"),
     )
-    for places in (None, jax.devices()[:2]):
-        refused(
-            ValueError,
-            "must come with a list of places, of which one is a mesh",
-            lambda places=places: made(places, data_axis="data"),
-        )
+    refused(
+        ValueError,
+        "Got 'data', where the axes are []",
+        lambda: pipeline.Meshes(jax.devices()[:2], data_axis="data"),
+    )
 
 
 def test_specifications_that_do_not_fit():
@@ -199,6 +198,6 @@ def test_devices_of_a_cpu_are_never_idle(caplog, monkeypatch):
     made(two)
     assert not caplog.records
     left = jax.devices()[2:]
-    monkeypatch.setattr(worker_channels, "idle_devices", lambda *_: left)
+    monkeypatch.setattr(places, "idle_devices", lambda *_: left)
     made(two)
     assert f"leave {len(left)} devices idle" in caplog.text

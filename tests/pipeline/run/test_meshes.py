@@ -2,20 +2,26 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jdist import pipeline
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.stages.place import StageMesh, moved
 from tests.pipeline.mesh_models import (
     LAYOUTS,
     SCHEDULES,
     candidate,
+    cut,
     judge,
+    losses,
     meshes,
     problem,
+    stages,
 )
 
 WIDE = "PP x DP x TP"
@@ -76,3 +82,17 @@ def test_rows_lie_where_the_data_axis_puts_them():
     found = moved({"even": np.ones((4, 2)), **wholly}, place)
     specs = {name: array.sharding.spec for name, array in found.items()}
     assert specs == {"even": P("data"), "odd": P(), "scalar": P()}
+
+
+def test_a_data_axis_of_any_name():
+    """Rows are split over it: the same bits as over "data"."""
+    own, batch, weights = problem()
+    found = []
+    for axis in (None, "rows"):
+        renamed = [Mesh(mesh.devices, (axis or "data",)) for mesh in meshes("PP x DP")]
+        places = pipeline.Meshes(renamed, data_axis=axis)
+        pipe = pipeline.Pipeline(stages(2), losses, SCHEDULES["1F1B"], places)
+        assert [place.parts for place in pipe.communicator.places.devices] == [2, 2]
+        found.append(pipe.value_and_grad(pipe.place(cut(own, 2)), batch, weights))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

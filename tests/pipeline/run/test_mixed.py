@@ -10,8 +10,9 @@ from jdist.optim._loss_scale import LossScaleState
 from jdist.optim.master_weights import MasterState
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
-from tests.pipeline import mixed, worlds
+from tests.pipeline import mixed
 from tests.pipeline.mixed import batch_of, made, start
+from tests.pipeline.places import workers
 
 BOOMING = [None, 1, None, None, 0, None, None, 2, None]
 """The stage that is made to overflow, for each step."""
@@ -221,7 +222,7 @@ def test_workers_skip_together(cluster):
     """Over both transports: bits, decisions and scales of one process."""
     pairs, norms = mixed.steps(BOOMING)
     assert pairs[0][1].loss_scale.skipped == 3
-    tasks = [cluster.start(r, mixed.steps, BOOMING, worlds.NAMES) for r in range(3)]
+    tasks = [cluster.start(r, mixed.steps, BOOMING, workers(3)) for r in range(3)]
     for rank, task in enumerate(tasks):
         same_bits(task.result(), ([pairs[rank]], norms))
 
@@ -371,7 +372,7 @@ SUMS = {
         ONE,
         products,
         pipeline.gpipe(1, PARTS),
-        jax.sharding.Mesh(np.array(jax.devices()[:1]), ("stage",)),
+        pipeline.OneProgram(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("stage",))),
         **o,
     ),
 }

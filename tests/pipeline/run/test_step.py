@@ -9,7 +9,7 @@ from jdist import pipeline
 from jdist.pipeline.run.stage_channels import InProcessChannels
 from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline.models import losses, problem, stages
-from tests.rpc.hosts import names
+from tests.pipeline.places import workers
 
 
 def test_a_value_that_comes_between_two_looks(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_value_for_the_loss_that_comes_last(threads, monkeypatch):
 
     def body(rank):
         pipe = pipeline.Pipeline(
-            chain(), from_all_over, schedule, names(3), loss_inputs=STRAIGHT
+            chain(), from_all_over, schedule, workers(3), loss_inputs=STRAIGHT
         )
         loss, grads = pipe.value_and_grad(pipe.place(params), batch, weights)
         return np.asarray(loss), np.asarray(grads[rank])

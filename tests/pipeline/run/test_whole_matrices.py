@@ -63,6 +63,7 @@ def test_the_update_is_the_whole_matrices(name, rng):
         {k: np.float32(rng.standard_normal((8, 6))) for k in ("x", "target")}
         for _ in range(2)
     ]
+    whole = Mesh(devices[:, :, 0], ("stage", "data"))
     report = verify.step(
         losses,
         opt.step,
@@ -72,7 +73,7 @@ def test_the_update_is_the_whole_matrices(name, rng):
             "one device": trainer(None, opt),
             "meshes": trainer(places, opt, SPECS),
             "zero on meshes": trainer(places, divided, SPECS),
-            "one program": trainer(Mesh(devices[:, :, 0], ("stage", "data")), opt),
+            "one program": trainer(pipeline.OneProgram(whole), opt),
         },
     )
     report.raise_if_failed()

@@ -140,12 +140,14 @@ def test_one_program():
         return jnp.sin(h)
 
     pipe = pipeline.Pipeline(
-        [pipeline.Stage(wave, (f"h{j}",), (f"h{j + 1}",)) for j in range(2)],
+        pipeline.with_ends(
+            [pipeline.Stage(wave, (f"h{j}",), (f"h{j + 1}",)) for j in range(2)],
+            first=pipeline.Stage(lambda w, x: x @ w, ("x",), ("h0",)),
+            last=pipeline.Stage(lambda w, h: h @ w, ("h2",), ("y",)),
+        ),
         losses,
         pipeline.one_f_one_b(2, 3),
-        mesh,
-        first=pipeline.Stage(lambda w, x: x @ w, ("x",), ("h0",)),
-        last=pipeline.Stage(lambda w, h: h @ w, ("h2",), ("y",)),
+        pipeline.OneProgram(mesh),
         optimizer=opt,
         max_norm=0.7,
     )

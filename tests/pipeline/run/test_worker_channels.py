@@ -41,14 +41,14 @@ def questions(monkeypatch):
 
 def test_a_compilation_beyond_the_timeout_is_waited_for(cluster, request):
     request.addfinalizer(slow.set_pauses)
-    found = on_each(cluster, slow.steps, slow.NAMES, slow.for_long)
+    found = on_each(cluster, slow.steps, slow.PLACES, slow.for_long)
     slow.set_pauses()
     same_as_one_process(found, slow.steps(None))
 
 
 def test_those_who_wait_are_told_who_may_be_compiling(threads, questions, caplog):
     slow.set_pauses(questions.await_some)
-    found = on_each(threads, slow.steps, slow.NAMES)
+    found = on_each(threads, slow.steps, slow.PLACES)
     slow.set_pauses()
     same_as_one_process(found, slow.steps(None))
     told = [one for one in caplog.records if one.name == "jdist.pipeline"]
@@ -72,7 +72,7 @@ def test_a_worker_that_is_still_in_the_call_before(threads, questions, monkeypat
         return apply(update, stage, *args)
 
     monkeypatch.setattr(StageUpdates, "apply", slowly)
-    found = on_each(threads, slow.steps, slow.NAMES)
+    found = on_each(threads, slow.steps, slow.PLACES)
     monkeypatch.undo()
     assert done == [1]
     same_as_one_process(found, slow.steps(None))
@@ -84,7 +84,7 @@ def test_an_epoch_waits_for_slow_workers(threads, questions, what):
     if what == "compilation":
         slow.set_pauses(questions.await_some)
     tasks = [
-        threads.start(rank, slow.epoch, slow.NAMES, slow_data if rank == 1 else None)
+        threads.start(rank, slow.epoch, slow.PLACES, slow_data if rank == 1 else None)
         for rank in range(3)
     ]
     found = [task.result() for task in tasks]
@@ -109,7 +109,7 @@ def test_workers_that_all_wait_give_up(threads, monkeypatch):
     """All are in the call, and none is at work."""
     # Long enough for the last of them to come into the call on a busy machine.
     monkeypatch.setattr(slow, "TIMEOUT", 6.5)
-    tasks = [threads.start(rank, slow.steps, slow.NAMES) for rank in range(3)]
+    tasks = [threads.start(rank, slow.steps, slow.PLACES) for rank in range(3)]
     said = r"waited more than 6\.5 s in train_step, call 1 of a pipeline: [^.]*\.$"
     for task in tasks:
         with pytest.raises(rpc.RpcTimeout, match=re.compile(said, re.M)):
@@ -121,7 +121,7 @@ def test_a_worker_that_has_given_up_was_in_the_call(threads, monkeypatch):
     """The others ask it before they hear of that: here they never do."""
     monkeypatch.setattr(PipelineMailbox, "_fail", lambda *message: None)
     monkeypatch.setattr(slow, "TIMEOUT", 6.5)
-    tasks = [threads.start(rank, slow.steps, slow.NAMES) for rank in range(3)]
+    tasks = [threads.start(rank, slow.steps, slow.PLACES) for rank in range(3)]
     for task in tasks:
         with pytest.raises(rpc.RpcTimeout, match="call 1 of a pipeline") as raised:
             task.result()

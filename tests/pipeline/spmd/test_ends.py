@@ -22,12 +22,14 @@ SEVERAL = ("stage", "data", "model")
 KEYED = [(), ("first", "block", "last"), ("block",), ("first", "last")]
 
 
-def line(count):
-    return Mesh(np.array(jax.devices()[:count]), ("stage",))
+def line(count, **options):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("stage",))
+    return pipeline.OneProgram(mesh, **options)
 
 
-def in_one(schedule, **options):
-    return model.pipeline_of(schedule, line(schedule.workers), **options)
+def in_one(schedule, overlap=False, **options):
+    places = line(schedule.workers, overlap=overlap)
+    return model.pipeline_of(schedule, places, **options)
 
 
 def on_devices(schedule, **options):
@@ -167,7 +169,7 @@ def test_an_axis_of_size_1_divides_nothing(sizes):
         model.pipeline_of(
             SCHEDULES["1F1B"], place, optimizer=optim.adam(), max_norm=1.0
         )
-        for place in (mesh, None)
+        for place in (pipeline.OneProgram(mesh), None)
     )
     state = pipe.init(pipe.place(params, model.specs(pipe)))
     expected = plain.init(params)
@@ -221,12 +223,10 @@ def test_evaluation_runs_what_is_for_it():
     schedule = SCHEDULES["1F1B"]
     params, batch, weights = model.problem(2, np.float64)
     pipe = pipeline.Pipeline(
-        model.stages(2),
+        pipeline.with_ends(model.stages(2), first=quiet, last=around["last"]),
         model.losses,
         schedule,
         line(2),
-        first=quiet,
-        last=around["last"],
     )
     found = pipe.evaluate(pipe.place(params), batch, weights)
     whole = np.asarray(model.whole_losses(params, batch))
@@ -253,15 +253,14 @@ def made_of(**changes):
             if isinstance(change, dict)
             else change
         )
-    return pipeline.Pipeline(
-        model.stages(2), model.losses, SCHEDULES["1F1B"], line(2), **around
-    )
+    stages = pipeline.with_ends(model.stages(2), **around)
+    return pipeline.Pipeline(stages, model.losses, SCHEDULES["1F1B"], line(2))
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "expected"),
     [
-        ({"first": model.embed}, TypeError, r"Pipeline\(first=...\)` must be a Stage"),
+        ({"first": model.embed}, TypeError, r"with_ends\(first=...\)` must be a Stage"),
         (
             {"first": {"outputs": ("e",)}},
             ValueError,
@@ -304,22 +303,14 @@ def test_an_end_that_draws_beside_one_that_does_not_in_evaluation():
     around = model.ends(("first", "last"))
     quiet = dataclasses.replace(around["first"], in_evaluation=model.embed)
     with pytest.raises(ValueError, match="must all have a function for evaluation"):
-        pipeline.Pipeline(
-            [dataclasses.replace(model.stages(1)[0])],
-            model.losses,
-            pipeline.gpipe(1, 2),
-            first=quiet,
-            last=around["last"],
-        )
+        pipeline.with_ends(model.stages(1), first=quiet, last=around["last"])
 
 
 def test_a_stage_with_a_state_has_no_end():
     first, second = model.stages(2)
     stateful = dataclasses.replace(first, stateful=True)
     with pytest.raises(ValueError, match="must be no end of a stage that has a state"):
-        pipeline.Pipeline(
-            [stateful, second], model.losses, SCHEDULES["1F1B"], **model.ends()
-        )
+        pipeline.with_ends([stateful, second], **model.ends())
 
 
 def test_parameters_of_a_stage_with_an_end_are_a_tuple():

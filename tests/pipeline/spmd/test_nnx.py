@@ -31,12 +31,10 @@ def trained(found, places, schedule, specs=None, key=None):
     """Losses of three steps, and the parameters by module."""
     first, *stages, last = found.stages
     one = pipeline.Pipeline(
-        stages,
+        pipeline.with_ends(stages, first=first, last=last),
         llama.losses_of,
         schedule,
         places,
-        first=first,
-        last=last,
         optimizer=optim.adam(lr=3e-3),
         max_norm=1.0,
     )
@@ -61,12 +59,12 @@ def test_one_program_of_modules_is_the_other_executors(layout, dropout):
     found = made(llama.Sizes(blocks=4, dropout=dropout))
     key = jax.random.key(0) if dropout else None
     schedule, specs = pipeline.gpipe(2, llama.MICRO_BATCHES), None
-    places = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     if layout != "stages":
         devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-        places = Mesh(devices, ("stage", "data", "model"))
+        mesh = Mesh(devices, ("stage", "data", "model"))
         specs = jax.tree_util.tree_map_with_path(llama.spec, found.params)
-    losses, params = trained(found, places, schedule, specs, key)
+    losses, params = trained(found, pipeline.OneProgram(mesh), schedule, specs, key)
     expected, others = trained(found, [jax.devices()[0]] * 2, schedule, key=key)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     assert jax.tree.structure(params) == jax.tree.structure(others)
@@ -84,11 +82,14 @@ def test_modules_that_differ_are_refused():
     modules[3].theta = 1e5
     groups = [modules[:1], modules[1:3], modules[3:5], modules[5:]]
     first, *stages, last = pipeline.stages_from_nnx(groups, NAMES).stages
-    places = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     schedule = pipeline.gpipe(2, 4)
     with pytest.raises(
         ValueError, match=r"same function .* Got another one in stage 1"
     ):
         pipeline.Pipeline(
-            stages, llama.losses_of, schedule, places, first=first, last=last
+            pipeline.with_ends(stages, first=first, last=last),
+            llama.losses_of,
+            schedule,
+            pipeline.OneProgram(mesh),
         )

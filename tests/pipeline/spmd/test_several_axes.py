@@ -31,8 +31,9 @@ def mesh(layout):
     return Mesh(devices.reshape(shape), names)
 
 
-def made(layout, schedule="GPipe", **options):
-    return model.pipeline_of(SCHEDULES[schedule], mesh(layout), **options)
+def made(layout, schedule="GPipe", overlap=False, **options):
+    places = pipeline.OneProgram(mesh(layout), overlap=overlap)
+    return model.pipeline_of(SCHEDULES[schedule], places, **options)
 
 
 def placed(pipe, layout, params):
@@ -122,7 +123,7 @@ def test_what_is_kept_is_divided_over_the_data_axis():
     used = {}
     for count in (1, 2):
         devices = np.array(jax.devices()[: 2 * count]).reshape(2, count)
-        places = Mesh(devices, ("stage", "data"))
+        places = pipeline.OneProgram(Mesh(devices, ("stage", "data")))
         pipe = model.pipeline_of(SCHEDULES["GPipe"], places)
         params, batch, weights = model.problem(2, np.float32, examples=3 * 256)
         lowered = pipe.lower(params, batch, weights)["all stages: gradient"]
@@ -144,9 +145,9 @@ def test_evaluation_on_several_axes():
 def test_the_axis_of_stages_may_have_any_name():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     params, batch, weights = model.problem(2, np.float64)
-    places = Mesh(devices, ("rows", "pp"))
-    options = {"stage_axis": "pp", "data_axis": "rows"}
-    pipe = model.pipeline_of(SCHEDULES["GPipe"], places, **options)
+    whole = Mesh(devices, ("rows", "pp"))
+    places = pipeline.OneProgram(whole, stage_axis="pp", data_axis="rows")
+    pipe = model.pipeline_of(SCHEDULES["GPipe"], places)
     found = pipe.value_and_grad(pipe.place(params), batch, weights)
     expected = on_one("GPipe").value_and_grad(params, batch, weights)
     close(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
@@ -155,7 +156,7 @@ def test_the_axis_of_stages_may_have_any_name():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"stage_axis": "pp"}, "must have an axis 'pp' as long as the schedule has"),
+        ({"stage_axis": "pp"}, "must have an axis 'pp', along which the stages are"),
         (
             {"data_axis": "rows"},
             r"axis of the mesh beside that of the stages\. Got 'rows', where these are "
@@ -165,21 +166,15 @@ def test_the_axis_of_stages_may_have_any_name():
 )
 def test_axes_that_the_mesh_has_not(options, expected):
     with pytest.raises(ValueError, match=expected):
-        made("PP x DP x TP", **options)
-
-
-def test_the_axis_of_stages_is_that_of_one_mesh():
-    expected = "must come with one mesh for all stages"
-    with pytest.raises(ValueError, match=expected):
-        model.pipeline_of(SCHEDULES["GPipe"], jax.devices()[:2], stage_axis="stage")
+        pipeline.OneProgram(mesh("PP x DP x TP"), **options)
 
 
 def test_axes_must_not_be_manual():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     kinds = (AxisType.Manual,) * 2
-    places = Mesh(devices, ("stage", "data"), axis_types=kinds)
+    manual = Mesh(devices, ("stage", "data"), axis_types=kinds)
     with pytest.raises(ValueError, match="must be meshes with automatic or explicit"):
-        model.pipeline_of(SCHEDULES["GPipe"], places)
+        pipeline.OneProgram(manual)
 
 
 def test_stages_that_are_sharded_differently_are_refused():

@@ -26,12 +26,16 @@ def mesh(count, *shape):
     return Mesh(devices.reshape(shape or count), names)
 
 
-def made(schedule, reduction="mean", places=None, **options):
+def in_one(count, *shape, **options):
+    return pipeline.OneProgram(mesh(count, *shape), **options)
+
+
+def made(schedule, reduction="mean", places=None, overlap=False, **options):
     return pipeline.Pipeline(
         stages(schedule.stages),
         losses,
         schedule,
-        mesh(schedule.workers) if places is None else places,
+        places or in_one(schedule.workers, overlap=overlap),
         reduction=reduction,
         **options,
     )
@@ -87,7 +91,7 @@ def trained():
     schedule = pipeline.one_f_one_b(2, 3)
     one, other = (
         made(schedule, places=p, **options)
-        for p in (mesh(2), [jax.devices("cpu")[0]] * 2)
+        for p in (in_one(2), [jax.devices("cpu")[0]] * 2)
     )
     params, batch, weights = problem(2, 7, dtype=np.float64)
     states = [pipe.init(params) for pipe in (one, other)]
@@ -173,10 +177,10 @@ def test_messages_beside_actions_change_nothing(name, reduction):
 # --- keys ---
 
 
-def noisy_pipeline(schedule, in_one=True, recompute=False, **options):
+def noisy_pipeline(schedule, one=True, recompute=False, **options):
     """Stages with dropout, in one program or on devices."""
     made_of = stages(schedule.stages, noisy, keyed=True, recompute=recompute)
-    places = mesh(schedule.workers) if in_one else jax.devices()[: schedule.workers]
+    places = in_one(schedule.workers) if one else jax.devices()[: schedule.workers]
     return pipeline.Pipeline(made_of, losses, schedule, places, **options)
 
 
@@ -189,8 +193,7 @@ def test_keys_are_those_of_the_other_executors(name, recompute):
     found, expected = (
         pipe.value_and_grad(pipe.place(params), batch, weights, key=key)
         for pipe in (
-            noisy_pipeline(SCHEDULES[name], in_one, recompute)
-            for in_one in (True, False)
+            noisy_pipeline(SCHEDULES[name], one, recompute) for one in (True, False)
         )
     )
     close(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
@@ -294,9 +297,9 @@ def test_stages_that_are_not_equal_are_refused(made_of, expected):
     """And the way out is named."""
     # Nobody else takes what the second stage does not.
     options = {} if "h1" in made_of[1].inputs else {"loss_inputs": ("h1", "y")}
-    remedy = "Or give a list of devices, or names of workers"
+    remedy = "Or give a list of devices, or Workers"
     with pytest.raises(ValueError, match=f"{expected}.*{remedy}"):
-        pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), mesh(2), **options)
+        pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), in_one(2), **options)
 
 
 def test_a_schedule_that_shares_unequally_is_refused():
@@ -306,14 +309,6 @@ def test_a_schedule_that_shares_unequally_is_refused():
     expected = r"must give each worker equally many stages\. Got \[1, 2\]"
     with pytest.raises(ValueError, match=expected):
         made(uneven)
-
-
-def test_messages_are_beside_actions_in_one_program_alone():
-    expected = (
-        r"`Pipeline\(overlap=\.\.\.\)` must be False where each stage has programs"
-    )
-    with pytest.raises(ValueError, match=expected):
-        made(pipeline.gpipe(2, 2), places=jax.devices()[:2], overlap=True)
 
 
 def test_replicated_stages_are_refused():
@@ -330,10 +325,9 @@ def test_nobody_sees_an_action_end():
         pipeline.timed(pipe, lambda: None)
 
 
-@pytest.mark.parametrize("places", [mesh(3), mesh(4, 4, 1)], ids=str)
+@pytest.mark.parametrize("places", [in_one(3), in_one(4, 4, 1)], ids=str)
 def test_a_mesh_must_have_an_axis_of_the_workers(places):
     expected = "must have an axis 'stage' as long as the schedule has workers, 2"
-    expected += ".* name its axis of stages by `stage_axis=`"
     with pytest.raises(ValueError, match=expected):
         made(pipeline.gpipe(2, 2), places=places)
 
@@ -385,7 +379,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
 )
 def test_a_stage_must_put_out_what_it_takes(fn, expected):
     made_of = [pipeline.Stage(fn, s.inputs, s.outputs) for s in stages(2)]
-    pipe = pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), mesh(2))
+    pipe = pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), in_one(2))
     params, batch, weights = problem(2, 4)
     with pytest.raises(ValueError, match=expected):
         pipe.value_and_grad(params, batch, weights)
@@ -393,7 +387,7 @@ def test_a_stage_must_put_out_what_it_takes(fn, expected):
 
 def test_integers_do_not_pass_from_stage_to_stage():
     made_of = [pipeline.Stage(lambda p, h: h, s.inputs, s.outputs) for s in stages(2)]
-    pipe = pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), mesh(2))
+    pipe = pipeline.Pipeline(made_of, losses, pipeline.gpipe(2, 2), in_one(2))
     params, batch, _ = problem(2, 4)
     with pytest.raises(
         ValueError, match=r"must pass on floating values .*'x' of int32"
@@ -403,7 +397,7 @@ def test_integers_do_not_pass_from_stage_to_stage():
 
 def test_losses_that_are_no_vector_are_refused():
     pipe = pipeline.Pipeline(
-        stages(2), lambda y, batch: y.mean(), pipeline.gpipe(2, 2), mesh(2)
+        stages(2), lambda y, batch: y.mean(), pipeline.gpipe(2, 2), in_one(2)
     )
     params, batch, weights = problem(2, 4)
     with pytest.raises(ValueError, match="one real loss per example"):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jdist import pipeline
 from jdist.pipeline import Stage
 from tests.pipeline import trained, worlds
+from tests.pipeline.places import workers
 
 
 def losses(y, batch):
@@ -76,14 +77,13 @@ def test_outputs_as_a_named_tuple_or_a_list(form):
 
 def test_a_key_between_stages(cluster):
     """A stage hands on what another one draws from; by messages too."""
-    expected = worlds.key_between(None)
+    expected = worlds.key_between()
     loss, grads = expected
     assert np.isfinite(loss)
     found = [
         task.result()
         for task in [
-            cluster.start(rank, worlds.key_between, cluster.names[:2])
-            for rank in range(2)
+            cluster.start(rank, worlds.key_between, workers(2)) for rank in range(2)
         ]
     ]
     for rank, (own_loss, own) in enumerate(found):
@@ -198,7 +198,10 @@ def test_transformations_around_a_pipeline():
     found, _ = jax.jit(lambda p: pipe_of(CHAIN).value_and_grad(p, batch))(params)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
-    for places, call in ((mesh, "mesh"), (jax.devices()[:2], "devices")):
+    for places, call in (
+        (pipeline.OneProgram(mesh), "OneProgram"),
+        (jax.devices()[:2], "devices"),
+    ):
         pipe = pipe_of(CHAIN, places)
         placed = pipe.place(params)
         loss, _ = pipe.value_and_grad(placed, batch)

@@ -7,9 +7,8 @@ import pytest
 
 from jdist import optim, pipeline
 from tests.pipeline import shared
+from tests.pipeline.places import workers
 from tests.pipeline.shared import losses, made, own_of, params_of, problem, whole
-
-NAMES = [f"worker{rank}" for rank in range(4)]
 
 
 def tables(params):
@@ -60,13 +59,13 @@ def test_workers_keep_them_equal_too(cluster, replicas):
     expected, params = shared.trained(None, replicas)
     count = 4 if replicas else 3
     tasks = [
-        cluster.start(rank, shared.trained, NAMES[:count], replicas)
+        cluster.start(rank, shared.trained, workers(count), replicas)
         for rank in range(count)
     ]
     found = [task.result() for task in tasks]
     placement = shared.schedule(replicas).placement
-    for stage, workers in enumerate(placement):
-        for rank in workers:
+    for stage, ranks in enumerate(placement):
+        for rank in ranks:
             assert found[rank][0] == expected
             own, wanted = found[rank][1][stage], params[stage]
             for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
@@ -75,7 +74,7 @@ def test_workers_keep_them_equal_too(cluster, replicas):
 
 
 def test_copies_that_differ_are_refused_on_all_workers(cluster):
-    tasks = [cluster.start(r, shared.refused, NAMES[:3], r) for r in range(3)]
+    tasks = [cluster.start(r, shared.refused, workers(3), r) for r in range(3)]
     texts = {task.result() for task in tasks}
     assert len(texts) == 1
     where = "embed/table and w/table. Copy one."

@@ -12,6 +12,7 @@ from jdist import pipeline
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.stages.wiring import BATCH, wire
 from tests.pipeline.models import losses, problem, stages
+from tests.pipeline.places import workers
 
 S = pipeline.Stage
 
@@ -158,7 +159,7 @@ def test_losses_must_be_one_for_each_example():
         ),
         ({"schedule": pipeline.forward_only(2, 2)}, "must have a backward pass for"),
         ({"reduction": "median"}, "must be one of 'mean', 'sum', 'max', 'min'"),
-        ({"workers_or_devices": jax.devices()[:3]}, "one for each of the 2 workers"),
+        ({"places": jax.devices()[:3]}, "one for each of the 2 workers"),
         (
             {"loss_inputs": ("y", "z", "h"), "schedule": pipeline.gpipe(3, 1)},
             "the 2 st",
@@ -180,7 +181,7 @@ def test_a_schedule_is_no_name(schedule):
 
 def test_workers_need_rpc():
     with pytest.raises(Exception, match="RPC has not been initialized"):
-        pipe_of(*chain(), workers_or_devices=["worker0", "worker1"])
+        pipe_of(*chain(), places=workers(2))
 
 
 @pytest.mark.parametrize(

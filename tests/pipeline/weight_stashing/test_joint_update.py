@@ -14,7 +14,7 @@ from jdist import pipeline
 from tests.pipeline import joint_worlds as worlds
 from tests.pipeline.joint_worlds import ADAM, made, problem
 from tests.pipeline.pipedream_rules import VERSIONS, adam, layer, losses
-from tests.rpc.hosts import names
+from tests.pipeline.places import workers
 
 SAME = [("flush", 1), ("flush", 3), ("2bw", 3), ("vertical_sync", 1)]
 SAME += [("vertical_sync", 2)]
@@ -111,7 +111,7 @@ def test_a_clipped_stage_with_replicas_alone():
 
 def test_workers_have_the_bits_of_one_process(cluster):
     """Clipped, tied, or summed, from a generator each."""
-    tasks = [cluster.start(rank, worlds.epochs, names(3)) for rank in range(3)]
+    tasks = [cluster.start(rank, worlds.epochs, workers(3)) for rank in range(3)]
     alone = worlds.epochs()
     for rank, own in enumerate(task.result() for task in tasks):
         for mine, whole in zip(own, alone, strict=True):

@@ -293,7 +293,7 @@ def test_replicas_are_bit_identical(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_update", watched)
     params, batches, weights = problem(3, 11)
-    runtime = made(3, replicas=(2, 1, 3), workers_or_devices=jax.devices()[:6])
+    runtime = made(3, replicas=(2, 1, 3), places=jax.devices()[:6])
     runtime.train_epoch(runtime.init(params), batches, weights)
     assert dict(list(versions)) == {0: 6, 1: 11, 2: 4}  # the last of each stage
     for (stage, _), found in versions.items():
@@ -520,7 +520,7 @@ def test_nothing_compiles_in_the_second_epoch(caplog):
 
 def test_one_device_and_several_have_the_same_bits():
     params, batches, weights = problem(3, 6)
-    one, several = made(3), made(3, workers_or_devices=jax.devices()[:3])
+    one, several = made(3), made(3, places=jax.devices()[:3])
     expected = one.train_epoch(one.init(params), batches, weights)
     found = several.train_epoch(several.init(params), batches, weights)
     same(found, expected)
@@ -562,5 +562,5 @@ def test_arguments_that_are_refused():
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
-    with pytest.raises(TypeError, match=r"a list of places with a schedule .* Got a"):
-        made(3, workers_or_devices=mesh)
+    with pytest.raises(TypeError, match=r"a list of places with a schedule .* Got On"):
+        made(3, places=pipeline.OneProgram(mesh))

@@ -9,8 +9,8 @@ import pytest
 
 from tests.pipeline import pipedream_worlds as worlds
 from tests.pipeline.pipedream_rules import problem
+from tests.pipeline.places import workers
 from tests.rpc import hosts as processes_of
-from tests.rpc.hosts import names
 
 CASES = [("processes", 2, 4), ("processes", 3, 5), ("threads", 2, 4)]
 
@@ -28,7 +28,7 @@ def on_each(cluster, count, body, *args):
 @pytest.mark.parametrize(("kind", "n", "m"), CASES)
 def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
     cluster = request.getfixturevalue(kind)
-    found = on_each(cluster, n, worlds.every_policy, n, m, names(n))
+    found = on_each(cluster, n, worlds.every_policy, n, m, workers(n))
     alone = worlds.every_policy(n, m)
     for policy in worlds.POLICIES:
         trees, losses, passes, evaluated = alone[policy]
@@ -44,7 +44,7 @@ def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
 def test_replicas_on_workers(cluster):
     """Two workers of stage 1: the same bits, and those of one process."""
     args = (3, 7, "stashing", 1)
-    found = cluster.everywhere(worlds.epoch, *args, names(4), (1, 2, 1))
+    found = cluster.everywhere(worlds.epoch, *args, workers(4), (1, 2, 1))
     trees, losses, passes, evaluated = worlds.epoch(*args, None, (1, 2, 1))
     for rank, stage in enumerate((0, 1, 1, 2)):
         own, own_losses, own_passes, own_evaluated = found[rank]
@@ -67,7 +67,7 @@ def test_a_pipeline_that_was_refused_does_not_count(threads):
 
 def test_skipped_updates_on_workers(processes):
     """Stages in 16 bits skip the updates that they skip in one process, bit for bit."""
-    found = on_each(processes, 4, worlds.planted_epoch, names(4))
+    found = on_each(processes, 4, worlds.planted_epoch, workers(4))
     trees, losses, skipped = worlds.planted_epoch()
     assert skipped == [1, 2, 0]
     for rank, stage in enumerate((0, 1, 1, 2)):
@@ -127,7 +127,7 @@ def test_a_resumed_epoch_repeats_every_bit(cluster, tmp_path):
     whole, losses = worlds.streamed(None, folder=tmp_path / "whole")
     folder = tmp_path / "cut"
     for last, expected in ((8, losses[:8]), (None, losses[8:])):
-        args = (names(3), last, folder)
+        args = (workers(3), last, folder)
         tasks = [cluster.start(rank, worlds.streamed, *args) for rank in range(3)]
         found = [task.result() for task in tasks]
         for _, own_losses in found:
@@ -143,8 +143,8 @@ def test_a_killed_stage_is_named_and_its_checkpoints_go_on(
     group = fresh_hosts(3)
     group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
     folder, whole = str(tmp_path / "a"), str(tmp_path / "whole")
-    on_each(group, 3, worlds.some_epochs, 2, folder, names(3))
-    tasks = [group.start(r, worlds.until_somebody_dies, names(3)) for r in (0, 1, 2)]
+    on_each(group, 3, worlds.some_epochs, 2, folder, workers(3))
+    tasks = [group.start(r, worlds.until_somebody_dies, workers(3)) for r in (0, 1, 2)]
     assert not tasks[0].done(0.5)
     group.signal(1, signal.SIGKILL)
     for task in (tasks[0], tasks[2]):
@@ -152,7 +152,7 @@ def test_a_killed_stage_is_named_and_its_checkpoints_go_on(
         assert name == "worker1"
         assert "train_epoch, call " in text
     curve, params = worlds.some_epochs(4, whole)
-    resumed = on_each(processes, 3, worlds.some_epochs, 2, folder, names(3))
+    resumed = on_each(processes, 3, worlds.some_epochs, 2, folder, workers(3))
     for rank, (own_curve, own) in enumerate(resumed):
         assert [step for step, _ in own_curve] == [3, 4]
         same_bits([x for _, x in own_curve], [x for _, x in curve[2:]])

@@ -168,7 +168,9 @@ def test_one_program_sees_a_change(given, monkeypatch):
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     for k in (2.0, 3.0):
         monkeypatch.setitem(globals(), "SCALE", k)
-        pipe = Pipeline(stages, squares, pipeline.gpipe(2, 2), mesh)
+        pipe = Pipeline(
+            stages, squares, pipeline.gpipe(2, 2), pipeline.OneProgram(mesh)
+        )
         loss, _ = pipe.value_and_grad(pipe.place([params[0]] * 2), batch)
         h = np.tanh(params[0] * batch["x"]) * k
         y = np.tanh(params[0] * h) * k
@@ -189,4 +191,4 @@ def test_stages_that_cannot_be_compared_are_no_one_program(given):
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     message = r"same function.*cannot be compared: closure variable `queue`"
     with pytest.raises(ValueError, match=message):
-        Pipeline(stages, squares, pipeline.gpipe(2, 2), mesh)
+        Pipeline(stages, squares, pipeline.gpipe(2, 2), pipeline.OneProgram(mesh))

@@ -41,7 +41,9 @@ def piped(schedule, places=None, second=stage):
 
 def worker_step(second=stage):
     """One worker's part of a step, and what its taps saw, as plain data."""
-    run = piped(pipeline.one_f_one_b(2, 2), ["worker0", "worker1"], second)
+    run = piped(
+        pipeline.one_f_one_b(2, 2), pipeline.Workers(["worker0", "worker1"]), second
+    )
     with verify.TapRecording() as recording:
         loss, gradient = jax.block_until_ready(run(PARAMS, BATCH))
     found = jax.tree.map(np.asarray, (loss, list(gradient)))

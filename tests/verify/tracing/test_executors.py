@@ -65,9 +65,8 @@ def on_devices(family, count=3):
 
 
 def one_program():
-    return piped(
-        pipeline.gpipe(2, 3), Mesh(np.array(jax.devices("cpu")[:2]), ("stage",))
-    )
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("stage",))
+    return piped(pipeline.gpipe(2, 3), pipeline.OneProgram(mesh))
 
 
 RIGHT = {
