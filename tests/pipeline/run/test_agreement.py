@@ -177,7 +177,7 @@ def test_a_stage_whose_optimizer_raises_leaves_the_others_as_they_were():
 def test_an_optimizer_that_raises_on_one_worker(threads):
     def body():
         broken = [True]
-        pipe = with_a_rate_that_breaks(NAMES, broken)
+        pipe = with_a_rate_that_breaks(PLACES, broken)
         state = start(pipe)
         with pytest.raises(Planted, match="schedule of a") as raised:
             pipe.train_step(state, *batch_of(0))
@@ -245,7 +245,7 @@ def test_an_epoch_is_finished_on_all_or_on_none(threads):
     batches, weights = zip(*map(batch_of, range(5)), strict=True)
 
     def body():
-        made, state = runtime(NAMES)
+        made, state = runtime(PLACES)
         rank, told = own_rank(), []
         bad = [*weights[:-1], np.full(9, np.nan if rank == 1 else 1, np.float32)]
         last = planted(0, "backward", 4) if rank == 0 else contextlib.nullcontext()

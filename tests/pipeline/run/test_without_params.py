@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jdist import optim, pipeline
 
-NAMES = [f"worker{rank}" for rank in range(3)]
+PLACES = pipeline.Workers([f"worker{rank}" for rank in range(3)])
 NOTHING = {"dict": {}, "tuple": (), "None": None}
 
 
@@ -199,5 +199,5 @@ def test_modules_and_workers(cluster):
     """An activation of Flax, on workers with the bits of one process."""
     alone = trained_modules()
     assert alone[2] < alone[1] < alone[0]
-    tasks = [cluster.start(rank, trained_modules, NAMES) for rank in range(3)]
+    tasks = [cluster.start(rank, trained_modules, PLACES) for rank in range(3)]
     assert [task.result() for task in tasks] == [alone] * 3
