@@ -79,7 +79,7 @@ def largest_batch(
     hardware: Hardware,
     *,
     multiple: int | None = None,
-    within: float = 0.05,
+    tolerance: float = 0.05,
     on_candidate: Told = lambda _: None,
 ) -> SearchResult:
     """The largest batch with which a job fits, by doubling and then by bisection.
@@ -91,13 +91,13 @@ def largest_batch(
       job: `job(hardware, batch)`.
       hardware: What to fit.
       multiple: Batches tried are its multiples; None for the number of chips.
-      within: How much larger, as a fraction, the largest batch may be than the one
+      tolerance: How much larger, as a fraction, the largest batch may be than the one
         found. 0 finds it exactly, by more compilations.
       on_candidate: Called with each program as soon as it is compiled.
 
     Raises:
       ValueError: The job has no parameter `batch`, or fits with any batch; or
-        `multiple` or `within` is out of range.
+        `multiple` or `tolerance` is out of range.
       OwnCodeRaised: The job raised.
 
     Example:
@@ -120,8 +120,11 @@ def largest_batch(
         raise ValueError(requirement("largest_batch(job=...)", rule, "a job without"))
     unit = hardware.chips if multiple is None else multiple
     check_at_least("largest_batch(multiple=...)", unit, 1)
-    argument, rule = "largest_batch(within=...)", "must be at least 0 and less than 1"
-    check_number(argument, within, rule, lambda x: 0 <= x < 1)
+    argument, rule = (
+        "largest_batch(tolerance=...)",
+        "must be at least 0 and less than 1",
+    )
+    check_number(argument, tolerance, rule, lambda x: 0 <= x < 1)
     tried: list[Candidate] = []
 
     def fits(count: int) -> bool:
@@ -142,7 +145,7 @@ def largest_batch(
             raise ValueError(requirement("largest_batch(job=...)", rule, got))
     by_line = True
     # There is no batch between bounds that are one unit apart.
-    while high - low > max(1, int(within * low)):
+    while high - low > max(1, int(tolerance * low)):
         line = _meets(tried, unit, hardware.chip.memory) * 31 // 32
         middle = line if by_line and low < line < high else (low + high) // 2
         # Invariant: `low` units fit, or are 0, and `high` units do not.

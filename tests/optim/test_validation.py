@@ -1,7 +1,9 @@
 """Every refusal names the argument, the rule and the value that was given."""
 
+import ast
 import inspect
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -480,3 +482,19 @@ def test_an_array_of_another_framework(named, call):
         call()
     params, _ = ADAM.step(W, W, started())
     assert params["name"] == "text"
+
+
+def test_the_guide_shows_every_default():
+    """docs/optim.md calls each constructor with all of its arguments."""
+    page = (Path(__file__).parents[2] / "docs" / "optim.md").read_text()
+    shown = page.split("With all their hyperparameters, at their defaults:")[1]
+    calls = ast.parse(shown.split("```")[1]).body
+    found = {}
+    for call in (statement.value for statement in calls):
+        found[call.func.attr] = {
+            k.arg: ast.literal_eval(k.value) for k in call.keywords
+        }
+    assert set(found) == {*BY_NAME, "DynamicLossScale"}
+    for name, arguments in found.items():
+        expected = inspect.signature(getattr(optim, name)).parameters.values()
+        assert arguments == {p.name: p.default for p in expected}, name

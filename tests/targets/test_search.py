@@ -25,7 +25,7 @@ def test_the_largest_batch():
     """All that is smaller fits, all that is larger by the tolerance does not."""
     found = targets.largest_batch(doubled, hardware(1_000_000))
     assert found.best.fits
-    exact = targets.largest_batch(doubled, hardware(1_000_000), within=0).best.batch
+    exact = targets.largest_batch(doubled, hardware(1_000_000), tolerance=0).best.batch
     # Of the 7812 that the arrays alone would allow, some memory is the program's.
     assert 7700 < exact <= 1_000_000 // 128
     assert exact / 1.05 <= found.best.batch <= exact
@@ -58,7 +58,7 @@ def test_memory_that_jumps_is_bisected():
         size = batch if batch < 777 else batch + 10**6
         return lambda x: x * 2, jax.ShapeDtypeStruct((size,), jnp.float32)
 
-    found = targets.largest_batch(jumps, hardware(1_000_000), within=0)
+    found = targets.largest_batch(jumps, hardware(1_000_000), tolerance=0)
     assert found.best.batch == 776
 
 
@@ -70,8 +70,8 @@ def test_searches_are_refused_in_words(monkeypatch):
         targets.largest_batch(fixed, hardware(1000))
     with pytest.raises(ValueError, match=r"multiple=.*must be at least 1. Got 0"):
         targets.largest_batch(doubled, hardware(1000), multiple=0)
-    with pytest.raises(ValueError, match=r"within=.*less than 1. Got 1.5"):
-        targets.largest_batch(doubled, hardware(1000), within=1.5)
+    with pytest.raises(ValueError, match=r"tolerance=.*less than 1. Got 1.5"):
+        targets.largest_batch(doubled, hardware(1000), tolerance=1.5)
     monkeypatch.setattr(search, "LARGEST_BATCH", 1000)
     with pytest.raises(ValueError, match=r"need more memory for a larger batch. Got a"):
         targets.largest_batch(
