@@ -1,6 +1,7 @@
 """A VGG-16 and a ResNet-50 as lists of layers, each of them timed where this runs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +99,7 @@ def profiled(
         )
 
     modules = [
-        module._replace(params=drawn(module.params), state=drawn(module.state))
+        replace(module, params=drawn(module.params), state=drawn(module.state))
         for module in pipeline.modules_from_nnx(layers)
     ]
     images = jax.ShapeDtypeStruct((sizes.examples, pixels, pixels, 3), jnp.float32)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 GROUND = {
-    "_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_own_code",
+    "_compilation_cache", "_errors", "_tree", "_lru_cache", "_flax", "_own_code",
     "_scheduling", "_compat", "_agreement",
 }  # fmt: skip
 NOTHING: set[str] = set()
@@ -19,7 +19,7 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_agreement": {"_compat", "_errors"},
     "_compat": {"_errors"},
-    "_nnx": {"_compat", "_tree"},
+    "_flax": {"_compat", "_errors", "_tree"},
     "_own_code": {"_errors"},
     **dict.fromkeys(
         ("segment", "reduction", "optim", "verify", "rpc", "targets"), GROUND

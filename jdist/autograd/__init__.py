@@ -34,7 +34,7 @@ from jdist.autograd.engine.backward import backward, debug_info
 from jdist.autograd.engine.events import Event, record_events
 from jdist.autograd.engine.replicated import replicated, unreplicate
 from jdist.autograd.install import install as _install
-from jdist.autograd.nnx_module import TrainableModule, module
+from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.distributed_optimizer import DistributedOptimizer
 from jdist.autograd.picture.graph import Graph, graph
 from jdist.autograd.recording.apply import apply
@@ -74,7 +74,6 @@ __all__ = [
     "get_gradients",
     "graph",
     "is_valid_context",
-    "module",
     "pad_to",
     "record_events",
     "release",

@@ -8,10 +8,8 @@ for the next call.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +17,66 @@ from jax.typing import ArrayLike
 
 from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._nnx import is_module
-from jdist._tree import PyTree, abbreviated, is_inexact, is_key, type_name
+from jdist._flax import (
+    ModuleParts,
+    RandomStreams,
+    check_module,
+    code_of,
+    put_together,
+    taken_apart,
+)
+from jdist._tree import PyTree, abbreviated, is_inexact, is_key
 from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
 from jdist.rpc import RRef
 from jdist.rpc.extension import InterruptSafeLock, StandIn, current_agent, make_module
 
+if TYPE_CHECKING:
+    from flax import nnx
+
 T = TypeVar("T")
 ModuleMethod = Callable[..., PyTree]
-NnxModule = Any
-"""A `flax.nnx.Module`; Flax may not be installed."""
-
-NnxGraph = Any
-"""A `flax.nnx.GraphDef`, likewise."""
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
-def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModule:
-    """Makes a Flax NNX module trainable within contexts.
+@eager
+def create(
+    factory: ModuleMethod, args: tuple[object, ...], kwargs: dict[str, PyTree]
+) -> RRef[Any]:
+    """Makes a trainable module on its owner's device; returns references to it."""
+    return make_module(_made, (factory, args, kwargs), {})
+
+
+def _made(
+    factory: ModuleMethod, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> TrainableModule:
+    made = factory(*args, **kwargs)
+    device = current_agent().options.device
+    if device is None:
+        return TrainableModule(made)
+    check_module("TrainableModule(nnx_module)", made)
+
+    def placed(leaf: PyTree) -> PyTree:
+        # A committed array stays: the user has chosen its device.
+        free = isinstance(leaf, jax.Array) and not leaf.committed
+        return jax.device_put(leaf, device) if free else leaf
+
+    # Arrays that arrive here are committed to the device. The module's own must be so,
+    # or its calls are compiled again after the first argument from another worker.
+    graph, *states = taken_apart(made)
+    return TrainableModule(put_together(graph, *jax.tree.map(placed, states)))
+
+
+class TrainableModule(StandIn):
+    """A Flax NNX module that is trained within contexts.
 
     Its floating `nnx.Param`s become variables. Its calls are recorded, within a context
     or not. Statistics and random streams continue from call to call, in the order of
     the calls, and are never differentiated.
+
+    It is called like the module. Threads may call it at the same time; with a state,
+    calls run one after another.
 
     Args:
       nnx_module: The module. It is not changed, and shares no state with the result.
@@ -59,7 +92,7 @@ def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModu
       >>> from flax import nnx
       >>> import jax.numpy as jnp
       >>> from jdist import autograd, optim, rpc
-      >>> layer = autograd.module(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+      >>> layer = autograd.TrainableModule(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
       >>> list(layer.parameters())
       ['bias', 'kernel']
       >>> with rpc.local_cluster(["worker0"]), autograd.context() as context_id:
@@ -67,56 +100,21 @@ def module(nnx_module: NnxModule, key: jax.Array | None = None) -> TrainableModu
       ...     autograd.get_gradients(context_id)[layer.parameters()["bias"]]
       Array([5., 5.], dtype=float32)
     """
-    _check_module(nnx_module)
-    # A stream of Flax has an attribute of any name, a dtype too.
-    if key is not None and not (isinstance(key, jax.Array) and is_key(key)):
-        rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
-        raise TypeError(requirement("module(key=...)", rule, key, remedy))
-    return TrainableModule(nnx_module, key)
 
-
-def _check_module(nnx_module: NnxModule) -> None:
-    if not is_module(nnx_module):
-        rule = "must be a Flax NNX module"
-        got = type_name(nnx_module)
-        raise TypeError(requirement("module(nnx_module)", rule, got))
-
-
-@eager
-def create(
-    factory: ModuleMethod, args: tuple[object, ...], kwargs: dict[str, PyTree]
-) -> RRef[Any]:
-    """Makes a trainable module on its owner's device; returns references to it."""
-    return make_module(_made, (factory, args, kwargs), {})
-
-
-def _made(
-    factory: ModuleMethod, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> TrainableModule:
-    made = factory(*args, **kwargs)
-    _check_module(made)
-    # Arrays that arrive here are committed to the device. The module's own must be so,
-    # or its calls are compiled again after the first argument from another worker.
-    return TrainableModule(made, device=current_agent().options.device)
-
-
-class TrainableModule(StandIn):
-    """A Flax NNX module with variables in place of its parameters: see `module`.
-
-    It is called like the module. Threads may call it at the same time; with a state,
-    calls run one after another.
-    """
-
-    def __init__(
-        self,
-        nnx_module: NnxModule,
-        key: jax.Array | None = None,
-        device: jax.Device | None = None,
-    ) -> None:
-        layout, params, state = _taken_apart(nnx_module)
-        state = state if key is None else layout.reseeded(state, key)
-        self._variables = tuple([Variable(_bound(leaf, device)) for leaf in params])
-        self._state = tuple([_bound(leaf, device) for leaf in state])
+    def __init__(self, nnx_module: nnx.Module, key: jax.Array | None = None) -> None:
+        check_module("TrainableModule(nnx_module)", nnx_module)
+        # A stream of Flax has an attribute of any name, a dtype too.
+        if key is not None and not (isinstance(key, jax.Array) and is_key(key)):
+            rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
+            argument = "TrainableModule(key=...)"
+            raise TypeError(requirement(argument, rule, key, remedy))
+        parts = taken_apart(nnx_module, is_inexact)
+        if key is not None:
+            streams = RandomStreams.of(parts.streams).begun(key)
+            parts = parts._replace(streams=streams)
+        layout = _ModuleLayout(parts)
+        self._variables = tuple(map(Variable, jax.tree.leaves(parts.params)))
+        self._state = tuple(jax.tree.leaves((parts.streams, parts.rest)))
         # One for each mode, train and eval: a mode that comes again finds the functions
         # that were compiled for it.
         self._layouts = [layout]
@@ -124,7 +122,7 @@ class TrainableModule(StandIn):
         self._lock = InterruptSafeLock()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
-        self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
+        self._function = _function(kind, forward, tuple(code_of(nnx_module, _PLAIN)))
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the module and records the call.
@@ -179,7 +177,7 @@ class TrainableModule(StandIn):
                 is_here, is_given = (d.get(path, "no leaf") for d in shown)
                 if is_here != is_given:
                     rule = f"must have {is_here} at {path}, as the module"
-                    call = "Module.load_state(state)"
+                    call = "TrainableModule.load_state(state)"
                     raise ValueError(requirement(call, rule, is_given))
             self._state = tuple([placed_as(given[p], x) for p, x in here.items()])
 
@@ -193,7 +191,7 @@ class TrainableModule(StandIn):
         """Calls the module's own `eval`: no dropout, statistics are used."""
         self._set_mode("eval", attributes)
 
-    def to_nnx(self) -> NnxModule:
+    def to_nnx(self) -> nnx.Module:
         """Returns a copy as an NNX module, which shares no state with this one."""
 
         def act() -> PyTree:
@@ -202,7 +200,7 @@ class TrainableModule(StandIn):
 
         return self._alone(act)
 
-    def original(self) -> NnxModule:
+    def original(self) -> nnx.Module:
         """Returns the module with shapes in place of its arrays: see `StandIn`."""
         leaves = [variable.value for variable in self._variables]
         shapes = [jax.typeof(leaf) for leaf in (*leaves, *self._state)]
@@ -235,7 +233,7 @@ class TrainableModule(StandIn):
         def act() -> None:
             changed = self.original()
             getattr(changed, name)(**attributes)
-            layout, *_ = _taken_apart(changed)
+            layout = _ModuleLayout(taken_apart(changed, is_inexact))
             known = [each for each in self._layouts if each.graph == layout.graph]
             # By its structure: a mode that comes again finds its compiled functions.
             if not known:
@@ -257,48 +255,42 @@ class _ModuleLayout(Constant):
     """The structure of a module without its arrays, in one mode.
 
     Args:
-      graph: Its structure, as Flax's graph definition.
-      params: Its parameters, as Flax's state.
-      state: All else that it holds, likewise.
+      parts: The parts of the module. Its state are its random streams and the rest.
 
     Attributes:
-      graph: The argument of the same name.
+      graph: The structure of `parts`.
       names: Paths of the parameters.
       state_names: Paths of the leaves of the state.
     """
 
-    def __init__(self, graph: NnxGraph, params: PyTree, state: PyTree) -> None:
-        self.graph = graph
-        self.names = _names(params)
-        self.state_names = _names(state)
-        self._params: Any = jax.tree.structure(params)
-        self._state: Any = jax.tree.structure(state)
-        self._kinds = [
-            type(one)
-            for one in jax.tree.leaves(state, is_leaf=_is_variable)
-            for _ in jax.tree.leaves(one)
-        ]
+    def __init__(self, parts: ModuleParts) -> None:
+        self.graph = parts.graph
+        self.names = _names(parts.params)
+        self.state_names = _names(parts.streams) + _names(parts.rest)
+        self._params: Any = jax.tree.structure(parts.params)
+        self._state: Any = jax.tree.structure((parts.streams, parts.rest))
 
-    def module(self, params: Sequence[PyTree], state: Sequence[PyTree]) -> NnxModule:
+    def module(self, params: Sequence[PyTree], state: Sequence[PyTree]) -> nnx.Module:
         """Builds the module from these leaves."""
-        given = (self._params.unflatten(params), self._state.unflatten(state))
-        return _nnx().merge(self.graph, *given)
+        streams, rest = self._state.unflatten(state)
+        return put_together(self.graph, self._params.unflatten(params), streams, rest)
 
-    def state_of(self, module: NnxModule, params: Sequence[PyTree]) -> list[PyTree]:
+    def state_of(self, module: nnx.Module, params: Sequence[PyTree]) -> list[PyTree]:
         """Returns the leaves of a module's state after a call.
 
         Raises:
           TypeError: The call has changed something that is not state.
         """
-        graph, params_after, state = _split(module)
+        graph, params_after, *state = taken_apart(module, is_inexact)
         name = type(module).__name__
-        kinds = jax.tree.structure(params_after), jax.tree.structure(state)
+        kinds = jax.tree.structure(params_after), jax.tree.structure(tuple(state))
         if kinds != (self._params, self._state):
-            strange = set(_names(state)) ^ set(self.state_names) or {"its structure"}
+            after = {path for part in state for path in _names(part)}
+            strange = after ^ set(self.state_names) or {"its structure"}
             rule = "must keep the variables that it has"
             got = f"another number or kind: {', '.join(sorted(strange))}"
             remedy = "Return what the call computes, instead of storing it."
-            raise TypeError(requirement(f"module({name})", rule, got, remedy))
+            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
         leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
         # By identity: inside a trace the values of two tracers cannot be compared.
         changed = [path for path, before, after in leaves if before is not after]
@@ -306,27 +298,15 @@ class _ModuleLayout(Constant):
             rule = "must not change its own nnx.Param in a call"
             remedy = "Optimizers do; make it an nnx.Variable of another kind."
             got = ", ".join(changed)
-            raise TypeError(requirement(f"module({name})", rule, got, remedy))
+            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
         if graph != self.graph:
             rule = "must not change its attributes in a call: the change would be lost"
             remedy = "Make what changes an nnx.Variable."
             pairs = zip(self.graph.attributes, graph.attributes, strict=False)
             other = {str(path) for (path, old), (_, new) in pairs if old != new}
             got = f"another value of {', '.join(sorted(other)) or 'one'}"
-            raise TypeError(requirement(f"module({name})", rule, got, remedy))
+            raise TypeError(requirement(f"TrainableModule({name})", rule, got, remedy))
         return jax.tree.leaves(state)
-
-    def reseeded(self, state: Sequence[PyTree], key: jax.Array) -> list[PyTree]:
-        """Returns the state with all random streams reset, each with its own key."""
-        nnx, found = _nnx(), []
-        for number, (kind, leaf) in enumerate(zip(self._kinds, state, strict=True)):
-            new = leaf
-            if issubclass(kind, nnx.RngKey):
-                new = _stream(leaf, jax.random.fold_in(key, number))
-            elif issubclass(kind, nnx.RngCount):
-                new = jnp.zeros_like(leaf)
-            found.append(new)
-        return found
 
 
 def _function(name: str, call: ModuleMethod, code: tuple[object, ...]) -> ModuleMethod:
@@ -357,39 +337,6 @@ def _function(name: str, call: ModuleMethod, code: tuple[object, ...]) -> Module
     return called
 
 
-def _code_of(module: NnxModule) -> list[PyTree]:
-    """Lists the classes of a module's parts and its attributes' values, once each."""
-    nnx = _nnx()
-    found: dict[int, Any] = {}
-    for path, value in nnx.iter_graph(module):
-        of_class = isinstance(value, (nnx.Pytree, nnx.Variable))
-        thing = type(value) if of_class else value
-        own = not path or not str(path[-1]).startswith("_pytree__")
-        if own and not isinstance(thing, _PLAIN):
-            found[id(thing)] = thing
-    return list(found.values())
-
-
-def _taken_apart(module: NnxModule) -> tuple[_ModuleLayout, list[PyTree], list[PyTree]]:
-    graph, params, state = _split(module)
-    leaves = jax.tree.leaves(params), jax.tree.leaves(state)
-    return _ModuleLayout(graph, params, state), *leaves
-
-
-def _split(module: NnxModule) -> tuple[NnxGraph, PyTree, PyTree]:
-    return _nnx().split(module, _is_parameter, ...)
-
-
-def _is_parameter(path: object, variable: object) -> bool:
-    leaves = jax.tree.leaves(variable)
-    is_param = isinstance(variable, _nnx().Param)
-    return is_param and bool(leaves) and all(map(is_inexact, leaves))
-
-
-def _is_variable(value: object) -> bool:
-    return isinstance(value, _nnx().Variable)
-
-
 def _names(state: PyTree) -> tuple[str, ...]:
     """Returns the paths of the leaves, as Flax's users write them."""
     return tuple(
@@ -402,22 +349,3 @@ def _names(state: PyTree) -> tuple[str, ...]:
             for keys, _ in jax.tree.leaves_with_path(state)
         ]
     )
-
-
-def _stream(leaf: PyTree, key: jax.Array) -> jax.Array:
-    """Makes new keys of a stream, stored as the old ones are."""
-    shape = leaf.shape if is_key(leaf) else leaf.shape[:-1]
-    keys = jax.random.split(key, shape) if shape else key
-    return keys if is_key(leaf) else jax.random.key_data(keys)
-
-
-def _bound(leaf: PyTree, device: jax.Device | None) -> PyTree:
-    # A committed array stays: the user has chosen its device.
-    placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
-    return leaf if placed else jax.device_put(leaf, device)
-
-
-def _nnx() -> ModuleType:
-    # Not imported here: a caller that has a module has imported Flax, and jdist does
-    # not depend on it.
-    return sys.modules["flax.nnx"]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from jdist._errors import requirement
-from jdist._nnx import is_module
+from jdist._flax import is_module
 from jdist._tree import PyTree, type_name
 from jdist.autograd.contexts import Container, Context, Recording, recorded_into
 from jdist.autograd.recording.node import (

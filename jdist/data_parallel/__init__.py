@@ -25,7 +25,7 @@ from jdist.data_parallel.step.data_parallel import DataParallel
 from jdist.data_parallel.step.fit import evaluate, fit
 from jdist.data_parallel.step.join import EarlyEnd, Join
 from jdist.data_parallel.step.local_sgd import LocalSGD, LocalState, local_sgd
-from jdist.data_parallel.step.nnx_loss import FromNNX, from_nnx
+from jdist.data_parallel.step.nnx_loss import from_nnx
 from jdist.data_parallel.step.reducer import reducer
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import Synchronization, TrainStep, train_step
@@ -37,7 +37,6 @@ __all__ = [
     "EarlyEnd",
     "Elastic",
     "ElasticResult",
-    "FromNNX",
     "Join",
     "LocalSGD",
     "LocalState",

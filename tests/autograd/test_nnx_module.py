@@ -58,7 +58,7 @@ def train_remotely():
 
 
 def train_locally():
-    body, head = autograd.module(Body(3)), autograd.module(Head(4))
+    body, head = autograd.TrainableModule(Body(3)), autograd.TrainableModule(Head(4))
     variables = [*body.parameters().values(), *head.parameters().values()]
     found = world.trained(body, head, [rpc.RRef(each) for each in variables])
     return found, [numbers(each.state()) for each in (body, head)]
@@ -98,7 +98,7 @@ def test_training_is_that_of_one_device(alone, cluster):
     assert [g is None for g in found[0][1]] == [i in (4, 5) for i in range(10)]
     assert not np.allclose(found[0][2][0], found[1][2][0])
     for state, model in zip(states, models, strict=True):
-        moved = autograd.module(model).state()
+        moved = autograd.TrainableModule(model).state()
         assert list(state) == list(moved)
         for path, leaf in numbers(moved).items():
             np.testing.assert_allclose(state[path], leaf, rtol=1e-12, err_msg=path)
@@ -168,7 +168,7 @@ def modules_here():
 
 
 def test_statistics_and_noise_go_on():
-    module, twin = autograd.module(Body(3)), Body(3)
+    module, twin = autograd.TrainableModule(Body(3)), Body(3)
     run = nnx.jit(lambda module, x: module(x))
     found = [module(rows(k)) for k in range(3)]
     for k, y in enumerate(found):
@@ -188,7 +188,7 @@ def test_statistics_and_noise_go_on():
 
 def test_the_original_is_left_alone():
     original = Body(3)
-    module = autograd.module(original, key=jax.random.key(5))
+    module = autograd.TrainableModule(original, key=jax.random.key(5))
     module(rows())
     assert original.drop.rngs.count[...] == 0
     assert not np.any(original.norm.mean[...])
@@ -212,7 +212,7 @@ def test_a_key_begins_all_streams_anew():
     x = jnp.asarray(rows(1, 30))
 
     def masks(key, calls=2):
-        module = autograd.module(used, key=key)
+        module = autograd.TrainableModule(used, key=key)
         return [np.asarray(module(x)) != 0 for _ in range(calls)]
 
     first, second = masks(jax.random.key(1))
@@ -225,7 +225,7 @@ def test_a_key_begins_all_streams_anew():
 
 def test_state_is_kept_and_put_back():
     """With the parameters it is all there is to resume from."""
-    module, other = autograd.module(Body(3)), autograd.module(Body(8))
+    module, other = autograd.TrainableModule(Body(3)), autograd.TrainableModule(Body(8))
     module(rows())
     other.load_state(module.state())
     for path, variable in other.parameters().items():
@@ -256,7 +256,7 @@ class Moody(nnx.Module):
 
 
 def test_a_call_that_fails_leaves_the_state():
-    module = autograd.module(Moody())
+    module = autograd.TrainableModule(Moody())
     module(jnp.asarray(rows(), "float32"))
     before = numbers(module.state())
     with pytest.raises(ValueError, match="two rows on purpose"):
@@ -273,7 +273,7 @@ def test_calls_at_the_same_time_draw_different_noise(threads):
 
 
 def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
-    module, soon = autograd.module(Head(3)), resolve(0.05, 0, NEVER)
+    module, soon = autograd.TrainableModule(Head(3)), resolve(0.05, 0, NEVER)
     before = module.state()
     taken, done = threading.Event(), threading.Event()
 
@@ -318,7 +318,7 @@ class Counted(nnx.Module):
 
 
 def test_it_is_traced_once_for_each_mode():
-    module = autograd.module(Counted())
+    module = autograd.TrainableModule(Counted())
     traced.clear()
     for _ in range(2):
         for mode in (module.train, module.eval):
@@ -330,7 +330,7 @@ def test_it_is_traced_once_for_each_mode():
 @pytest.mark.parametrize("what", ["a global", "an attribute's contents"])
 def test_what_the_module_reads_may_change(monkeypatch, what):
     original = Counted()
-    module = autograd.module(original)
+    module = autograd.TrainableModule(original)
     module.eval()
     first = module(rows()).value
     if what == "a global":
@@ -390,13 +390,13 @@ class Changing(nnx.Module):
     ],
 )
 def test_what_would_be_lost_is_refused(what, text):
-    module = autograd.module(Changing(what))
-    with pytest.raises(TypeError, match=rf"`module\(Changing\)` {text}"):
+    module = autograd.TrainableModule(Changing(what))
+    with pytest.raises(TypeError, match=rf"`TrainableModule\(Changing\)` {text}"):
         module(rows())
 
 
 def test_it_is_no_part_of_a_pure_function():
-    module = autograd.module(Body(3))
+    module = autograd.TrainableModule(Body(3))
     with pytest.raises(TypeError, match="a call of the module Body"):
         autograd.apply(lambda x: module(x), autograd.variable(rows()))
 
@@ -406,7 +406,7 @@ def test_it_is_no_part_of_a_pure_function():
 
 def call_methods():
     layer = rpc.RemoteModule("worker1", Body, (3,), trainable=True)
-    here, x = autograd.module(Body(3)), rows()
+    here, x = autograd.TrainableModule(Body(3)), rows()
     expected = Body(3).encode(x, 2.0)["h"]
     with autograd.context() as context_id:
         found = [layer.rpc_sync().encode(x, 2.0), here.method("encode")(x, scale=2.0)]
@@ -438,12 +438,14 @@ def test_methods_of_the_module_are_recorded(threads):
 def test_only_modules_and_keys():
     for wrong in (jnp.ones(3), Body, lambda x: x, {"w": 1.0}):
         with pytest.raises(
-            TypeError, match=r"`module\(nnx_module\)` must be a Flax NN"
+            TypeError, match=r"`TrainableModule\(nnx_module\)` must be a Flax NN"
         ):
-            autograd.module(wrong)
+            autograd.TrainableModule(wrong)
     for wrong in (3, nnx.Rngs(0), jnp.ones(2)):
-        with pytest.raises(TypeError, match=r"`module\(key=...\)` must be a PRNG key"):
-            autograd.module(Body(3), key=wrong)
+        with pytest.raises(
+            TypeError, match=r"`TrainableModule\(key=...\)` must be a PRNG key"
+        ):
+            autograd.TrainableModule(Body(3), key=wrong)
 
 
 def refused():

@@ -13,13 +13,13 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, requirement
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
+from jdist.autograd.recording.module_state import refuse_state
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
     ONE,
     DifferentiatedTree,
     eager,
     refuse_in_pure,
-    refuse_state,
 )
 from jdist.autograd.recording.recorded import Operators, Recorded
 from jdist.rpc import RpcTimeout

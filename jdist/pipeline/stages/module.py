@@ -1,13 +1,13 @@
 """Modules: layers of a model as pure functions with named inputs and outputs."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from jdist._tree import PyTree
 
 
-class Module(NamedTuple):
+@dataclass(frozen=True)
+class Module:
     """A layer with the names of its inputs and outputs.
 
     Attributes:
@@ -23,8 +23,6 @@ class Module(NamedTuple):
       in_evaluation: The function that evaluation calls instead of `fn`, as for `Stage`.
       tied: Parameters that it shares with other modules: from the path of its copy to a
         name, as for `Stage`.
-      restore: `restore(params, state)` is the layer in its original form, such as a
-        Flax module; None: a `Module`.
     """
 
     name: str
@@ -35,11 +33,8 @@ class Module(NamedTuple):
     state: PyTree = None
     keyed: bool = False
     in_evaluation: Callable[..., PyTree] | None = None
-    tied: Mapping[str, str] = MappingProxyType({})
-    restore: Callable[[PyTree, PyTree], object] | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def restored(self, params: PyTree, state: PyTree) -> object:
-        """The layer with other parameters and state, in its original form."""
-        if self.restore is not None:
-            return self.restore(params, state)
-        return self._replace(params=params, state=state)
+        """The layer with other parameters and state, in the form that was given."""
+        return replace(self, params=params, state=state)

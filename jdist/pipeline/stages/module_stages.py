@@ -195,7 +195,7 @@ def assembled(
         made.states.append((members[0].state if single else states) or None)
         made.members.append(
             [
-                StageMember(number[m.name], m._replace(params=None, state=None), single)
+                StageMember(number[m.name], replace(m, params=None, state=None), single)
                 for m in members
             ]
         )

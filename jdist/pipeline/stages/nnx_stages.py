@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from jdist._errors import check_sequence, check_type, requirement
-from jdist._nnx import ModuleParts, RandomStreams, drawn, is_module, taken_apart
+from jdist._flax import (
+    ModuleParts,
+    RandomStreams,
+    check_module,
+    may_draw,
+    put_together,
+    run,
+    taken_apart,
+)
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
@@ -71,7 +79,8 @@ def modules_from_nnx(
     call = "modules_from_nnx"
     rule = "must be a mapping from names to modules"
     check_type(f"{call}(layers)", layers, Mapping, rule)
-    _check_layers(call, layers.values())
+    for name, layer in layers.items():
+        check_module(f"{call}(layers[{name!r}])", layer)
     for argument, found in (("inputs", inputs), ("outputs", outputs)):
         _check_keys(f"{call}({argument}=...)", layers, found)
     ties = _tied(call, layers, tied)
@@ -148,7 +157,8 @@ def stages_from_nnx(
         raise ValueError(requirement(f"{call}(modules)", rule, modules))
     # Modules are numbered over all stages.
     flat = [module for group in groups for module in group]
-    _check_layers(call, flat)
+    for layer in flat:
+        check_module(f"{call}(modules)", layer)
     between = _chain(groups, names)
     numbers = range(len(flat))
     for argument, given in (("inputs", inputs), ("outputs", outputs)):
@@ -188,13 +198,6 @@ def _chain(
         # Values inside a stage need names too, which no other stage sees.
         found += [f"{end}.{number}" for number in range(1, len(group))] + [end]
     return found
-
-
-def _check_layers(call: str, layers: Iterable[object]) -> None:
-    strangers = [type_name(m) for m in layers if not is_module(m)]
-    if strangers:
-        rule = "must be Flax NNX modules"
-        raise TypeError(requirement(f"{call}(modules)", rule, strangers[0]))
 
 
 def _check_keys(
@@ -269,17 +272,17 @@ def _parameters(
 
     found = []
     for path, variable in nnx.iter_graph(layer):
-        if isinstance(variable, nnx.Variable) and not isinstance(
-            variable, nnx.RngState
-        ):
-            # Both layers would return a new state, of which one would be lost.
-            shared = id(variable) in holders and not isinstance(variable, nnx.Param)
-            if shared:
-                rule = "must not share a state: what one layer leaves behind would be "
-                rule += f"lost on the other, {key!r}"
-                got = f"{type_name(variable)} at {'/'.join(map(str, path))}"
-                raise ValueError(requirement(f"{call}(modules)", rule, got))
-            found.append(("/".join(map(str, path)), id(variable)))
+        is_stream = isinstance(variable, nnx.RngState)
+        if is_stream or not isinstance(variable, nnx.Variable):
+            continue
+        where = "/".join(map(str, path))
+        # Both layers would return a new state, of which one would be lost.
+        if id(variable) in holders and not isinstance(variable, nnx.Param):
+            rule = "must not share a state: what one layer leaves behind would be "
+            rule += f"lost on the other, {key!r}"
+            got = f"{type_name(variable)} at {where}"
+            raise ValueError(requirement(f"{call}(modules)", rule, got))
+        found.append((where, id(variable)))
     return found
 
 
@@ -291,17 +294,11 @@ def _module(
     tied: Mapping[str, str],
 ) -> Module:
     parts = taken_apart(layer)
-    stateful, keyed = bool(jax.tree.leaves(parts.rest)), _draws(layer)
+    stateful, keyed = bool(jax.tree.leaves(parts.rest)), may_draw(layer)
     empty = None if stateful else jax.tree.structure(parts.rest)
     fn = NnxFunction(parts.graph, empty, RandomStreams.of(parts.streams), keyed)
 
-    def restore(params: PyTree, state: PyTree) -> object:
-        from flax import nnx
-
-        rest = parts.rest if state is None else state
-        return nnx.merge(parts.graph, params, parts.streams, rest, copy=True)
-
-    return Module(
+    return FlaxLayer(
         name,
         fn,
         parts.params,
@@ -311,27 +308,24 @@ def _module(
         keyed=keyed,
         in_evaluation=replace(fn, evaluation=True),
         tied=tied,
-        restore=restore,
+        parts=parts,
     )
 
 
-def _draws(layer: nnx.Module) -> bool:
-    """Whether a layer has random streams besides those of inactive dropouts."""
-    from flax import nnx
+@dataclass(frozen=True, kw_only=True)
+class FlaxLayer(Module):
+    """A `Module` that was made of a Flax module.
 
-    # `iter_graph` visits each node once, although several paths may lead to it.
-    nodes = list(nnx.iter_graph(layer))
-    # An inactive dropout holds streams too, but never draws from them.
-    idle = [
-        path
-        for path, node in nodes
-        if isinstance(node, nnx.Dropout) and (node.rate == 0 or node.deterministic)
-    ]
-    return any(
-        isinstance(node, nnx.RngState)
-        and not any(path[: len(above)] == above for above in idle)
-        for path, node in nodes
-    )
+    Attributes:
+      parts: The parts of the Flax module.
+    """
+
+    parts: ModuleParts
+
+    def restored(self, params: PyTree, state: PyTree) -> object:
+        """The Flax module with other parameters and state."""
+        rest = self.parts.rest if state is None else state
+        return put_together(*self.parts._replace(params=params, rest=rest))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -369,37 +363,16 @@ class NnxFunction:
         key = arguments.pop() if drawing else jax.random.key(0)
         # The module's structure includes streams even if nothing is drawn from them.
         streams = self.streams.begun(key)
-        empty = self.empty
-        state = arguments.pop(0) if empty is None else empty.unflatten([])
-        output, after = self._called(params, streams, state, arguments)
-
-        def again(streams: PyTree) -> ModuleParts:
-            return self._called(params, streams, state, arguments)[1]
-
-        if not drawing and drawn(streams, after.streams, again):
+        stateful = self.empty is None
+        state = arguments.pop(0) if self.empty is None else self.empty.unflatten([])
+        parts = ModuleParts(self.graph, params, streams, state)
+        found = run(lambda m: m(*arguments), parts, evaluation=self.evaluation)
+        if not drawing and found.drew():
             # Refused: without a key all micro-batches would draw the same numbers.
             why = "its dropouts drop nothing"
             why = "in evaluation it has no key" if self.evaluation else why
             rule = f"must draw no random numbers: {why}"
-            got = f"a {type(self._made(params, streams, state)).__name__} that draws"
+            got = f"a {type(put_together(*parts)).__name__} that draws"
             raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
-        returns_state = empty is None and not self.evaluation
-        return (output, after.rest) if returns_state else output
-
-    def _called(
-        self, params: PyTree, streams: PyTree, state: PyTree, arguments: Sequence[Any]
-    ) -> tuple[PyTree, ModuleParts]:
-        """The module's outputs, and its parts after the call."""
-        module = self._made(params, streams, state)
-        output = module(*arguments)
-        return output, taken_apart(module)
-
-    def _made(self, params: PyTree, streams: PyTree, state: PyTree) -> PyTree:
-        """The module, in training or evaluation mode."""
-        from flax import nnx
-
-        # A copy, because the call changes the module's variables.
-        module = nnx.merge(self.graph, params, streams, state, copy=True)
-        if self.evaluation:
-            module.eval()
-        return module
+        returns_state = stateful and not self.evaluation
+        return (found.output, found.rest) if returns_state else found.output

@@ -1,19 +1,14 @@
-"""Support for Flax NNX modules, without importing Flax.
+"""Flax NNX modules in messages: what is refused, and what stands in their place."""
 
-Flax is no dependency of rpc. A process that has a module has imported it already, so
-its classes are looked up in `sys.modules`.
-"""
-
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from jdist._errors import requirement
-from jdist._nnx import is_module
+from jdist._flax import is_module, loaded
 from jdist._tree import type_name
 from jdist.rpc.codec.functions import own_name
 
-__all__ = ["StandIn", "method", "refusal", "variables"]
+__all__ = ["StandIn", "method", "refusal"]
 
 
 _METHODS = frozenset(("__call__", "eval", "train"))
@@ -36,10 +31,10 @@ class StandIn:
 
 def refusal(value: Any) -> str:
     """Return the refusal of a Flax value, with a remedy; "" for any other value."""
-    nnx = sys.modules.get("flax.nnx")
-    names = ("GraphDef", "Pytree", "State", "Variable")
-    kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])
-    if not isinstance(value, kinds):
+    nnx = loaded()
+    if nnx is None:
+        return ""
+    if not isinstance(value, (nnx.GraphDef, nnx.Pytree, nnx.State, nnx.Variable)):
         return ""
     if is_module(value):
         rule = "must not be a Flax NNX module, which belongs to one worker"
@@ -68,16 +63,3 @@ def method(value: Any, name: str) -> Callable[..., Any] | None:
     if found is None or not (own_name(found) or "").startswith("flax.nnx."):
         return None
     return found.__get__(value)
-
-
-def variables(module: Any) -> dict[str, Any]:
-    """Return a module's `nnx.Param`s by path, `"layers.0.kernel"`, shared ones once.
-
-    The order is that of the paths, and does not change from run to run.
-    """
-    nnx = sys.modules["flax.nnx"]
-    return {
-        ".".join(map(str, path)): found
-        for path, found in nnx.iter_graph(module)
-        if isinstance(found, nnx.Param)
-    }

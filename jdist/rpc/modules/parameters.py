@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._nnx import is_module
+from jdist._flax import is_module, parameters
 from jdist._tree import described, type_name
 from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.codec import nnx
 from jdist.rpc.rref import RRef
 
 __all__ = ["Parameter", "listed", "make_module"]
@@ -132,8 +131,8 @@ def listed(module: RRef[Any], recurse: bool) -> dict[str, RRef[Any]]:
 def _cells(value: Any) -> Mapping[str, Any]:
     call = "RemoteModule.parameters()"
     if is_module(value):
-        found = nnx.variables(value)
-        return {name: Parameter(name, variable) for name, variable in found.items()}
+        found = parameters(value).items()
+        return {name: Parameter(name, variable) for name, variable in found}
     if not hasattr(type(value), "parameters"):
         rule = "needs a Flax NNX module, or an object with a method `parameters`"
         raise TypeError(requirement(call, rule, type_name(value)))

@@ -40,8 +40,8 @@ class RemoteModule:
       kwargs: Its keyword arguments, by their names.
       timeout: Seconds for making it; -1 for the default, 0 for no limit.
       trainable: Whether calls within a context of `jdist.autograd` are recorded there,
-        as `autograd.module` does: the parameters of the Flax NNX module that the
-        factory returns become variables, and its statistics and random streams
+        as of an `autograd.TrainableModule`: the parameters of the Flax NNX module that
+        the factory returns become variables, and its statistics and random streams
         continue from call to call.
 
     Attributes:

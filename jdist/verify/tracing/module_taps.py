@@ -3,9 +3,8 @@
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from jdist._errors import requirement
-from jdist._nnx import is_module
-from jdist._tree import PyTree, type_name
+from jdist._flax import check_module
+from jdist._tree import PyTree
 from jdist.verify.tracing.taps import tap
 
 if TYPE_CHECKING:
@@ -42,11 +41,9 @@ def tapped(model: Model) -> Model:
       >>> [(r.name, r.value.shape) for r in recording.records]
       [('layers/0', (5, 3))]
     """
-    if not is_module(model):
-        rule, got = "must be a Flax NNX module", type_name(model)
-        remedy = "Mark values of other models with `verify.tap`."
-        raise TypeError(requirement("tapped(model)", rule, got, remedy))
-    # Imported here, because Flax is optional.
+    remedy = "Mark values of other models with `verify.tap`."
+    check_module("tapped(model)", model, remedy)
+    # Imported on use: Flax is an optional dependency.
     from flax import nnx
 
     copy = nnx.clone(model)

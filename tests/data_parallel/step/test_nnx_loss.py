@@ -156,7 +156,7 @@ def test_modules_without_state_need_none(batch):
 
 def test_a_module_with_statistics_is_no_parameters():
     """They would be differentiated, and what the forward pass leaves would be lost."""
-    expected = r"`init\(params=...\)` must hold parameters alone. Got a flax.*BatchS.*"
+    expected = r"`init\(params=...\)` must hold parameters alone. Got BatchStat at .*"
     for step in (
         data_parallel.train_step(losses, optim.sgd(), 2),
         data_parallel.local_sgd(losses, optim.sgd(), 2, period=2),

@@ -1,5 +1,7 @@
 """Profiles of layers that were compiled for a chip, and not run."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,7 @@ def test_sizes_and_edges_are_those_of_a_profile_that_was_run(found, rng):
             lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree
         )
 
-    modules = [m._replace(params=drawn(m.params), state=drawn(m.state)) for m in LAYERS]
+    modules = [replace(m, params=drawn(m.params), state=drawn(m.state)) for m in LAYERS]
     run = pipeline.profile(modules, {"x": drawn(shape(32, 16))}, repeats=1)
     assert found.edges == run.edges
     for one, other in zip(found.layers, run.layers, strict=True):

@@ -1,5 +1,6 @@
 """Modules, a map and a plan, put together into stages."""
 
+import dataclasses
 import json
 
 import jax
@@ -119,7 +120,7 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
 
 def test_an_error_names_its_module():
     own = modules()
-    own[2] = own[2]._replace(params=jnp.ones((3, 3)))
+    own[2] = dataclasses.replace(own[2], params=jnp.ones((3, 3)))
     made = stages_from_modules(own, [0, 0, 1, 1, 1])
     with pytest.raises(TypeError, match="dot_general") as caught:
         made.stages[1].fn(made.params[1], jnp.ones((2, 4)), jnp.ones((2, 4)))

@@ -407,7 +407,7 @@ def test_what_is_refused(arguments, message):
 
 
 def test_what_is_no_module():
-    with pytest.raises(TypeError, match=r"must be Flax NNX modules. Got a function"):
+    with pytest.raises(TypeError, match=r"must be a Flax NNX module. Got a function"):
         stages_from_nnx([[losses]])
 
 

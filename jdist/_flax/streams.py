@@ -1,13 +1,8 @@
-"""Flax NNX modules split into pytrees, and random streams restarted from a key.
+"""Random streams of Flax modules: restarted from a key, and which calls draw."""
 
-A module is an object that changes when it is called. A pure function builds one from
-parameters, state and new random streams, calls it, and splits it again.
-"""
-
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,41 +13,6 @@ from jdist._tree import PyTree, is_key
 
 if TYPE_CHECKING:
     from flax import nnx
-
-__all__ = ["ModuleParts", "RandomStreams", "drawn", "is_module", "taken_apart"]
-
-
-class ModuleParts(NamedTuple):
-    """The parts of a Flax module.
-
-    Attributes:
-      graph: The module's structure.
-      params: The module's `nnx.Param`s.
-      streams: The module's random streams.
-      rest: All other variables of the module.
-    """
-
-    graph: "nnx.GraphDef[Any]"
-    params: PyTree
-    streams: PyTree
-    rest: PyTree
-
-
-def is_module(value: object) -> bool:
-    """Whether a value is a Flax NNX module; no value is, where Flax is not imported."""
-    # Another thread may be half-way through importing it.
-    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
-    return module is not None and isinstance(value, module)
-
-
-def taken_apart(module: "nnx.Module") -> ModuleParts:
-    """Splits a module into parts that do not change when the module does."""
-    # Imported on use: Flax is an optional dependency.
-    from flax import nnx
-
-    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    # Mapped to new variables: `split` returns the module's own.
-    return ModuleParts(graph, *(jax.tree.map(lambda x: x, state) for state in states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +32,15 @@ class RandomStreams:
     def of(cls, streams: PyTree) -> "RandomStreams":
         """The structure of `ModuleParts.streams`, which may hold shapes, not arrays."""
         leaves, structure = jax.tree.flatten(streams)
-        are_keys = map(is_key, leaves)
-        shapes = [tuple(x.shape) for x in leaves]
-        return cls(structure, tuple(zip(are_keys, shapes, strict=True)))
+        return cls(structure, tuple((is_key(x), tuple(x.shape)) for x in leaves))
 
     def begun(self, key: jax.Array) -> PyTree:
         """Restarts every stream at count 0, with a key of its own.
 
         Example:
           >>> from flax import nnx
-          >>> parts = taken_apart(nnx.Rngs(dropout=0, noise=1))
-          >>> begun = RandomStreams.of(parts.streams).begun(jax.random.key(3))
+          >>> streams = nnx.state(nnx.Rngs(dropout=0, noise=1))
+          >>> begun = RandomStreams.of(streams).begun(jax.random.key(3))
           >>> [int(stream.count[...]) for stream in begun.values()]
           [0, 0]
         """
@@ -97,15 +55,32 @@ class RandomStreams:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def drawn(
-    before: PyTree, after: PyTree, again: Callable[[PyTree], ModuleParts]
-) -> bool:
+def may_draw(module: "nnx.Module") -> bool:
+    """Whether a module has random streams besides those of inactive dropouts."""
+    from flax import nnx
+
+    # `iter_graph` visits each node once, although several paths may lead to it.
+    nodes = list(nnx.iter_graph(module))
+    # An inactive dropout holds streams too, but never draws from them.
+    idle = [
+        path
+        for path, node in nodes
+        if isinstance(node, nnx.Dropout) and (node.rate == 0 or node.deterministic)
+    ]
+    return any(
+        isinstance(node, nnx.RngState)
+        and not any(path[: len(above)] == above for above in idle)
+        for path, node in nodes
+    )
+
+
+def drawn(before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> bool:
     """Whether a module has drawn from its streams.
 
     Args:
       before: The streams that it was built with, at count 0.
       after: The streams of the module after the call.
-      again: Builds the module with other streams, calls it, and splits it.
+      again: Builds the module with other streams, calls it, and returns the streams.
     """
     # A stream counts its draws: without a draw its arrays are the same objects.
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -120,7 +95,7 @@ def drawn(
         given = list(leaves)
         for place, count in zip(places, counts, strict=True):
             given[place] = count
-        found = jax.tree.leaves(again(jax.tree.unflatten(structure, given)).streams)
+        found = jax.tree.leaves(again(jax.tree.unflatten(structure, given)))
         return [found[place] for place in places]
 
     zeros = [np.zeros(leaves[place].shape, np.uint32) for place in places]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jdist._nnx import RandomStreams, drawn, taken_apart
+from jdist._flax import RandomStreams, other_variables, run, taken_apart
 
 
 class Noisy(nnx.Module):
@@ -48,18 +48,22 @@ def test_draws_are_seen(calls, lifted):
     """Also where a lifted call returns arrays of counts that are new in any case."""
     parts = taken_apart(Noisy())
 
-    def called(streams):
-        module = nnx.merge(parts.graph, parts.params, streams, parts.rest, copy=True)
-
+    def called(module):
         def several(module, x):
             for _ in range(calls):
                 module(x)
 
-        run = nnx.remat(several) if lifted else several
-        run(module, jnp.float32([1, 4]))
-        return taken_apart(module)
+        call = nnx.remat(several) if lifted else several
+        call(module, jnp.float32([1, 4]))
 
-    after = called(parts.streams)
-    assert drawn(parts.streams, after.streams, called) == bool(calls)
-    assert jax.tree.leaves(after.rest) == [5 + calls]
+    found = run(called, parts)
+    assert found.drew() == bool(calls)
+    assert jax.tree.leaves(found.rest) == [5 + calls]
     assert jax.tree.leaves(parts.rest) == [5]  # no part is the module's own
+
+
+def test_variables_beside_parameters_are_found_in_any_tree():
+    found = other_variables({"net": [Noisy()], "w": nnx.Param(1.0), "x": 2.0})
+    assert found["net/0/calls"] == "Variable"
+    assert set(found.values()) == {"RngCount", "RngKey", "Variable"}
+    assert other_variables(nnx.state(Noisy(), nnx.Param)) == {}
