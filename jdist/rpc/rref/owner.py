@@ -4,8 +4,8 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.rref.dedup_window import DedupWindow
 
 __all__ = ["OwnedEntry", "OwnedValues", "Swept"]
 

@@ -29,8 +29,8 @@ import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jdist.rpc.base.dedup_window import DedupWindow, Unsettled
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
 
@@ -109,8 +109,8 @@ class Unacknowledged:
 
     def __init__(self) -> None:
         self._given: dict[GloballyUniqueId, GivenFork] = {}
-        self._numbers: collections.defaultdict[int, UnsettledNumbers]
-        self._numbers = collections.defaultdict(UnsettledNumbers)
+        self._to: collections.defaultdict[int, Unsettled[GivenFork]]
+        self._to = collections.defaultdict(Unsettled)
 
     def __len__(self) -> int:
         return len(self._given)
@@ -118,9 +118,8 @@ class Unacknowledged:
     def begin(self, given: GivenFork) -> int:
         """Records a fork to be sent; returns the low-water mark to send with it."""
         self._given[given.fork] = given
-        numbers = self._numbers[given.receiver]
-        numbers.begin(given.fork.local_id)
-        return numbers.low_water_mark
+        self._to[given.receiver].begin(given.fork.local_id, given)
+        return self.low_water_mark(given.receiver)
 
     def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
         """Finds a fork that is in transit to that worker."""
@@ -132,17 +131,16 @@ class Unacknowledged:
         given = self.find(fork, receiver)
         if given is not None:
             del self._given[fork]
-            self._numbers[receiver].end(fork.local_id)
+            self._to[receiver].end(fork.local_id)
         return given
 
     def low_water_mark(self, receiver: int) -> int:
         """The number below which all forks to that worker have arrived."""
-        return self._numbers[receiver].low_water_mark
+        return self._to[receiver].low_water_mark
 
     def sweep(self, receiver: int) -> list[GivenFork]:
         """Ends and returns all forks in transit to a worker that is gone."""
-        self._numbers.pop(receiver, None)
-        lost = [given for given in self._given.values() if given.receiver == receiver]
+        lost = self._to.pop(receiver, Unsettled()).clear()
         for given in lost:
             del self._given[given.fork]
         return lost
@@ -203,8 +201,8 @@ class Protocol:
         self.unacknowledged = Unacknowledged()
         self._taken: collections.defaultdict[int, DedupWindow]
         self._taken = collections.defaultdict(DedupWindow)
-        self._creating: collections.defaultdict[int, UnsettledNumbers]
-        self._creating = collections.defaultdict(UnsettledNumbers)
+        self._creating: collections.defaultdict[int, Unsettled[UserFork]]
+        self._creating = collections.defaultdict(Unsettled)
         self._gone: dict[int, str] = {}
 
     # --- creating ---
@@ -227,7 +225,7 @@ class Protocol:
         self.user_forks[fork] = user_fork
         if user_fork.failed is not None:
             return Created(user_fork, 0)
-        self._creating[owner].begin(rref.local_id)
+        self._creating[owner].begin(rref.local_id, user_fork)
         return Created(user_fork, self._creating[owner].low_water_mark)
 
     def created(self, user_fork: UserFork) -> Effects:

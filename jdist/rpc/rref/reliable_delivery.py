@@ -9,17 +9,18 @@ Batches arrive in any order.
 import collections
 import contextvars
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.current import Meta
+from jdist.rpc.base.dedup_window import DedupWindow, Unsettled
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.rref.dedup_window import DedupWindow
 
 __all__ = ["GATHERING", "Answers", "QueuedMessage", "ReliableDelivery"]
 
@@ -184,7 +185,7 @@ class ReliableDelivery:
             outbox = self._outboxes.get(batch.to)
             if outbox is None or batch.number not in outbox.batches:
                 return
-            low_water_mark = outbox.low_water_mark
+            low_water_mark = outbox.batches.low_water_mark
         rows = [message.row for message in batch.messages]
         body = (batch.number, low_water_mark, rows)
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
@@ -225,7 +226,7 @@ class ReliableDelivery:
     def _end(self, batch: _Batch, answers: Sequence[Any] | None = None) -> None:
         with self._lock:
             outbox = self._outboxes.get(batch.to)
-            if outbox is None or outbox.batches.pop(batch.number, None) is None:
+            if outbox is None or outbox.batches.end(batch.number) is None:
                 return  # `forget` or `close` has ended it
         if answers is None:
             _abandon(batch.messages)
@@ -272,14 +273,8 @@ class _Outbox:
     def __init__(self) -> None:
         self.waiting: list[QueuedMessage] = []
         self.sending = False
-        # A plain dict takes long to find its first item after deletions.
-        self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
-        self._last = 0
-
-    @property
-    def low_water_mark(self) -> int:
-        """The number below which all batches are answered."""
-        return next(iter(self.batches), self._last + 1)
+        self.batches: Unsettled[_Batch] = Unsettled()
+        self._numbers = itertools.count(1)
 
     def take(self, to: int) -> list[_Batch]:
         """Makes batches, one per kind, of the next waiting messages."""
@@ -289,16 +284,14 @@ class _Outbox:
         del self.waiting[:_LARGEST_BATCH]
         batches = []
         for kind, messages in by_kind.items():
-            self._last += 1
-            self.batches[self._last] = _Batch(to, self._last, kind, messages)
-            batches.append(self.batches[self._last])
+            batches.append(_Batch(to, next(self._numbers), kind, messages))
+            self.batches.begin(batches[-1].number, batches[-1])
         return batches
 
     def clear(self) -> list[QueuedMessage]:
         """Removes and returns all messages without an answer."""
-        left = [one for batch in self.batches.values() for one in batch.messages]
+        left = [one for batch in self.batches.clear() for one in batch.messages]
         left += self.waiting
-        self.batches.clear()
         # A thread that is about to send these then finds none.
         self.waiting.clear()
         return left

@@ -14,6 +14,7 @@ import jax
 
 from jdist._compat import let_go
 from jdist._errors import requirement
+from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
@@ -22,14 +23,13 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import (
     ANSWERS,
     PREFIX_BYTES,
-    UNNUMBERED,
-    Duplicates,
     Frame,
     Header,
     Limits,
     Packed,
     allocate,
     assemble,
+    is_duplicate,
     pack,
     parse_header,
     parse_prefix,
@@ -97,7 +97,7 @@ class Connection:
         self._sending = InterruptSafeLock()
         self._receiving = InterruptSafeLock()
         self._ending = threading.Lock()
-        self._requests = Duplicates()
+        self._requests = DedupWindow(first=1)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # Of what was received and not yet parsed.
 
@@ -218,7 +218,7 @@ class Connection:
                     frame = self._next(deadline, begin)
                     # A request that was received before is dropped: executing it twice
                     # would be worse than its caller's timeout.
-                    if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
+                    if not is_duplicate(frame, self._requests):
                         return frame
             except ChannelClosed as error:
                 raise self._ended(error) from error
@@ -260,7 +260,7 @@ class Connection:
         if self._silent is None:
             self._read()
         else:
-            self._silent.run(self._read, reader.pool)
+            self._silent.run(self._read)
 
     def _read(self) -> None:
         reader = self._reader
@@ -277,7 +277,8 @@ class Connection:
         self._is_silent = False
         silent, reader = self._silent, self._reader
         assert reader is not None
-        if silent is None or (reader.patient and not silent.crowded):
+        # While few threads read, this one stays.
+        if silent is None or (reader.patient and silent.reading <= silent.most):
             return self.receive()
         try:
             return self.receive(None, time.monotonic() + PATIENCE)

@@ -32,14 +32,15 @@ import numpy as np
 from jdist._compat import placed
 from jdist._errors import requirement
 from jdist.rpc.base.current import Meta
+from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 
 __all__ = [
-    "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "UNNUMBERED",
-    "Duplicates", "Frame", "Header", "Limits", "Packed", "aligned", "allocate",
-    "assemble", "host", "pack", "parse_header", "parse_prefix",
+    "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "Frame",
+    "Header", "Limits", "Packed", "aligned", "allocate",
+    "assemble", "host", "is_duplicate", "pack", "parse_header", "parse_prefix",
 ]  # fmt: skip
 
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
@@ -54,8 +55,7 @@ ALSO = "also"
 whose answer is None and comes with this one."""
 
 ANSWERS = frozenset((REPLY, ERROR))
-# These bear the number of the request that they are about, so it comes again.
-UNNUMBERED = ANSWERS | {CANCEL}
+_UNNUMBERED = ANSWERS | {CANCEL}
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -82,48 +82,19 @@ class Frame(msgspec.Struct, frozen=True):
     shared: bool = False
 
 
-class Duplicates:
-    """Deduplicates requests by their numbers, with a low-water mark.
+_WINDOW = 4096
 
-    Numbers rise from 1 and come almost in order. All up to a mark are known; what
-    came beyond it is a set, which is empty when nothing is missing. A number more than
-    `window` behind the highest one counts as seen: better to lose a request (its caller
-    gets a timeout) than to execute one twice. 0 is no number: what bears it is not
-    answered, and always new.
 
-    Example:
-      >>> seen = Duplicates()
-      >>> [seen.is_new(number) for number in (1, 3, 1, 2, 3, 0, 0)]
-      [True, True, False, True, False, True, True]
+def is_duplicate(frame: Frame, requests: DedupWindow) -> bool:
+    """Records a request of a channel; returns whether its number came before.
+
+    A number far behind the highest one counts as come: better to lose a request (its
+    caller gets a timeout) than to execute one twice. Number 0 is not answered, and
+    always new; other frames bear the number of the request that they are about.
     """
-
-    __slots__ = ("_beyond", "_mark", "_window")
-
-    def __init__(self, window: int = 4096) -> None:
-        self._mark = 0
-        self._beyond: set[int] = set()
-        self._window = window
-
-    def is_new(self, number: int) -> bool:
-        """Records a number; returns whether it comes for the first time."""
-        if number == self._mark + 1:
-            self._mark = number
-            if self._beyond:
-                self._advance()
-            return True
-        if number <= self._mark or number in self._beyond:
-            return number == 0
-        self._beyond.add(number)
-        if number - self._mark > self._window:
-            self._mark = number - self._window
-            self._beyond = {n for n in self._beyond if n > self._mark}
-            self._advance()
-        return True
-
-    def _advance(self) -> None:
-        while self._mark + 1 in self._beyond:
-            self._mark += 1
-            self._beyond.discard(self._mark)
+    if frame.kind in _UNNUMBERED or not frame.id:
+        return False
+    return not requests.take(frame.id, frame.id - _WINDOW)
 
 
 # --- as bytes ---

@@ -20,10 +20,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jdist.rpc.base import current
+from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.device_maps import DeviceMaps, Table, device_of, number_of
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
-from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
+from jdist.rpc.wire.frame import ANSWERS, Frame, is_duplicate
 
 __all__ = ["Hub", "InProcessTransport", "adopt"]
 
@@ -173,7 +174,7 @@ class _End:
         self._arrived: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._closed: str | None = None
         self._lock = threading.Lock()
-        self._requests = Duplicates()
+        self._requests = DedupWindow(first=1)
         self._reader: Reader | None = None
         self._unread = False  # by any thread, though it has a reader
 
@@ -196,11 +197,7 @@ class _End:
             if frame is None:
                 self._arrived.put(None)  # for the next call of `receive`
                 raise ChannelClosed(self._closed or "closed")
-            if (
-                frame.kind in UNNUMBERED
-                or not frame.id
-                or self._requests.is_new(frame.id)
-            ):
+            if not is_duplicate(frame, self._requests):
                 return frame
 
     def read(self, reader: Reader) -> None:

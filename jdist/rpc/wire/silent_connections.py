@@ -2,19 +2,18 @@
 
 A thread that reads a connection costs no hand-off while frames come, and in a large
 group a worker would have hundreds that wait for nothing. So while many threads read, a
-thread leaves a connection on which nothing came for a while, and a single thread, the
-leader, waits for all of these. Once one can be read, the leader reads that one itself,
-after it has passed the lead to a follower (the leader/followers pattern). So a frame
-that ends a silence is not handed from thread to thread either.
+thread leaves a connection on which nothing came for a while, and a single thread waits
+for all of these. Once one can be read, it passes that one to a thread of the pool.
 """
 
 import contextlib
+import functools
 import logging
 import select
 import selectors
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,62 +52,56 @@ class SilentConnections:
     """The silent connections of one transport.
 
     A thread that begins to read one of its connections does so within `run`.
+
+    Attributes:
+      reading: How many threads read.
+      most: How many of them may stay with a connection on which nothing comes.
     """
 
     def __init__(self) -> None:
+        self.reading = 0
         self._lock = threading.Lock()
-        self._fewer = threading.Condition(self._lock)
+        self._over = threading.Condition(self._lock)
         self._selector: selectors.BaseSelector | None = None
         self._silent = 0  # that the selector knows
-        self._readable: deque[_Silent] = deque()
-        self._led = False
+        self._watched = False
         self._closing = False
-        self._reading = 0
         self._peers: Counter[str] = Counter()
-        self._most = _FEW
-
-    @property
-    def crowded(self) -> bool:
-        """Whether many threads read, so that they should not wait for long."""
-        return self._reading > self._most
+        self.most = self._limit()
 
     def opened(self, peer: str) -> None:
         """Counts a connection to this peer."""
         with self._lock:
             self._peers[peer] += 1
-            self._most = max(_FEW, len(self._peers) // 2)
+            self.most = self._limit()
 
     def closed(self, peer: str) -> None:
         """Counts one less."""
         with self._lock:
-            self._peers[peer] -= 1
-            if not self._peers[peer]:
-                del self._peers[peer]
-            self._most = max(_FEW, len(self._peers) // 2)
+            self._peers -= Counter((peer,))  # drops a peer without any
+            self.most = self._limit()
 
-    def run(self, read: Read, pool: ThreadPool) -> None:
-        """Calls `read` on this thread, and has one of the pool lead if none does."""
+    def run(self, read: Read) -> None:
+        """Calls `read` on this thread."""
         with self._lock:
-            self._reading += 1
-        self._call(read)
+            self.reading += 1
+        try:
+            read()
+        except BaseException:  # noqa: BLE001 - the thread may have others to wait for
+            _log.exception("A thread that read a connection failed.")
         with self._lock:
-            leaderless = self._silent and not self._led
-        if leaderless:
-            try:
-                pool.start(self._follow)
-            except (RuntimeError, MemoryError):  # the system refuses a new thread
-                self._follow()
+            self.reading -= 1
 
     def add(
         self, descriptor: int, read: Read, ended: Callable[[], bool], pool: ThreadPool
     ) -> bool:
-        """Has `read` called, by the thread that leads, once the descriptor can be read.
+        """Has `read` called, on another thread, once the descriptor can be read.
 
         Args:
           descriptor: Of a connection that this thread reads no longer.
           read: See there.
           ended: Whether all that `read` would find is that the connection has closed.
-          pool: Lends the thread that leads next.
+          pool: Lends the threads that wait and read.
 
         Returns:
           False if it cannot be waited for here.
@@ -116,14 +109,18 @@ class SilentConnections:
         with self._lock:
             if self._closing or not _CAN_BE_ADDED_TO:
                 return False
+            silent = _Silent(read, ended, pool)
             try:
                 if self._selector is None:
                     self._selector = selectors.DefaultSelector()
                     leave_to_parent(self._selector)
-                silent = _Silent(read, ended, pool)
-                self._selector.register(descriptor, selectors.EVENT_READ, silent)
-            except OSError:
-                return False  # no more files
+                selector = self._selector
+                if not self._watched:
+                    pool.start(functools.partial(self._watch, selector))
+                    self._watched = True
+                selector.register(descriptor, selectors.EVENT_READ, silent)
+            except (OSError, RuntimeError, MemoryError):
+                return False  # no more files, or no more threads
             self._silent += 1
             return True
 
@@ -135,64 +132,41 @@ class SilentConnections:
         """
         with self._lock:
             self._closing = True
-            self._fewer.wait_for(
-                lambda: not (self._silent or self._readable or self._led),
-                max(0.0, until - time.monotonic()),
+            self._over.wait_for(
+                lambda: not self._watched, max(0.0, until - time.monotonic())
             )
             self._release()
 
-    def _follow(self) -> None:
-        """Leads and reads in turn, as long as no other thread leads."""
-        while (read := self._lead()) is not None:
-            self._call(read)
-            del read  # it has the connection, and this thread may lead for long
-
-    def _call(self, read: Read) -> None:
-        try:
-            read()
-        except BaseException:  # noqa: BLE001 - others may wait for this thread to lead
-            _log.exception("A thread that read a connection failed.")
-        with self._lock:
-            self._reading -= 1
-
-    def _lead(self) -> Read | None:
-        """Waits for a connection to be read; None if there is nothing to wait for."""
-        with self._lock:
-            if self._led:
-                return None
-            self._led = True
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Waits for the silent connections until there is none."""
         while True:
             with self._lock:
-                if self._readable:
-                    next_ = self._readable.popleft()
-                    self._reading += 1
-                    self._led = False
-                    more = self._silent or self._readable
-                    self._fewer.notify_all()
-                    break
                 if not self._silent:
-                    self._led = False
-                    self._fewer.notify_all()
+                    self._watched = False
+                    self._over.notify_all()
                     self._release()
-                    return None
-                selector = self._selector
-            assert selector is not None
-            found = selector.select()
-            with self._lock:
-                for key, _ in found:
+                    return
+            for key, _ in selector.select():
+                with self._lock:
                     selector.unregister(key.fd)
                     self._silent -= 1
-                    self._readable.append(key.data)
+                self._pass_on(key.data)
+                del key  # it has the connection, and this thread may wait for long
+
+    def _pass_on(self, silent: _Silent) -> None:
         # To end a connection takes less than to start a thread, and when a worker or a
-        # whole group ends, hundreds close at once. So this thread leads again after it.
-        if more and not next_.ended():
-            # If the system refuses a new thread, this one leads when it has read.
+        # whole group ends, hundreds close at once. So this thread reads the end itself.
+        if not silent.ended():
+            # If the system refuses a new thread, this one reads.
             with contextlib.suppress(RuntimeError, MemoryError):
-                next_.pool.start(self._follow)
-        return next_.read
+                silent.pool.start(functools.partial(self.run, silent.read))
+                return
+        self.run(silent.read)
+
+    def _limit(self) -> int:
+        return max(_FEW, len(self._peers) // 2)
 
     def _release(self) -> None:
         """Closes the selector if nothing will be added to it; under the lock."""
-        over = self._closing and not (self._silent or self._led)
-        if over and self._selector is not None:
+        if self._closing and not self._watched and self._selector is not None:
             self._selector.close()

@@ -10,8 +10,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.ids import IdCounter
-from jdist.rpc.rref.dedup_window import DedupWindow
 from jdist.rpc.rref.messages import Accept, Delete, Take
 from jdist.rpc.rref.protocol import Protocol, Send
 from tests.rpc.reference_world import Call, Creation, OwnerValue, World

@@ -44,7 +44,7 @@ def impatient(monkeypatch):
     """Threads leave a connection after milliseconds, and end without one."""
     monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 2e-3)
     monkeypatch.setattr(connection_module, "PATIENCE", 2e-3)
-    monkeypatch.setattr(SilentConnections, "crowded", True)
+    monkeypatch.setattr(SilentConnections, "_limit", lambda self: -1)
 
 
 class Served:
@@ -74,7 +74,7 @@ def served(pool):
 
 
 def all_silent(transport, count):
-    return lambda: (transport._silent._silent, transport._silent._reading) == (count, 0)
+    return lambda: (transport._silent._silent, transport._silent.reading) == (count, 0)
 
 
 def readers():
@@ -109,7 +109,7 @@ def test_many_busy_connections_to_one_peer_have_few_threads(served):
             for channel in channels:
                 assert channel.exchange(call(number), soon()).id == number
         few, silent = silent_connections._FEW, peers.there._silent
-        wait_until(lambda: silent._silent >= 24 - few and silent._reading <= few)
+        wait_until(lambda: silent._silent >= 24 - few and silent.reading <= few)
 
 
 def test_workers_of_one_process_have_no_thread_for_a_silent_channel(monkeypatch):
@@ -170,7 +170,7 @@ def test_a_frame_may_begin_with_its_first_byte_alone(served, impatient, pool):
         data = pack(call(1)).head
         for byte in data[:-1]:
             theirs.send(bytes([byte]))
-            wait_until(lambda: (silent._silent, silent._reading) == (0, 1))
+            wait_until(lambda: (silent._silent, silent.reading) == (0, 1))
             time.sleep(4e-3)  # longer than threads wait for a frame to begin
         assert silent._silent == 0
         theirs.send(data[-1:])
@@ -390,7 +390,7 @@ def test_where_nothing_waits_for_it_a_connection_keeps_its_thread(
 
 
 def leave_soon():
-    SilentConnections.crowded = True
+    SilentConnections._limit = lambda self: -1
 
 
 def wait_for_ever():
@@ -401,7 +401,7 @@ def reason_while_silent(victim):
     """Waits for a call on a silent connection; returns which worker was lost."""
     silent = current.worker()._transport._silent
     future = rpc.rpc_async(victim, wait_for_ever, timeout=0)
-    wait_until(lambda: silent._silent > 0 and not silent._reading)
+    wait_until(lambda: silent._silent > 0 and not silent.reading)
     rpc.rpc_async("worker1", note_silence)
     try:
         future.wait(PATIENCE)
