@@ -1,5 +1,5 @@
 """How many planted faults does the judge find, of a hundred kinds on fourteen losses in
-three precisions, and does it condemn a right program?
+three precisions, and how many false alarms does it raise?
 
 Each loss is differentiated in all ways of right programs (micro-batches, other orders,
 shards, forward mode, float64), and wrongly in all ways of a list: scales, leaves,
@@ -204,7 +204,7 @@ def claims(
         ),
         *(_rate(precision, faults) for precision in DTYPES),
         Claim(
-            "no right program is condemned",
+            "no false alarm: every right program passes",
             not condemned,
             f"{len(condemned)} of {len(right)}, {len(blind)} not judged; error/bound "
             f"at most {max(row.ratio for row in right):.2f}",
@@ -284,7 +284,7 @@ def write_markdown(
     lines = [header, ["---", *["---:"] * len(DTYPES)], *body]
     programs = [row for row in right if row.verdict == "found"]
     lines.append(
-        ["right programs condemned"]
+        ["false alarms, of right programs"]
         + [
             f"{sum(row.precision == d for row in programs)} of "
             f"{sum(row.precision == d for row in right)}"

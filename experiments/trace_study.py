@@ -500,7 +500,7 @@ def claims(
             leads=True,
         ),
         Claim(
-            "each right program is judged, and none is condemned",
+            "each right program is judged, without a false alarm",
             bool(rights) and not condemned and not blind,
             f"{len(condemned)} of {len(rights)}, {len(blind)} not judged",
             leads=True,

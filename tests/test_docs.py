@@ -239,7 +239,7 @@ def times_of_torch(benchmark, what):
 def test_the_figures_of_the_readme_are_those_of_their_pages():
     text = (ROOT / "README.md").read_text()
     found = counts("## What it finds", (2, 3), "0.001|0.01|0.05|0.3|above")
-    condemned = counts("## What it finds", (2, 3, 4), "right programs")
+    alarms = counts("## What it finds", (2, 3, 4), "false alarms")
     page = (ROOT / "docs" / "verify.md").read_text()
     table = page.split("### Whether the place is right")[1].split("The effect is")[0]
     rows = [
@@ -250,7 +250,7 @@ def test_the_figures_of_the_readme_are_those_of_their_pages():
         for columns in ((2, 6), (5, 9))
     )
     assert f"| {found[0]} of {found[1]} in float32 and float64 |" in text
-    assert f"| {condemned[0]} of {condemned[1]}, bfloat16 included |" in text
+    assert f"| {alarms[0]} of {alarms[1]}, bfloat16 included |" in text
     assert f"| {placed} of {planted} random defects in a transformer |" in text
     for benchmark, what in (
         ("ddp", "of torch as shipped"),

@@ -104,7 +104,7 @@ def _check_params(argument: str, params: PyTree) -> None:
     if any(map(callable, leaves)):
         check_arrays(argument, params)
     if not any(map(is_inexact, leaves)):
-        rule = "must have a floating leaf: there is no gradient else"
+        rule = "must have a floating leaf: otherwise there is no gradient"
         raise ValueError(requirement(argument, rule, "none"))
 
 

@@ -198,7 +198,7 @@ def measured_bound(
     adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA) * magnitude
     partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3) * size
     power = float(np.sum(magnitude**2))
-    # Of the whole leaf: an entry that happened to round well would have too narrow a
+    # For the whole leaf: an entry that happened to round well would have too narrow a
     # bound by its own variance.
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
     deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
@@ -222,7 +222,7 @@ def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> np.dtype:
     """The dtype in which a sum of `dtype` is accumulated.
 
     Args:
-      dtype: Of the terms and of the result.
+      dtype: The dtype of the terms and of the result.
       accumulation: The user's choice for dtypes of less than 32 bits; None for float32.
     """
     if accumulation is None or jnp.finfo(dtype).bits >= 32:

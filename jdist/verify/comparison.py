@@ -24,7 +24,6 @@ from jdist.verify.processes import (
     Finding,
     HeldArray,
     Peers,
-    Products,
     Shard,
     held,
     joined,
@@ -40,7 +39,7 @@ Named = str | tuple[str, tuple[int, ...]]
 reference."""
 
 ASSUMED = 10
-"""The error/bound up to which a bound that was not measured condemns nothing."""
+"""The error/bound up to which a leaf with an assumed bound is not judged."""
 
 _ASSUMED = (
     f"rounding may explain it, since this bound assumes what was not measured: up to "
@@ -58,7 +57,6 @@ def compare(
     terms: PyTree = None,
     scale: PyTree = None,
     *,
-    name: str = "candidate",
     names: Mapping[str, Named] | None = None,
     timeout: float = TIMEOUT,
 ) -> Report:
@@ -82,7 +80,6 @@ def compare(
       scale: The sum of the magnitudes of those terms: a tree like `reference` of
         arrays that broadcast to the leaves. None: the largest magnitude in each leaf of
         the reference; right unless terms cancel.
-      name: What to call the candidate.
       names: For gradients of another framework, such as
         `{name: p.grad for name, p in module.named_parameters()}`: the reference's paths
         to the candidate's. Each leaf of either side has to be named once. A leaf whose
@@ -128,7 +125,7 @@ def compare(
         found = renamed("compare", reference, peers.computed(candidate), names)
         measured = terms is not None and scale is not None
         excuse = ("", 0.0) if measured else (_ASSUMED, ASSUMED)
-        rows = compare_leaves(name, wanted, found, limits, peers, None, *excuse)
+        rows = compare_leaves("candidate", wanted, found, limits, peers, None, *excuse)
         return Report(rows, notes=looseness(rows))
 
 
@@ -224,7 +221,7 @@ def compare_leaves(
     """The rows of one candidate: the reference's leaves in order, then extra ones.
 
     Args:
-      name: Of the candidate.
+      name: The name of the candidate.
       wanted: The reference's leaves by path, whole on this host.
       found: The candidate's; of an array over several processes the shards of this one.
       limits: The limit of each floating leaf of the reference; None for other leaves.
@@ -233,7 +230,7 @@ def compare_leaves(
       describe: The words for a shard that fails; None for `diagnose`.
       excuse: Why differing values prove nothing; leaves that would fail because of them
         are then *not judged*. Empty if there is no reason.
-      excused: The error/bound up to which it is one.
+      excused: The error/bound up to which the excuse holds.
 
     Raises:
       PeersLost: A process raised, or did not come in time.
@@ -294,37 +291,27 @@ class _Judged:
         assert whole is not None, "a None beside a None is not looked at"
         assert array is not None, "its kind is the reference's"
         if not array.shards:  # Other processes have the leaf.
-            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
-            return Finding(same, replicas=array.replicas)
+            return Finding(_equal(row), array.replicas)
         own = [self._of_shard(row, whole, shard) for shard in array.shards]
-        # In the angle, replicas of a shard would otherwise count more than once.
-        first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
-        products = Products(*map(sum, zip(Products(), *first, strict=True)))
-        return Finding(worst_of([row for row, _ in own]), products, array.replicas)
+        return Finding(worst_of(own), array.replicas)
 
-    def _of_shard(
-        self, row: LeafReport, whole: np.ndarray, shard: Shard
-    ) -> tuple[LeafReport, Products]:
+    def _of_shard(self, row: LeafReport, whole: np.ndarray, shard: Shard) -> LeafReport:
         reference, found = whole[shard.index], shard.values
         limit = self.limits[row.path]
         if limit is None:
             if not np.array_equal(reference, found):
                 problem = "values that are not floating must be equal"
-                return replace(row, problem=problem), Products()
-            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
-            return same, Products()
+                return replace(row, problem=problem)
+            return _equal(row)
         expected, got = in_double(reference), in_double(found)
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
         allowed = np.where(np.isnan(allowed), np.inf, allowed)
         # inf - inf is NaN and fails below, as it should.
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             error = np.abs(expected - got)
-            relative = np.where(error == 0, 0, error / np.abs(expected))
             ratio = np.where(error == 0, 0, error / allowed)
             # No number is above an infinite bound: it may hide any difference.
             hidden = np.isinf(allowed) & (error > 0)
-            # Informative only: no verdict depends on the angle.
-            products = _products(whole, expected, got)
         worst = float(np.max(ratio, initial=0))
         furthest = float(np.max(ulp_distance(reference, found), initial=0))
         problem, unjudged = "", ""
@@ -339,17 +326,18 @@ class _Judged:
         # A leaf that is bit-equal to the reference needs no bound.
         elif furthest > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
-        row = replace(
+        return replace(
             row,
             max_abs=float(np.max(error, initial=0)),
-            max_rel=float(np.max(relative, initial=0)),
             max_ulp=furthest,
             ratio=worst,
-            cosine=products.cosine,
             problem=problem,
             unjudged=unjudged,
         )
-        return row, products
+
+
+def _equal(row: LeafReport) -> LeafReport:
+    return replace(row, max_abs=0, max_ulp=0, ratio=0)
 
 
 def _described(
@@ -373,12 +361,12 @@ def described_shard(
     """The position of a shard, and the words of `diagnose` for it.
 
     Args:
-      path: Of its leaf.
+      path: The path of its leaf.
       wanted: The reference's leaves by path, whole.
-      shard: Where it lies.
+      shard: The shard, with its position.
       found: The candidate's numbers there.
-      ratio: error/bound of each.
-      what: Which of the leaf's numbers these are, for the words.
+      ratio: error/bound of each number.
+      what: What these numbers are, such as "its step: "; empty for the leaf itself.
     """
     whole = wanted[path]
     slices = {
@@ -517,12 +505,3 @@ def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
         return "None", ()
     dtype = leaf.dtype if isinstance(leaf, HeldArray) else leaf.dtype.name
     return dtype, leaf.shape
-
-
-def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:
-    # Scaled, because squares of tiny numbers underflow; by the whole leaf, so that the
-    # sums of all processes have one unit.
-    unit = float(np.max(np.abs(whole), initial=0))
-    unit = unit if unit > 0 and np.isfinite(unit) else 1.0
-    a, b = first.ravel() / unit, second.ravel() / unit
-    return Products(*(float(np.vdot(x, y).real) for x, y in ((a, b), (a, a), (b, b))))

@@ -113,7 +113,7 @@ def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> No
     """
     try:
         signature = inspect.signature(loss_fn)
-    except ValueError:  # Of some functions written in C nothing is known.
+    except ValueError:  # Some functions written in C have no signature.
         return
     try:
         signature.bind(*arguments)
@@ -122,7 +122,7 @@ def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: PyTree) -> No
         names = list(signature.parameters)
         got = f"a function of ({', '.join(names)})"
         more = len(names) > len(arguments)
-        remedy = "Of a loss_fn(params, batch, key) take verify.keyed(loss_fn)."
+        remedy = "For a loss_fn(params, batch, key) pass verify.keyed(loss_fn)."
         call = f"{call}(loss_fn=...)"
         raise TypeError(requirement(call, rule, got, remedy * more)) from error
 

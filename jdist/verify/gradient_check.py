@@ -36,12 +36,12 @@ LOSS = "(loss)"
 Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 """`candidate(params, batch) -> (loss, gradient)`."""
 
-# By how much the draws are multiplied before anything is condemned that is not grossly
-# wrong. Errors that few draws show nothing of, as of a decision that one program in a
-# thousand takes otherwise, are small beside a leaf.
+# Factors of the number of draws, in turn, before a leaf fails that is not grossly
+# wrong. Errors that few draws do not show, such as a decision that one program in a
+# thousand takes otherwise, are small compared with a leaf.
 LOOKS = (1, 16)
 
-# The share of its size by which a leaf that is grossly wrong is off, in the 2-norm.
+# The relative error, in the 2-norm, above which a leaf is grossly wrong.
 GROSS = 0.01
 
 # Maximum number of failing leaves to explain: each traces the loss again.
@@ -109,7 +109,7 @@ def gradients(  # noqa: PLR0913 - options, by keyword
         shape, negative, not finite or all 0; a batch whose leaves differ in length, or
         have none; `names` that are no complete map, as in `compare`; a loss with
         shardings of a mesh that the reference does not have.
-      TypeError: A candidate returned something else than a pair; the loss function
+      TypeError: A candidate returned something other than a pair; the loss function
         wants a key.
       PeersLost: Another process raised, or did not come within 300 seconds;
         `gradients_judge` takes another number.
@@ -409,7 +409,7 @@ class Reference:
         scalar = self._loss.scalar
         counts = uses_counted(lambda p: scalar(p, batch, weights), self._params, few)
         return tuple(
-            f"{rows[0].candidate}: {path}: it counts its uses so: {words}"
+            f"{rows[0].candidate}: {path}: the uses that it counts: {words}"
             for path, words in counts.items()
         )
 

@@ -205,7 +205,7 @@ def run(
       program: As traced in the settings that it is judged in.
       inputs: Its arguments. A floating array is exact, with the same value on both
         sides; a `PrecisionPair` has a wide side of its own.
-      perturbation: Of the wide side.
+      perturbation: The perturbation of the wide side.
 
     Returns:
       Its results; floating ones have a size.

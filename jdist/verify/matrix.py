@@ -157,11 +157,11 @@ def judge_in_processes(
     Tracing and lowering take most of the time, and use one core of each process.
 
     Args:
-      names: Of installed strategies.
-      reductions: Of each.
-      dtypes: Of each.
-      count: How many processes.
-      devices: Of each of them.
+      names: The names of installed strategies.
+      reductions: The reductions of each strategy.
+      dtypes: The dtypes of each strategy.
+      count: The number of processes.
+      devices: The devices of each process.
       problem: A key of `PROBLEMS`.
 
     Raises:

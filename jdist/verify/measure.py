@@ -81,9 +81,6 @@ class Measured(NamedTuple):
 
     notes: tuple[str, ...]
 
-    draws: int
-    """Number of draws of each example's error."""
-
 
 class Counted(NamedTuple):
     """A batch without the examples that are excluded by a weight of 0.
@@ -214,7 +211,7 @@ class ReducedLoss:
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = self._check(params, batch, weights) if check else None
-        return Measured(limits, loss_limit, oracle, notes, draws)
+        return Measured(limits, loss_limit, oracle, notes)
 
 
 class _Losses(NamedTuple):
@@ -357,14 +354,14 @@ class LossPrograms:
             each = [x**2 / (factor**2 * draws) for x in factors]
 
             def drawn(draw: jax.Array, variance: list[jax.Array]) -> list[jax.Array]:
-                # Of a draw nothing else is needed, and XLA computes nothing else.
+                # XLA computes nothing else of a draw.
                 again = [pair.wide for pair in evaluate(index, draw)]
                 return [
                     v + e * jnp.abs(x - base) ** 2
                     for v, e, x, base in zip(variance, each, again, exact, strict=True)
                 ]
 
-            # Of an example without a share, only the loss is needed.
+            # An example without a share needs its loss only.
             counts = share > 0
             sums = _add(sums, pairs, factors, counts)
             turns = jnp.where(counts, draws, 0)

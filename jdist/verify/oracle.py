@@ -116,8 +116,8 @@ def seeded(
     return value_and_gradient
 
 
-# Of the parameters' typical size: how far aside the differences are taken, and how far
-# they reach to both sides of that point.
+# How far aside the differences are taken, and how far they reach to both sides of that
+# point, relative to the parameters' typical size.
 ASIDE, REACH = 1e-3, 4e-6
 
 # Where the loss is evaluated, in units of the reach.
@@ -209,7 +209,7 @@ def _slopes(
 
     def shifted(shift: jax.Array) -> jax.Array:
         """The loss at a distance from the point; what is detached does not move."""
-        held = Perturbation(None, never, None, missed, SHIFT)
+        held = Perturbation(None, never, unmeasured=missed, held=SHIFT)
         both = jax.vmap(
             lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
         )
@@ -220,7 +220,7 @@ def _slopes(
     each = fast_in_loops(partial(jax.lax.map, shifted))
     losses = each(jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
-    exact = Perturbation(None, never, None, missed)
+    exact = Perturbation(None, never, unmeasured=missed)
     _, *slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
     # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
     parts = [

@@ -70,9 +70,8 @@ def _guarded(what: str, fn: Callable[Given, Result]) -> Callable[Given, Result]:
 def load(specification: str) -> Problem:
     """Loads a problem by `module:name`.
 
-    The name may stand for a `Problem`, for a mapping with its fields, or for a function
-    without arguments that returns either. Modules are also looked for in the current
-    folder.
+    The name may stand for a `Problem`, or for a function without arguments that returns
+    one. Modules are also looked for in the current folder.
 
     Raises:
       ValueError: The text is not `module:name`, there is no such module or name, or
@@ -88,20 +87,8 @@ def _as_problem(specification: str, found: object) -> Problem:
             found = found()
     if isinstance(found, Problem):
         return found
-    known = {f.name for f in fields(Problem)}
-    needed = {"loss_fn", "params", "batch", "candidates"}
-    if not isinstance(found, Mapping):
-        rule = "must be a verify.Problem, a mapping, or a function that returns one"
-        got = type_name(found)
-    elif set(found) - known:
-        rule = f"may have the keys {', '.join(sorted(known))}"
-        got = f"also {', '.join(sorted(set(found) - known))}"
-    elif needed - set(found):
-        rule = f"must have the keys {', '.join(sorted(needed))}"
-        got = f"none for {', '.join(sorted(needed - set(found)))}"
-    else:
-        return Problem(**found)
-    raise ValueError(requirement(specification, rule, got))
+    rule = "must be a verify.Problem, or a function that returns one"
+    raise ValueError(requirement(specification, rule, type_name(found)))
 
 
 def standard(dtype: DTypeLike) -> Problem:

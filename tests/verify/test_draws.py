@@ -502,7 +502,7 @@ def test_a_failing_candidate_that_may_draw_unseen_has_a_note():
 
 def test_a_loss_that_wants_a_key_is_refused_with_the_remedy():
     """Before anything is computed."""
-    rule = r"Got a function of \(w, x, key\)\. Of a loss_fn\(params, batch, key\) take"
+    rule = r"Got a function of \(w, x, key\)\. For a loss_fn\(params, batch, key\) pass"
     with pytest.raises(TypeError, match=rule):
         verify.gradients(dropout, *given(), {"any": lambda w, b: (w, w)})
 

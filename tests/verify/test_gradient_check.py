@@ -366,7 +366,10 @@ def test_a_judge_compiles_once(problem):
     ("options", "message"),
     [
         ({"candidates": {}}, "must name at least one function"),
-        ({"params": {"step": np.int32(3)}}, "floating leaf: there is no gradient"),
+        (
+            {"params": {"step": np.int32(3)}},
+            "floating leaf: otherwise there is no gradient",
+        ),
         ({"reduction": "median"}, "one of 'mean', 'sum', 'max', 'min'. Got 'median'"),
         ({"weights": np.ones(3)}, r"one per example, shape \(4,\). Got shape \(3,\)"),
         ({"weights": np.array([1.0, -1, 1, 1])}, r"finite, at least 0.*\[1.0, -1.0"),

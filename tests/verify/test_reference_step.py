@@ -268,7 +268,7 @@ def test_code_that_cannot_be_seen_has_a_note():
 
 STATE = {"params": jnp.ones(3, jnp.float32), "count": jnp.int32(0)}
 ALIKE = "must return a state like the one that it is given. Got "
-OF_BATCH = "must make numbers of its new state of the batch. Got a new state that does "
+OF_BATCH = "must return a state with numbers that depend on the batch. Got none that "
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ OF_BATCH = "must make numbers of its new state of the batch. Got a new state tha
         ),
         (
             lambda s, b: {**s, "count": s["count"] + 1}, ValueError,
-            OF_BATCH + "not depend on the batch. It may keep what it learns to itself",
+            OF_BATCH + "does. If it keeps parameters of its own, return them",
         ),
         (
             lambda s, b: {"count": s["count"], "weights": s["params"] - b.mean(0)},

@@ -54,7 +54,7 @@ def test_uses_that_are_missing_or_doubled_are_named(embedding, head, words):
     _, (first, last) = ends()
     report = judged(embedding * first + head * last)
     assert [leaf.path for leaf in report.failures] == ["table"]
-    assert f"wrong: table: it counts its uses so: {words}" in report.notes
+    assert f"wrong: table: the uses that it counts: {words}" in report.notes
 
 
 def test_each_candidate_and_leaf_has_its_own_words():
@@ -71,8 +71,8 @@ def test_each_candidate_and_leaf_has_its_own_words():
         losses, PARAMS, TOKENS, candidates, finite_differences=False
     )
     assert [note for note in report.notes if "uses" in note] == [
-        "first: table: it counts its uses so: gather once, dot_general 0 times",
-        "last: table: it counts its uses so: gather 0 times, dot_general once",
+        "first: table: the uses that it counts: gather once, dot_general 0 times",
+        "last: table: the uses that it counts: gather 0 times, dot_general once",
     ]
 
 

@@ -62,7 +62,7 @@ def _accumulated(call: StepCall) -> PyTree:
 
 def _one_for_another(call: StepCall) -> PyTree:
     (lost,) = call.one_example()
-    # Of those that count: a copy of padding would be a lost example instead.
+    # Only examples that count: a copy of padding would be a lost example instead.
     others = np.flatnonzero(call.weights)
     others = others[others != lost]
     rows = np.arange(call.examples)

@@ -2,7 +2,6 @@
 
 from jdist.verify.processes.finding import (
     Finding,
-    Products,
     merged,
     record,
     restored,
@@ -17,7 +16,6 @@ __all__ = [
     "Finding",
     "HeldArray",
     "Peers",
-    "Products",
     "Shard",
     "as_the_caller",
     "brought",

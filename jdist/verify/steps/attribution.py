@@ -78,7 +78,7 @@ def attributed(
     """Attributes the first wrong step of a trainer to its parts.
 
     Args:
-      rows: Of all its leaves at that step; some fail.
+      rows: The rows of all its leaves at that step; some fail.
       found: Its leaves by path.
       moment: The reference's step.
       step: Its number, from 1.
@@ -356,7 +356,7 @@ def _accumulators(moment: Moment) -> dict[str, Accumulator] | None:
         value = np.asarray(slopes[0][0][place])
         first, second = (np.asarray(tangent[place]) for _, tangent in slopes)
         if within(name, "params") or name in averages:
-            continue  # Of the step, not of the gradient alone.
+            continue  # They depend on the step, not on the gradient alone.
         for path, point, along in zip(gradients, own, direction, strict=True):
             factor = _factor(first, along)
             # A slope that depends on the gradient: not linear, as a square.
@@ -387,7 +387,7 @@ def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
     params, own, opt_state = moment.composed.inputs
     pairs = map(PrecisionPair, jax.tree.leaves(own), gradient)
     given = [*jax.tree.leaves(params), *pairs, *jax.tree.leaves(opt_state)]
-    exact = Perturbation(None, jnp.uint32(0), None, set())
+    exact = Perturbation(None, jnp.uint32(0))
     return [
         x.wide
         for x in run(moment.composed.update, given, exact)

@@ -80,9 +80,9 @@ class ReferenceStep:
         own = {path: x for path, x in named_state(state).items() if x is not None}
         self.of_batch = dict(zip(own, made, strict=True))
         if not any(self.of_batch[path] and is_inexact(x) for path, x in own.items()):
-            rule = "must make numbers of its new state of the batch"
-            remedy = "It may keep what it learns to itself: return it."
-            got = "a new state that does not depend on the batch"
+            rule = "must return a state with numbers that depend on the batch"
+            remedy = "If it keeps parameters of its own, return them."
+            got = "none that does"
             call = "step(reference_step=...)"
             raise ValueError(requirement(call, rule, got, remedy))
 

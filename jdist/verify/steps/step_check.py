@@ -148,7 +148,7 @@ def step(  # noqa: PLR0913 - options, by keyword
       ValueError: No batches or candidates; a state of another length; as many weights
         as batches are needed; and as `verify.gradients`. The reference step's new state
         does not depend on the batch; weights or a reduction without a loss.
-      TypeError: A candidate returned something else than is said above; the loss
+      TypeError: A candidate returned something other than is said above; the loss
         function wants a key; the reference step returns another kind of state.
       PeersLost: Another process raised, or did not come in time.
 

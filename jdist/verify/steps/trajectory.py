@@ -278,11 +278,14 @@ def _measurement(
 
     # Batch statistics couple the examples, so the loss is measured as a whole.
     coupled = ReducedLoss(whole, "mean", accumulation)
-    return lambda _, *given: Counted(
-        *given
-    ), lambda state, given, gradient: coupled.measure(
-        state[0], Counted((*given[:2], state[2]), None), gradient
-    )
+
+    def measure(
+        state: tuple[PyTree, PyTree, PyTree], given: Counted, gradient: PyTree
+    ) -> Measured:
+        own = Counted((given.batch, given.weights, state[2]), None)
+        return coupled.measure(state[0], own, gradient)
+
+    return lambda _, *given: Counted(*given), measure
 
 
 def on_host(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,8 +346,8 @@ def _moved(
         values = iter(wide)
         state = [PrecisionPair(x, next(values)) if is_inexact(x) else x for x in leaves]
         # The gradient's own rounding is in the bound by which it is moved.
-        exact = Perturbation(None, own, None, set())
-        rounding = Perturbation(moving, own, None, set())
+        exact = Perturbation(None, own)
+        rounding = Perturbation(moving, own)
         given = [
             *state[:params],
             *jax.tree.leaves(taken.batch),
@@ -353,7 +356,7 @@ def _moved(
         # The reference's own order of leaves: the loss, the gradient, the new state.
         _, *slopes = run(differentiate, given, exact)[: count + 1]
         gradient = _shifted(taken, slopes, own, number != 0)
-        # Of size 0, so that sizes of results are those of the steps alone.
+        # With size 0, so that sizes of results are those of the steps alone.
         kept = list(map(unsized, state[: params + opt_state]))
         found = run(update, [*kept[:params], *gradient, *kept[params:]], rounding)
         if stateful:

@@ -80,9 +80,9 @@ def align(
     """Aligns all records of one tap with the reference's passages.
 
     Args:
-      places: Where these passages stand among all.
+      places: The positions of these passages among all.
       passages: The passages, of one layout.
-      records: The candidate's, in any order, all of that layout.
+      records: The candidate's records, in any order, all of that layout.
     """
     expected = np.concatenate([p.forward.values for p in passages])
     bounds = np.concatenate([p.forward.bounds for p in passages])
@@ -155,7 +155,7 @@ def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def units(array: np.ndarray) -> np.ndarray:
     """The scale of each entry of rows: its largest finite magnitude, or 1."""
-    # Of each entry by itself: scores that are masked by -1e9 would hide all others.
+    # Each entry by itself: scores that are masked by -1e9 would hide all others.
     largest = np.max(np.abs(np.nan_to_num(finite_part(array))), axis=0, initial=0)
     return np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
 

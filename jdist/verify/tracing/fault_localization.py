@@ -65,7 +65,7 @@ def trace(
 
     Raises:
       ValueError: As `verify.gradients`; or the loss has no tap.
-      TypeError: The candidate returned something else than a pair.
+      TypeError: The candidate returned something other than a pair.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -19,7 +19,7 @@ from jdist.verify.explanations import likeness
 from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align, units
 from jdist.verify.tracing.layout import finite_part
 from jdist.verify.tracing.recording import TapRecord
-from jdist.verify.tracing.reference import Passage
+from jdist.verify.tracing.reference import Passage, Rows
 from jdist.verify.tracing.report import Difference
 
 STALE = (
@@ -56,8 +56,8 @@ def search(
     """Looks for the first difference.
 
     Args:
-      passages: Of the reference, in order.
-      records: Of the candidate.
+      passages: The reference's passages, in order.
+      records: The candidate's records.
       counted: Which examples have a weight.
     """
     findings = Findings()
@@ -271,20 +271,17 @@ class _Backward:
                 continue
             if place in self.findings.of_parts:
                 continue
-            wanted = passage.backward.values
-            strange = self._strange(place, passage, wanted, own)
+            strange = self._strange(place, passage, passage.backward, own)
             if strange:
                 label, far = passage.label, float("inf")
                 return Difference("backward", label, strange, far, STALE)
-            difference = self._at(place, passage, wanted, own)
+            difference = self._at(place, passage, own)
             if difference is not None:
                 return difference
             self.findings.right.append(f"backward {passage.label}")
         return None
 
-    def _at(
-        self, place: int, passage: Passage, wanted: np.ndarray, own: Aligned
-    ) -> Difference | None:
+    def _at(self, place: int, passage: Passage, own: Aligned) -> Difference | None:
         whole = passage.layout.axis is None
         factors = self.findings.factors
         # Values of the whole batch have cotangents that are sums over all calls.
@@ -318,7 +315,7 @@ class _Backward:
         return self._difference(passage, own, wrong)
 
     def _strange(
-        self, place: int, passage: Passage, wanted: np.ndarray, own: Aligned
+        self, place: int, passage: Passage, wanted: Rows, own: Aligned
     ) -> tuple[int, ...]:
         """The examples that no cotangent reaches, where unknown values have some."""
         assert own.backward.cotangents is not None
@@ -332,7 +329,7 @@ class _Backward:
         return tuple(
             e
             for e in np.flatnonzero(self.counted).tolist()
-            if wanted[e].any() and classes[e] not in own.backward.found
+            if wanted.values[e].any() and classes[e] not in own.backward.found
         )
 
     def _sums(

@@ -37,10 +37,10 @@ def example_gradients(
     """Each example's gradient by leaf, `(examples, entries)`: some entries of each.
 
     Args:
-      loss_fn: Of which the sum is differentiated.
-      params: At which.
+      loss_fn: The loss, the sum of which is differentiated.
+      params: The parameters.
       batch: Each leaf `(examples, ...)`.
-      factors: `(examples,)`: with which each backward pass begins.
+      factors: `(examples,)`: the cotangent with which each backward pass begins.
     """
     sizes = {p: np.size(x) for p, x in named_leaves(params).items() if is_inexact(x)}
     count = max(ENTRIES // len(sizes), 1)
@@ -72,9 +72,9 @@ def shares(
     """The share of each group of examples in some leaves; None if no shares fit.
 
     Args:
-      gradient: The wrong one.
+      gradient: The wrong gradient.
       paths: The leaves that are wrong.
-      parts: `example_gradients`, each of its share.
+      parts: `example_gradients`, each multiplied by its share.
       groups: Examples, each in one group.
     """
     leaves = named_leaves(gradient)
@@ -86,7 +86,7 @@ def shares(
     # The excess over one count each is fitted, so that right groups have 0.
     difference = own - each.sum(axis=0)
     columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
-    # Of few entries, any difference would be a sum of so many columns.
+    # With few entries, any difference would be a sum of so many columns.
     if 2 * len(groups) > len(difference) or not np.isfinite(difference).all():
         return None
     excess, *_ = np.linalg.lstsq(columns, difference)

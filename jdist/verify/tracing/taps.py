@@ -17,7 +17,7 @@ def tap(x: Tree, name: str) -> Tree:
 
     Args:
       x: Array or pytree of arrays, of any shapes. Its floating leaves are marked.
-      name: Of the value, such as "block3/attention". It may occur several times: in a
+      name: The value's name, such as "block3/attention". It may occur again: in a
         loop, or where a layer is called twice. Leaves of a tree get their paths added.
 
     Returns:

@@ -151,7 +151,7 @@ def test_the_contribution_of_one_end_of_a_tied_table():
     report = judged({}, tied=False)
     assert named(report).keys() == {"embed/table"}
     counts = "gather once, dot_general 0 times"
-    assert f"planted: embed/table: it counts its uses so: {counts}" in report.notes
+    assert f"planted: embed/table: the uses that it counts: {counts}" in report.notes
 
 
 def test_a_stage_that_is_run_on_zeros():
