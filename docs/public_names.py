@@ -22,6 +22,9 @@ BESIDE = {
 }
 """Pages that are no guides."""
 
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+"""Blocks and words of code: outside of them a name may be a plain word."""
+
 
 class PublicName(NamedTuple):
     """A name that a part exports."""
@@ -46,7 +49,7 @@ def public_names(docs: Path, faces: Iterable[str]) -> Iterator[PublicName]:
       faces: Modules, such as `jdist.rpc`.
     """
     pages = {
-        page.stem: page.read_text()
+        page.stem: "\n".join(CODE.findall(page.read_text()))
         for page in sorted(docs.glob("*.md"))
         if page.stem not in GENERATED | BESIDE
     }
