@@ -28,12 +28,12 @@ class Network:
     """The sizes of a residual network.
 
     Attributes:
-      blocks: The number of blocks in each of the four groups.
+      blocks: The number of blocks in each group; the original has four groups.
       width: Channels of the stem; the original has 64.
       classes: The number of classes.
     """
 
-    blocks: tuple[int, int, int, int]
+    blocks: tuple[int, ...]
     width: int = 64
     classes: int = 1000
 
@@ -44,7 +44,7 @@ class Network:
 
     def halves(self, rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Module]:
         """The front and the back, whose composition is the network."""
-        widths = [self.width * 2**group for group in range(4)]
+        widths = [self.width * 2**group for group in range(len(self.blocks))]
         groups = [
             group_of(widths[max(0, n - 1)], width, self.blocks[n], n, rngs)
             for n, width in enumerate(widths)

@@ -43,7 +43,7 @@ from jdist import verify
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 FULL = Plan(RESNET50, 128, 120, SPLITS, checked=(20, 120))
 ON_CPU = FULL._replace(network=Network((2, 3, 4, 2), 16, 100), image=40)
-QUICK = Plan(Network((1, 1, 1, 1), 4, 10), 32, 8, (4,), checked=(4,), runs=2)
+QUICK = Plan(Network((1, 1, 1), 4, 10), 16, 6, (3,), checked=(3,), runs=2)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
