@@ -42,16 +42,16 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def _jobs(rank: int, rows: int) -> dict[str, Job]:
-    make = functools.partial(
-        pipeline.PipeDream, stages(), losses, WORKERS, optimizer=SGD
-    )
-    synchronous = pipeline.Pipeline(
-        stages(), losses, pipeline.one_f_one_b(2, FLUSH), WORKERS, optimizer=SGD
-    )
+    def make(schedule: pipeline.Schedule) -> pipeline.Pipeline:
+        return pipeline.Pipeline(stages(), losses, schedule, WORKERS, optimizer=SGD)
+
+    each = make(pipeline.pipedream(2, 2))
+    macro = make(pipeline.pipedream(2, 2, update_every=FLUSH))
+    synchronous = make(pipeline.one_f_one_b(2, FLUSH))
     return {
         ALONE: functools.partial(_alone, Alone(rank, rows)),
-        STASHING: functools.partial(_steady, _epochs(make(), rows)),
-        MACRO: functools.partial(_steady, _epochs(make(update_every=FLUSH), rows)),
+        STASHING: functools.partial(_steady, _epochs(each, rows)),
+        MACRO: functools.partial(_steady, _epochs(macro, rows)),
         SYNCHRONOUS: functools.partial(_steps, _training(synchronous, FLUSH * rows)),
     }
 

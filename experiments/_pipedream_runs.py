@@ -159,17 +159,12 @@ class Asynchronous:
         return self.cut
 
     def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
-        """A pipeline; `where` are its places, as in `PipeDream`."""
+        """A pipeline; `where` are its places, as in `Pipeline`."""
         if not self.stashed:
             return Unstashed(stages, loss_of, optim.sgd(lr=rate))
-        return pipeline.PipeDream(
-            stages,
-            loss_of,
-            where,
-            optimizer=optim.sgd(lr=rate),
-            policy=self.policy,
-            update_every=self.cut,
-        )
+        n, own = len(stages), optim.sgd(lr=rate)
+        schedule = pipeline.pipedream(n, n, policy=self.policy, update_every=self.cut)
+        return pipeline.Pipeline(stages, loss_of, schedule, where, optimizer=own)
 
     def epoch(self, pipe: Any, state: Any, batches: Sequence[Any]) -> Any:
         """Trains with the batches; returns the new state."""

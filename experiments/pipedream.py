@@ -103,7 +103,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         for network in networks
     ]
     pinned = not settings.quick
-    runtimes = {STASH: pipeline.PipeDream, CONTROL: Unstashed}
+    runtimes = {STASH: stashing, CONTROL: Unstashed}
     reports = judged(runtimes, settings.seed, pinned=pinned)
     return Result(
         claims=[
@@ -148,6 +148,14 @@ def investigated(
 
 
 # --- the judge ---
+
+
+def stashing(
+    stages: Sequence[pipeline.Stage], loss_fn: Any, optimizer: optim.Optimizer
+) -> pipeline.Pipeline:
+    """PipeDream with weight stashing."""
+    schedule = pipeline.pipedream(len(stages), len(stages))
+    return pipeline.Pipeline(stages, loss_fn, schedule, optimizer=optimizer)
 
 
 def judged(

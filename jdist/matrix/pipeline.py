@@ -213,14 +213,13 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
             # The total is known here. By itself an epoch begins each batch's backward
             # pass with shares of its own mean: it has not read the others yet.
             counts = counts / counts.sum()  # not in place: they are the judge's
-        runtime = pipeline.PipeDream(
+        runtime = Pipeline(
             _stages(loss_fn, params, 3),
             _losses,
-            optimizer=recorder(),
             # All micro-batches use one version of the weights: the gradient is the
             # batch's.
-            policy="flush",
-            update_every=MICRO_BATCHES,
+            pipeline.pipedream(3, 3, policy="flush", update_every=MICRO_BATCHES),
+            optimizer=recorder(),
             reduction="sum",
         )
         rows = np.array_split(np.arange(examples_in(batch, "candidate")), MICRO_BATCHES)

@@ -51,8 +51,7 @@ from jdist.pipeline.run.update import (
     optimizers_for,
 )
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
-from jdist.pipeline.schedules.replicas import replica_counts
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.place import (
     automatic_axes,
@@ -72,11 +71,10 @@ from jdist.pipeline.weight_stashing.executor import (
     EpochPart,
     check_epochs,
 )
-from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 from jdist.reduction import check_reduction
 from jdist.segment.internal import GuardedContents
 
-__all__ = ["PipeDream", "Pipeline"]
+__all__ = ["Pipeline"]
 
 
 @final
@@ -696,83 +694,6 @@ class Pipeline:
         check_arrays(f"{call}(batch)", batch, others=True)
         own = with_automatic_axes(batch)
         return CallInputs(trees, own, weights, kept, key, step)
-
-
-def PipeDream(
-    stages: Sequence[Stage],
-    loss_fn: Callable[..., PyTree],
-    places: GivenPlaces = None,
-    *,
-    policy: UpdateRule = "stashing",
-    replicas: Sequence[int] | None = None,
-    update_every: int | None = None,
-    **options: Any,
-) -> Pipeline:
-    """A `Pipeline` with PipeDream's schedule for an update policy, for `train_epoch`.
-
-    Each micro-batch has a gradient and an update of its own (or `update_every` of them
-    share one), and the pipeline drains only at the end of an epoch. A micro-batch
-    therefore meets weights without the updates of the micro-batches just before it.
-    With n stages numbered from 1, w_j(t) the weights of stage j after t updates, and
-    w_j(t) = w_j(0) for t < 0, an update of each policy is
-
-        stashing       w(t+1) = w(t) - lr grad f(w_1(t-n+1), w_2(t-n+2), .., w_n(t))
-        vertical_sync  w(t+1) = w(t) - lr grad f(w_1(t-n+1), .., w_n(t-n+1))
-        2bw            w(t+1) = w(t) - lr grad f(w(t-1))
-        flush          w(t+1) = w(t) - lr grad f(w(t))
-
-    and likewise for any optimizer. Every epoch counts from 0: its w(0) are its initial
-    weights. `evaluate`, `value_and_grad` and `train_step` make no update between the
-    passes, and have as many micro-batches as there are workers.
-
-    Args:
-      stages: As for `Pipeline`; see `stages_from_modules`.
-      loss_fn: As for `Pipeline`.
-      places: As for `Pipeline`, but not `OneProgram`: one for each worker, stage by
-        stage.
-      policy: "stashing", "vertical_sync", "2bw" or "flush".
-      replicas: Workers of each stage, which take micro-batches in turn and update
-        together; None: one each. With "stashing" only.
-      update_every: Micro-batches of a worker per update (macro-batches): the gradient
-        is the mean (or sum) over all their examples. None: 1, or n for "2bw", which
-        needs n at least.
-      **options: Further arguments of `Pipeline`. A learning rate may be a schedule of
-        the stage's own updates. With a loss scale, which has to be a constant, each
-        stage skips those of its updates that overflow. `max_norm` and tied parameters
-        go with all policies but "stashing", whose updates cannot wait for all stages.
-
-    Raises:
-      ValueError, TypeError: What `Pipeline` raises; the policy is none of these, or
-        cannot have replicas.
-
-    Source:
-      Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN
-      Training, ICML 2021.
-
-    Example:
-      >>> import numpy as np
-      >>> from jdist import optim, pipeline
-      >>> stages = [
-      ...     pipeline.Stage(lambda w, x: x * w, ("x",), ("h",)),
-      ...     pipeline.Stage(lambda w, h: h * w, ("h",), ("y",)),
-      ... ]
-      >>> pipe = pipeline.PipeDream(
-      ...     stages, lambda y, batch: (y - 1) ** 2, optimizer=optim.sgd(lr=0.01)
-      ... )
-      >>> state = pipe.init([np.float32(0.5), np.float32(2.0)])
-      >>> batches = [{"x": np.array([1.0, 2.0], np.float32)}] * 4
-      >>> state, metrics = pipe.train_epoch(state, batches)
-      >>> metrics.losses.round(2)
-      array([0.5 , 0.49, 0.34, 0.23], dtype=float32)
-      >>> [p.version for p in pipe.passes if p.stage == 0 and p.kind == "B"]
-      [0, 0, 1, 2]
-    """
-    check_sequence("PipeDream(stages)", stages, Stage, "must be a sequence of Stage")
-    counts = replica_counts("PipeDream", len(stages), replicas)
-    # As many micro-batches as workers: enough for each to have one in flight.
-    workers = sum(counts)
-    made = schedule_of_epoch(policy, len(stages), workers, replicas, update_every)
-    return Pipeline(stages, loss_fn, made, places, **options)
 
 
 def _check_arguments(

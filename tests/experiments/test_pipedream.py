@@ -123,5 +123,8 @@ def test_micro_batches_make_up_their_batch():
 def test_all_asynchronous_policies_have_one_order():
     """For which the simulator is asked once."""
     for stages in (2, 3, 4):
-        made = pipeline.pipedream(stages, 8), pipeline.pipedream_2bw(stages, 8)
+        made = (
+            pipeline.pipedream(stages, 8),
+            pipeline.pipedream(stages, 8, policy="2bw"),
+        )
         assert made[0].columns == made[1].columns

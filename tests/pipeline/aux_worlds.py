@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import optim, pipeline
-from tests.pipeline import models, pipedream_rules
+from tests.pipeline import epochs, models, pipedream_rules
 
 
 def losses(y, batch):
@@ -60,7 +60,7 @@ def asynchronous(places=None, **options):
     """The auxiliary outputs of an epoch of PipeDream."""
     n = 3
     params, batches, weights = pipedream_rules.problem(n, 6, dtype=np.float32)
-    runtime = pipeline.PipeDream(
+    runtime = epochs.asynchronous(
         pipedream_rules.stages(n),
         losses,
         places,

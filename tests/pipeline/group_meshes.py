@@ -203,7 +203,7 @@ def refusals():
         "devices": ([rows[0, 0], Mesh(rows[1:, 0], names)], plain),
         "updates": (
             [Mesh(rows[:2, 0], names), Mesh(rows[2:, 0], names)],
-            pipeline.pipedream_flush(2, 3),
+            pipeline.pipedream(2, 3, policy="flush"),
         ),
     }
     said = {}

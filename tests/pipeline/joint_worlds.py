@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import optim, pipeline
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.pipedream_rules import OPTIMIZERS, adam, layer, losses
 from tests.pipeline.pipedream_rules import problem as chain
 
@@ -46,7 +47,7 @@ def problem(m, tied=False, dtype=np.float64):
 
 
 def made(policy, k=1, *, tied=False, optimizer=ADAM, places=None, **options):
-    return pipeline.PipeDream(
+    return asynchronous(
         stages(tied),
         losses,
         places,

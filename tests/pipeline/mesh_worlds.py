@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
 from tests.pipeline import mesh_models as models
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.worlds import Compiled
 from tests.rpc.hosts import become_worker
 
@@ -154,7 +155,7 @@ def weight_stashing(places, **options):
     """An epoch of updates while micro-batches are under way; of odd sizes, too."""
     options |= {"optimizer": optim.adam(lr=0.05), "policy": "stashing"}
     made_of = [pipeline.Stage(s.fn, s.inputs, s.outputs) for s in models.stages(2)]
-    pipe = pipeline.PipeDream(made_of, models.losses, places, **options)
+    pipe = asynchronous(made_of, models.losses, places, **options)
     params = models.placed(pipe, "PP x DP x TP", models.problem()[0])
     batches = [models.problem(n, seed=n)[1:] for n in (4, 3, 4, 6)]
     state, metrics = pipe.train_epoch(pipe.init(params), batches)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import optim, pipeline, rpc
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
@@ -28,7 +29,7 @@ HALF_BOOM = 6e4
 
 
 def runtime_of(n, policy="stashing", k=1, change=momentum, **options):
-    return pipeline.PipeDream(
+    return asynchronous(
         stages(n),
         losses,
         optimizer=OPTIMIZERS[change],
@@ -67,7 +68,7 @@ def half_problem():
 
 def planted_epoch(places=None):
     """Stages in 16 bits, some updates of which overflow; the second has two workers."""
-    runtime = pipeline.PipeDream(
+    runtime = asynchronous(
         fragile_stages(3),
         wide_losses,
         places,
@@ -104,7 +105,7 @@ def after_refusals(rank):
         options = {"stages": stages(2), "places": workers(2)} | given
         if rank == 0:
             try:
-                pipeline.PipeDream(loss_fn=losses, **options)
+                asynchronous(losses=losses, **options)
             except ValueError as error:
                 refused.append(str(error))
     runtime = runtime_of(2, places=workers(2))

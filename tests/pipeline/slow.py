@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jdist import optim, pipeline, rpc
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.models import losses, middle, problem, stages
 from tests.pipeline.places import workers
 
@@ -101,9 +102,7 @@ def name_of_the_lost(*pauses):
 
 def epoch(places, slow_data=None):
     """An epoch of PipeDream: the losses, and this process's parameters."""
-    runtime = pipeline.PipeDream(
-        slow_stages(), losses, places, optimizer=optim.sgd(lr=0.1)
-    )
+    runtime = asynchronous(slow_stages(), losses, places, optimizer=optim.sgd(lr=0.1))
     params, batch, _ = problem(4)
 
     def batches():

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jdist import optim, pipeline
 from jdist.pipeline import Costs, Layer, Profile, Schedule, ScheduleError, UpdatePolicy
+from jdist.pipeline.schedule.actions import Action
 from tests.wrong_types import FOREIGN, Tensor, refused
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -78,15 +79,14 @@ WRONG = {
     "Schedule(update_policy": (lambda v: changed(update_policy=v), ["flush", False]),
     "Schedule(family": (lambda v: changed(family=v), ["1F1B", 3]),
     "from_csv": (Schedule.from_csv, [None, 3, b"0F0,0B0"]),
-    "parse": (pipeline.Action.parse, [None, 3, b"0F0"]),
+    "parse": (Action.parse, [None, 3, b"0F0"]),
     "one_f_one_b(replicas": (
         lambda v: pipeline.one_f_one_b(2, 4, replicas=v),
         [2, 1.5],
     ),
     "gpipe(replicas": (lambda v: pipeline.gpipe(2, 4, replicas=v), [2, object()]),
-    "pipedream(replicas": (lambda v: pipeline.pipedream(2, 4, replicas=v), [2]),
+    "pipedream(replicas": (lambda v: pipeline.pipedream(2, 4, replicas=v), [2, 1.5]),
     "split_drain": (pipeline.split_drain, ["1F1B", None, 3]),
-    "versions_used": (pipeline.versions_used, ["1F1B", None, 3]),
     "simulate(schedule": (pipeline.simulate, ["1F1B", None, 3]),
     "simulate(costs": (lambda v: pipeline.simulate(pipeline.gpipe(2, 3), v), [{}, 0]),
     "Costs(forward": (lambda v: costs(forward=v), ["9", None, {}, [[1], "a"], 1j]),
@@ -115,8 +115,8 @@ WRONG = {
         lambda v: pipeline.partition(PROFILE, 2, 1e9, replicate=v),
         ["False", None, 1],
     ),
-    "load_profile": (pipeline.load_profile, [None, 3, ["a"]]),
-    "load_plan": (pipeline.load_plan, [None, 3, ["a"]]),
+    "Profile.read(path": (pipeline.Profile.read, [None, 3, ["a"]]),
+    "Plan.read(path": (pipeline.Plan.read, [None, 3, ["a"]]),
     "Stage(inputs": (lambda v: pipeline.Stage(loss, v), [None, 3, [1], "x"]),
     "Stage(fn": (pipeline.Stage, [None, 3, "tanh"]),
     "Stage(in_evaluation": (
@@ -179,11 +179,6 @@ WRONG = {
     ),
     "Pipeline(max_norm": (lambda v: pipe(max_norm=v), ["1", [1.0], True]),
     "Pipeline(places": (lambda v: pipe(places=v), [3, "ab", MESH, ["a", "b"]]),
-    "PipeDream(stages": (lambda v: pipeline.PipeDream(v, loss), [None, 3, "ab"]),
-    "PipeDream(replicas": (
-        lambda v: pipeline.PipeDream(STAGES, loss, replicas=v),
-        [3, 1.5],
-    ),
     "PipelineCheckpoints(pipe": (
         lambda v: pipeline.PipelineCheckpoints("folder", v),
         [None, "pipe"],
@@ -239,7 +234,7 @@ def test_2bw_with_fewer_micro_batches_per_update_than_stages(every):
 
 
 def test_a_flush_without_drains():
-    made = pipeline.pipedream_flush(3, 6)
+    made = pipeline.pipedream(3, 6, policy="flush")
     assert made.validate() is made
     undrained = replace(pipeline.one_f_one_b(3, 6), update_policy=made.update_policy)
     with pytest.raises(ScheduleError, match=r"\(worker 0, action 0F3\): .*must drain"):

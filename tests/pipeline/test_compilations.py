@@ -15,6 +15,7 @@ from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import models, trained
+from tests.pipeline.epochs import asynchronous
 
 DEVICES = {
     "anywhere": (None, jnp.asarray),
@@ -135,7 +136,7 @@ def test_an_epoch_of_macro_batches_compiles_no_more_than_one_of_micro_batches(pr
     counts = []
     for every in (1, 2):
         jax.clear_caches()
-        pipe = pipeline.PipeDream(
+        pipe = asynchronous(
             models.stages(), models.losses, optimizer=optim.sgd(lr=0.1),
             update_every=every,
         )  # fmt: skip
@@ -244,7 +245,7 @@ def first_epoch(names, case):
         with rpc.use_worker(name):
             made = branching(pipeline.one_f_one_b(3, 1), None)
             places = pipeline.Workers(names)
-            pipe = pipeline.PipeDream(made.stages, squares, places, **options)
+            pipe = asynchronous(made.stages, squares, places, **options)
             state, metrics = pipe.train_epoch(pipe.init(params), [batch] * 4)
             return metrics.losses, jax.tree.map(np.asarray, state.params)
 

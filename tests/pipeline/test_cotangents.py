@@ -21,6 +21,7 @@ from tests.pipeline.cotangents import (
     stages,
     whole_gradient,
 )
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.places import workers
 
 # Batches of many sizes are the point.
@@ -210,7 +211,7 @@ def epoch(sizes, policy, every, *, known=False):
       every: Number of batches for each update.
       known: Whether the sum of the first update's weights is given by dividing them.
     """
-    pipe = pipeline.PipeDream(
+    pipe = asynchronous(
         stages(injects=False),
         losses,
         policy=policy,
@@ -265,7 +266,7 @@ def test_a_batch_that_counts_for_nothing_adds_nothing(reduction):
     """Though its losses are 0 / 0, and no example can stand in their place."""
     params, batch, weights = problem(6, seed=1)
     empty = {**batch, "mask": np.zeros_like(batch["mask"])}
-    pipe = pipeline.PipeDream(
+    pipe = asynchronous(
         stages(injects=False),
         losses,
         policy="2bw",

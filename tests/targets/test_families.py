@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from jdist import data_parallel, optim, pipeline, targets
 from jdist.data_parallel import hooks
 from jdist.segment import segment
+from tests.pipeline.epochs import asynchronous
 from tests.targets.installed import needs
 
 KIB = 1024
@@ -531,7 +532,7 @@ def test_programs_of_stages_need_no_other_device(hardware, kind):
     own = list(hardware.devices[:2])
     options = {"optimizer": optim.adam()}
     if kind == "PipeDream":
-        pipe = pipeline.PipeDream(stages(2), squares, own, update_every=2, **options)
+        pipe = asynchronous(stages(2), squares, own, update_every=2, **options)
     else:
         make = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
         made = make[kind](2, 4)

@@ -2,7 +2,7 @@
 
 from jdist.pipeline.schedule.actions import Action, ScheduleError
 from jdist.pipeline.schedule.drain import split_drain
-from jdist.pipeline.schedule.schedule import Schedule, versions_used
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "ScheduleError",
     "UpdatePolicy",
     "split_drain",
-    "versions_used",
 ]

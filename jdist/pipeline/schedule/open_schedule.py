@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from jdist.pipeline.schedule.actions import Action, F
-from jdist.pipeline.schedule.schedule import Schedule, versions_used
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions
 
 
@@ -96,7 +96,7 @@ class OpenSchedule:
 
     def _read(self, longer: Schedule) -> None:
         self._longer = longer
-        self._versions = versions_used(longer)
+        self._versions = longer.versions_used()
         # Up to its last forward pass a worker does the same in every longer epoch.
         forward = longer.columns.kind == F
         self._certain = [

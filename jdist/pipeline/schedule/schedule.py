@@ -375,6 +375,31 @@ class Schedule:
         rules.check_placed(self.columns, self.owner)
         rules.check_each_once(self.columns, self.owner, self.forward_only)
 
+    def versions_used(self) -> np.ndarray:
+        """The version that each micro-batch uses at each stage, forward and backward.
+
+        Where a stage has several workers, each counts its own updates.
+
+        Returns:
+          int32, `(stages, micro_batches)`; all 0 for a synchronous schedule.
+
+        Raises:
+          ValueError: A worker's backward passes have another order than its forward
+            passes, or a stage has several workers under "vertical_sync" or "2bw".
+
+        Example:
+          >>> from jdist.pipeline import pipedream
+          >>> pipedream(3, 6).versions_used()
+          array([[0, 0, 0, 1, 2, 3],
+                 [0, 0, 1, 2, 3, 4],
+                 [0, 1, 2, 3, 4, 5]], dtype=int32)
+        """
+        found = np.zeros((self.stages, self.micro_batches), np.int32)
+        if self.update_policy is not None:
+            for passes, used in versions_of_stages(self.columns, self.update_policy):
+                found[passes.stage, passes.micro_batch] = used
+        return found
+
     def resized(self, micro_batches: int) -> "Schedule":
         """The schedule of the same family for another number of micro-batches.
 
@@ -456,35 +481,6 @@ class Schedule:
             f"<Schedule {self.name}: {self.stages} stages, {self.workers} workers, "
             f"{self.micro_batches} micro-batches, {len(self.columns)} actions>"
         )
-
-
-def versions_used(schedule: Schedule) -> np.ndarray:
-    """The version that each micro-batch uses at each stage, forward and backward.
-
-    Where a stage has several workers, each counts its own updates.
-
-    Returns:
-      int32, `(stages, micro_batches)`; all 0 for a synchronous schedule.
-
-    Raises:
-      TypeError: It is no schedule.
-      ValueError: A worker's backward passes have another order than its forward passes,
-        or a stage has several workers under "vertical_sync" or "2bw".
-
-    Example:
-      >>> from jdist.pipeline import pipedream
-      >>> versions_used(pipedream(3, 6))
-      array([[0, 0, 0, 1, 2, 3],
-             [0, 0, 1, 2, 3, 4],
-             [0, 1, 2, 3, 4, 5]], dtype=int32)
-    """
-    check_type("versions_used(schedule)", schedule, Schedule, "must be a Schedule")
-    found = np.zeros((schedule.stages, schedule.micro_batches), np.int32)
-    if schedule.update_policy is not None:
-        stages = versions_of_stages(schedule.columns, schedule.update_policy)
-        for passes, used in stages:
-            found[passes.stage, passes.micro_batch] = used
-    return found
 
 
 def derived(

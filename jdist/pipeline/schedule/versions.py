@@ -49,7 +49,7 @@ def live_versions(columns: Columns, policy: UpdatePolicy | None) -> np.ndarray:
       int32, `(stages, workers)`: 0 where the worker does not run the stage.
 
     Raises:
-      ValueError: As in `versions_used`.
+      ValueError: As in `Schedule.versions_used`.
     """
     found = np.zeros((int(columns.stage.max(initial=0)) + 1, columns.workers), np.int32)
     if policy is None:
@@ -68,7 +68,7 @@ def check_versions(columns: Columns, policy: UpdatePolicy) -> None:
 
     Raises:
       ScheduleError: They do not, or it has not ("versions").
-      ValueError: As in `versions_used`.
+      ValueError: As in `Schedule.versions_used`.
     """
     for passes, used in versions_of_stages(columns, policy):
         needed = used

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.pipeline import Module, load_profile, partition, profile
+from jdist.pipeline import Module, Profile, partition, profile
 
 
 def dense(p, x):
@@ -71,7 +71,7 @@ def test_bytes_and_edges_are_exact(layers, batch):
 def test_from_measurement_to_plan(layers, batch, tmp_path):
     """Written and read as PipeDream's format; every layer finds a stage."""
     profile(layers, batch, repeats=1).write(tmp_path / "measured.txt")
-    plan = partition(load_profile(tmp_path / "measured.txt"), 2, 1e9)
+    plan = partition(Profile.read(tmp_path / "measured.txt"), 2, 1e9)
     planned = [name for stage in plan.stages for name in stage.layers]
     assert planned == ["in", "fork", "mid", "join", "out"]
 

@@ -12,6 +12,7 @@ from jdist._checkpoint import StepFolder
 from jdist.pipeline.run.update import StageUpdates
 from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline import refusals, shared, worlds
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.refusals import NAMES, PLACES, batch_of, made, start
@@ -237,9 +238,7 @@ def test_an_epoch_is_finished_on_all_or_on_none(threads):
 
     def runtime(places):
         optimizer = optim.sgd(lr=0.01, momentum=0.9)
-        made = pipeline.PipeDream(
-            stages_of, refusals.losses, places, optimizer=optimizer
-        )
+        made = asynchronous(stages_of, refusals.losses, places, optimizer=optimizer)
         return made, start(made)
 
     batches, weights = zip(*map(batch_of, range(5)), strict=True)

@@ -11,6 +11,7 @@ from jdist.pipeline.run.loss import merged, stacked
 from tests.pipeline import aux_worlds as worlds
 from tests.pipeline import models
 from tests.pipeline.aux_worlds import expected, made, problem
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.places import workers
 
 SCHEDULES = {
@@ -124,7 +125,7 @@ def test_epochs_of_pipedream():
 def test_epochs_in_parts(tmp_path):
     """One array for the whole epoch; parts of other shapes are refused by number."""
     stage = pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))
-    runtime = pipeline.PipeDream(
+    runtime = asynchronous(
         [stage], lambda y, b: (y, 2 * b["x"]), optimizer=optim.sgd(lr=0.1), has_aux=True
     )
     batches = [{"x": np.array([1.0, i])} for i in range(3)]

@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 from jdist import optim
 from jdist.pipeline import (
     OneProgram,
-    PipeDream,
     Pipeline,
     Stage,
     gpipe,
     one_f_one_b,
     pipedream,
 )
+from tests.pipeline.epochs import asynchronous
 
 TOLD = r"must stay what it was when it was first compiled\. Got another program of .*"
 
@@ -42,7 +42,7 @@ def made(read, where):
 
     own = {} if isinstance(where, Mesh) else {"in_evaluation": evaluated}
     if where == "epochs":
-        return PipeDream(
+        return asynchronous(
             [Stage(stage, ("x",), ("h",)), Stage(stage, ("h",), ("y",))],
             loss,
             optimizer=optim.sgd(lr=0.0),

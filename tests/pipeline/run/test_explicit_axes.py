@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdist import optim, pipeline
+from tests.pipeline.epochs import asynchronous
 
 EXAMPLES = 8
 
@@ -65,7 +66,7 @@ def streamed(params, batch, context=None):
         pipeline.Stage(lambda w, h: h @ w, ("h",), ("out",)),
     ]
     with jax.set_mesh(context):
-        pipe = pipeline.PipeDream(
+        pipe = asynchronous(
             stages, losses, jax.devices()[:2], optimizer=optim.sgd(lr=0.1)
         )
         state, metrics = pipe.train_epoch(pipe.init(params), [batch] * 3)

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from jdist import optim
+from jdist.data_parallel import Metrics
 from jdist.pipeline import (
-    Metrics,
-    PipeDream,
     Pipeline,
     PipelineCheckpoints,
     Stage,
@@ -20,6 +19,7 @@ from jdist.pipeline import (
     over_epoch,
     with_weight_stashing,
 )
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
 from tests.refilled import ALIGNED, UNALIGNED, buffer, refilled
 
@@ -149,8 +149,8 @@ def test_each_batch_is_read_before_the_next_is_asked_for(places, offset, rng):
     pipe = Pipeline(stages, loss, gpipe(2, 2), places, optimizer=optim.sgd(lr=0.0))
     _, found = fit(pipe, pipe.init(params), loader())
     np.testing.assert_allclose([m.loss for m in found], expected, rtol=1e-4)
-    asynchronous = PipeDream(stages, loss, optimizer=optim.sgd(lr=0.0))
-    _, found = asynchronous.train_epoch(asynchronous.init(params), loader())
+    runtime = asynchronous(stages, loss, optimizer=optim.sgd(lr=0.0))
+    _, found = runtime.train_epoch(runtime.init(params), loader())
     np.testing.assert_allclose(found.losses, expected, rtol=1e-4)
 
 

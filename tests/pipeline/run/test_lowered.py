@@ -21,7 +21,7 @@ SCHEDULES = {
     "zero bubble": (pipeline.zero_bubble(3, 3), {}),
     "masters": (pipeline.one_f_one_b(3, 2), {"optimizer": HALF}),
     "pipedream": (pipeline.pipedream(3, 3), {}),
-    "flush": (pipeline.pipedream_flush(3, 3), {"max_norm": 0.1}),
+    "flush": (pipeline.pipedream(3, 3, policy="flush"), {"max_norm": 0.1}),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_gradient_has_no_updates():
 
 @pytest.mark.parametrize(
     "schedule",
-    [pipeline.gpipe(3, 2), pipeline.pipedream_flush(3, 3)],
+    [pipeline.gpipe(3, 2), pipeline.pipedream(3, 3, policy="flush")],
     ids=["GPipe", "PipeDream"],
 )
 def test_tied_gradients_are_added_up_at_each_stage(caplog, schedule):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import optim, pipeline
 from jdist.data_parallel import zero
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.mesh_models import (
     SCHEDULES,
     cut,
@@ -323,9 +324,9 @@ def test_epochs_with_weight_stashing(policy):
         made = [pipeline.Stage(s.fn, s.inputs, s.outputs) for s in stages(2)]
         return made, losses
 
-    alone = pipeline.PipeDream(*plain(), **options)
+    alone = asynchronous(*plain(), **options)
     expected, metrics = alone.train_epoch(alone.init(cut(own, 2)), batches)
-    pipe = pipeline.PipeDream(*plain(), meshes(WIDE), **options)
+    pipe = asynchronous(*plain(), meshes(WIDE), **options)
     params = placed(pipe, WIDE, own)
     state, found = pipe.train_epoch(pipe.init(params), batches)
     same_places(state.params, params)

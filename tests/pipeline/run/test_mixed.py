@@ -11,6 +11,7 @@ from jdist.optim.master_weights import MasterState
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import mixed
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.mixed import batch_of, made, start
 from tests.pipeline.places import workers
 
@@ -255,7 +256,7 @@ def test_masters_where_stages_update_alone():
     opt = optim.with_master_weights(optim.sgd(lr=mixed.RATE, momentum=0.5))
     pipe = made(pipeline.gpipe(3, 1), optimizer=opt)
     options = {"optimizer": opt, "policy": "flush"}
-    runtime = pipeline.PipeDream(pipe.stages, mixed.losses, **options)
+    runtime = asynchronous(pipe.stages, mixed.losses, **options)
     batches, weights = zip(*map(batch_of, range(3)), strict=True)
     state, _ = runtime.train_epoch(runtime.init(start()), batches, weights)
     expected = pipe.init(start())
@@ -411,7 +412,7 @@ def test_masters_of_tied_copies_get_the_sum_over_the_stages(rng):
 def test_masters_of_pipedream_get_the_sum_of_a_macro_batch(scale, rng):
     """One update for eight batches, with a loss scale and without."""
     opt = optim.with_master_weights(optim.sgd(lr=1.0), loss_scale=scale)
-    runtime = pipeline.PipeDream(ONE, products, optimizer=opt, update_every=PARTS)
+    runtime = asynchronous(ONE, products, optimizer=opt, update_every=PARTS)
     batch, expected = in_pieces(rng)
     cut = {name: np.split(x, PARTS) for name, x in batch.items()}
     batches = [{name: parts[i] for name, parts in cut.items()} for i in range(PARTS)]

@@ -10,6 +10,7 @@ import pytest
 from jdist import optim, pipeline
 from jdist.pipeline.run.replicas import joined_state
 from tests.pipeline import trained, worlds
+from tests.pipeline.epochs import asynchronous
 
 SIZES = [2, 2, 2, 1]
 """Of the micro-batches of `trained.batch_of`, which has 7 examples."""
@@ -133,7 +134,7 @@ def test_workers_leave_the_state_of_one_process(cluster):
 
 def test_pipedream_with_replicas_that_have_a_state():
     """At the end of an epoch one state again: each worker's own, then the mean."""
-    runtime = pipeline.PipeDream(
+    runtime = asynchronous(
         trained.made().stages,
         trained.losses,
         optimizer=optim.sgd(lr=0.0),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline
+from tests.pipeline.epochs import asynchronous
 
 PARTS = 3
 STAGES = [
@@ -123,7 +124,7 @@ def test_macro_batches_of_pipedream(size, rng):
     """An update for two batches of unequal totals; losses of each."""
     factor, dtype = SIZES[size]
     params, batch, weights = problem(rng, 6)
-    runtime = pipeline.PipeDream(
+    runtime = asynchronous(
         STAGES, losses, optimizer=optim.sgd(lr=1.0), policy="flush", update_every=2
     )
     batches = [
@@ -141,7 +142,7 @@ def test_macro_batches_of_pipedream(size, rng):
 
 def test_totals_that_no_sum_can_hold_together_are_refused(rng):
     params, batch, weights = problem(rng, 3)
-    runtime = pipeline.PipeDream(STAGES, losses, optimizer=optim.sgd(lr=1.0))
+    runtime = asynchronous(STAGES, losses, optimizer=optim.sgd(lr=1.0))
     match = r"train_epoch\(weights=...\).*within a factor of 2\^64.*Got totals.*e-30 in"
     with pytest.raises(ValueError, match=match):
         runtime.train_epoch(

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jdist import optim, pipeline
+from tests.pipeline.epochs import asynchronous
 
 PLACES = pipeline.Workers([f"worker{rank}" for rank in range(3)])
 NOTHING = {"dict": {}, "tuple": (), "None": None}
@@ -96,7 +97,7 @@ def test_pipedream(policy):
     """An epoch of one batch is a step of one device on it, whatever the policy."""
     first, second, batch, _ = problem()
     opt = optim.adam(lr=0.05)
-    pipe = pipeline.PipeDream(stages(), losses, optimizer=opt, policy=policy)
+    pipe = asynchronous(stages(), losses, optimizer=opt, policy=policy)
     state, metrics = pipe.train_epoch(pipe.init([first, {}, second]), [batch])
     params = jnp.asarray(first), jnp.asarray(second)
     loss, grads = jax.value_and_grad(whole)(params, batch, np.ones(7))
@@ -118,7 +119,7 @@ def test_checkpoints(pipedream, tmp_path):
     first, second, batch, _ = problem()
     opt, params = optim.adam(lr=0.05), [first, {}, second]
     if pipedream:
-        pipe = pipeline.PipeDream(stages(), losses, optimizer=opt)
+        pipe = asynchronous(stages(), losses, optimizer=opt)
         state, _ = pipe.train_epoch(pipe.init(params), [batch] * 2)
     else:
         pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2), optimizer=opt)

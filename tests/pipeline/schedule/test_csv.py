@@ -6,12 +6,13 @@ from jdist import pipeline
 from jdist.pipeline.schedule.actions import ScheduleError
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from tests.pipeline.epochs import forward_only
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
-        pipeline.forward_only(2, 3),
+        forward_only(2, 3),
         pipeline.gpipe(3, 2),
         pipeline.interleaved(2, 4, 2),
         pipeline.looped_bfs(2, 3, 2),

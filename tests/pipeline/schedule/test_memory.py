@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jdist import pipeline
 from jdist.pipeline import Costs, Schedule, UpdatePolicy, simulate
 from jdist.pipeline.run.action_timer import ActionTimer
+from tests.pipeline.epochs import forward_only
 
 # --- one action at a time ---
 
@@ -49,7 +50,7 @@ FAMILIES = {
     "interleaved": lambda: pipeline.interleaved(2, 6, 2),
     "split drain": lambda: pipeline.split_drain(pipeline.one_f_one_b(4, 6)),
     "split drain of GPipe": lambda: pipeline.split_drain(pipeline.gpipe(3, 4)),
-    "forward only": lambda: pipeline.forward_only(2, 3),
+    "forward only": lambda: forward_only(2, 3),
 }
 
 

@@ -8,9 +8,8 @@ from jdist.pipeline.schedule.open_schedule import (
     OpenSchedule,
     steady_length,
 )
-from jdist.pipeline.schedule.schedule import versions_used
 from jdist.pipeline.schedule.versions import live_versions
-from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
+from tests.pipeline.epochs import epoch_schedule
 
 CASES = [
     ("stashing", 1, None, 1),
@@ -39,7 +38,7 @@ class Counted:
 
 
 def of(policy, n, replicas, every):
-    return lambda m: schedule_of_epoch(policy, n, m, replicas, every)
+    return lambda m: epoch_schedule(policy, n, m, replicas, every)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,7 +56,7 @@ def test_programs_and_versions_are_those_of_the_length(case, m):
                 assert actions.next() == action
                 if action.kind == "F":
                     stage, micro = action.stage, action.micro_batch
-                    used = versions_used(wanted)[stage, micro]
+                    used = wanted.versions_used()[stage, micro]
                     assert schedule.version(stage, micro) == used
                 assert action.kind == "B" or schedule.may_have(worker, m + 1)
                 found.append(action)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline import Schedule, UpdatePolicy, split_drain, versions_used
+from jdist.pipeline import Schedule, UpdatePolicy, pipedream, split_drain
 
 FAMILIES = {
-    "forward_only": lambda m: pipeline.forward_only(3, m),
     "gpipe": lambda m: pipeline.gpipe(3, m, replicas=(1, 2, 1)),
     "one_f_one_b": lambda m: pipeline.one_f_one_b(2, m, replicas=(2, 1)),
     "interleaved": lambda m: pipeline.interleaved(2, m, chunks=3),
@@ -20,8 +19,10 @@ FAMILIES = {
     "dualpipe_v": lambda m: pipeline.dualpipe_v(2, m),
     "pipedream": lambda m: pipeline.pipedream(2, m, replicas=(2, 1), update_every=3),
     "vertical_sync": lambda m: pipeline.pipedream(3, m, policy="vertical_sync"),
-    "pipedream_2bw": lambda m: pipeline.pipedream_2bw(3, m, update_every=4),
-    "pipedream_flush": lambda m: pipeline.pipedream_flush(3, m, update_every=2),
+    "pipedream_2bw": lambda m: pipedream(3, m, update_every=4, policy="2bw"),
+    "pipedream_flush": lambda m: pipeline.pipedream(
+        3, m, update_every=2, policy="flush"
+    ),
     "split_drain": lambda m: split_drain(pipeline.gpipe(3, m)),
     "synchronous": lambda m: pipeline.pipedream(3, m).synchronous(),
     "both": lambda m: split_drain(pipeline.pipedream(3, m).synchronous()),
@@ -70,19 +71,13 @@ def test_one_version_at_all_stages(rule):
         "vertical_sync": lambda n: pipeline.pipedream(
             n, 30, update_every=n, policy="vertical_sync"
         ),
-        "2bw": lambda n: pipeline.pipedream_2bw(n, 30),
-        "flush": lambda n: pipeline.pipedream_flush(n, 30),
+        "2bw": lambda n: pipeline.pipedream(n, 30, policy="2bw"),
+        "flush": lambda n: pipeline.pipedream(n, 30, policy="flush"),
     }[rule]
     for n in (2, 3, 5):
         schedule = make(n)
         assert schedule.update_policy == UpdatePolicy(rule, n)
-        used = versions_used(schedule)
+        used = schedule.versions_used()
         alike = bool(np.all(used == used[:1]))
         assert schedule.update_policy.one_version == alike
         assert used.max() > 3
-
-
-def test_policies_with_a_schedule_of_their_own():
-    for policy in ("2bw", "flush", "newest"):
-        with pytest.raises(ValueError, match=r"must be 'stashing' or 'vertical_sync'"):
-            pipeline.pipedream(2, 4, policy=policy)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.pipeline import Action, ScheduleError
-from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline import ScheduleError
+from jdist.pipeline.schedule.actions import Action, Columns
 from jdist.pipeline.schedule.schedule import Schedule
 
 

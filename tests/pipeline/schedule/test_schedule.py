@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jdist.pipeline import (
-    forward_only,
     gpipe,
     interleaved,
     looped_bfs,
@@ -19,6 +18,7 @@ from jdist.pipeline import (
 from jdist.pipeline.schedule.actions import Action, Columns, ScheduleError
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from tests.pipeline.epochs import forward_only
 
 GOOD = [["0F0", "0F1", "0B0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1", "1W1"]]
 

@@ -8,6 +8,7 @@ import pytest
 from jdist import pipeline
 from jdist.pipeline import Schedule, split_drain
 from jdist.pipeline.schedule.actions import Action
+from tests.pipeline.epochs import forward_only
 
 FAMILIES = {
     "gpipe": pipeline.gpipe,
@@ -63,7 +64,7 @@ def test_a_worker_without_actions_and_workers_in_turn():
 
 @pytest.mark.parametrize(
     "schedule",
-    [pipeline.forward_only(2, 3), pipeline.pipedream(2, 3)],
+    [forward_only(2, 3), pipeline.pipedream(2, 3)],
     ids=lambda s: s.name,
 )
 def test_schedules_without_a_drain_are_refused(schedule):

@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 
 from jdist import pipeline
 from jdist.pipeline import (
-    Action,
     Costs,
     Schedule,
     UpdatePolicy,
     simulate,
-    versions_used,
 )
-from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.actions import Action, Columns
 from jdist.pipeline.schedule.versions import live_versions
 
 
 def kept_by_hand(schedule, worker, stage):
     """The versions a worker keeps of a stage, as a set, one action at a time."""
-    policy, used = schedule.update_policy, versions_used(schedule)
+    policy, used = schedule.update_policy, schedule.versions_used()
     program = schedule.actions(worker)
     actions = [a for a in program if a.kind != "W" and a.stage == stage]
     done, in_flight, most = 0, [], int(bool(actions))
@@ -51,8 +49,8 @@ CASES = [
 ] + [
     pipeline.pipedream(3, 17, replicas=(3, 2, 1), update_every=2),
     pipeline.pipedream(3, 16, replicas=(1, 4, 2)),
-    pipeline.pipedream_2bw(4, 24),
-    pipeline.pipedream_2bw(3, 17, update_every=5),
+    pipeline.pipedream(4, 24, policy="2bw"),
+    pipeline.pipedream(3, 17, update_every=5, policy="2bw"),
 ]
 
 
@@ -99,7 +97,7 @@ def test_with_macro_batches():
 def test_two_versions_are_enough_for_2bw():
     for n in range(1, 9):
         for k in range(n, 10):
-            found = simulate(pipeline.pipedream_2bw(n, 6 * k, update_every=k))
+            found = simulate(pipeline.pipedream(n, 6 * k, update_every=k, policy="2bw"))
             assert found.weight_versions == (2,) * n
 
 
@@ -108,18 +106,20 @@ def test_the_papers_rules():
     n, m = 5, 17
     t = np.arange(m)
     for stage in range(n):
-        used = versions_used(pipeline.pipedream(n, m))[stage]
+        used = pipeline.pipedream(n, m).versions_used()[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1 + stage, 0))
-        used = versions_used(pipeline.pipedream(n, m, policy="vertical_sync"))[stage]
+        used = pipeline.pipedream(n, m, policy="vertical_sync").versions_used()[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1, 0))
-        used = versions_used(pipeline.pipedream_2bw(n, m, update_every=6))[stage]
+        used = pipeline.pipedream(n, m, update_every=6, policy="2bw").versions_used()[
+            stage
+        ]
         np.testing.assert_array_equal(used, np.maximum(t // 6 - 1, 0))
 
 
 def test_a_version_is_there_when_it_is_used():
     """No micro-batch wants weights that its stage has not computed yet."""
     for schedule in CASES:
-        used = versions_used(schedule)
+        used = schedule.versions_used()
         for worker in range(schedule.workers):
             done = 0
             for kind, stage, i in schedule.actions(worker):
@@ -130,7 +130,7 @@ def test_a_version_is_there_when_it_is_used():
 def test_with_a_flush_there_is_one_version():
     for schedule in (pipeline.gpipe(3, 5), pipeline.zbv(2, 4)):
         assert simulate(schedule).weight_versions == (1,) * schedule.workers
-        assert not versions_used(schedule).any()
+        assert not schedule.versions_used().any()
 
 
 def test_a_worker_without_the_stage_keeps_none():
@@ -142,7 +142,7 @@ def test_backward_passes_out_of_order_are_refused():
     order = [["0F0", "0F1", "0B1", "0B0"]]
     schedule = Schedule.of(order, update_policy=UpdatePolicy())
     with pytest.raises(ValueError, match=r"finish micro-batches in order \(worker 0\)"):
-        versions_used(schedule)
+        schedule.versions_used()
 
 
 @pytest.mark.parametrize("rule", ["vertical_sync", "2bw"])
@@ -151,7 +151,7 @@ def test_one_version_for_all_stages_wants_one_worker_per_stage(rule):
     schedule = replace(schedule, update_policy=UpdatePolicy(rule, 2))
     match = rf"UpdatePolicy\(rule=...\).*'stashing' or 'flush'.*several.*Got {rule}"
     with pytest.raises(ValueError, match=match):
-        versions_used(schedule)
+        schedule.versions_used()
 
 
 # --- any placement ---
@@ -161,9 +161,9 @@ SEVERAL = {
     "interleaved": lambda n, m: pipeline.interleaved(n, n * m, 2),
     "V": pipeline.zbv,
     "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 3] * n),
-    "2bw": lambda n, m: pipeline.pipedream_2bw(n, n * m),
+    "2bw": lambda n, m: pipeline.pipedream(n, n * m, policy="2bw"),
     "vertical sync": lambda n, m: pipeline.pipedream(n, m, policy="vertical_sync"),
-    "flush": lambda n, m: pipeline.pipedream_flush(n, m, update_every=2),
+    "flush": lambda n, m: pipeline.pipedream(n, m, update_every=2, policy="flush"),
 }
 
 
@@ -197,7 +197,7 @@ def test_versions_do_not_depend_on_the_ranks(schedule, data):
     every = range(schedule.workers + 1)
     ranks = data.draw(st.permutations(every))[:-1]
     other = renumbered(schedule, ranks)
-    np.testing.assert_array_equal(versions_used(other), versions_used(schedule))
+    np.testing.assert_array_equal(other.versions_used(), schedule.versions_used())
     policy = schedule.update_policy
     kept = live_versions(other.columns, policy)
     np.testing.assert_array_equal(

@@ -11,19 +11,20 @@ import pytest
 
 from jdist import pipeline
 from jdist.pipeline import (
-    Action,
     Costs,
     Schedule,
     ScheduleError,
     simulate,
     split_drain,
 )
+from jdist.pipeline.schedule.actions import Action
+from tests.pipeline.epochs import forward_only
 
 SECONDS = ("forward", "backward", "backward_inputs", "backward_params")
 BETWEEN = ("message_bytes", "latency", "bandwidth")
 
 FAMILIES = {
-    "forward_only": lambda n, m: pipeline.forward_only(n, m),
+    "forward_only": lambda n, m: forward_only(n, m),
     "gpipe": pipeline.gpipe,
     "one_f_one_b": pipeline.one_f_one_b,
     "interleaved": lambda n, m: pipeline.interleaved(n, m * n, 3),
@@ -149,7 +150,7 @@ def test_any_order_that_works(rng):
 def test_a_link_carries_one_message_at_a_time():
     """Three activations of 4 s each arrive at 1 + 4, 5 + 4, 9 + 4, latency apart."""
     costs = Costs(forward=1, message_bytes=8, bandwidth=2, latency=0.5)
-    found = simulate(pipeline.forward_only(2, 3), costs)
+    found = simulate(forward_only(2, 3), costs)
     starts = [r.start for r in found.records() if r.stage == 1]
     assert starts == [5.5, 9.5, 13.5]
 
@@ -192,7 +193,7 @@ def test_the_bubble_of_plain_schedules(name):
 
 def test_the_bubble_of_forward_only():
     for n, m in PAIRS:
-        found = simulate(pipeline.forward_only(n, m), Costs(forward=3))
+        found = simulate(forward_only(n, m), Costs(forward=3))
         assert found.makespan == 3 * (m + n - 1)
 
 

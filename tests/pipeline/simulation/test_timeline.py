@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jdist import Unavailable, pipeline
 from jdist.pipeline import Costs, Record, Timeline, UpdatePolicy, simulate
 from jdist.pipeline.simulation.timeline import StageBytes
+from tests.pipeline.epochs import forward_only
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -104,7 +105,7 @@ RUNS = {
     "V": pipeline.zbv,
     "looped": lambda n, m: pipeline.looped_bfs(n, m, 2),
     "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 2] * n),
-    "forward only": pipeline.forward_only,
+    "forward only": forward_only,
 }
 
 

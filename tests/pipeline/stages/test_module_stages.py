@@ -10,6 +10,7 @@ import pytest
 
 from jdist import optim, pipeline
 from jdist.pipeline import Module, stages_from_modules
+from tests.pipeline.epochs import asynchronous
 
 
 def dense(w, x):
@@ -96,7 +97,7 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
         pipeline.Profile.chain(layers), workers=3, bandwidths=1e6, replicate=False
     )
     plan.write(tmp_path / "plan.json")
-    read = pipeline.load_plan(tmp_path / "plan.json")
+    read = pipeline.Plan.read(tmp_path / "plan.json")
     made = stages_from_modules(own, read)
     assert len(made.stages) == len(plan.stages) > 1
     assert [tuple(p) for p in made.params] == [stage.layers for stage in plan.stages]
@@ -108,7 +109,7 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
     ]
     found = []
     for stages, replicas in ((made, read.replicas), (by_hand, None)):
-        runtime = pipeline.PipeDream(
+        runtime = asynchronous(
             stages.stages, losses, optimizer=optim.sgd(lr=0.01), replicas=replicas
         )
         params = jax.tree.map(lambda x: x.astype(np.float64), stages.params)

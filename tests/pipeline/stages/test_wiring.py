@@ -11,6 +11,7 @@ import pytest
 from jdist import pipeline
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.stages.wiring import BATCH, wire
+from tests.pipeline.epochs import forward_only
 from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.places import workers
 
@@ -157,7 +158,7 @@ def test_losses_must_be_one_for_each_example():
             {"schedule": pipeline.gpipe(3, 2)},
             "must be one for the 2 stages. Got one fo",
         ),
-        ({"schedule": pipeline.forward_only(2, 2)}, "must have a backward pass for"),
+        ({"schedule": forward_only(2, 2)}, "must have a backward pass for"),
         ({"reduction": "median"}, "must be one of 'mean', 'sum', 'max', 'min'"),
         ({"places": jax.devices()[:3]}, "one for each of the 2 workers"),
         (

@@ -13,7 +13,8 @@ from jdist.pipeline.weight_stashing.epoch import (
     _check_alike,
     contributions,
 )
-from jdist.pipeline.weight_stashing.policy import schedule_of_epoch, schedule_of_step
+from jdist.pipeline.weight_stashing.policy import schedule_of_step
+from tests.pipeline.epochs import epoch_schedule
 
 
 @settings(deadline=None, max_examples=30)
@@ -78,62 +79,48 @@ def test_reports_that_differ_name_the_first_who_has_it(told, match):
 
 
 @pytest.mark.parametrize(
-    ("policy", "every", "made", "rule"),
+    ("policy", "every", "rule"),
     [
-        ("stashing", None, 1, UpdatePolicy("stashing", 1)),
-        ("stashing", 3, 3, UpdatePolicy("stashing", 3)),
-        ("vertical_sync", None, 1, UpdatePolicy("vertical_sync", 1)),
-        ("vertical_sync", 2, 2, UpdatePolicy("vertical_sync", 2)),
-        ("2bw", None, None, UpdatePolicy("2bw", 4)),
-        ("2bw", 6, 6, UpdatePolicy("2bw", 6)),
-        ("flush", None, 1, UpdatePolicy("flush", 1)),
-        ("flush", 3, 3, UpdatePolicy("flush", 3)),
+        ("stashing", None, UpdatePolicy("stashing", 1)),
+        ("stashing", 3, UpdatePolicy("stashing", 3)),
+        ("vertical_sync", None, UpdatePolicy("vertical_sync", 1)),
+        ("vertical_sync", 2, UpdatePolicy("vertical_sync", 2)),
+        ("2bw", None, UpdatePolicy("2bw", 4)),
+        ("2bw", 6, UpdatePolicy("2bw", 6)),
+        ("flush", None, UpdatePolicy("flush", 1)),
+        ("flush", 3, UpdatePolicy("flush", 3)),
     ],
 )
-def test_the_schedule_of_a_policy(policy, every, made, rule):
+def test_the_schedule_of_a_policy(policy, every, rule):
     """A stage updates after each micro-batch, but under 2BW after as many as stages."""
-    family = {
-        "stashing": lambda k: pipeline.pipedream(4, 13, update_every=k),
-        "vertical_sync": lambda k: pipeline.pipedream(
-            4, 13, update_every=k, policy="vertical_sync"
-        ),
-        "2bw": lambda k: pipeline.pipedream_2bw(4, 13, update_every=k),
-        "flush": lambda k: pipeline.pipedream_flush(4, 13, update_every=k),
-    }[policy]
     for replicas in (None, (1, 1, 1, 1)):
-        found = schedule_of_epoch(policy, 4, 13, replicas, every)
-        assert found == family(made)
+        found = epoch_schedule(policy, 4, 13, replicas, every)
         assert found.update_policy == rule
-        assert found.resized(7) == schedule_of_epoch(policy, 4, 7, replicas, every)
-
-
-def test_replicas_are_those_of_weight_stashing():
-    found = schedule_of_epoch("stashing", 2, 7, (3, 1), 2)
-    assert found == pipeline.pipedream(2, 7, replicas=(3, 1), update_every=2)
+        assert found.resized(7) == epoch_schedule(policy, 4, 7, replicas, every)
 
 
 @pytest.mark.parametrize("policy", ["vertical_sync", "2bw", "flush"])
 def test_other_policies_have_no_replicas(policy):
     match = rf"replicas=...\).*1 for each stage with the policy '{policy}'.*Got \(1, 2"
     with pytest.raises(ValueError, match=match):
-        schedule_of_epoch(policy, 2, 7, [1, 2], None)
+        epoch_schedule(policy, 2, 7, [1, 2])
 
 
 def test_a_policy_that_is_unknown():
     match = r"policy=...\).*'stashing', 'vertical_sync', '2bw', 'flush'. Got 'gpipe'"
     with pytest.raises(ValueError, match=match):
-        schedule_of_epoch("gpipe", 2, 7, None, None)
+        pipeline.pipedream(2, 7, policy="gpipe")
 
 
 def test_a_step_has_no_needless_drain():
     """Of a flush schedule it is 1F1B; of the others the same actions, of one update."""
     for every in (1, 2, 5):
-        flush = pipeline.pipedream_flush(3, 5, update_every=every)
+        flush = pipeline.pipedream(3, 5, update_every=every, policy="flush")
         assert schedule_of_step(flush) == pipeline.one_f_one_b(3, 5)
     for made in (
         pipeline.pipedream(3, 5, replicas=(2, 1, 1)),
         pipeline.pipedream(3, 5, policy="vertical_sync"),
-        pipeline.pipedream_2bw(3, 5),
+        pipeline.pipedream(3, 5, policy="2bw"),
     ):
         found = schedule_of_step(made)
         assert found == made.synchronous()

@@ -12,6 +12,7 @@ import pytest
 
 from jdist import pipeline
 from tests.pipeline import joint_worlds as worlds
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.joint_worlds import ADAM, made, problem
 from tests.pipeline.pipedream_rules import VERSIONS, adam, layer, losses
 from tests.pipeline.places import workers
@@ -102,7 +103,7 @@ def test_a_clipped_stage_with_replicas_alone():
     own = [{"w": params[0]["w"][:, :2], "b": params[0]["b"][:2]}]
     stage = pipeline.Stage(layer, ("x",), ("y",))
     options = {"optimizer": ADAM, "max_norm": 0.3, "replicas": (2,)}
-    runtime = pipeline.PipeDream([stage], losses, **options)
+    runtime = asynchronous([stage], losses, **options)
     state, _ = runtime.train_epoch(runtime.init(own), batches, weights)
     expected, norms = serial("flush", own, batches, weights, 2, 0.3)
     assert max(norms) > 0.3

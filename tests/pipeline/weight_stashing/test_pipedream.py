@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jdist import optim, pipeline, verify
 from jdist.pipeline.weight_stashing import epoch as epoch_module
 from jdist.pipeline.weight_stashing.epoch import EpochStep
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
@@ -44,7 +45,7 @@ def newest(history):
 
 
 def made(n, policy="stashing", k=1, optimizer=OPTIMIZERS[momentum], **options):
-    return pipeline.PipeDream(
+    return asynchronous(
         stages(n),
         losses,
         optimizer=optimizer,
@@ -230,7 +231,7 @@ def test_states_and_keys():
     params, batches, weights = problem(1, 5)
     key = jax.random.key(7)
     stage = pipeline.Stage(noisy, ("x",), ("y",), stateful=True, keyed=True)
-    runtime = pipeline.PipeDream([stage], losses, optimizer=optim.sgd(lr=0.1))
+    runtime = asynchronous([stage], losses, optimizer=optim.sgd(lr=0.1))
     state = runtime.init([params[0]["w"]], [jnp.zeros(())], key)
     w, kept = params[0]["w"], jnp.zeros(())
     for epoch in range(2):

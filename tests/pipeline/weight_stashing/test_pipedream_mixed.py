@@ -10,6 +10,7 @@ import pytest
 
 from jdist import optim, pipeline, verify
 from jdist.pipeline.weight_stashing.epoch import EpochStep
+from tests.pipeline.epochs import asynchronous
 from tests.pipeline.pipedream_rules import (
     SKIPPED,
     adam,
@@ -35,7 +36,7 @@ IN_FLOAT16 = optim.with_master_weights(
 
 
 def made(optimizer, policy="stashing", k=1, stages=None, **options):
-    return pipeline.PipeDream(
+    return asynchronous(
         stages or fragile_stages(3),
         wide_losses,
         optimizer=optimizer,
