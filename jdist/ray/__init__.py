@@ -9,6 +9,6 @@
 Needs the extra `ray`, on every machine.
 """
 
-from jdist.ray.placement import Workers, cluster
+from jdist.ray.placement import PlacedWorkers, cluster
 
-__all__ = ["Workers", "cluster"]
+__all__ = ["PlacedWorkers", "cluster"]

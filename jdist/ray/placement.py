@@ -33,7 +33,7 @@ from jdist.rpc.extension import (
     main_module,
 )
 
-__all__ = ["Workers", "cluster"]
+__all__ = ["PlacedWorkers", "cluster"]
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _ENDING_SECONDS = 10.0
@@ -55,7 +55,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
     allow: Iterable[str] = (),
     options: rpc.RpcOptions | None = None,
     timeout: float = 300.0,
-) -> Iterator[Workers]:
+) -> Iterator[PlacedWorkers]:
     """Starts workers in actors that Ray places; this process is the worker of rank 0.
 
     Each worker is a process of its own, with the resources requested and the
@@ -138,7 +138,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
             _meeting(rank, size, address, ports, key) for rank in range(1, size)
         ]
         infos = [rpc.WorkerInfo(name, rank) for rank, name in enumerate(wanted, 1)]
-        workers = Workers(terms, map(_PlacedWorker, infos, meetings))
+        workers = PlacedWorkers(terms, map(_PlacedWorker, infos, meetings))
         # Last on the stack, so first to run: processes end before their group.
         stack.callback(workers._end)
         workers._start(driver, (address, port), until)
@@ -151,7 +151,7 @@ def cluster(  # noqa: PLR0913 - options, by keyword
         workers.check()
 
 
-class Workers:
+class PlacedWorkers:
     """The workers that Ray placed; made by `cluster`.
 
     Attributes:
