@@ -1,6 +1,5 @@
 """Steps of an elastic run and of `train_step`, and a replica that dies."""
 
-import dataclasses
 import itertools
 import os
 import signal
@@ -98,15 +97,20 @@ def plain(model: Model, mesh: Mesh, rank: int) -> Callable[[], Any]:
 
 def elastic(model: Model, slots: int | None) -> Job:
     """The job of an elastic run whose first steps do not count."""
-    run = elastic_run(model, slots=slots, least=2)
+    run = elastic_run(model, slots=slots)
     x, y = examples(model)
     numbers = itertools.count()
 
     def job(calls: int) -> Spent:
         data = (Watched(x), y)
         # The name of a run must be unique in the group.
-        named = dataclasses.replace(run, name=f"{model.name} {slots} {next(numbers)}")
-        named.run(model.weights(), data, epochs=SKIPPED + calls + 1)
+        run.run(
+            model.weights(),
+            data,
+            epochs=SKIPPED + calls + 1,
+            min_replicas=2,
+            name=f"{model.name} {slots} {next(numbers)}",
+        )
         # Each of two replicas reads half of the slots, one by one, in every step.
         share = (slots or 2) // 2
         first, *_, last = data[0].read[::share][-calls - 1 :]
@@ -120,13 +124,9 @@ def elastic(model: Model, slots: int | None) -> Job:
 
 def elastic_run(model: Model, **options: Any) -> data_parallel.Elastic:
     """An elastic run whose steps have the examples of both replicas, in order."""
-    return data_parallel.elastic(
-        losses,
-        optim.sgd(lr=RATE),
-        global_batch=2 * model.batch,
-        shuffle=False,
-        **options,
-    )
+    batch = 2 * model.batch
+    sampler = data_parallel.Sampler(batch, batch, shuffle=False)
+    return data_parallel.Elastic(losses, optim.sgd(lr=RATE), sampler, **options)
 
 
 def examples(model: Model) -> tuple[np.ndarray, np.ndarray]:

@@ -39,12 +39,13 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
     contenders: dict[str, Callable[[], Any]] = {
         "jax.value_and_grad": lambda: plain(params, batch)
     }
-    places: dict[str, Mesh | int] = {"2 replicas, vmap": 2}
+    places: dict[str, dict[str, Any]] = {"2 replicas, vmap": {"replicas": 2}}
     if jax.device_count() > 1:
-        places["2 devices"] = Mesh(np.array(jax.devices()[:2]), ("data",))
+        mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+        places["2 devices"] = {"mesh": mesh}
     for name, where in places.items():
-        fn = data_parallel.value_and_grad(_losses, where)
-        shards = data_parallel.shard_batch(batch, where)
+        fn = data_parallel.value_and_grad(_losses, **where)
+        shards = data_parallel.shard_batch(batch, **where)
         contenders[name] = partial(fn, params, *shards)
     if jax.devices()[0].platform == "cpu":
         contenders["torch autograd"] = _torchs(params, batch)
@@ -77,10 +78,13 @@ def _alone(width: int, layers: int, examples: int, calls: int, goal: float) -> C
         # A copy for each contender, because the steps donate their state.
         own = jax.tree.map(jnp.copy, params)
         contenders[name] = _repeated(plain, (own, opt.init(own)), batch)
-    places: dict[str, Mesh | int] = {"a mesh of one": mesh, "1 replica": 1}
+    places: dict[str, dict[str, Any]] = {
+        "a mesh of one": {"mesh": mesh},
+        "1 replica": {"replicas": 1},
+    }
     for name, where in places.items():
-        trained = data_parallel.train_step(_losses, opt, where)
-        shards, _ = data_parallel.shard_batch(batch, where)
+        trained = data_parallel.train_step(_losses, opt, **where)
+        shards, _ = data_parallel.shard_batch(batch, **where)
         name = f"train_step, {name}"
         contenders[name] = _repeated(trained, trained.init(params), shards)
     timings = race(contenders, calls=calls, rounds=60)
@@ -132,7 +136,7 @@ def _convolutions(images: int, size: int, parts: int) -> Case:
 
     contenders: dict[str, Callable[[], Any]] = {}
     for name, count in (("whole", 1), (f"accumulate={parts}", parts)):
-        step = data_parallel.train_step(losses, opt, 1, accumulate=count)
+        step = data_parallel.train_step(losses, opt, replicas=1, accumulate=count)
         contenders[f"train_step, {name}"] = _repeated(step, step.init(params), batch)
     contenders[f"a scan over {parts} parts"] = _repeated(
         jax.jit(scanned), (params, opt.init(params)), batch

@@ -58,8 +58,8 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 def _barrier(mesh: Mesh) -> Callable[[], Any]:
     """A barrier of all processes: a gradient that needs all of them."""
     batch, weights = data_parallel.shard_batch(
-        np.ones((1, 1), np.float32), mesh, rows=1, axis="stage"
+        np.ones((1, 1), np.float32), mesh, rows=1, data_axis="stage"
     )
-    summed = data_parallel.value_and_grad(lambda w, x: x @ w, mesh, axis="stage")
+    summed = data_parallel.value_and_grad(lambda w, x: x @ w, mesh, data_axis="stage")
     w = np.ones(1, np.float32)
     return lambda: jax.block_until_ready(summed(w, batch, weights))

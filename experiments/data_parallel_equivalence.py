@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._digits import Task, digits
-from experiments._replicas import replicas_identical
+from experiments._replicas import over, replicas_identical
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 
@@ -220,7 +220,7 @@ def train_replicas(
       The run without what the judge finds, and its judgements in order.
     """
     count = mesh if isinstance(mesh, int) else mesh.size
-    gradient = data_parallel.value_and_grad(task.losses, mesh)
+    gradient = data_parallel.value_and_grad(task.losses, **over(mesh))
     mistaken = mean_of_means(task)
     optimize = jax.jit(OPTIMIZER.step)
     params = jax.device_put(task.params)
@@ -233,7 +233,9 @@ def train_replicas(
     reports = []
     for t, batch in enumerate(progress.track(task.batches, description=name)):
         sizes = shard_sizes(count, t)
-        found = gradient(params, *data_parallel.shard_batch(batch, mesh, sizes))
+        found = gradient(
+            params, *data_parallel.shard_batch(batch, sizes=sizes, **over(mesh))
+        )
         if t % plan.judge_every == 0:
             # The judge computes on one device.
             here = jax.device_put(jax.device_get(params), jax.devices()[0])

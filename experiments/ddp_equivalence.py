@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments._replicas import over
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 from jdist.rpc import spawn
@@ -172,7 +173,7 @@ def gradients(place: Place, settings: Settings) -> Iterator[tuple[Way, Any]]:
     for reduction in REDUCTIONS:
         for method in METHODS:
             fn = data_parallel.value_and_grad(
-                losses, place.where, reduction=reduction, method=method
+                losses, reduction=reduction, method=method, **over(place.where)
             )
             for sizes in sizes_of(place.replicas, settings):
                 found = fn(params, *sharded(place, sizes, batch, weights))
@@ -193,10 +194,10 @@ def sharded(
         rows, own, weights = np.arange(1), [1, *own[1:]], np.zeros(1, np.float32)
     return data_parallel.shard_batch(
         jax.tree.map(lambda x: x[rows], batch),
-        place.where,
-        own,
+        sizes=own,
         weights=weights,
         rows=EXAMPLES,
+        **over(place.where),
     )
 
 
@@ -204,7 +205,7 @@ def train(place: Place, method: str, settings: Settings) -> list[str]:
     """Digests of all local copies after a run with different shards at every step."""
     params, batch, weights = problem(settings.seed)
     opt = optim.sgd(lr=0.01, momentum=0.9)
-    step = data_parallel.train_step(losses, opt, place.where, method=method)
+    step = data_parallel.train_step(losses, opt, method=method, **over(place.where))
     state = step.init(params)
     rng = np.random.default_rng(settings.seed)  # the same in every process
     for _ in range(STEPS):

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._digits import Task, digits
-from experiments._replicas import replicas_identical
+from experiments._replicas import over, replicas_identical
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 
@@ -106,11 +106,13 @@ def train(
     """
     measured = Run()
     gradient = {
-        reduction: data_parallel.value_and_grad(task.losses, mesh, reduction=reduction)
+        reduction: data_parallel.value_and_grad(
+            task.losses, reduction=reduction, **over(mesh)
+        )
         for reduction in ("mean", "sum")
     }
     joined = {
-        rule: data_parallel.Join(streams, mesh, rows=BATCH, divide_by=rule)
+        rule: data_parallel.Join(streams, rows=BATCH, divide_by=rule, **over(mesh))
         for rule in RULES
     }
     judged, optimize = verify.gradients_judge(task.losses), jax.jit(OPTIMIZER.step)
@@ -167,7 +169,9 @@ def filled(batch: Any, rows: int) -> tuple[Any, np.ndarray]:
 def early_end(streams: list[list[Any]]) -> str:
     """The error of the strict mode, as text."""
     try:
-        for _ in data_parallel.Join(streams, REPLICAS, rows=BATCH, early_end="error"):
+        for _ in data_parallel.Join(
+            streams, replicas=REPLICAS, rows=BATCH, early_end="error"
+        ):
             pass
     except data_parallel.EarlyEnd as error:
         return str(error)

@@ -203,12 +203,12 @@ class Replicas:
 
 def train(task: Task, history: History, slots: int | None) -> Run:
     """Trains with the batches of the task in order, under a history."""
-    elastic = data_parallel.elastic(
+    examples = sum(len(labels) for _, labels in task.batches)
+    elastic = data_parallel.Elastic(
         task.losses,
         optim.sgd(lr=0.12, momentum=0.9, nesterov=True),
-        global_batch=BATCH,
+        data_parallel.Sampler(examples, BATCH, shuffle=False),
         slots=slots,
-        shuffle=False,
     )
     with rpc.elastic_cluster("replica0") as join:
         return Replicas(task, history, elastic, join).train()

@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from experiments._collectives import collectives
 from experiments._digits import Task, digits
+from experiments._replicas import over
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim
 from jdist.data_parallel import hooks
@@ -128,11 +129,11 @@ def train(
 ) -> Run:
     """Trains with one hook; counts the bytes of its step."""
     options: dict[str, Any] = {"hook": hook} if hook else {}
-    step = data_parallel.train_step(task.losses, OPTIMIZER, mesh, **options)
+    step = data_parallel.train_step(task.losses, OPTIMIZER, **over(mesh), **options)
     state = step.init(task.params)
     losses = []
     for t, batch in enumerate(progress.track(task.batches, description=name)):
-        shards = data_parallel.shard_batch(batch, mesh, shard_sizes(t))
+        shards = data_parallel.shard_batch(batch, sizes=shard_sizes(t), **over(mesh))
         state, metrics = step(state, *shards)
         losses.append(float(metrics.loss))
     text = step.lower(state, *shards).compile().as_text() or ""
@@ -149,13 +150,13 @@ def train_locally(
     progress: Progress,
 ) -> Run:
     """Trains by local SGD, which sends the exact bytes once per period."""
-    local = data_parallel.local_sgd(
-        task.losses, OPTIMIZER, mesh, period=period, start=START
+    local = data_parallel.LocalSGD(
+        task.losses, OPTIMIZER, period=period, start=START, **over(mesh)
     )
     state = local.init(task.params)
     losses = []
     for t, batch in enumerate(progress.track(task.batches, description=name)):
-        shards = data_parallel.shard_batch(batch, mesh, shard_sizes(t))
+        shards = data_parallel.shard_batch(batch, sizes=shard_sizes(t), **over(mesh))
         state, loss = local.step(state, *shards)
         losses.append(float(loss))
     accuracy = task.accuracy(jax.device_get(local.average(state)))

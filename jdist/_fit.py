@@ -29,7 +29,6 @@ __all__ = [
     "check_batches",
     "check_saving",
     "fitted",
-    "over_epoch",
     "pair",
     "progress",
 ]
@@ -75,51 +74,52 @@ class Metrics(NamedTuple):
     """The number of updates that each stage skipped because they overflowed, in an
     asynchronous epoch with a loss scale; None for stages of other processes."""
 
+    @staticmethod
+    def combine(found: "Sequence[Metrics]", reduction: str = "mean") -> "Metrics":
+        """Combines the metrics of batches as if they were one; waits for the devices.
+
+        Args:
+          found: Metrics of training steps, each at its own parameters, or of
+            evaluations.
+          reduction: The reduction of the steps.
+
+        Returns:
+          Loss, examples and weight, as Python numbers.
+
+        Raises:
+          TypeError: `found` is no list of metrics.
+          ValueError: There are none, one does not say its weight, or `reduction` is
+            unknown.
+
+        Example:
+          >>> total = Metrics.combine([Metrics(2.0, 3, 3.0), Metrics(6.0, 1, 1.0)])
+          >>> total.loss, total.examples, total.weight
+          (3.0, 4, 4.0)
+        """
+        check_reduction("Metrics.combine", reduction)
+        rule = "must be a list of metrics, as `fit` returns it"
+        check_sequence("Metrics.combine(found)", found, Metrics, rule)
+        if not found:
+            rule = "must have one entry at least"
+            raise ValueError(requirement("Metrics.combine(found)", rule, "none"))
+        if any(part.weight is None for part in found):
+            rule = "must say how many examples each batch has"
+            remedy = "`fit` and `evaluate` count them."
+            raise ValueError(requirement("Metrics.combine(found)", rule, None, remedy))
+        weights = [float(part.weight) for part in found]
+        losses = [float(part.loss) for part in found]
+        if reduction == "mean":
+            # Each loss is a mean over its batch: the weights make it the mean over all.
+            pairs = zip(weights, losses, strict=True)
+            loss = sum(weight * loss for weight, loss in pairs) / sum(weights)
+        else:
+            joins: dict[str, Callable[[list[float]], float]]
+            joins = {"sum": sum, "max": max, "min": min}
+            loss = joins[reduction](losses)
+        return Metrics(loss, sum(int(part.examples) for part in found), sum(weights))
+
 
 Advance = Callable[[str, Metrics | None], None]
-
-
-def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
-    """Combines the losses of batches as if they were one batch; waits for the devices.
-
-    Args:
-      found: Metrics of training steps, each at its own parameters, or of evaluations.
-      reduction: The reduction of the steps.
-
-    Returns:
-      Loss, examples and weight, as Python numbers.
-
-    Raises:
-      TypeError: `found` is no list of metrics.
-      ValueError: There are none, one does not say its weight, or `reduction` is
-        unknown.
-
-    Example:
-      >>> total = over_epoch([Metrics(2.0, 3, 3.0), Metrics(6.0, 1, 1.0)])
-      >>> total.loss, total.examples, total.weight
-      (3.0, 4, 4.0)
-    """
-    check_reduction("over_epoch", reduction)
-    rule = "must be a list of metrics, as `fit` returns it"
-    check_sequence("over_epoch(found)", found, Metrics, rule)
-    if not found:
-        rule = "must have one entry at least"
-        raise ValueError(requirement("over_epoch(found)", rule, "none"))
-    if any(part.weight is None for part in found):
-        rule = "must say how many examples each batch has"
-        remedy = "`fit` and `evaluate` count them."
-        raise ValueError(requirement("over_epoch(found)", rule, None, remedy))
-    weights = [float(part.weight) for part in found]
-    losses = [float(part.loss) for part in found]
-    if reduction == "mean":
-        # Each loss is a mean over its batch: the weights make it the mean over all.
-        pairs = zip(weights, losses, strict=True)
-        loss = sum(weight * loss for weight, loss in pairs) / sum(weights)
-    else:
-        joins: dict[str, Callable[[list[float]], float]]
-        joins = {"sum": sum, "max": max, "min": min}
-        loss = joins[reduction](losses)
-    return Metrics(loss, sum(int(part.examples) for part in found), sum(weights))
 
 
 def check_saving(

@@ -64,7 +64,7 @@ def value_and_grad(mesh, params, batch):
 
 
 def local_sgd(mesh, params, batch):
-    local = data_parallel.local_sgd(_loss, SGD, mesh, period=3)
+    local = data_parallel.LocalSGD(_loss, SGD, mesh, period=3)
     given = data_parallel.shard_batch(batch, mesh)
     return _stepped(local.init(params), lambda state: local.step(state, *given))
 

@@ -15,6 +15,7 @@ from jdist import _compat, optim, pipeline, verify
 from jdist.data_parallel import train_step
 from jdist.verify.measure import LossPrograms
 from tests.data_parallel.recording import gradient_of
+from tests.replicas import over
 
 # Of an operator in the text of a lowered program.
 FAST = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
@@ -191,7 +192,7 @@ def problem(rng):
 def test_accumulation(problem, mesh, replicas):
     """Of a training step, whose gradient is that of the whole batch."""
     where = mesh(2) if replicas == "mesh" else int(replicas)
-    step = train_step(losses, optim.sgd(lr=0.1), where, accumulate=3)
+    step = train_step(losses, optim.sgd(lr=0.1), **over(where), accumulate=3)
     params, batch = problem
     assert _orders_in(step.lower(step.init(params), batch)) == {FAST}
     found = gradient_of(losses, where, accumulate=3)

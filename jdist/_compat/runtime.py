@@ -31,7 +31,7 @@ def axes_of_one_device_untyped() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def outside_mesh(own: Mesh | int | None = None) -> Iterator[None]:
+def outside_mesh(own: Mesh | None = None) -> Iterator[None]:
     """Unsets the mesh of `jax.set_mesh` for a block, unless it is its `own`.
 
     Under it JAX computes on no other devices, and puts what it makes on all of them.

@@ -9,34 +9,31 @@ mistake. Here weights travel with the data, so that uneven shards, empty shards 
 masked examples are right.
 """
 
-from jdist._fit import Metrics, over_epoch
+from jdist._fit import Metrics
 from jdist.data_parallel import hooks
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.data.process_group import ProcessLost, process_group
 from jdist.data_parallel.data.sampler import Sampler, Shards
-from jdist.data_parallel.elasticity.elastic_run import Elastic, ElasticResult, elastic
+from jdist.data_parallel.elasticity.elastic_run import Elastic
 from jdist.data_parallel.gradient.buckets import assign_buckets
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
 from jdist.data_parallel.replicas.agreement import ReplicasDiffer
-from jdist.data_parallel.replicas.broadcast import check_replicas, replicate
+from jdist.data_parallel.replicas.broadcast import replicate
 from jdist.data_parallel.replicas.shards import shard_batch
 from jdist.data_parallel.step.averaged import averaged
-from jdist.data_parallel.step.data_parallel import DataParallel
 from jdist.data_parallel.step.fit import evaluate, fit
 from jdist.data_parallel.step.join import EarlyEnd, Join
-from jdist.data_parallel.step.local_sgd import LocalSGD, LocalState, local_sgd
+from jdist.data_parallel.step.local_sgd import LocalSGD, LocalState
 from jdist.data_parallel.step.nnx_loss import from_nnx
+from jdist.data_parallel.step.parallel_apply import parallel_apply
 from jdist.data_parallel.step.reducer import reducer
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import Synchronization, TrainStep, train_step
 from jdist.data_parallel.step.zero import Sharded, zero
-from jdist.reduction import weighted_mean
 
 __all__ = [
-    "DataParallel",
     "EarlyEnd",
     "Elastic",
-    "ElasticResult",
     "Join",
     "LocalSGD",
     "LocalState",
@@ -52,21 +49,17 @@ __all__ = [
     "TrainStep",
     "assign_buckets",
     "averaged",
-    "check_replicas",
-    "elastic",
     "evaluate",
     "fit",
     "from_nnx",
     "hooks",
-    "local_sgd",
-    "over_epoch",
+    "parallel_apply",
     "process_group",
     "reducer",
     "replicate",
     "shard_batch",
     "train_step",
     "value_and_grad",
-    "weighted_mean",
     "zero",
 ]
 

@@ -62,7 +62,7 @@ def _gradient(
     count: int, loss_fn: LossFn, reduction: str, *, shared: bool = False, **options: Any
 ) -> Candidate:
     where = _replicas(count, shared)
-    fn = data_parallel.value_and_grad(loss_fn, where, reduction=reduction, **options)
+    fn = data_parallel.value_and_grad(loss_fn, reduction=reduction, **where, **options)
 
     def candidate(
         params: PyTree, batch: PyTree, weights: jax.Array | None
@@ -75,14 +75,15 @@ def _gradient(
 def _reducer(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
     if reduction not in ("mean", "sum"):
         raise Unavailable(f"{reduction} is not known before the backward pass")
-    where = Mesh(np.array(devices(count)), ("data",))
+    mesh = Mesh(np.array(devices(count)), ("data",))
+    where = {"mesh": mesh}
 
     # The whole model is one layer, whose outputs are the losses.
     def layer(params: PyTree, batch: PyTree) -> jax.Array:
         return loss_fn(params, batch)
 
     fn = data_parallel.reducer(
-        [layer], lambda losses, batch: losses, where, reduction=reduction
+        [layer], lambda losses, batch: losses, mesh, reduction=reduction
     )
 
     def candidate(
@@ -106,9 +107,9 @@ def _train_step(
 ) -> Candidate:
     """The gradient that a training step passes to its optimizer."""
     where = _replicas(count, shared, explicit)
-    opt = data_parallel.zero(recorder(), where) if zero else recorder()
+    opt = data_parallel.zero(recorder(), **where) if zero else recorder()
     step = data_parallel.train_step(
-        loss_fn, opt, where, reduction=reduction, accumulate=accumulate
+        loss_fn, opt, reduction=reduction, accumulate=accumulate, **where
     )
 
     def candidate(
@@ -123,7 +124,7 @@ def _train_step(
 def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
     """Replicas with one batch each, except the last, whose stream is empty."""
     where = _replicas(count)
-    step = data_parallel.train_step(loss_fn, recorder(), where, reduction=reduction)
+    step = data_parallel.train_step(loss_fn, recorder(), reduction=reduction, **where)
 
     def candidate(
         params: PyTree, batch: PyTree, weights: jax.Array | None
@@ -136,7 +137,7 @@ def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
             for part in parts[:-1]
         ]
         # A replica without a batch takes part with weight 0.
-        joined = Join([*streams, []], where, rows=max(sizes), weighted=True)
+        joined = Join([*streams, []], rows=max(sizes), weighted=True, **where)
         (shards,) = joined
         return _recorded(*step(step.init(params), *shards))
 
@@ -154,17 +155,21 @@ def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
     return metrics.loss, gradient
 
 
-def _replicas(count: int, shared: bool = False, explicit: bool = False) -> Mesh | int:
-    """A mesh of `count` devices; or `count` itself, for replicas on one device."""
+def _replicas(
+    count: int, shared: bool = False, explicit: bool = False
+) -> dict[str, Any]:
+    """The arguments for a mesh of `count` devices, or `count` replicas on one."""
+    if shared:
+        return {"replicas": count}
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    there = None if shared else np.array(devices(count))
-    return count if there is None else Mesh(there, ("data",), axis_types=(kind,))
+    there = np.array(devices(count))
+    return {"mesh": Mesh(there, ("data",), axis_types=(kind,))}
 
 
 def _shards(
     batch: PyTree,
     weights: jax.Array | None,
-    where: Mesh | int,
+    where: dict[str, Any],
     count: int,
     accumulate: int = 1,
 ) -> tuple[PyTree, jax.Array]:
@@ -172,7 +177,9 @@ def _shards(
     sizes = _sizes(examples_in(batch, "candidate"), count)
     # A step takes equal micro-batches; the rows added have weight 0.
     rows = -(-max(sizes) // accumulate) * accumulate
-    return data_parallel.shard_batch(batch, where, sizes, weights=weights, rows=rows)
+    return data_parallel.shard_batch(
+        batch, sizes=sizes, weights=weights, rows=rows, **where
+    )
 
 
 def _sizes(examples: int, replicas: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Pipelined model parallelism: schedules as data, their costs, and their execution."""
 
-from jdist._fit import over_epoch
+from jdist._fit import Metrics
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.measured_timeline import timed
 from jdist.pipeline.pipeline import Pipeline
@@ -45,6 +45,7 @@ __all__ = [
     "FromModules",
     "Layer",
     "Meshes",
+    "Metrics",
     "Module",
     "OneProgram",
     "Pipeline",
@@ -66,7 +67,6 @@ __all__ = [
     "looped_bfs",
     "modules_from_nnx",
     "one_f_one_b",
-    "over_epoch",
     "partition",
     "pipedream",
     "profile",

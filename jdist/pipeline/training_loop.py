@@ -43,7 +43,7 @@ def fit(
         several processes one should show it.
 
     Returns:
-      The last state, and the metrics of every step; see `over_epoch`.
+      The last state, and the metrics of every step; see `Metrics.combine`.
 
     Raises:
       TypeError: An argument is of another type.
@@ -63,7 +63,7 @@ def fit(
       ... )
       >>> batches = [{"x": jnp.array([1.0, 2.0])}] * 3
       >>> state, found = pipeline.fit(pipe, pipe.init([jnp.array(3.0)]), batches)
-      >>> state.step, round(pipeline.over_epoch(found).loss, 3)
+      >>> state.step, round(pipeline.Metrics.combine(found).loss, 3)
       (3, 9.844)
     """
     check_type("fit(pipe)", pipe, Pipeline, "must be a Pipeline")

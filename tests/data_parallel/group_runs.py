@@ -26,6 +26,7 @@ from jdist.data_parallel import (
     value_and_grad,
 )
 from jdist.data_parallel.data.process_group import process_group
+from tests.replicas import over
 
 MOMENTUM = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
@@ -82,13 +83,13 @@ def sharded(where, sizes, batch, weights, rows):
     own = slice(start, start + sum(sizes[first : first + each]))
     part = jax.tree.map(lambda x: x[own], batch)
     mine = sizes[first : first + each]
-    return shard_batch(part, where, mine, weights=weights[own], rows=rows)
+    return shard_batch(part, **over(where), sizes=mine, weights=weights[own], rows=rows)
 
 
 def gradient(sizes, reduction, method):
     """Loss and gradient of all examples, as this process has them."""
     where = mesh(len(sizes) // jax.process_count())
-    fn = value_and_grad(losses_of, where, reduction=reduction, method=method)
+    fn = value_and_grad(losses_of, **over(where), reduction=reduction, method=method)
     shards = sharded(where, sizes, *examples(sum(sizes)), rows=max(sizes))
     return jax.tree.map(np.asarray, fn(parameters(), *shards))
 
@@ -130,7 +131,7 @@ def divided():
     }
     opt = optim.adam(lr=0.05)
     step = train_step(losses_of, opt, grid, max_norm=0.5)
-    alone = train_step(losses_of, opt, 1, max_norm=0.5)
+    alone = train_step(losses_of, opt, replicas=1, max_norm=0.5)
     state, expected = step.init(own), alone.init(whole)
     batch, weights = examples(7)
     for _ in range(3):
@@ -148,7 +149,7 @@ def divided():
 def collectives(each):
     """How many of each kind are in a compiled step."""
     where = mesh(each)
-    step = train_step(losses_of, optim.sgd(lr=0.01), where)
+    step = train_step(losses_of, optim.sgd(lr=0.01), **over(where))
     state = step.init(parameters())
     sizes = (1,) * where.size
     shards = sharded(where, sizes, *examples(where.size), rows=1)
@@ -164,7 +165,7 @@ def many_swaps(leaves, repeats):
     where = mesh(1)
     fn = value_and_grad(
         lambda w, x: sum(x[k] @ w[k] for k in w),
-        where,
+        **over(where),
         reduction="sum",
         bucket_cap_mb=0,
     )
@@ -191,7 +192,7 @@ def train(steps, each, folder=None, every=1, report=None, where=None):
       Losses by step as hexadecimal, and for each copy of the parameters here a digest.
     """
     where = mesh(each) if where is None else where
-    step = train_step(losses_of, optim.adam(lr=0.01), where)
+    step = train_step(losses_of, optim.adam(lr=0.01), **over(where))
     state = step.init(parameters())
     losses = {}
     with contextlib.ExitStack() as stack:
@@ -246,7 +247,7 @@ def with_momentum(rank, steps):
     """A whole program on equal shards without weights; its losses and parameters."""
     with process_group(timeout=120):
         where = mesh(1)
-        step = train_step(losses_of, optim.sgd(**MOMENTUM), where)
+        step = train_step(losses_of, optim.sgd(**MOMENTUM), **over(where))
         state, losses = step.init(parameters()), []
         for number in range(steps):
             batch, _ = examples(8, seed=number)

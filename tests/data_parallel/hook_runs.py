@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jdist.data_parallel.hooks import Bucket
 from jdist.data_parallel.replicas.mapping import over_replicas
+from jdist.data_parallel.replicas.placement import Placement
 
 
 def bucket_of(buffer, shapes, weight, index=0):
@@ -53,8 +54,7 @@ def run_hook(hook, shares, *, shapes=None, weights=None, where=None):
         _, found = jax.lax.scan(step, hook.start(first), shares[0])
         return jax.tree.map(lambda x: x[None], found)
 
-    mapped = over_replicas(
-        on_replica, where or replicas, "data", (rows, rows), (rows, rows)
-    )
+    placement = Placement(where, replicas, "data")
+    mapped = over_replicas(on_replica, placement, (rows, rows), (rows, rows))
     found = jax.jit(mapped)(jnp.swapaxes(jnp.asarray(shares), 0, 1), weights)
     return tuple(np.swapaxes(np.asarray(x), 0, 1) for x in found)

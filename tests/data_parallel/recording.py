@@ -7,6 +7,7 @@ import numpy as np
 from jdist._tree import is_inexact, is_none
 from jdist.data_parallel import train_step
 from jdist.optim import Optimizer
+from tests.replicas import over
 
 
 def recorder():
@@ -31,7 +32,7 @@ def recorder():
 
 def gradient_of(loss_fn, mesh, **options):
     """`fn(params, batch, weights) -> (loss, gradient)`, through a training step."""
-    step = train_step(loss_fn, recorder(), mesh, **options)
+    step = train_step(loss_fn, recorder(), **over(mesh), **options)
 
     def fn(params, batch, weights=None):
         state, metrics = step(step.init(params), batch, weights)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from jdist import data_parallel, optim
+from jdist import data_parallel, optim, reduction
 from jdist.data_parallel import Sampler, TrainCheckpoints, hooks
 from tests.wrong_types import FOREIGN, Tensor, refused
 
@@ -20,18 +20,18 @@ def loss(w, batch):
 
 
 def gradient(**change):
-    fn = data_parallel.value_and_grad(**{"loss_fn": loss, "mesh": 2} | change)
+    fn = data_parallel.value_and_grad(**{"loss_fn": loss, "replicas": 2} | change)
     return fn(jnp.float32(1), BATCH)
 
 
 def step(**change):
-    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "mesh": 2}
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "replicas": 2}
     return data_parallel.train_step(**given | change)
 
 
 def local(**change):
-    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "mesh": 2, "period": 2}
-    return data_parallel.local_sgd(**given | change)
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "replicas": 2, "period": 2}
+    return data_parallel.LocalSGD(**given | change)
 
 
 def state():
@@ -39,7 +39,7 @@ def state():
 
 
 def shard(**change):
-    return data_parallel.shard_batch(**{"batch": BATCH, "mesh": 2} | change)
+    return data_parallel.shard_batch(**{"batch": BATCH, "replicas": 2} | change)
 
 
 def fit(**change):
@@ -57,8 +57,8 @@ def shards(**change):
 
 
 def elastic(**change):
-    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "global_batch": 2}
-    return data_parallel.elastic(**given | change)
+    given = {"loss_fn": loss, "optimizer": OPTIMIZER, "sampler": Sampler(6, 2)}
+    return data_parallel.Elastic(**given | change)
 
 
 def run(**change):
@@ -81,23 +81,24 @@ WRONG = {
         lambda v: shard(batch={"x": np.array(v), "t": np.ones(2)}),
         [["a", "b"], [b"a", b"b"], [object(), object()]],
     ),
-    "shard_batch(mesh": (lambda v: shard(mesh=v), [None, True, 2.0, "2"]),
+    "shard_batch(mesh": (lambda v: shard(replicas=None, mesh=v), [None, 2, 2.0, "2"]),
+    "shard_batch(replicas": (lambda v: shard(replicas=v), [True, 2.0, "2"]),
     "shard_batch(sizes": (
         lambda v: shard(sizes=v),
         [3, "33", [1.5, 4.5], np.array([2.5, 3.5])],
     ),
     "shard_batch(rows": (lambda v: shard(rows=v), [3.0, "3", [3], True]),
     "shard_batch(weights": (lambda v: shard(weights=v), WEIGHTS),
-    "shard_batch(axis": (lambda v: shard(axis=v), [None, 0, ["data"]]),
+    "shard_batch(data_axis": (lambda v: shard(data_axis=v), [None, 0, ["data"]]),
     "value_and_grad(loss_fn": (lambda v: gradient(loss_fn=v), FUNCTIONS),
-    "value_and_grad(axis": (lambda v: gradient(axis=v), [None, 0, ["data"]]),
+    "value_and_grad(data_axis": (lambda v: gradient(data_axis=v), [None, 0, ["data"]]),
     "value_and_grad(debug": (lambda v: gradient(debug=v), FLAGS),
     "value_and_grad(bucket_cap_mb": (
         lambda v: gradient(bucket_cap_mb=v),
         ["1", b"1", {}, [1.0, None]],
     ),
     "fn(weights": (
-        lambda v: data_parallel.value_and_grad(loss, 2)(1.0, BATCH, v),
+        lambda v: data_parallel.value_and_grad(loss, replicas=2)(1.0, BATCH, v),
         WEIGHTS,
     ),
     "train_step(loss_fn": (lambda v: step(loss_fn=v), FUNCTIONS),
@@ -114,14 +115,17 @@ WRONG = {
     "evaluate(batches": (lambda v: evaluate(batches=v), BATCHES),
     "evaluate(total": (lambda v: evaluate(total=v), ["1", 1.0, True, []]),
     "evaluate(console": (lambda v: evaluate(console=v), [True, 0, []]),
-    "over_epoch(found": (data_parallel.over_epoch, [3, "ab", [1.0]]),
-    "local_sgd(loss_fn": (lambda v: local(loss_fn=v), FUNCTIONS),
-    "local_sgd(period": (lambda v: local(period=v), [None, 2.0, "2", True]),
-    "local_sgd(start": (lambda v: local(start=v), [None, 2.0, "2", True]),
-    "post_local_sgd(group_size": (lambda v: local(group_size=v), [None, 1.0, "1"]),
+    "Metrics.combine(found": (data_parallel.Metrics.combine, [3, "ab", [1.0]]),
+    "LocalSGD(loss_fn": (lambda v: local(loss_fn=v), FUNCTIONS),
+    "LocalSGD(period": (lambda v: local(period=v), [None, 2.0, "2", True]),
+    "LocalSGD(start": (lambda v: local(start=v), [None, 2.0, "2", True]),
+    "LocalSGD(group_size": (lambda v: local(group_size=v), [None, 1.0, "1"]),
     "step(state": (lambda v: local().step(v, BATCH), [None, 1.0, (1, 2)]),
     "average(state": (lambda v: local().average(v), [None, 1.0, (1, 2)]),
-    "DataParallel(fn": (lambda v: data_parallel.DataParallel(v, 2), FUNCTIONS),
+    "parallel_apply(fn": (
+        lambda v: data_parallel.parallel_apply(v, replicas=2),
+        FUNCTIONS,
+    ),
     "from_nnx(loss_fn": (
         lambda v: data_parallel.from_nnx(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), v),
         FUNCTIONS,
@@ -132,12 +136,7 @@ WRONG = {
     ),
     "replicate(mesh": (
         lambda v: data_parallel.replicate(1.0, v),
-        [None, True, 2.0, "2"],
-    ),
-    "check_replicas(replicas": (data_parallel.check_replicas, [3, "ab", 1.5]),
-    "check_replicas(params": (
-        data_parallel.check_replicas,
-        [["a", "b"], [{"w": object()}]],
+        [None, 2, True, 2.0, "2"],
     ),
     "assign_buckets(leaves": (
         lambda v: data_parallel.assign_buckets(v, [8.0]),
@@ -147,15 +146,14 @@ WRONG = {
         lambda v: data_parallel.assign_buckets([jnp.ones(3)], v),
         [None, 8.0, "8", ["8"]],
     ),
-    "elastic(loss_fn": (lambda v: elastic(loss_fn=v), FUNCTIONS),
-    "elastic(optimizer": (lambda v: elastic(optimizer=v), [None, 3, optim.sgd]),
-    "elastic(global_batch": (lambda v: elastic(global_batch=v), [None, 2.0, "2"]),
-    "elastic(slots": (lambda v: elastic(slots=v), [2.0, "2", True]),
-    "elastic(folder": (lambda v: elastic(folder=v), [3, True, b"folder"]),
-    "elastic(deadline": (lambda v: elastic(deadline=v), [None, "60", [60.0]]),
-    "elastic(seed": (lambda v: elastic(seed=v), [None, 1.0, "0"]),
-    "elastic(shuffle": (lambda v: elastic(shuffle=v), FLAGS),
-    "elastic(name": (lambda v: elastic(name=v), [None, 3]),
+    "Elastic(loss_fn": (lambda v: elastic(loss_fn=v), FUNCTIONS),
+    "Elastic(optimizer": (lambda v: elastic(optimizer=v), [None, 3, optim.sgd]),
+    "Elastic(sampler": (lambda v: elastic(sampler=v), [None, 2, Sampler]),
+    "Elastic(slots": (lambda v: elastic(slots=v), [2.0, "2", True]),
+    "Elastic(folder": (lambda v: elastic(folder=v), [3, True, b"folder"]),
+    "Elastic(timeout": (lambda v: elastic(timeout=v), [None, "60", [60.0]]),
+    "Elastic.run(name": (lambda v: run(name=v), [None, 3]),
+    "Elastic.run(min_replicas": (lambda v: run(min_replicas=v), [None, 1.0, "1"]),
     "Elastic.run(params": (lambda v: run(params=v), ["w", {"w": object()}]),
     "Elastic.run(weights": (lambda v: run(weights=v), WEIGHTS),
     "Elastic.run(epochs": (lambda v: run(epochs=v), [None, 1.0, "1"]),
@@ -179,7 +177,7 @@ WRONG = {
     "shards(replicas": (lambda v: shards(replicas=v), [None, 2.0, "2", True]),
     "shards(epoch": (lambda v: shards(epoch=v), [None, 1.0, "1"]),
     "shards(start": (lambda v: shards(start=v), [None, 1.0, "1"]),
-    "shards(only": (lambda v: shards(only=v), [1, "0", [0.0]]),
+    "shards(ranks": (lambda v: shards(ranks=v), [1, "0", [0.0]]),
 }
 """What the message names, the call, and values of wrong types."""
 
@@ -198,7 +196,7 @@ def losses(params, x):
 
 
 def of_step(call, *given, **options):
-    made = data_parallel.train_step(losses, OPTIMIZER, 2)
+    made = data_parallel.train_step(losses, OPTIMIZER, replicas=2)
     return getattr(made, call)(*given, **options)
 
 
@@ -207,31 +205,37 @@ def begun():
 
 
 def local_step(batch):
-    made = data_parallel.local_sgd(losses, OPTIMIZER, 2, period=2)
+    made = data_parallel.LocalSGD(losses, OPTIMIZER, replicas=2, period=2)
     return made.step(made.init(W), batch)
 
 
 UNREADABLE = {
-    r"shard_batch\(batch=...\)": lambda x: data_parallel.shard_batch(x, 2),
-    r"fn\(batch=...\)": lambda x: data_parallel.value_and_grad(losses, 2)(W, x),
+    r"shard_batch\(batch=...\)": lambda x: data_parallel.shard_batch(x, replicas=2),
+    r"fn\(batch=...\)": lambda x: data_parallel.value_and_grad(losses, replicas=2)(
+        W, x
+    ),
     r"step\(batch=...\)": lambda x: of_step("__call__", begun(), x),
     r"lower\(batch=...\)": lambda x: of_step("lower", begun(), x),
     r"evaluate\(batch=...\)": lambda x: of_step("evaluate", begun(), x),
-    r"apply\(batch=...\)": lambda x: data_parallel.DataParallel(losses, 2)(W, x),
+    r"apply\(batch=...\)": lambda x: data_parallel.parallel_apply(losses, replicas=2)(
+        W, x
+    ),
     r"step\(batch=...\) ": local_step,
 }
 """Calls that take a batch."""
 UNREADABLE_PARAMS = {
-    r"fn\(params=...\)": lambda w: data_parallel.value_and_grad(losses, 2)(w, X),
+    r"fn\(params=...\)": lambda w: data_parallel.value_and_grad(losses, replicas=2)(
+        w, X
+    ),
     r"init\(params=...\)": lambda w: of_step("init", w),
     r"init\(states=...\)": lambda w: of_step("init", W, states=w),
     r"init\(opt_state=...\)": lambda w: of_step("init", W, opt_state=w),
     r"init\(params=...\) ": lambda w: local().init(w),
-    r"apply\(params=...\)": lambda w: data_parallel.DataParallel(losses, 2)(w, X),
-    r"replicate\(params=...\)": lambda w: data_parallel.replicate(w, 2),
-    r"weighted_mean\(tree=...\)": (
-        lambda w: data_parallel.weighted_mean(w, 1.0, "data")
+    r"apply\(params=...\)": lambda w: data_parallel.parallel_apply(losses, replicas=2)(
+        w, X
     ),
+    r"replicate\(params=...\)": lambda w: data_parallel.replicate(w, replicas=2),
+    r"weighted_mean\(tree=...\)": (lambda w: reduction.weighted_mean(w, 1.0, "data")),
 }
 
 
@@ -268,7 +272,7 @@ def test_parameters_that_jax_cannot_read(named):
 
 
 def test_weights_of_another_framework_are_converted():
-    loss, _ = data_parallel.value_and_grad(losses, 2)(W, X, Tensor(6))
+    loss, _ = data_parallel.value_and_grad(losses, replicas=2)(W, X, Tensor(6))
     assert float(loss) == 4
 
 
@@ -288,12 +292,15 @@ OUT_OF_RANGE = {
     r"train_step\(accumulate=...\)` must be .*at least 1. Got 0": (
         lambda: step(accumulate=0)
     ),
-    r"local_sgd\(period=...\)` must be at least 1. Got 0": lambda: local(period=0),
+    r"LocalSGD\(period=...\)` must be at least 1. Got 0": lambda: local(period=0),
     r"shards\(replicas=...\)` must be at least 1. Got 0": lambda: shards(replicas=0),
     r"shards\(epoch=...\)` must be at least 0. Got -1": lambda: shards(epoch=-1),
     r"evaluate\(total=...\)` must be at least 0. Got -1": lambda: evaluate(total=-1),
-    r"replicate\(mesh=...\)` must be .* at least 1. Got 0": (
-        lambda: data_parallel.replicate(1.0, 0)
+    r"replicate\(replicas=...\)` must be at least 1. Got 0": (
+        lambda: data_parallel.replicate(1.0, replicas=0)
+    ),
+    r"train_step\(mesh=...\)` must be left out where `replicas=2` is given. Got Mesh": (
+        lambda: step(mesh=Mesh(np.array(jax.devices()[:2]), ("data",)))
     ),
 }
 
@@ -324,11 +331,11 @@ def test_what_a_hook_returns(hook, got):
 def test_integers_of_numpy_and_an_iterator_are_taken(tmp_path):
     """What resembles a wrong type, and is none."""
     sampler = Sampler(np.int64(6), np.int32(3), shuffle=np.bool(False))
-    batches = sampler.batches(BATCH, 2, rows=np.int8(3))
+    batches = sampler.batches(BATCH, replicas=2, rows=np.int8(3))
     made = step(accumulate=np.int64(1), has_aux=np.bool(False), hook=hooks.bf16())
     saved = TrainCheckpoints(tmp_path)
     last, found = data_parallel.fit(
         made, made.init(jnp.float32(1)), batches, checkpoints=saved, total=np.int64(2)
     )
     assert int(last.step) == 2 == saved.latest()
-    assert data_parallel.over_epoch(tuple(found)).examples == 6
+    assert data_parallel.Metrics.combine(tuple(found)).examples == 6

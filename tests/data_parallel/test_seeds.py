@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jdist import data_parallel, optim, rpc
-from jdist.data_parallel import Join, hooks, local_sgd, reducer, shard_batch, zero
+from jdist.data_parallel import Join, LocalSGD, hooks, reducer, shard_batch, zero
 from tests.cotangents import rule
 from tests.data_parallel.recording import gradient_of
+from tests.replicas import over
 
 
 def noisy(g):
@@ -89,7 +90,7 @@ def check(found, expected):
 def test_one_replica(rng, name, examples):
     """Where there is no padding, what a rule adds counts as well."""
     params, batch, weights = problem(rng, examples)
-    fn = data_parallel.value_and_grad(losses_of(name), 1)
+    fn = data_parallel.value_and_grad(losses_of(name), replicas=1)
     check(fn(params, batch, weights), whole(name, params, batch, weights))
     equal = np.ones(examples)
     check(fn(params, batch), whole(name, params, batch, equal))
@@ -107,12 +108,15 @@ def test_even_shards(rng, mesh, name, kind):
         {"hook": hooks.all_reduce()},
         {"bucket_cap_mb": 0},
     ):
-        fn = data_parallel.value_and_grad(losses_of(name), where, **options)
-        check(fn(params, *shard_batch(batch, where, weights=weights))[:2], expected)
+        fn = data_parallel.value_and_grad(losses_of(name), **over(where), **options)
+        check(
+            fn(params, *shard_batch(batch, **over(where), weights=weights))[:2],
+            expected,
+        )
     for options in ({"accumulate": 2}, {"accumulate": 1}):
         fn = gradient_of(losses_of(name), where, **options)
         check(
-            fn(params, *shard_batch(batch, where, weights=weights)),
+            fn(params, *shard_batch(batch, **over(where), weights=weights)),
             through_a_step(expected),
         )
 
@@ -122,9 +126,14 @@ def test_even_shards(rng, mesh, name, kind):
 def test_uneven_shards(rng, name, examples):
     """Five examples over two replicas with two micro-batches each, padded."""
     params, batch, weights = problem(rng, examples)
-    shards = shard_batch(batch, 2, sizes=(examples - 2, 2), weights=weights, rows=12)
+    shards = shard_batch(
+        batch, replicas=2, sizes=(examples - 2, 2), weights=weights, rows=12
+    )
     expected = whole(name, params, batch, weights)
-    check(data_parallel.value_and_grad(losses_of(name), 2)(params, *shards), expected)
+    check(
+        data_parallel.value_and_grad(losses_of(name), replicas=2)(params, *shards),
+        expected,
+    )
     check(
         gradient_of(losses_of(name), 2, accumulate=3)(params, *shards),
         through_a_step(expected),
@@ -140,7 +149,7 @@ def test_join_by_weight(rng, name):
         [(jax.tree.map(lambda x, part=part: x[part], batch), weights[part])]
         for part in parts
     ]
-    joined = Join([*streams, []], 3, rows=4, weighted=True)
+    joined = Join([*streams, []], replicas=3, rows=4, weighted=True)
     (shards,) = joined
     fn = gradient_of(losses_of(name), 3, reduction=joined.reduction)
     check(fn(params, *shards), through_a_step(whole(name, params, batch, weights)))
@@ -161,7 +170,7 @@ def test_join_by_replicas(rng):
     streams = [
         [(jax.tree.map(lambda x, p=part: x[p], batch), weights[part])] for part in parts
     ]
-    joined = Join(streams, 2, rows=4, weighted=True, divide_by="active")
+    joined = Join(streams, replicas=2, rows=4, weighted=True, divide_by="active")
     (shards,) = joined
     found = gradient_of(losses_of("clip"), 2, reduction="mean")(params, *shards)
     check(found, through_a_step(expected))
@@ -184,7 +193,7 @@ def test_zero(rng, mesh, name):
 @pytest.mark.parametrize("name", RULES)
 def test_local_sgd_before_its_start(rng, mesh, name):
     params, batch, weights = problem(rng, 6)
-    local = local_sgd(losses_of(name), optim.sgd(lr=0.5), mesh(2), period=2, start=4)
+    local = LocalSGD(losses_of(name), optim.sgd(lr=0.5), mesh(2), period=2, start=4)
     shards = shard_batch(batch, mesh(2), weights=weights)
     state, loss = local.step(local.init(params), *shards)
     value, gradient = whole(name, params, batch, weights)
@@ -207,14 +216,13 @@ def test_reducer(rng, mesh, name):
 def test_elastic(rng, name):
     """Two replicas take shares of 7 examples, padded to powers of two."""
     params, batch, weights = problem(rng, 7)
-    run = data_parallel.elastic(
-        losses_of(name), optim.sgd(lr=0.5), global_batch=7, seed=1, least=2
-    )
+    sampler = data_parallel.Sampler(7, 7, seed=1)
+    run = data_parallel.Elastic(losses_of(name), optim.sgd(lr=0.5), sampler)
     states = {}
 
     def replica(worker):
         with rpc.use_worker(worker):
-            states[worker] = run.run(params, batch, weights, epochs=1).state
+            states[worker], _ = run.run(params, batch, weights, min_replicas=2)
 
     with rpc.elastic_cluster("w0") as join:
         join("w1")
@@ -239,7 +247,7 @@ def test_a_loss_scale_is_one_of_the_mean(rng, name):
     opt = optim.with_master_weights(
         optim.sgd(lr=1.0), compute_dtype=jnp.float32, loss_scale=2.0**7
     )
-    step = data_parallel.train_step(losses_of(name), opt, 1)
+    step = data_parallel.train_step(losses_of(name), opt, replicas=1)
     state, metrics = step(step.init(params), batch, weights)
 
     def scaled(params):
@@ -273,15 +281,19 @@ def test_the_extreme_of_one_pass(rng, mesh, extreme, name):
 
     expected = jax.value_and_grad(reduced)(params)
     for where in (1, 2, mesh(2), mesh(3)):
-        fn = data_parallel.value_and_grad(losses_of(name), where, reduction=extreme)
-        check(fn(params, *shard_batch(batch, where)), expected)
+        fn = data_parallel.value_and_grad(
+            losses_of(name), **over(where), reduction=extreme
+        )
+        check(fn(params, *shard_batch(batch, **over(where))), expected)
         step = gradient_of(losses_of(name), where, reduction=extreme)
-        check(step(params, *shard_batch(batch, where)), through_a_step(expected))
+        check(
+            step(params, *shard_batch(batch, **over(where))), through_a_step(expected)
+        )
 
 
 def test_a_sum_begins_with_the_weights(rng):
     params, batch, weights = problem(rng, 7)
-    fn = data_parallel.value_and_grad(losses_of("clip"), 1, reduction="sum")
+    fn = data_parallel.value_and_grad(losses_of("clip"), replicas=1, reduction="sum")
 
     def total(params):
         return (weights * losses_of("clip")(params, batch)).sum()
@@ -292,8 +304,10 @@ def test_a_sum_begins_with_the_weights(rng):
 def test_a_rule_that_adds_counts_padding(rng):
     """Documented: the replicas' rows are equal in number, and padding is a row."""
     params, batch, weights = problem(rng, 5)
-    shards = shard_batch(batch, 2, sizes=(3, 2), weights=weights)
-    _, found = data_parallel.value_and_grad(losses_of("add"), 2)(params, *shards)
+    shards = shard_batch(batch, replicas=2, sizes=(3, 2), weights=weights)
+    _, found = data_parallel.value_and_grad(losses_of("add"), replicas=2)(
+        params, *shards
+    )
     _, expected = whole("add", params, batch, weights)
     # Row 5, of weight 0, has the first example of its shard.
     rows = jax.tree.map(lambda x: x[[0, 1, 2, 3, 4, 3]], batch)

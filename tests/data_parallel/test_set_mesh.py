@@ -8,19 +8,20 @@ from jax.sharding import AxisType
 
 from jdist import data_parallel, optim
 from jdist.segment import segment
+from tests.replicas import over
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def over(first, count, axis, kind):
+def line(first, count, axis, kind):
     devices = jax.devices()[first : first + count]
     return jax.make_mesh((count,), (axis,), devices=devices, axis_types=(kind,))
 
 
 MESHES = {
-    "automatic axes": lambda: over(0, 3, "data", AUTO),
-    "explicit axes": lambda: over(0, 3, "data", EXPLICIT),
-    "other devices": lambda: over(4, 2, "other", EXPLICIT),
+    "automatic axes": lambda: line(0, 3, "data", AUTO),
+    "explicit axes": lambda: line(0, 3, "data", EXPLICIT),
+    "other devices": lambda: line(4, 2, "other", EXPLICIT),
 }
 
 
@@ -39,15 +40,17 @@ def given(rng):
 
 
 def value_and_grad(mesh, params, x, _):
-    found = data_parallel.value_and_grad(losses, mesh)
-    return found(params, *data_parallel.shard_batch(x, mesh))
+    found = data_parallel.value_and_grad(losses, **over(mesh))
+    return found(params, *data_parallel.shard_batch(x, **over(mesh)))
 
 
 def steps(mesh, params, x, _, optimizer=None):
-    step = data_parallel.train_step(losses, optimizer or optim.adam(lr=0.1), mesh)
+    step = data_parallel.train_step(
+        losses, optimizer or optim.adam(lr=0.1), **over(mesh)
+    )
     state = step.init(params)
     for _ in range(2):
-        batch, weights = data_parallel.shard_batch(x, mesh)
+        batch, weights = data_parallel.shard_batch(x, **over(mesh))
         state, metrics = step(state, batch, weights=weights)
     return state.params, metrics.loss, step.evaluate(state, batch, weights).loss
 
@@ -58,19 +61,21 @@ def steps_of_zero(mesh, *arguments):
 
 
 def fit_and_evaluate(mesh, params, _, x):
-    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
+    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), **over(mesh))
     state, _ = data_parallel.fit(step, step.init(params), [x, x])
     return state.params, data_parallel.evaluate(step, state, [x]).loss
 
 
 def local_sgd(mesh, params, x, _):
-    local = data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=2)
-    state, _ = local.step(local.init(params), *data_parallel.shard_batch(x, mesh))
+    local = data_parallel.LocalSGD(losses, optim.sgd(lr=0.1), **over(mesh), period=2)
+    state, _ = local.step(
+        local.init(params), *data_parallel.shard_batch(x, **over(mesh))
+    )
     return local.average(state)
 
 
 def applied(mesh, params, x, _):
-    return data_parallel.DataParallel(losses, mesh)(params, x)
+    return data_parallel.parallel_apply(losses, **over(mesh))(params, x)
 
 
 def reducer(mesh, params, _, x):
@@ -80,7 +85,7 @@ def reducer(mesh, params, _, x):
 
 
 def replicate(mesh, params, *_):
-    return data_parallel.replicate(params, mesh)
+    return data_parallel.replicate(params, **over(mesh))
 
 
 CALLS = (

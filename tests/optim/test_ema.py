@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import data_parallel, optim, pipeline
+from tests.replicas import over
 
 DECAY = 0.75
 
@@ -143,7 +144,7 @@ def test_train_step_and_zero(divided, mesh, rng):
         path.append(own)
     expected = by_hand(path)
     used = data_parallel.zero(opt, where) if divided else opt
-    step = data_parallel.train_step(losses, used, where)
+    step = data_parallel.train_step(losses, used, **over(where))
     state = step.init(params)
     for x in batches:
         state, _ = step(state, x)

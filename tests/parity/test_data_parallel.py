@@ -10,6 +10,7 @@ import pytest
 from jdist import optim, verify
 from jdist.data_parallel import shard_batch, value_and_grad
 from tests.parity.pair import outputs_of_both
+from tests.replicas import over
 
 pytestmark = pytest.mark.parity
 
@@ -55,13 +56,13 @@ def test_the_whole_batchs_gradient_is_torchs(problem, mesh, reduction, sizes):
         reduction, getattr(torch, reduction)
     )
     devices = mesh(len(sizes))
-    fn = value_and_grad(losses_of, devices, reduction=reduction)
+    fn = value_and_grad(losses_of, **over(devices), reduction=reduction)
     verify.gradients(
         losses_of,
         params,
         batch,
         {
-            "jdist": lambda p, b: fn(p, *shard_batch(b, devices, sizes)),
+            "jdist": lambda p, b: fn(p, *shard_batch(b, **over(devices), sizes=sizes)),
             "torch": lambda p, b: torchs(p, b, reduce),
         },
         reduction=reduction,
@@ -75,8 +76,8 @@ def test_ties_share_as_in_torchs_amax():
     x = np.array([[2.0, 4.0], [3.0, 2.0], [1.0, 1.0], [5.0, 1.0]])
     w = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     torch.amax(torch.tensor(x) @ w).backward()
-    fn = value_and_grad(lambda w, x: x @ w, 3, reduction="max")
-    _, gradient = fn(jnp.ones(2), *shard_batch(x, 3, sizes=(1, 0, 3)))
+    fn = value_and_grad(lambda w, x: x @ w, replicas=3, reduction="max")
+    _, gradient = fn(jnp.ones(2), *shard_batch(x, replicas=3, sizes=(1, 0, 3)))
     np.testing.assert_array_equal(gradient, w.grad.numpy())
 
 
@@ -124,8 +125,8 @@ def test_torchs_ddp_agrees_on_equal_shards_only(rng, tmp_path):
         return ((jnp.tanh(batch[0] @ w.T) - batch[1]) ** 2).sum(axis=1)
 
     def ours(sizes):
-        fn = value_and_grad(losses, 2)
-        return lambda w, b: fn(w, *shard_batch(b, 2, sizes))
+        fn = value_and_grad(losses, replicas=2)
+        return lambda w, b: fn(w, *shard_batch(b, replicas=2, sizes=sizes))
 
     loss = np.asarray(losses(jnp.asarray(w), (x, y)).mean())
     equal, uneven = ((loss, ddps(tmp_path, s, x, y, w)) for s in ((4, 4), (7, 1)))
@@ -156,8 +157,8 @@ def test_fifty_steps_of_training_as_in_torch(problem, nesterov):
     options = {"lr": 0.01, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 1e-3}
     opt = optim.sgd(**options)
     state = opt.init(params)
-    fn = value_and_grad(losses_of, 3)
-    shards = shard_batch(batch, 3, sizes=(1, 5, 2))
+    fn = value_and_grad(losses_of, replicas=3)
+    shards = shard_batch(batch, replicas=3, sizes=(1, 5, 2))
     leaves = {k: torch.tensor(v, requires_grad=True) for k, v in params.items()}
     torch_opt = torch.optim.SGD(leaves.values(), **options)
     x, y = map(torch.tensor, batch)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jdist import optim
-from jdist.data_parallel import hooks, local_sgd, shard_batch
+from jdist.data_parallel import LocalSGD, hooks, shard_batch
+from jdist.data_parallel.step.local_sgd import group_mean
 from tests.data_parallel.hook_runs import bucket_of, run_hook
 from tests.parity.pair import outputs_of_both
 
@@ -121,7 +122,7 @@ OURS = {
     "fp16(all_reduce)": hooks.fp16(hooks.all_reduce()),
     "int8_per_tensor": hooks.int8_per_tensor(),
     "int8_per_channel": hooks.int8_per_channel(512),
-    "post_local_sgd": hooks.post_local_sgd(2),
+    "post_local_sgd": hooks.switch(hooks.all_reduce(), group_mean(1), at=2),
     "power_sgd": hooks.power_sgd(rank=2, start=2),
     "power_sgd, no feedback": hooks.power_sgd(rank=2, start=2, error_feedback=False),
 }
@@ -212,11 +213,11 @@ def test_periodic_averages(both):
         return ((jnp.tanh(batch[0] @ w) - batch[1]) ** 2).sum(axis=1)
 
     opt = optim.sgd(lr=0.1, momentum=0.9)
-    local = local_sgd(losses, opt, 2, period=PERIOD, start=WARMUP)
+    local = LocalSGD(losses, opt, replicas=2, period=PERIOD, start=WARMUP)
     state = local.init(data["w"])
     apart = 0
     for t, batch in enumerate(zip(data["x"], data["y"], strict=True)):
-        state, _ = local.step(state, *shard_batch(batch, 2))
+        state, _ = local.step(state, *shard_batch(batch, replicas=2))
         for rank in (0, 1):
             found = np.asarray(state.params[rank])
             np.testing.assert_allclose(found, theirs[rank]["averages"][t], rtol=1e-12)

@@ -113,9 +113,9 @@ def torchs(folder: Path):
 def test_join_divides_as_torch_does(run, divide_by):
     """Four batches on one replica and two on the other, with momentum; float64."""
     content, torch = run
-    joined = Join(content["streams"], 2, rows=4, divide_by=divide_by)
+    joined = Join(content["streams"], replicas=2, rows=4, divide_by=divide_by)
     opt = optim.sgd(lr=LR, momentum=MOMENTUM)
-    step = train_step(losses_of, opt, 2, reduction=joined.reduction)
+    step = train_step(losses_of, opt, replicas=2, reduction=joined.reduction)
     state = step.init(content["w"])
     for batch, weights in joined:
         state, _ = step(state, batch, weights)
@@ -126,8 +126,8 @@ def test_join_divides_as_torch_does(run, divide_by):
 def test_the_rules_differ_and_neither_is_by_weight(run):
     """Or the comparison above would show nothing."""
     content, torch = run
-    joined = Join(content["streams"], 2, rows=4)
-    step = train_step(losses_of, optim.sgd(lr=LR, momentum=MOMENTUM), 2)
+    joined = Join(content["streams"], replicas=2, rows=4)
+    step = train_step(losses_of, optim.sgd(lr=LR, momentum=MOMENTUM), replicas=2)
     state = step.init(content["w"])
     for batch, weights in joined:
         state, _ = step(state, batch, weights)
@@ -141,7 +141,7 @@ def test_early_ends_are_errors_in_both(run):
     """torch names the rank on that rank, and says so on the other."""
     content, torch = run
     assert "exhausted inputs" in torch["error"]
-    joined = Join(content["streams"], 2, rows=4, early_end="error")
+    joined = Join(content["streams"], replicas=2, rows=4, early_end="error")
     with pytest.raises(EarlyEnd, match=r"replicas 1 of 2 ran out of data after 2"):
         list(joined)
 
@@ -150,10 +150,10 @@ def test_accumulation_is_no_sync(run):
     """Three micro-batches of equal counts, each divided by three in torch."""
     content, torch = run
     opt = optim.sgd(lr=LR, momentum=MOMENTUM)
-    step = train_step(losses_of, opt, 2, accumulate=3)
+    step = train_step(losses_of, opt, replicas=2, accumulate=3)
     parts = [batch for micro in content["micro"] for batch in micro]
     batch = tuple(np.concatenate(leaf) for leaf in zip(*parts, strict=True))
     state = step.init(content["w"])
     for _ in range(2):
-        state, _ = step(state, *shard_batch(batch, 2))
+        state, _ = step(state, *shard_batch(batch, replicas=2))
     np.testing.assert_allclose(state.params, torch["no_sync"], rtol=1e-12)

@@ -145,7 +145,7 @@ WRONG = {
     ),
     "timed(pipe": (lambda v: pipeline.timed(v, dict), [None, loss]),
     "timed(step": (lambda v: pipeline.timed(pipe(), v), [None, 3]),
-    "over_epoch(found": (pipeline.over_epoch, [3, "ab", [1.0], (1.0, 2.0)]),
+    "Metrics.combine(found": (pipeline.Metrics.combine, [3, "ab", [1.0], (1.0, 2.0)]),
     "Module('l', fn": (lambda v: module(fn=v), [None, 3, "tanh"]),
     "Module('l', in_evaluation": (lambda v: module(in_evaluation=v), [3, "tanh"]),
     "Module('l', inputs": (lambda v: module(inputs=v), [None, "x", [1]]),

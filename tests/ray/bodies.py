@@ -99,9 +99,8 @@ def shares():
 
 def train_elastic(before=lambda: None):
     """Takes part in an elastic run; parameters and losses."""
-    run = data_parallel.elastic(
-        exact_loss, optim.sgd(lr=1.0), global_batch=ELASTIC_BATCH, reduction="sum"
-    )
+    sampler = data_parallel.Sampler(EXAMPLES, ELASTIC_BATCH)
+    run = data_parallel.Elastic(exact_loss, optim.sgd(lr=1.0), sampler, reduction="sum")
     state, losses = run.run(FIRST, (Watched(X, before), Y), COUNTS, epochs=EPOCHS)
     return jax.tree.map(np.asarray, state.params), losses
 

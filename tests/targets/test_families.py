@@ -237,7 +237,7 @@ def test_parameters_divided_over_the_model_axis_stay_so(hardware):
 
 def test_local_sgd_sums_and_passes_gradients_around_a_group(hardware, mesh):
     """Sums at first, and of parameters for an average; by turns, all in one program."""
-    local = data_parallel.local_sgd(
+    local = data_parallel.LocalSGD(
         losses, optim.sgd(lr=0.1, momentum=0.9), mesh, period=4, start=2, group_size=2
     )
     state = local.init(PARAMS)

@@ -432,11 +432,13 @@ def test_the_steps_of_this_library():
         return opt.step(p, clipped, s)
 
     def replicas(**rate):
-        step = data_parallel.train_step(losses, opt, 2, max_norm=0.5, accumulate=2)
+        step = data_parallel.train_step(
+            losses, opt, replicas=2, max_norm=0.5, accumulate=2
+        )
 
         def train(p, s, batch):
             state = step.init(p, opt_state=s)
-            rows = data_parallel.shard_batch(batch, 2, rows=4)
+            rows = data_parallel.shard_batch(batch, replicas=2, rows=4)
             state, _ = step(state, *rows, **rate)
             return state.params, state.opt_state
 

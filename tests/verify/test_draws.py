@@ -209,8 +209,8 @@ def test_with_a_key_for_each_example_right_passes_and_wrong_fails():
         return {**part, "key": jnp.broadcast_to(batch["key"][0], part["key"].shape)}
 
     def replicas(w, batch):
-        fn = data_parallel.value_and_grad(losses, 2)
-        return fn(w, *data_parallel.shard_batch(batch, 2, sizes=(4, 2)))
+        fn = data_parallel.value_and_grad(losses, replicas=2)
+        return fn(w, *data_parallel.shard_batch(batch, replicas=2, sizes=(4, 2)))
 
     report = verify.gradients(
         losses,

@@ -51,7 +51,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
       >>> import tempfile, jax.numpy as jnp
       >>> from jdist import data_parallel, optim
       >>> opt = optim.sgd(lr=0.1)
-      >>> step = data_parallel.train_step(lambda w, x: w * x, opt, mesh=2)
+      >>> step = data_parallel.train_step(lambda w, x: w * x, opt, replicas=2)
       >>> state, _ = step(step.init(jnp.array(3.0)), jnp.array([1.0, 2.0]))
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,

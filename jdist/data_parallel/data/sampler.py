@@ -29,7 +29,8 @@ from jdist._errors import (
     requirement,
 )
 from jdist._tree import PyTree, examples_in
-from jdist.data_parallel.replicas.shards import own_replicas, replicas_of, shard_batch
+from jdist.data_parallel.replicas.placement import Placement
+from jdist.data_parallel.replicas.shards import sharded
 
 
 class Shards(NamedTuple):
@@ -96,7 +97,7 @@ class Sampler:
         replicas: int,
         epoch: int = 0,
         *,
-        only: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
         start: int = 0,
     ) -> Iterator[Shards]:
         """The steps of an epoch, as indices.
@@ -104,12 +105,12 @@ class Sampler:
         Args:
           replicas: Number of replicas.
           epoch: Number of the epoch.
-          only: The replicas whose examples are wanted; None for all. If they have none
+          ranks: The replicas whose examples are wanted; None for all. If they have none
             at a step, they get one example with weight 0.
           start: Steps to skip, for a run that resumes.
 
         Raises:
-          ValueError: `start` is negative or beyond the epoch; `only` names none, or
+          ValueError: `start` is negative or beyond the epoch; `ranks` names none, or
             one that there is not.
         """
         check_at_least("shards(replicas=...)", replicas, 1)
@@ -118,14 +119,14 @@ class Sampler:
         check_number(
             "shards(start=...)", start, rule, lambda n: 0 <= n <= self.steps, whole=True
         )
-        if only is not None:
+        if ranks is not None:
             rule = "must be numbers of replicas"
-            check_sequence("shards(only=...)", only, Integral, rule)
+            check_sequence("shards(ranks=...)", ranks, Integral, rule)
         order = self.order(epoch)
-        wanted = range(replicas) if only is None else only
+        wanted = range(replicas) if ranks is None else ranks
         if not wanted or not set(wanted) <= set(range(replicas)):
             rule = f"must be some of the {replicas} replicas"
-            raise ValueError(requirement("shards(only=...)", rule, list(wanted)))
+            raise ValueError(requirement("shards(ranks=...)", rule, list(wanted)))
         for step in range(start, self.steps):
             rows = order[step * self.batch : (step + 1) * self.batch]
             parts = np.array_split(rows, replicas)
@@ -142,12 +143,13 @@ class Sampler:
     def batches(
         self,
         data: PyTree,
-        mesh: Mesh | int,
+        mesh: Mesh | None = None,
         epoch: int = 0,
         *,
+        replicas: int | None = None,
         start: int = 0,
         rows: int | None = None,
-        axis: str = "data",
+        data_axis: str = "data",
     ) -> Iterator[tuple[PyTree, jax.Array]]:
         """The steps of an epoch, as batches and weights for `train_step`.
 
@@ -156,23 +158,27 @@ class Sampler:
         Args:
           data: Pytree of arrays, each `(examples, ...)`; anything that takes an array
             of indices, such as a memory-mapped file.
-          mesh: The devices; or a number of replicas that share one device.
+          mesh: The devices.
           epoch: Number of the epoch.
+          replicas: In place of a mesh: a number of replicas that share one device.
           start: Steps to skip, for a run that resumes.
           rows: Rows per replica, padding included, such as a multiple of the
             micro-batches of `train_step(accumulate=...)`; None for as few as hold a
             replica's part of a batch.
-          axis: The mesh axis that counts replicas.
+          data_axis: The mesh axis that counts replicas.
 
         Raises:
           ValueError: `data` has another number of examples; `start` is not a step;
-            no such axis; `rows` are too few; this process has no device of the mesh.
-          TypeError: `rows` is not an integer.
+            no such axis; a mesh and replicas are given; `rows` are too few; this
+            process has no device of the mesh.
+          TypeError: `rows` is not an integer; neither a mesh nor replicas are given.
 
         Example:
           >>> import numpy as np
           >>> sampler = Sampler(examples=5, batch=3, shuffle=False)
-          >>> for batch, weights in sampler.batches(np.arange(5.0), 2, rows=4):
+          >>> for batch, weights in sampler.batches(
+          ...     np.arange(5.0), replicas=2, rows=4
+          ... ):
           ...     print(batch, weights)
           [0. 1. 1. 1. 2. 2. 2. 2.] [1. 1. 0. 0. 1. 0. 0. 0.]
           [3. 3. 3. 3. 4. 4. 4. 4.] [1. 0. 0. 0. 1. 0. 0. 0.]
@@ -181,15 +187,12 @@ class Sampler:
         if count != self.examples:
             rule = f"must have the sampler's {self.examples} examples"
             raise ValueError(requirement("batches(data=...)", rule, count))
-        replicas = replicas_of(mesh, axis, "batches")
-        only = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
-        least = -(-self.batch // replicas)
+        place = Placement.of("batches", mesh, replicas, data_axis)
+        fewest = -(-self.batch // place.count)
         if rows is None:
-            rows = least
-        reason = f", a replica's part of a batch of {self.batch} over {replicas}"
-        check_at_least("batches(rows=...)", rows, least, reason)
-        for shard in self.shards(replicas, epoch, only=only, start=start):
+            rows = fewest
+        reason = f", a replica's part of a batch of {self.batch} over {place.count}"
+        check_at_least("batches(rows=...)", rows, fewest, reason)
+        for shard in self.shards(place.count, epoch, ranks=place.own(), start=start):
             taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
-            yield shard_batch(
-                taken, mesh, shard.sizes, weights=shard.weights, rows=rows, axis=axis
-            )
+            yield sharded(taken, place, shard.sizes, shard.weights, rows)

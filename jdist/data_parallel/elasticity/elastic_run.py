@@ -1,12 +1,11 @@
-"""The public function of elastic data parallelism."""
+"""Elastic data parallelism: the arguments of a run, and what a worker does in it."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
+from jdist._checkpoint import check_folder
 from jdist._errors import (
     check_at_least,
-    check_flags,
     check_function,
+    check_number,
     check_positive_seconds,
     check_type,
     requirement,
@@ -41,54 +41,110 @@ from jdist.optim.internal import loss_scaling, started
 if TYPE_CHECKING:
     from jdist.rpc.extension import Agent
 
-__all__ = ["Elastic", "ElasticResult", "elastic"]
+__all__ = ["Elastic"]
 
 
-class ElasticResult(NamedTuple):
-    """The result of an elastic run on one replica."""
-
-    state: TrainState
-    """The state after the last step, the same on every replica."""
-
-    losses: dict[int, float]
-    """The loss of each step that this replica has applied. A newcomer lacks those
-    before it came; rank 0 has all, unless it was expelled or the run went on from a
-    checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
 class Elastic:
-    """An elastic run; made by `elastic`.
+    """Training that stays exact while replicas come and go.
 
-    Attributes:
-      programs: The compiled functions.
-      optimizer: The optimizer.
-      sums: The reduction.
-      global_batch: Examples per step.
-      slots: See `elastic`.
-      folder: The folder of checkpoints, or None.
-      save_every: Steps between checkpoints.
-      deadline: See `elastic`.
-      least: See `elastic`.
-      join_timeout: See `elastic`.
-      seed: The seed of the order of examples.
-      shuffle: Whether each epoch has another order.
-      name: The name of the run.
+    Replicas are the workers of an rpc group. Each step's batch is divided over the live
+    ones. Examples that a replica has not computed when it dies go to others, and a step
+    is taken when each of its examples has been counted once:
+
+        dL/dW = sum_i (B_i / B) dL_i/dW              for any shards i
+
+    A newcomer fetches the state from a live replica while the others continue. If all
+    but rank 0 die, rank 0 continues alone. If rank 0 dies, whose process has the
+    group's coordinator, the run ends; started again, it continues from the last
+    checkpoint.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
+        must treat examples independently.
+      optimizer: The optimizer; one with masters must have no loss scale.
+      sampler: The number of examples, and the order and size of the batches.
+      reduction: "mean", "sum", "max" or "min".
+      slots: None sums shards in whatever sizes they have. A number divides each batch
+        into as many slots, each computed alone, and sums them along a fixed tree: on
+        devices of one kind the parameters are then bit-equal for every history.
+      folder: Folder of checkpoints, which all replicas read and write; None for none.
+      save_every: Steps between checkpoints, which one of the replicas writes; needs a
+        folder.
+      timeout: Seconds in which a replica must compute its share or send its state. A
+        slower one is expelled while another has the state, and readmitted with its next
+        report. A timeout shorter than compilation costs repeated work.
+
+    Raises:
+      ValueError: An argument is out of its range; `save_every` without a folder.
+      TypeError: An argument is of another type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim, rpc
+      >>> training = data_parallel.Elastic(
+      ...     lambda w, x: (x - w) ** 2,
+      ...     optim.sgd(lr=0.1),
+      ...     data_parallel.Sampler(examples=4, batch=2),
+      ... )
+      >>> data = jnp.array([1.0, 2.0, 3.0, 4.0])
+      >>> with rpc.elastic_cluster():
+      ...     state, losses = training.run(jnp.array(0.0), data)
+      >>> len(losses), int(state.step)
+      (2, 2)
+
+    References:
+      TorchElastic and torchft, which go on with the gradient of the examples that are
+      left.
     """
 
-    programs: Programs
-    optimizer: Optimizer
-    sums: str
-    global_batch: int
-    slots: int | None
-    folder: Path | None
-    save_every: int | None
-    deadline: float
-    least: int
-    join_timeout: float
-    seed: int
-    shuffle: bool
-    name: str
+    def __init__(
+        self,
+        loss_fn: Callable[[PyTree, PyTree], jax.Array],
+        optimizer: Optimizer,
+        sampler: Sampler,
+        *,
+        reduction: str = "mean",
+        slots: int | None = None,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Checks the arguments; nothing is compiled yet."""
+        call = "Elastic"
+        check_function(f"{call}(loss_fn=...)", loss_fn)
+        check_optimizer(f"{call}(optimizer=...)", optimizer)
+        if loss_scaling(optimizer) is not None:
+            rule = "must have no loss scale, which replicas do not multiply by"
+            remedy = "Leave `loss_scale` out: bfloat16 needs none."
+            argument = f"{call}(optimizer=...)"
+            raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+        check_type(f"{call}(sampler=...)", sampler, Sampler, "must be a Sampler")
+        reductions.check_reduction(call, reduction)
+        if slots is not None:
+            rule = f"must be from 1 to the sampler's batch, {sampler.batch}"
+            check_number(
+                f"{call}(slots=...)",
+                slots,
+                rule,
+                lambda n: 1 <= n <= sampler.batch,
+                whole=True,
+            )
+        if folder is not None:
+            check_folder(f"{call}(folder=...)", folder)
+        if save_every is not None:
+            argument = f"{call}(save_every=...)"
+            check_at_least(argument, save_every, 1)
+            if folder is None:
+                rule = "must be None where there is no folder"
+                remedy = "Give `folder=`, one that all replicas can reach."
+                raise ValueError(requirement(argument, rule, save_every, remedy))
+        check_positive_seconds(f"{call}(timeout=...)", timeout)
+        self._programs = Programs(loss_fn, optimizer, reduction)
+        self._optimizer, self._sampler, self._reduction = optimizer, sampler, reduction
+        self._slots = None if slots is None else int(slots)
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._save_every = None if save_every is None else int(save_every)
+        self._timeout = float(timeout)
 
     def run(
         self,
@@ -97,12 +153,15 @@ class Elastic:
         weights: ArrayLike | None = None,
         *,
         epochs: int = 1,
-    ) -> ElasticResult:
-        """Takes part in the run as the current worker, until the run is over.
+        min_replicas: int = 1,
+        join_timeout: float = 600.0,
+        name: str = "elastic",
+    ) -> tuple[TrainState, dict[int, float]]:
+        """Takes part in a run as the current worker, until the run is over.
 
         Every worker of the group calls it, at any time and with the same arguments. It
-        waits for the worker of rank 0, and for as many replicas as `least` says, but no
-        longer than `join_timeout`.
+        waits for the worker of rank 0, and for as many replicas as `min_replicas` says,
+        but no longer than `join_timeout`.
 
         Args:
           params: Pytree of arrays: the first parameters, in full precision. A
@@ -110,9 +169,15 @@ class Elastic:
           data: Pytree of arrays, each `(examples, ...)`: all of it, on every worker.
           weights: `(examples,)`, non-negative; None for 1 each.
           epochs: Number of passes over the examples.
+          min_replicas: Smallest number of replicas with which a step begins.
+          join_timeout: Seconds that a step waits for them, and a replica for rank 0 to
+            begin the run; after that the run ends with an error.
+          name: Name of the run, unique in the group.
 
         Returns:
-          The state and the losses.
+          The state after the last step, the same on every replica; and the loss of each
+          step that this replica has applied. A newcomer lacks those before it came;
+          rank 0 has all, unless it was expelled or the run went on from a checkpoint.
 
         Raises:
           TypeError: An argument is of another type.
@@ -127,21 +192,29 @@ class Elastic:
         # Imported on use: a program of one process does not need rpc.
         from jdist.data_parallel.elasticity.replica_group import follow_leader
 
-        call = "Elastic.run"
+        call, sampler = "Elastic.run", self._sampler
+        check_type(f"{call}(name=...)", name, str, "must be a name, a str")
+        for argument, number in {
+            "epochs": epochs,
+            "min_replicas": min_replicas,
+        }.items():
+            check_at_least(f"{call}({argument}=...)", number, 1)
+        check_positive_seconds(f"{call}(join_timeout=...)", join_timeout)
         examples = examples_in(data, f"{call}(data=...)")
+        if examples != sampler.examples:
+            rule = f"must have the sampler's {sampler.examples} examples"
+            raise ValueError(requirement(f"{call}(data=...)", rule, examples))
         check_arrays(f"{call}(params=...)", params)
-        epochs = _at_least_one(f"{call}(epochs=...)", epochs)
         counted = _checked_weights(call, weights, examples)
-        sampler = Sampler(examples, self.global_batch, self.seed, self.shuffle)
-        batches = Batches(data, counted, sampler, self.slots)
-        _check_batches(call, batches, epochs, self.sums)
+        batches = Batches(data, counted, sampler, self._slots)
+        _check_batches(call, batches, int(epochs), self._reduction)
         terms = RunTerms(
-            sampler.steps * epochs,
+            sampler.steps * int(epochs),
             batches.units,
-            self.deadline,
-            least=self.least,
-            patience=self.join_timeout,
-            save_every=self.save_every,
+            self._timeout,
+            min_replicas=int(min_replicas),
+            join_timeout=float(join_timeout),
+            save_every=self._save_every,
         )
 
         def work(
@@ -150,16 +223,15 @@ class Elastic:
             # Copies: the caller may donate its own.
             own = jax.tree.map(lambda x: jnp.array(x, copy=True), owned(params))
             step = jnp.zeros((), jnp.int32)
-            first = TrainState(step, *started(self.optimizer, own))
+            first = TrainState(step, *started(self._optimizer, own))
             first = jax.device_put(first, agent.device)
             return ReplicaWork(
-                self.programs, batches, first, agent.device, self.folder, source
+                self._programs, batches, first, agent.device, self._folder, source
             )
 
-        agreed = self._agreed(params, batches, epochs)
-        state, losses = follow_leader(self.name, terms, agreed, work)
-        found = {step: float(loss) for step, loss in sorted(losses.items())}
-        return ElasticResult(state, found)
+        agreed = self._agreed(params, batches, int(epochs))
+        state, losses = follow_leader(name, terms, agreed, work)
+        return state, {step: float(loss) for step, loss in sorted(losses.items())}
 
     def _agreed(self, params: PyTree, batches: Batches, epochs: int) -> dict[str, str]:
         """Settings, as text by name, on which all replicas must agree."""
@@ -170,155 +242,15 @@ class Elastic:
 
         return {
             "epochs": str(epochs),
-            "reduction": self.sums,
-            "slots": str(self.slots),
+            "reduction": self._reduction,
+            "slots": str(self._slots),
             "order of examples": str(batches.sampler),
             # A digest, since every report carries these texts.
             "weights": hashlib.sha256(batches.weights.tobytes()).hexdigest()[:12],
             "shapes of parameters": shapes(params),
             "shapes of data": shapes(jax.tree.map(lambda x: x[:1], batches.data)),
-            "optimizer": self.optimizer.name,
+            "optimizer": self._optimizer.name,
         }
-
-
-def elastic(  # noqa: PLR0913 - options, by keyword
-    loss_fn: Callable[[PyTree, PyTree], jax.Array],
-    optimizer: Optimizer,
-    *,
-    global_batch: int,
-    reduction: str = "mean",
-    slots: int | None = None,
-    folder: str | Path | None = None,
-    save_every: int | None = None,
-    deadline: float = 60.0,
-    least: int = 1,
-    join_timeout: float = 600.0,
-    seed: int = 0,
-    shuffle: bool = True,
-    name: str = "elastic",
-) -> Elastic:
-    """Training that stays exact while replicas come and go.
-
-    Replicas are the workers of an rpc group. Each step's global batch is divided over
-    the live ones. Examples that a replica has not computed when it dies go to others,
-    and a step is taken when each of its examples has been counted once:
-
-        dL/dW = sum_i (B_i / B) dL_i/dW              for any shards i
-
-    A newcomer fetches the state from a live replica while the others continue. If all
-    but rank 0 die, rank 0 continues alone. If rank 0 dies, whose process has the
-    group's coordinator, the run ends; started again, it continues from the last
-    checkpoint.
-
-    Args:
-      loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`. It
-        must treat examples independently.
-      optimizer: The optimizer; one with masters must have no loss scale.
-      global_batch: Examples per step, over all replicas; the last batch of an epoch may
-        be smaller.
-      reduction: "mean", "sum", "max" or "min".
-      slots: None sums shards in whatever sizes they have. A number divides each batch
-        into as many slots, each computed alone, and sums them along a fixed tree: on
-        devices of one kind the parameters are then bit-equal for every history.
-      folder: Folder of checkpoints, which all replicas read and write; None for none.
-      save_every: Steps between checkpoints, which one of the replicas writes; needs a
-        folder.
-      deadline: Seconds in which a replica must compute its share or send its state. A
-        slower one is expelled while another has the state, and readmitted with its next
-        report. A deadline shorter than compilation costs repeated work.
-      least: Smallest number of replicas with which a step begins.
-      join_timeout: Seconds that a step waits for them, and a replica for rank 0 to
-        begin the run; after that the run ends with an error.
-      seed: Seed of the order of examples.
-      shuffle: False keeps the order of the data.
-      name: Name of the run, unique in the group.
-
-    Returns:
-      The run; each worker calls `Elastic.run`.
-
-    Raises:
-      ValueError: An argument is out of its range; `save_every` without a folder.
-      TypeError: An argument is of another type.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jdist import data_parallel, optim, rpc
-      >>> run = data_parallel.elastic(
-      ...     lambda w, x: (x - w) ** 2, optim.sgd(lr=0.1), global_batch=2
-      ... )
-      >>> with rpc.elastic_cluster():
-      ...     state, losses = run.run(jnp.array(0.0), jnp.array([1.0, 2.0, 3.0, 4.0]))
-      >>> len(losses), int(state.step)
-      (2, 2)
-
-    References:
-      TorchElastic and torchft, which go on with the gradient of the examples that are
-      left.
-    """
-    call = "elastic"
-    _check_kinds(loss_fn, optimizer, name, folder, shuffle)
-    reductions.check_reduction(call, reduction)
-    check_at_least(f"{call}(seed=...)", seed, 0)
-    global_batch = _at_least_one(f"{call}(global_batch=...)", global_batch)
-    least = _at_least_one(f"{call}(least=...)", least)
-    if slots is not None:
-        slots = _at_least_one(f"{call}(slots=...)", slots)
-        if slots > global_batch:
-            rule = f"must be at most global_batch, {global_batch}"
-            raise ValueError(requirement(f"{call}(slots=...)", rule, slots))
-    if save_every is not None:
-        save_every = _at_least_one(f"{call}(save_every=...)", save_every)
-        if folder is None:
-            rule = "must be None where there is no folder"
-            remedy = "Give `folder=`, one that all replicas can reach."
-            argument = f"{call}(save_every=...)"
-            raise ValueError(requirement(argument, rule, save_every, remedy))
-    for argument, seconds in {
-        "deadline": deadline,
-        "join_timeout": join_timeout,
-    }.items():
-        check_positive_seconds(f"{call}({argument}=...)", seconds)
-    return Elastic(
-        Programs(loss_fn, optimizer, reduction),
-        optimizer,
-        reduction,
-        global_batch,
-        slots,
-        None if folder is None else Path(folder).absolute(),
-        save_every,
-        deadline,
-        least,
-        float(join_timeout),
-        seed,
-        shuffle,
-        name,
-    )
-
-
-def _check_kinds(
-    loss_fn: object,
-    optimizer: Optimizer,
-    name: object,
-    folder: object,
-    shuffle: object,
-) -> None:
-    check_function("elastic(loss_fn=...)", loss_fn)
-    check_optimizer("elastic(optimizer=...)", optimizer)
-    if loss_scaling(optimizer) is not None:
-        rule = "must have no loss scale, which replicas do not multiply by"
-        remedy = "Leave `loss_scale` out: bfloat16 needs none."
-        raise ValueError(
-            requirement("elastic(optimizer=...)", rule, optimizer.name, remedy)
-        )
-    check_type("elastic(name=...)", name, str, "must be a name, a str")
-    if folder is not None:
-        check_type("elastic(folder=...)", folder, str | Path, "must be a path")
-    check_flags("elastic", shuffle=shuffle)
-
-
-def _at_least_one(argument: str, value: int) -> int:
-    check_at_least(argument, value, 1)
-    return int(value)
 
 
 def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.ndarray:

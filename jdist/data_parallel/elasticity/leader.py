@@ -144,19 +144,19 @@ class RunTerms:
     Attributes:
       steps: Number of steps.
       units: Maps a step to its number of units.
-      deadline: Seconds in which a replica must compute its parts; a slower one is
+      timeout: Seconds in which a replica must compute its parts; a slower one is
         expelled if another has the state.
-      least: Smallest number of replicas with which a step begins.
-      patience: Seconds that a step waits for them.
+      min_replicas: Smallest number of replicas with which a step begins.
+      join_timeout: Seconds that a step waits for them.
       save_every: Steps between checkpoints; None for none.
       log: Largest number of committed gradients that are kept.
     """
 
     steps: int
     units: Callable[[int], int]
-    deadline: float
-    least: int = 1
-    patience: float = math.inf
+    timeout: float
+    min_replicas: int = 1
+    join_timeout: float = math.inf
     save_every: int | None = None
     log: int = 64
 
@@ -364,7 +364,7 @@ class Leader:
             self._begin_by = math.inf
         else:
             # A step that is waiting already keeps its time.
-            self._begin_by = min(self._begin_by, now + self._terms.patience)
+            self._begin_by = min(self._begin_by, now + self._terms.join_timeout)
 
     def _is_whole(self) -> bool:
         assert self.step is not None
@@ -414,7 +414,7 @@ class Leader:
             yield from self._end(ready)
             return
         # The first step waits for rank 0, so that one replica has every loss.
-        if len(ready) < self._terms.least or not (
+        if len(ready) < self._terms.min_replicas or not (
             self._has_begun or self._own in ready
         ):
             return
@@ -440,7 +440,7 @@ class Leader:
             if not parts:
                 continue
             seat = self._seats[replica]
-            seat.parts, seat.due = list(parts), now + self._terms.deadline
+            seat.parts, seat.due = list(parts), now + self._terms.timeout
             yield self._order(
                 replica,
                 heir=replica == heir,

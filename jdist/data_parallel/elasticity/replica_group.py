@@ -66,7 +66,7 @@ class Message(NamedTuple):
     terms: dict[str, str]
     """Settings of the run, by name, on which all replicas have to agree."""
 
-    patience: float
+    join_timeout: float
     """Seconds to wait for rank 0 to begin."""
 
     report: tuple[Any, ...] | None
@@ -130,7 +130,7 @@ class LeaderService:
             here, there = (t.get(name) for t in (self._agreed, message.terms))
             if here != there:
                 rule = f"must have the same {name} on all workers, {here} as on rank 0"
-                error = ValueError(requirement("elastic(...)", rule, str(there)))
+                error = ValueError(requirement("Elastic.run(...)", rule, str(there)))
                 answer.set_exception(error)
                 return
         assert message.report is not None
@@ -169,7 +169,7 @@ class LeaderService:
         """Waits until all replicas have received the directive that ends the run."""
         # Not without limit: a replica slower than the deadline gets an error instead.
         with self._ended:
-            self._ended.wait_for(lambda: self._leader.is_over, self._terms.deadline)
+            self._ended.wait_for(lambda: self._leader.is_over, self._terms.timeout)
 
     def _tick(self) -> None:
         self._react(self._leader.tick)
@@ -211,16 +211,17 @@ class LeaderService:
 
         if len(orders) > 1:
             # A peer that has stopped reading must not hold up the others for long.
-            self._timer.later(self._terms.deadline / 4, hand_over)
+            self._timer.later(self._terms.timeout / 4, hand_over)
         for answer, value in rest():
             answer.set_result(value)
 
     def _too_few(self, ready: int) -> str:
         terms = self._terms
         return (
-            f"No step could begin for {terms.patience:g} s: {ready} of the replicas "
-            f"were ready, and `elastic(least=...)` is {terms.least}. Start more "
-            "workers, or give a longer `elastic(join_timeout=...)`."
+            f"No step could begin for {terms.join_timeout:g} s: {ready} of the "
+            "replicas were ready, and `Elastic.run(min_replicas=...)` is "
+            f"{terms.min_replicas}. Start more workers, or give a longer "
+            "`Elastic.run(join_timeout=...)`."
         )
 
     def _keep(self, report: ReplicaReport, sums: Sequence[list[jax.Array]]) -> None:
@@ -312,7 +313,7 @@ class ElasticRuns:
         with self._lock:
             if name in self._followers:
                 rule = "must be of no run that this worker is in"
-                raise ValueError(requirement("elastic(name=...)", rule, name))
+                raise ValueError(requirement("Elastic.run(name=...)", rule, name))
             self._followers[name] = follower
         try:
             yield
@@ -328,7 +329,7 @@ class ElasticRuns:
         with self._lock:
             if name in self._leaders:
                 rule = "must be new in the group: the run of that name has begun"
-                raise ValueError(requirement("elastic(name=...)", rule, name))
+                raise ValueError(requirement("Elastic.run(name=...)", rule, name))
             self._leaders[name] = leader
             early = self._early.pop(name, {})
         for replica, (message, answer) in early.items():
@@ -370,7 +371,7 @@ class ElasticRuns:
                     return None
                 early[replica] = (message, answer)
                 self._timer.later(
-                    message.patience, lambda: self._give_up(message, replica)
+                    message.join_timeout, lambda: self._give_up(message, replica)
                 )
                 return answer
         if message.report is None:
@@ -406,8 +407,8 @@ class ElasticRuns:
         answer.set_exception(
             RpcError(
                 f"Rank 0 has not begun the elastic run {message.run!r} for "
-                f"{message.patience:g} s. Call `run` there as well, or give a longer "
-                "`elastic(join_timeout=...)`."
+                f"{message.join_timeout:g} s. Call `run` there as well, or give a "
+                "longer `Elastic.run(join_timeout=...)`."
             )
         )
 
@@ -468,7 +469,7 @@ def follow_leader(
         if peer is None:
             raise Unreachable
         try:
-            found = agent.call(peer.info, _STATE, name, terms.deadline, _META)
+            found = agent.call(peer.info, _STATE, name, terms.timeout, _META)
         except RpcError as error:
             raise Unreachable from error
         generation, held, leaves = found
@@ -514,7 +515,7 @@ def _follow(
     structure = work.sum_structure
     report, sums = follower.first_report(), list[list[jax.Array]]()
     while not follower.over:
-        message = Message(name, agreed, terms.patience, tuple(report), sums)
+        message = Message(name, agreed, terms.join_timeout, tuple(report), sums)
         try:
             # Without a timeout: the leader may be waiting for more replicas.
             pending = agent.call_async(0, _REPORT, tuple(message), 0, _META)
@@ -534,7 +535,7 @@ def _follow(
         except BaseException:
             if not agent.info.id:
                 raise  # The run ends with rank 0: its shares go to no other replica.
-            leaving = tuple(Message(name, agreed, terms.patience, None, []))
+            leaving = tuple(Message(name, agreed, terms.join_timeout, None, []))
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)
             raise

@@ -104,7 +104,6 @@ class Communication:
       method: "all_reduce" or "all_gather".
       bucket_cap_mb: See `data_parallel.value_and_grad`.
       hook: See `data_parallel.value_and_grad`.
-      replicated: Whether all replicas must end up with the same gradient.
       divided: Whether gradients may be divided over further axes of the mesh. Each is
         then summed by itself, in its own shape, and is neither concatenated nor
         gathered.
@@ -119,7 +118,6 @@ class Communication:
     method: str = "all_reduce"
     bucket_cap_mb: Cap = None
     hook: Any = None
-    replicated: bool = True
     divided: bool = False
     debug: bool = False
     scattered: bool = False
@@ -411,12 +409,6 @@ class Communication:
             rule = "must be left out where a hook sums the gradients"
             got = repr(self.method)
             raise ValueError(requirement(f"{self.call}(method=...)", rule, got))
-        if self.replicated and not _as_hook(self.hook).replicated:
-            rule = "must leave all replicas with the same gradient"
-            remedy = "Replicas that part ways need `data_parallel.local_sgd`."
-            raise ValueError(
-                requirement(argument, rule, _as_hook(self.hook).name, remedy)
-            )
 
     def _checked(self, given: Bucket, result: PyTree) -> tuple[PyTree, Bucket]:
         """The state and the bucket that a hook has returned."""

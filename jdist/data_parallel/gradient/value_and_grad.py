@@ -27,20 +27,21 @@ from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.inputs import are_ready, brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
     Weights,
     check_rows,
-    replicas_of,
     weights_given,
 )
 from jdist.segment.internal import GuardedJit
 
 
-def value_and_grad(
+def value_and_grad(  # noqa: PLR0913 - options, by keyword
     loss_fn: Callable[[PyTree, PyTree], jax.Array],
-    mesh: Mesh | int,
+    mesh: Mesh | None = None,
     *,
-    axis: str = "data",
+    replicas: int | None = None,
+    data_axis: str = "data",
     reduction: str = "mean",
     method: str = "all_reduce",
     bucket_cap_mb: Cap = None,
@@ -54,10 +55,12 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`: one real loss per example, shape
         `(examples,)`. It must treat examples independently, or combine them by
-        collectives over `axis`.
-      mesh: The devices; or a number of replicas that share one device.
-      axis: The mesh axis that counts replicas; parameters are replicated over it. Over
-        further axes of the mesh they may be divided, and their gradients are then, too.
+        collectives over `data_axis`.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
+      data_axis: The mesh axis that counts replicas; parameters are replicated over it.
+        Over further axes of the mesh they may be divided, and their gradients are then,
+        too.
       reduction: "mean" S w l / S w, "sum" S w l, or "max", "min" over w > 0, where
         ties share the gradient equally over the whole batch.
       method: "all_reduce" sums partial gradients on the way; "all_gather" collects
@@ -85,9 +88,10 @@ def value_and_grad(
       gradient of 0.
 
     Raises:
-      TypeError: An argument is of another type. On calling: weights are no numbers.
-      ValueError: Unknown reduction or method; a mesh without the axis; a limit below
-        0; a hook that says it leaves replicas with different gradients. On calling:
+      TypeError: An argument is of another type; neither a mesh nor replicas are given.
+        On calling: weights are no numbers.
+      ValueError: Unknown reduction or method; a mesh without the axis; a mesh and
+        replicas; a limit below 0. On calling:
         listed buckets that do not fit the parameters; a hook that returns another
         shape; losses of another shape; a batch that does not divide by the replicas;
         weights of another shape; NumPy weights that are negative, not finite or all 0,
@@ -100,8 +104,8 @@ def value_and_grad(
       >>> import jax.numpy as jnp
       >>> from jdist import data_parallel
       >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-      >>> fn = data_parallel.value_and_grad(lambda w, x: (x @ w) ** 3, mesh=2)
-      >>> batch, weights = data_parallel.shard_batch(x, 2, sizes=(2, 1))
+      >>> fn = data_parallel.value_and_grad(lambda w, x: (x @ w) ** 3, replicas=2)
+      >>> batch, weights = data_parallel.shard_batch(x, replicas=2, sizes=(2, 1))
       >>> loss, gradient = fn(jnp.array([0.3, 0.4]), batch, weights)
       >>> print(f"{loss:.3f} {gradient[0]:.2f} {gradient[1]:.2f}")
       25.425 96.01 118.68
@@ -112,12 +116,19 @@ def value_and_grad(
     """
     call = "value_and_grad"
     check_function(f"{call}(loss_fn=...)", loss_fn)
-    replicas = replicas_of(mesh, axis, call)
-    divided = check_mesh(call, mesh, axis)
+    place = Placement.of(call, mesh, replicas, data_axis)
+    divided = check_mesh(call, place)
     communication = Communication(
-        call, axis, reduction, method, bucket_cap_mb, hook, divided=divided, debug=debug
+        call,
+        data_axis,
+        reduction,
+        method,
+        bucket_cap_mb,
+        hook,
+        divided=divided,
+        debug=debug,
     )
-    run = _Programs(loss_fn, mesh, communication)
+    run = _Programs(loss_fn, place, communication)
 
     @called_outside_mesh
     def fn(
@@ -128,16 +139,16 @@ def value_and_grad(
     ) -> tuple[PyTree, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
-        check_rows(count, replicas)
+        check_rows(count, place.count)
         weights = weights_given("fn", batch, weights, count, reduction)
-        check_params("fn(params=...)", params, mesh, axis)
+        check_params("fn(params=...)", params, place)
         given = (batch, weights)
-        if not are_ready((params, given), mesh):
+        if not are_ready((params, given), place.mesh):
             check_arrays("fn(params=...)", params)
             check_arrays("fn(batch=...)", batch)
             # Before `brought`, which would read a donated buffer to move it.
             check_alive("fn(params, batch)", (params, *given))
-            params, given = brought("fn(params, batch)", mesh, axis, params, given)
+            params, given = brought("fn(params, batch)", place, params, given)
         batch, weights = given
         if not communication.stateful:
             _check_no_state(hook_state)
@@ -145,11 +156,11 @@ def value_and_grad(
         elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
         else:
-            check_hook_rows("fn(hook_state=...)", hook_state, replicas)
+            check_hook_rows("fn(hook_state=...)", hook_state, place.count)
         *found, sums = run.step(params, batch, weights, hook_state)
-        paced(mesh, found[0])
+        paced(place.mesh, found[0])
         if debug:
-            check_agreement(call, sums, mesh, axis)
+            check_agreement(call, sums, place)
         return tuple(found if communication.stateful else found[:2])
 
     return fn
@@ -161,7 +172,7 @@ class _Programs:
     def __init__(
         self,
         loss_fn: Callable[..., jax.Array],
-        mesh: Mesh | int,
+        place: Placement,
         communication: Communication,
     ) -> None:
         reduction = communication.reduction
@@ -190,13 +201,13 @@ class _Programs:
             own = communication.start(*parts(params, batch, weights))
             return (as_row(own),)
 
-        axis, call = communication.axis, communication.call
+        call = communication.call
         reads = {"loss_fn": loss_fn, "hook": communication.hook}
         takes, gives = (EACH, rows, rows), (EACH, EACH, rows, EACH)
-        mapped = over_replicas(step, mesh, axis, (*takes, rows), gives)
+        mapped = over_replicas(step, place, (*takes, rows), gives)
         # Nothing is donated: callers keep the parameters.
         self.step = GuardedJit(mapped, call, reads)
-        first = over_replicas(start, mesh, axis, takes, (rows,))
+        first = over_replicas(start, place, takes, (rows,))
         self.start = GuardedJit(first, call, reads)
 
 

@@ -12,7 +12,6 @@ from jdist.data_parallel.hooks.hook_switch import switch
 from jdist.data_parallel.hooks.int8 import int8_per_channel, int8_per_tensor
 from jdist.data_parallel.hooks.low_rank import power_sgd
 from jdist.data_parallel.hooks.plain_sum import all_reduce
-from jdist.data_parallel.hooks.replica_groups import post_local_sgd
 
 __all__ = [
     "Bucket",
@@ -23,7 +22,6 @@ __all__ = [
     "fp16",
     "int8_per_channel",
     "int8_per_tensor",
-    "post_local_sgd",
     "power_sgd",
     "switch",
 ]

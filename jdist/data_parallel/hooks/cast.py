@@ -76,5 +76,4 @@ def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
         reduce,
         # The inner hook keeps state in the dtype of the buckets that it is given.
         None if init is None else lambda bucket: init(narrow(bucket)),
-        inner.replicated,
     )

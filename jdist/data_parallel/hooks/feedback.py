@@ -41,4 +41,4 @@ def error_feedback(hook: Hook) -> Hook:
         sent = given.buffer if result.sent is None else result.sent
         return (inner, given.buffer - sent), bucket.replaced(result.buffer, sent)
 
-    return Hook(f"error_feedback({hook.name})", reduce, init, hook.replicated)
+    return Hook(f"error_feedback({hook.name})", reduce, init)

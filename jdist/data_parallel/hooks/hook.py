@@ -67,17 +67,15 @@ class Hook:
       name: Name in reports.
       reduce: `(state, bucket) -> (state, bucket)`, pure: the bucket that it returns
         holds the sum of all replicas' buffers, or an approximation, with the same shape
-        and dtype, and is the same on all replicas unless `replicated` is False. The
-        state is this replica's, for this bucket.
+        and dtype, the same on all replicas. The state is this replica's, for this
+        bucket.
       init: Maps a bucket (zeros, before the first step) to the first state; None if
         the hook is stateless.
-      replicated: Whether all replicas end up with the same buffer.
     """
 
     name: str
     reduce: Callable[[PyTree, Bucket], tuple[PyTree, Bucket]]
     init: Callable[[Bucket], Any] | None = None
-    replicated: bool = True
 
     def start(self, bucket: Bucket) -> PyTree:
         """The state before the first step, `()` without `init`."""

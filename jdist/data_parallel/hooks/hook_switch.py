@@ -40,7 +40,7 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
         return (jnp.minimum(count + 1, at), states), result
 
     name = f"switch({first.name}, {then.name}, at={at})"
-    return Hook(name, reduce, init, first.replicated and then.replicated)
+    return Hook(name, reduce, init)
 
 
 def one_of(

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jdist._compat import is_traced
 from jdist._errors import JdistError, requirement
 from jdist._tree import PyTree, named_leaves
+from jdist.data_parallel.replicas.placement import Placement
 
 
 class ReplicasDiffer(JdistError):
@@ -66,16 +66,13 @@ def _mixed(words: jax.Array) -> jax.Array:
     return words ^ (words >> 16)
 
 
-def check_agreement(
-    call: str, sums: Mapping[str, Any], mesh: Mesh | int, axis: str
-) -> None:
+def check_agreement(call: str, sums: Mapping[str, Any], placement: Placement) -> None:
     """Checks that the leaves of a result are the same on all replicas.
 
     Args:
       call: The public function, for the error's text.
       sums: What `checksums` returned.
-      mesh: The devices; or a number of replicas on one device.
-      axis: The axis of replicas.
+      placement: The replicas.
 
     Raises:
       ReplicasDiffer: They do; the message names the first such leaf, and the devices.
@@ -92,7 +89,7 @@ def check_agreement(
         if len(held) == 1:
             continue
         groups = "; ".join(
-            f"checksum {value:08x} on {_named(replicas, mesh, axis)}"
+            f"checksum {value:08x} on {_named(replicas, placement)}"
             for value, replicas in held.items()
         )
         raise ReplicasDiffer(
@@ -102,11 +99,10 @@ def check_agreement(
         )
 
 
-def _named(replicas: list[int], mesh: Mesh | int, axis: str) -> str:
-    if not isinstance(mesh, Mesh):
+def _named(replicas: list[int], placement: Placement) -> str:
+    if placement.mesh is None:
         return f"replica {', '.join(map(str, replicas))}"
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    rows = devices.reshape(len(devices), -1)
+    rows = placement.devices()
     names = (
         f"{replica} ({', '.join(map(str, rows[replica]))})" for replica in replicas
     )

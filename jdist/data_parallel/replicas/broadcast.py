@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import called_outside_mesh
-from jdist._errors import check_sequence, requirement
+from jdist._errors import requirement
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -32,22 +32,30 @@ from jdist._tree import (
     words,
 )
 from jdist.data_parallel.replicas.layout import is_divided
-from jdist.data_parallel.replicas.shards import replicas_of
+from jdist.data_parallel.replicas.mapping import EACH
+from jdist.data_parallel.replicas.placement import check_given
 
 
 @called_outside_mesh
-def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree:
+def replicate(
+    tree: PyTree,
+    mesh: Mesh | None = None,
+    *,
+    replicas: int | None = None,
+    name: str = "params",
+) -> PyTree:
     """Copies replica 0's values to every replica.
 
-    With several processes each passes its own tree; they are compared as by
-    `check_replicas`, and process 0's goes to all. The copies are new buffers: they may
+    With several processes each passes its own tree. They must agree in structure,
+    shapes and dtypes, and process 0's goes to all. The copies are new buffers: they may
     be donated while the caller keeps `tree`.
 
     Args:
       tree: Pytree of arrays and numbers, this process's own. A leaf that lies whole on
         several devices already is taken from the first. One that is divided over them
         is one array of all processes, and stays divided. Or a pytree of shapes.
-      mesh: The devices; or a number of replicas on one device.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
       name: What the tree is, for the error.
 
     Returns:
@@ -55,8 +63,10 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
       those of such arrays.
 
     Raises:
-      TypeError: A leaf is no array and no number, or `mesh` is no mesh and no number.
-      ValueError: Processes have trees of other structure, shapes or dtypes.
+      TypeError: A leaf is no array and no number; `mesh` is no mesh; or neither a mesh
+        nor replicas are given.
+      ValueError: Processes have trees of other structure, shapes or dtypes, and the
+        message names the leaf and the process; or a mesh and replicas are given.
 
     Example:
       >>> import jax
@@ -64,8 +74,12 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
       >>> replicate({"w": 1.5}, mesh)["w"].sharding.is_fully_replicated
       True
     """
-    if not isinstance(mesh, Mesh):
-        replicas_of(mesh, "", "replicate")
+    check_given("replicate", mesh, replicas)
+    return spread(tree, mesh, name)
+
+
+def spread(tree: PyTree, mesh: Mesh | None, name: str) -> PyTree:
+    """Copies replica 0's values to a mesh, or its device; see `replicate`."""
     check_arrays(f"replicate({name}=...)", tree)
     # `jnp.copy` reads an array of NumPy's after it has returned.
     tree = owned(tree)
@@ -80,47 +94,15 @@ def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree
         # Before the broadcast, which would hang or fail without a path if trees differ.
         _check_processes(own, name)
         own = _from_process_0(own)
-    if isinstance(mesh, int):
+    if mesh is None:
         return merge(jax.tree.map(jnp.copy, own), divided)
-    place = NamedSharding(mesh, PartitionSpec())
+    place = NamedSharding(mesh, EACH)
     # A placed array may share memory with its source on one of the devices.
     whole = jax.tree.map(lambda x: jnp.copy(_placed(x, place)), own)
     return merge(whole, divided)
 
 
-def check_replicas(replicas: Sequence[PyTree], *, name: str = "params") -> None:
-    """Refuses replicas that differ in structure, shape or dtype from replica 0.
-
-    Args:
-      replicas: One tree for each replica.
-      name: What the trees are, for the error.
-
-    Raises:
-      TypeError: They are no list of trees of arrays.
-      ValueError: They differ, and the message names the leaf and the replica; or there
-        are none.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_replicas([{"w": jnp.zeros(3)}, {"w": jnp.zeros(4)}])
-      Traceback (most recent call last):
-        ...
-      ValueError: `check_replicas(params=...)` must agree with replica 0: float32 of
-      shape (3,) at w. Got float32 of shape (4,) on replica 1.
-    """
-    check_sequence(
-        "check_replicas(replicas)", replicas, object, "must be a list of trees"
-    )
-    if not replicas:
-        rule = "must have at least one replica"
-        raise ValueError(requirement(f"check_replicas({name}=...)", rule, "none"))
-    for tree in replicas:
-        check_arrays(f"check_replicas({name}=...)", tree)
-    descriptions = [_description(tree) for tree in replicas]
-    _compare(descriptions, f"check_replicas({name}=...)", "replica")
-
-
-def _description(tree: PyTree) -> dict[str, str]:
+def description(tree: PyTree) -> dict[str, str]:
     """Descriptions of all leaves by path, and of the structure under the empty path."""
     leaves = {
         path: "None" if leaf is None else described(leaf)
@@ -130,9 +112,12 @@ def _description(tree: PyTree) -> dict[str, str]:
     return leaves | {"": str(jax.tree.structure(tree))}
 
 
-def _compare(
-    descriptions: Sequence[Mapping[str, str]], argument: str, who: str
-) -> None:
+def check_agree(descriptions: Sequence[Mapping[str, str]], argument: str) -> None:
+    """Checks that the trees of all processes have one description.
+
+    Raises:
+      ValueError: With the first path that differs, and the process.
+    """
     first, *others = descriptions
     for rank, other in enumerate(others, start=1):
         # The structure last: a missing leaf is the better message.
@@ -141,21 +126,20 @@ def _compare(
             expected, found = (d.get(path, "no leaf") for d in (first, other))
             if found != expected:
                 where = f" at {path}" if path else ""
-                rule = f"must agree with {who} 0: {expected}{where}"
-                raise ValueError(
-                    requirement(argument, rule, f"{found} on {who} {rank}")
-                )
+                rule = f"must agree with process 0: {expected}{where}"
+                got = f"{found} on process {rank}"
+                raise ValueError(requirement(argument, rule, got))
 
 
 def _check_processes(tree: PyTree, name: str) -> None:
-    text = np.frombuffer(json.dumps(_description(tree)).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(description(tree)).encode(), np.uint8)
     # Gathered arrays have one shape on all processes, hence lengths first.
     lengths = multihost_utils.process_allgather(np.int32(text.size))
     padded = np.zeros(int(np.max(lengths)), np.uint8)
     padded[: text.size] = text
     rows = zip(multihost_utils.process_allgather(padded), lengths, strict=True)
     texts = [bytes(row[:length]) for row, length in rows]
-    _compare([json.loads(text) for text in texts], f"replicate({name}=...)", "process")
+    check_agree([json.loads(text) for text in texts], f"replicate({name}=...)")
 
 
 def _from_process_0(tree: PyTree) -> PyTree:
@@ -171,10 +155,10 @@ def _first_copy(leaf: Any) -> PyTree:
     return np.asarray(leaf, jnp.result_type(leaf))
 
 
-def _shape_on(mesh: Mesh | int, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if isinstance(mesh, int) or is_divided(shape):
+def _shape_on(mesh: Mesh | None, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if mesh is None or is_divided(shape):
         return shape
-    return shape.update(sharding=NamedSharding(mesh, PartitionSpec()))
+    return shape.update(sharding=NamedSharding(mesh, EACH))
 
 
 def _placed(leaf: Any, place: NamedSharding) -> jax.Array:

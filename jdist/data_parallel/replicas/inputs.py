@@ -14,15 +14,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import ArrayImpl, is_traced
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_shape, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
+from jdist.data_parallel.replicas.placement import Placement
 
 
-def are_ready(tree: PyTree, mesh: Mesh | int) -> bool:
+def are_ready(tree: PyTree, mesh: Mesh | None) -> bool:
     """Whether a program can take all arrays as they are.
 
     If so, none is donated or deleted, those that are committed lie on the devices of
@@ -32,7 +33,7 @@ def are_ready(tree: PyTree, mesh: Mesh | int) -> bool:
     Args:
       tree: All arguments of the program. With replicas on one device the first
         committed array determines it.
-      mesh: The devices; or a number of replicas on one device.
+      mesh: The devices; None for replicas on one device.
     """
     home = last = None
     # Nothing is remembered from call to call: one pass over the leaves costs no more
@@ -53,7 +54,7 @@ def are_ready(tree: PyTree, mesh: Mesh | int) -> bool:
                 home = devices
             elif devices is not home and devices != home:
                 return False
-    return home is None or isinstance(mesh, int) or home == _devices_of(mesh)
+    return home is None or mesh is None or home == _devices_of(mesh)
 
 
 def check_alive(argument: str, tree: PyTree) -> None:
@@ -79,18 +80,18 @@ def check_alive(argument: str, tree: PyTree) -> None:
     raise ValueError(requirement(argument, rule, got, remedy))
 
 
-def check_place(argument: str, state: PyTree, mesh: Mesh | int) -> None:
+def check_place(argument: str, state: PyTree, placement: Placement) -> None:
     """Checks that a state is on the devices of the mesh.
 
     Args:
       argument: Function and argument, such as `"step(state=...)"`.
       state: What `init` or the last step returned.
-      mesh: The devices. Replicas on one device use the device of their state.
+      placement: The replicas. On one device they use that of their state.
 
     Raises:
       ValueError: A leaf lies elsewhere, and the message names the first.
     """
-    place = _home(state) if isinstance(mesh, int) else NamedSharding(mesh, EACH)
+    place = _home(state) if placement.mesh is None else placement.whole
     leaves = jax.tree.leaves(state)
     if place is None or not any(_is_elsewhere(leaf, place) for leaf in leaves):
         return
@@ -106,7 +107,7 @@ def check_place(argument: str, state: PyTree, mesh: Mesh | int) -> None:
 
 
 def brought(
-    argument: str, mesh: Mesh | int, axis: str, whole: PyTree, rows: PyTree
+    argument: str, placement: Placement, whole: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Moves arrays that are committed to other devices to those of the program.
 
@@ -115,9 +116,8 @@ def brought(
 
     Args:
       argument: Function and argument, for the error's text.
-      mesh: The devices; or a number of replicas on one device, which is then that of
-        the first committed array.
-      axis: The mesh axis that counts replicas.
+      placement: The replicas. Where they share a device, it is that of the first
+        committed array.
       whole: Arrays that each replica has whole, such as parameters.
       rows: Arrays divided over the replicas, such as a batch and its weights.
 
@@ -125,13 +125,12 @@ def brought(
       ValueError: The mesh spans several processes, and an array is tied to devices of
         this one: it cannot be known to be the same in all.
     """
-    if isinstance(mesh, int):
+    if placement.mesh is None:
         home = _home((whole, rows))
         return (whole, rows) if home is None else _moved((whole, rows), home, argument)
-    places = (NamedSharding(mesh, EACH), NamedSharding(mesh, PartitionSpec(axis)))
     return (
-        _moved(whole, places[0], argument),
-        _moved(rows, places[1], argument),
+        _moved(whole, placement.whole, argument),
+        _moved(rows, placement.rows, argument),
     )
 
 

@@ -18,31 +18,25 @@ the replicas themselves, since each replica computes with whole parameters.
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from jdist._compat import KEEPS_EXPLICIT_SHARDS, is_traced
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_shape, named_leaves
+from jdist.data_parallel.replicas.placement import Placement
 
 
-def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
-    """The axes beside `axis` over which an array can be divided."""
-    if not isinstance(mesh, Mesh):
-        return ()
-    # An axis of one device divides nothing.
-    return tuple(name for name, size in mesh.shape.items() if name != axis and size > 1)
-
-
-def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
+def check_mesh(call: str, placement: Placement) -> bool:
     """Whether a mesh has further axes, which may be explicit from JAX 0.12 on.
 
     Raises:
       ValueError: A further axis is explicit, and this JAX is older.
     """
-    further = further_axes(mesh, axis)
-    if not isinstance(mesh, Mesh):
+    mesh, further = placement.mesh, placement.further_axes()
+    if mesh is None:
         return False
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axis = placement.axis
     for name in further:
         if types[name] == AxisType.Explicit and not KEEPS_EXPLICIT_SHARDS:
             rule = f"must have axes of type Auto beside {axis!r} before JAX 0.12"
@@ -56,22 +50,21 @@ def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
     return bool(further)
 
 
-def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
+def check_alone(call: str, placement: Placement) -> None:
     """Checks that a mesh has no further axes, for options that would gather arrays.
 
     Raises:
       ValueError: There are some.
     """
-    further = further_axes(mesh, axis)
+    further = placement.further_axes()
     if further:
-        rule = (
-            f"must have no axis beside {axis!r}, over which a parameter may be divided"
-        )
+        rule = f"must have no axis beside {placement.axis!r}, over which a parameter "
+        rule += "may be divided"
         got = f"axes {', '.join(map(repr, further))}"
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
 
 
-def check_params(argument: str, params: PyTree, mesh: Mesh | int, axis: str) -> None:
+def check_params(argument: str, params: PyTree, placement: Placement) -> None:
     """Checks that no replica would have to gather parameters.
 
     The layout of traced parameters is unknown; their gradient is right all the same.
@@ -79,16 +72,16 @@ def check_params(argument: str, params: PyTree, mesh: Mesh | int, axis: str) -> 
     Args:
       argument: For the error, such as `"fn(params=...)"`.
       params: Pytree; what is whole on its devices is never refused.
-      mesh: The devices. A number of replicas has no layout of its own.
-      axis: The axis of replicas.
+      placement: The replicas. On one device they have no layout of their own.
 
     Raises:
-      ValueError: A leaf is divided over `axis`, or not over this mesh.
+      ValueError: A leaf is divided over the replicas, or not over this mesh.
     """
-    if not isinstance(mesh, Mesh) or not any(map(is_divided, jax.tree.leaves(params))):
+    if placement.mesh is None or not any(map(is_divided, jax.tree.leaves(params))):
         return
+    axis = placement.axis
     for path, leaf in named_leaves(params).items():
-        if not is_divided(leaf) or _is_kept(leaf.sharding, mesh, axis):
+        if not is_divided(leaf) or _is_kept(leaf.sharding, placement):
             continue
         rule = f"must be whole on each replica, or divided over axes beside {axis!r}"
         got = f"{leaf.sharding} at {path}"
@@ -112,15 +105,16 @@ def is_divided(leaf: object) -> bool:
     )
 
 
-def _is_kept(sharding: Any, mesh: Mesh, axis: str) -> bool:
+def _is_kept(sharding: Any, placement: Placement) -> bool:
+    mesh: Any = placement.mesh
     if not isinstance(sharding, NamedSharding):
         return False
     own: PyTree = sharding.mesh
     if own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any():
         return False
     # Where there is one replica, its axis divides nothing, whatever a spec names.
-    if mesh.shape[axis] == 1:
+    if placement.count == 1:
         return True
     # An entry of a spec is a name, a tuple of names, or None.
     names = (n if isinstance(n, tuple) else (n,) for n in sharding.spec)
-    return axis not in {name for entry in names for name in entry}
+    return placement.axis not in {name for entry in names for name in entry}

@@ -5,11 +5,11 @@ from functools import reduce
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jdist._compat import map_shards
 from jdist._tree import PyTree
-from jdist.data_parallel.replicas.layout import further_axes
+from jdist.data_parallel.replicas.placement import Placement
 
 EACH = PartitionSpec()
 """The spec of an array that is the same on all replicas, such as parameters."""
@@ -21,29 +21,28 @@ twice the bytes."""
 
 def over_replicas(
     on_replica: Callable[..., PyTree],
-    mesh: Mesh | int,
-    axis: str,
+    placement: Placement,
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PyTree],
 ) -> Callable[..., PyTree]:
     """Maps a function over all replicas; the caller compiles it.
 
     Args:
-      on_replica: From pytrees to a tuple of pytrees. It may use collectives over
-        `axis`.
-      mesh: The devices; or a number of replicas that share one device. Over further
-        axes arrays stay as they are divided (see
-        `jdist.data_parallel.replicas.layout`).
-      axis: Name of the mesh axis, or of the `vmap`.
-      in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
-        first dimension.
+      on_replica: From pytrees to a tuple of pytrees. It may use collectives over the
+        replicas' axis.
+      placement: The replicas. Over further axes of their mesh arrays stay as they are
+        divided (see `jdist.data_parallel.replicas.layout`).
+      in_specs: For each argument, `EACH` or `PartitionSpec(placement.axis)`: divided
+        along the first dimension.
       out_specs: The same for each result; on a mesh also a tree of specs. What is the
         same on all replicas is not checked to be so.
     """
-    if isinstance(mesh, Mesh):
-        only = axis if further_axes(mesh, axis) else None
-        return map_shards(on_replica, mesh, in_specs, tuple(out_specs), only)
-    if mesh == 1:
+    axis, count = placement.axis, placement.count
+    if placement.mesh is not None:
+        manual = axis if placement.further_axes() else None
+        mesh = placement.mesh
+        return map_shards(on_replica, mesh, in_specs, tuple(out_specs), manual)
+    if count == 1:
         return _alone(on_replica, axis, out_specs)
     takes = tuple(None if spec == EACH else 0 for spec in in_specs)
     # Rows in all results: `vmap` does not know that values computed from a hook's state
@@ -52,7 +51,7 @@ def over_replicas(
 
     def divided(x: jax.Array) -> jax.Array:
         # The rows counted, not -1, which no array without elements determines.
-        return x.reshape(mesh, x.shape[0] // mesh, *x.shape[1:])
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
         given = (

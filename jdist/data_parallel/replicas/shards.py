@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jdist._errors import check_number, check_sequence, check_type, requirement
+from jdist._errors import check_number, check_sequence, requirement
 from jdist._tree import PyTree, Shaped, check_arrays, examples_in, is_shape, wide_dtype
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.reduction import weight_array
 
 
@@ -59,12 +60,13 @@ program."""
 
 def shard_batch(
     batch: PyTree,
-    mesh: Mesh | int,
+    mesh: Mesh | None = None,
     sizes: Sequence[int] | None = None,
     *,
+    replicas: int | None = None,
     weights: Weights = None,
     rows: int | None = None,
-    axis: str = "data",
+    data_axis: str = "data",
 ) -> tuple[PyTree, jax.Array]:
     """Splits a batch over replicas and gives every example its weight.
 
@@ -74,15 +76,15 @@ def shard_batch(
     Args:
       batch: Pytree of arrays, each of shape `(examples, ...)`. Examples go to replicas
         in order: the first `sizes[0]` to this process's first replica, and so on.
-      mesh: The devices; or a number of replicas that share one device, for
-        `jax.vmap`.
+      mesh: The devices.
       sizes: Examples per replica, 0 allowed; None for sizes as equal as possible.
+      replicas: In place of a mesh: a number of replicas that share one device.
       weights: `(examples,)`, finite, at least 0, not all 0 (in all processes together):
         a mask, or tokens per example. None for 1 each.
       rows: Rows per replica, padding included; None for the largest size. A fixed
         number keeps batches of all sizes in one compiled program, and can be divided
         into micro-batches. Several processes must name the same.
-      axis: The mesh axis that counts replicas.
+      data_axis: The mesh axis that counts replicas.
 
     Returns:
       The batch and its weights, padded to `rows` for each replica and laid out over
@@ -93,37 +95,49 @@ def shard_batch(
 
     Raises:
       ValueError: The sizes do not add up or there is not one per replica; a weight is
-        negative, not finite, or all are 0; the mesh has no such axis; the batch is
-        empty or its leaves differ in length; `rows` is below a size, or None with
-        several processes.
+        negative, not finite, or all are 0; the mesh has no such axis; a mesh and
+        replicas are given; the batch is empty or its leaves differ in length; `rows` is
+        below a size, or None with several processes.
       TypeError: `rows` is not an integer, `sizes` are no integers, `weights` no
-        numbers, or `axis` is no name.
+        numbers, or `data_axis` is no name; neither a mesh nor replicas are given.
 
     Example:
       >>> import numpy as np
-      >>> batch, weights = shard_batch(np.arange(4.0), 2, sizes=(3, 1))
+      >>> batch, weights = shard_batch(np.arange(4.0), replicas=2, sizes=(3, 1))
       >>> batch.tolist(), weights.tolist()
       ([0.0, 1.0, 2.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     """
+    place = Placement.of("shard_batch", mesh, replicas, data_axis)
+    return sharded(batch, place, sizes, weights, rows)
+
+
+def sharded(
+    batch: PyTree,
+    placement: Placement,
+    sizes: Sequence[int] | None = None,
+    weights: Weights = None,
+    rows: int | None = None,
+) -> tuple[PyTree, jax.Array]:
+    """Splits a batch over replicas; see `shard_batch`."""
     call = "shard_batch"
     count = examples_in(batch, f"{call}(batch=...)")
     check_arrays(f"{call}(batch=...)", batch)
-    replicas = replicas_of(mesh, axis, call)
-    own = len(own_replicas(mesh, axis)) if isinstance(mesh, Mesh) else replicas
+    own = len(placement.own())
+    several = own < placement.count
     sizes = _check_sizes(sizes, count, own)
-    rows = _check_rows(rows, sizes, several=own < replicas)
-    weights = _check_weights(weights, count, several=own < replicas)
+    rows = _check_rows(rows, sizes, several=several)
+    weights = _check_weights(weights, count, several=several)
     # One indexing both splits and pads, so that every row is copied once.
     order, is_real = _padded_rows(sizes, rows)
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
     padded_weights = np.where(is_real, weights[order], 0).astype(weights.dtype)
     given = (padded, padded_weights)
-    if isinstance(mesh, int):
+    if placement.mesh is None:
         found = jax.device_put(given)
-    elif own == replicas:
-        found = jax.device_put(given, NamedSharding(mesh, PartitionSpec(axis)))
+    elif not several:
+        found = jax.device_put(given, placement.rows)
     else:
-        place = NamedSharding(mesh, PartitionSpec(axis))
+        place = placement.rows
         # `device_put` onto devices of other processes compares the values everywhere.
         found = jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
@@ -131,51 +145,6 @@ def shard_batch(
         )
     _remember(*found, needed=bool((padded_weights != 1).any()))
     return found
-
-
-def own_replicas(mesh: Mesh, axis: str) -> list[int]:
-    """The replicas with a device in this process, in the order of the mesh.
-
-    Raises:
-      ValueError: It has none: such a process has nothing to bring or to compute.
-    """
-    # The axis of replicas may be any of the mesh.
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    own = [
-        rank
-        for rank, row in enumerate(devices.reshape(len(devices), -1))
-        if any(device.process_index == jax.process_index() for device in row)
-    ]
-    if not own:
-        rule = "must have devices of every process that takes part"
-        got = f"none of process {jax.process_index()}"
-        remedy = "Make it over `jax.devices()`, as `process_group` does."
-        raise ValueError(requirement("mesh", rule, got, remedy))
-    return own
-
-
-def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
-    """The number of replicas of a mesh, or the number itself.
-
-    Raises:
-      ValueError: The mesh has no such axis, or the number is below 1.
-      TypeError: `mesh` is neither a mesh nor an integer, or `axis` is no name.
-    """
-    check_type(f"{call}(axis=...)", axis, str, "must be a name, a str")
-    if isinstance(mesh, Mesh):
-        if axis in mesh.shape:
-            return int(mesh.shape[axis])
-        remedy = f"Name one of its axes, as in `axis={mesh.axis_names[0]!r}`."
-        rule = f"must have the axis {axis!r}"
-        got = f"a mesh with the axes {mesh.axis_names}"
-        raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
-    rule = "must be a jax.sharding.Mesh or a number of replicas on one device"
-    # True is an integer to Python, and no number of replicas.
-    if isinstance(mesh, bool) or not isinstance(mesh, int):
-        raise TypeError(requirement(f"{call}(mesh=...)", rule, repr(mesh)))
-    if mesh < 1:
-        raise ValueError(requirement(f"{call}(mesh=...)", f"{rule}, at least 1", mesh))
-    return mesh
 
 
 def check_rows(count: int, replicas: int) -> None:

@@ -15,11 +15,11 @@ from jdist.optim.internal import copies_over
 from jdist.reduction import weighted_mean
 
 
-def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
+def averaged(optimizer: Optimizer, axis_name: Hashable) -> Optimizer:
     """An optimizer whose step averages the replicas' gradients first.
 
     Args:
-      opt: Any optimizer of jdist.
+      optimizer: Any optimizer of jdist.
       axis_name: The mapped axis, or a tuple of names.
 
     Returns:
@@ -28,7 +28,7 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
       counts; without it all count the same, as in Horovod.
 
     Raises:
-      TypeError: `opt` is no optimizer.
+      TypeError: `optimizer` is none of jdist.optim.
       ValueError: In `step`: what `weighted_mean` refuses, such as gradients that
         shard_map has summed already.
 
@@ -46,8 +46,7 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
       Sergeev and Del Balso, Horovod, 2018; `horovod.torch.DistributedOptimizer`, which
       divides by the number of replicas.
     """
-
-    check_optimizer("averaged(opt=...)", opt)
+    check_optimizer("averaged(optimizer=...)", optimizer)
 
     def step_tree(
         params: PyTree,
@@ -57,13 +56,13 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
         **form: bool,
     ) -> tuple[PyTree, PyTree]:
         rest = dict(overrides)
-        if opt.precision is not None:
+        if optimizer.precision is not None:
             # Master weights take the mean in float32, not rounded to 16 bits.
             grads = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), grads)
         # `weight` is taken out: the wrapped optimizer has no such hyperparameter.
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
         # The members of the axis are replicas: each has whole parameters.
         with copies_over(axis_name):
-            return opt.step_tree(params, whole, state, rest, **form)
+            return optimizer.step_tree(params, whole, state, rest, **form)
 
-    return replace(opt, step_tree=step_tree)
+    return replace(optimizer, step_tree=step_tree)

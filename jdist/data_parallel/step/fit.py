@@ -16,7 +16,6 @@ from jdist._fit import (
     check_batches,
     check_saving,
     fitted,
-    over_epoch,
     pair,
     progress,
 )
@@ -63,7 +62,7 @@ def fit(
         processes, give it to one.
 
     Returns:
-      The last state, and the metrics of every step; see `over_epoch`.
+      The last state, and the metrics of every step; see `Metrics.combine`.
 
     Raises:
       TypeError: An argument is of another type.
@@ -76,11 +75,11 @@ def fit(
       >>> import jax.numpy as jnp
       >>> from jdist import data_parallel, optim
       >>> opt = optim.sgd(lr=0.1)
-      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, opt, 2)
+      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, opt, replicas=2)
       >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
-      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 0.5]), mesh=2)
+      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 0.5]), replicas=2)
       >>> state, found = data_parallel.fit(step, step.init(jnp.array(3.0)), batches)
-      >>> int(state.step), data_parallel.over_epoch(found)[:3]
+      >>> int(state.step), data_parallel.Metrics.combine(found)[:3]
       (2, (15.1875, 3, 3.0))
     """
     _check("fit", step, state, batches, total, console)
@@ -132,9 +131,10 @@ def evaluate(
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import data_parallel, optim
-      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, optim.sgd(), 2)
+      >>> opt = optim.sgd()
+      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, opt, replicas=2)
       >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
-      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 3.0]), mesh=2)
+      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 3.0]), replicas=2)
       >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches).loss
       42.0
     """
@@ -150,7 +150,7 @@ def evaluate(
             advance("evaluating", found[-1] if found else None)
             # Auxiliary outputs of all batches may be as large as the data set.
             found.append(one._replace(aux=None))
-    return over_epoch(found, step.reduction)
+    return Metrics.combine(found, step.reduction)
 
 
 def _check(

@@ -24,11 +24,10 @@ from jax.sharding import Mesh
 
 from jdist._errors import JdistError, check_choice, requirement
 from jdist._tree import PyTree, examples_in, owned
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
     BoundWeights,
-    own_replicas,
-    replicas_of,
-    shard_batch,
+    sharded,
 )
 
 DIVISORS = {"weight": "mean", "active": "mean", "initial": "sum"}
@@ -49,13 +48,14 @@ class Join:
     Args:
       streams: For each replica of this process, in the order of the mesh, an iterable
         of its batches: pytrees of arrays `(examples, ...)`.
-      mesh: The devices; or a number of replicas that share one device.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
       rows: Rows per replica: the largest batch there is.
       divide_by: "weight", "active" or "initial"; see above.
       weighted: Whether the streams hold pairs `(batch, weights)`.
       early_end: "wait" continues until all have ended; "error" raises as soon as some
         have ended and others have not.
-      axis: The mesh axis that counts replicas.
+      data_axis: The mesh axis that counts replicas.
 
     Attributes:
       reduction: The reduction that the training step must be built with: "mean" or
@@ -70,7 +70,7 @@ class Join:
     Example:
       >>> import numpy as np
       >>> streams = [[np.array([1.0, 2.0]), np.array([3.0])], [np.array([4.0])]]
-      >>> for batch, weights in Join(streams, 2, rows=2):
+      >>> for batch, weights in Join(streams, replicas=2, rows=2):
       ...     print(batch, weights)
       [1. 2. 4. 4.] [1. 1. 1. 0.]
       [3. 3. 3. 3.] [1. 0. 0. 0.]
@@ -83,28 +83,27 @@ class Join:
     def __init__(
         self,
         streams: Sequence[Iterable[PyTree]],
-        mesh: Mesh | int,
+        mesh: Mesh | None = None,
         *,
+        replicas: int | None = None,
         rows: int,
         divide_by: str = "weight",
         weighted: bool = False,
         early_end: str = "wait",
-        axis: str = "data",
+        data_axis: str = "data",
     ) -> None:
         """Checks the arguments; nothing is read yet."""
         check_choice("Join(divide_by=...)", divide_by, DIVISORS)
         check_choice("Join(early_end=...)", early_end, ("wait", "error"))
-        self._replicas = replicas_of(mesh, axis, "Join")
-        own = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
-        self._own = list(range(self._replicas)) if own is None else own
+        self._place = Placement.of("Join", mesh, replicas, data_axis)
+        self._own = self._place.own()
         if len(streams) != len(self._own):
             rule = (
                 f"must have one stream for each of the {len(self._own)} replicas here"
             )
             raise ValueError(requirement("Join(streams=...)", rule, len(streams)))
         self._streams = [iter(stream) for stream in streams]
-        self._mesh, self._axis, self._rows = mesh, axis, rows
-        self._divide_by, self._weighted = divide_by, weighted
+        self._rows, self._divide_by, self._weighted = rows, divide_by, weighted
         self._raises = early_end == "error"
         self.reduction = DIVISORS[divide_by]
 
@@ -146,7 +145,7 @@ class Join:
         # In float64, since every weight is divided by it.
         total = own.sum(dtype=np.float64)
         if self._divide_by != "weight" and total > 0:
-            share = total * (self._replicas if self._divide_by == "initial" else 1)
+            share = total * (self._place.count if self._divide_by == "initial" else 1)
             own = own.astype(np.float64) / share
         return batch, own
 
@@ -165,22 +164,15 @@ class Join:
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1
         # Joined, since `shard_batch` takes the examples of this process in one batch.
         batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
-        batch, weights = shard_batch(
-            batch,
-            self._mesh,
-            sizes,
-            weights=weights,
-            rows=self._rows,
-            axis=self._axis,
-        )
+        batch, weights = sharded(batch, self._place, sizes, weights, self._rows)
         if self._divide_by == "weight":  # Right for any reduction.
             return batch, weights
         return batch, BoundWeights(weights, self.reduction)
 
     def _agreed(self, here: Sequence[bool]) -> np.ndarray:
         """Whether each replica has a batch, the same array in every process."""
-        active = np.zeros(self._replicas, bool)
+        active = np.zeros(self._place.count, bool)
         active[self._own] = here
-        if len(self._own) == self._replicas:
+        if len(self._own) == self._place.count:
             return active  # All replicas are in this process.
         return np.any(multihost_utils.process_allgather(active), axis=0)

@@ -17,12 +17,12 @@ use the whole batch's gradient and keep equal parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._compat import called_outside_mesh, paced
@@ -41,7 +41,6 @@ from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.hook_switch import one_of
-from jdist.data_parallel.hooks.replica_groups import group_mean
 from jdist.data_parallel.replicas.inputs import (
     are_ready,
     brought,
@@ -50,10 +49,10 @@ from jdist.data_parallel.replicas.inputs import (
 )
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
     Weights,
     check_rows,
-    replicas_of,
     weights_given,
 )
 from jdist.data_parallel.step.nnx_loss import check_stateless
@@ -79,21 +78,114 @@ class LocalState(NamedTuple):
     average."""
 
 
-@dataclass(frozen=True, slots=True)
 class LocalSGD:
-    """Local SGD over replicas; made by `local_sgd`.
+    """Training with parameters that are averaged every `period` steps.
 
-    Attributes:
-      optimizer: The optimizer.
-      mesh: The devices; or a number of replicas on one device.
-      axis: The mesh axis that counts replicas.
-      compiled: The compiled functions: a step, and the average.
+    Begin with `init`; `step` and `average` are compiled.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`, one per example; their mean counts.
+      optimizer: From `jdist.optim`; each replica has a state of its own.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
+      period: Steps from one average to the next.
+      start: Steps of ordinary data parallelism first.
+      group_size: Consecutive replicas that share their gradients all the time: the
+        gradient of a group is the mean over its examples, 0 where it has none.
+      data_axis: The mesh axis that counts replicas.
+
+    Raises:
+      TypeError: An argument is of another type; neither a mesh nor replicas are given.
+      ValueError: `period` or `group_size` below 1, or `start` below 0; a mesh and
+        replicas are given. The optimizer has masters: each replica's would stay its
+        own, and undo every average. In `step`: groups that do not divide the replicas.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> local = data_parallel.LocalSGD(
+      ...     lambda w, x: (x - w) ** 2, optim.sgd(lr=0.25), replicas=2, period=2
+      ... )
+      >>> state = local.init(jnp.array(0.0))
+      >>> for _ in range(3):
+      ...     state, loss = local.step(state, jnp.array([1.0, 2.0, 5.0, 8.0]))
+      ...     print(f"{loss:.2f}", state.params)
+      23.50 [2. 2.]
+      11.50 [1.75 4.25]
+      3.81 [3.5 3.5]
+
+    References:
+      Stich, Local SGD converges fast and communicates little, ICLR 2019; Lin et al.,
+      Don't use large mini-batches, use local SGD, ICLR 2020; `torch.distributed
+      .algorithms.ddp_comm_hooks.post_localSGD_hook`, `torch.distributed.algorithms
+      .model_averaging.averagers.PeriodicModelAverager` and `torch.distributed.optim
+      .PostLocalSGDOptimizer`, which average without weights.
     """
 
-    optimizer: Optimizer
-    mesh: Mesh | int
-    axis: str
-    compiled: tuple[PyTree, PyTree]
+    def __init__(
+        self,
+        loss_fn: Callable[[PyTree, PyTree], jax.Array],
+        optimizer: Optimizer,
+        mesh: Mesh | None = None,
+        *,
+        replicas: int | None = None,
+        period: int,
+        start: int = 0,
+        group_size: int = 1,
+        data_axis: str = "data",
+    ) -> None:
+        """Checks the arguments; nothing is compiled yet."""
+        place = Placement.of("LocalSGD", mesh, replicas, data_axis)
+        check_alone("LocalSGD", place)
+        _check_options(loss_fn, optimizer, period, start)
+        self._optimizer, self._place = optimizer, place
+        axis = place.axis
+        hooks = (all_reduce(), group_mean(group_size))
+
+        def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
+            *stacked, batch, weights = arguments
+            params, opt_state, seen = own_row(stacked)
+
+            def part_of(params: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
+                return reductions.partial(loss_fn, params, batch, weights, "mean")
+
+            def summed(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
+                _, result = one_of(step < start, hooks, ((), ()), bucket)
+                return state, result
+
+            # Not `switch`, which would count steps a second time.
+            hook = Hook("LocalSGD", summed)
+            communication = Communication("LocalSGD", axis, hook=hook)
+            if weights is None:
+                weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+            # Before they are shares: averages weigh replicas by their examples.
+            seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
+            weights = communication.weights_of(batch, weights, params)
+            part, ready = with_gradient_order(part_of, params, batch, weights)
+            loss, grads, _ = communication(part, ready, params)
+            with copies_over(axis):
+                params, opt_state = optimizer.step(params, grads, opt_state)
+            # All replicas have the same step and take the same branch: otherwise a
+            # collective inside `cond` would never end.
+            params, seen = jax.lax.cond(
+                (step >= start) & ((step - start) % period == 0),
+                lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
+                lambda: (params, seen),
+            )
+            return step + 1, as_row((params, opt_state, seen)), loss
+
+        def average(params: PyTree, seen: jax.Array) -> tuple[PyTree]:
+            own, weight = own_row((params, seen))
+            return (_averaged(own, weight, axis),)
+
+        rows = PartitionSpec(axis)
+        takes = (EACH, rows, rows, rows, rows, rows)
+        step = over_replicas(on_replica, place, takes, (EACH, rows, EACH))
+        mean = over_replicas(average, place, (rows, rows), (EACH,))
+        reads = {"loss_fn": loss_fn, "optimizer": optimizer}
+        # The whole state is replaced, so its buffers can be reused.
+        self._step = GuardedJit(step, "LocalSGD", reads, donate_argnums=(0, 1, 2, 3))
+        self._average = jax.jit(lambda *given: mean(*given)[0])
 
     @called_outside_mesh
     def init(self, params: PyTree) -> LocalState:
@@ -101,22 +193,20 @@ class LocalSGD:
 
         Given shapes (`jax.ShapeDtypeStruct`), it has shapes, for `lower`.
         """
-        count = replicas_of(self.mesh, self.axis, "local_sgd")
+        count, mesh = self._place.count, self._place.mesh
         # Sums of weights over a period: as wide as the precision in use allows.
         nothing = jnp.zeros((), jnp.result_type(float))
         check_arrays("init(params=...)", params)
         check_stateless("init(params=...)", params)
-        check_params("init(params=...)", params, self.mesh, self.axis)
+        check_params("init(params=...)", params, self._place)
 
         def stacked(params: PyTree) -> PyTree:
-            own = (params, self.optimizer.init(params), nothing)
+            own = (params, self._optimizer.init(params), nothing)
             return jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
             )
 
-        rows = None
-        if isinstance(self.mesh, Mesh):
-            rows = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        rows = None if mesh is None else self._place.rows
         if any(map(is_shape, jax.tree.leaves(params))):
             found = jax.eval_shape(stacked, params)
             found = jax.tree.map(lambda x: x.update(sharding=rows), found)
@@ -147,8 +237,8 @@ class LocalSGD:
             before, or lies on other devices.
         """
         batch, weights = self._given("step", state, batch, weights)
-        step, own, loss = self.compiled[0](*state, batch, weights)
-        paced(self.mesh, loss)
+        step, own, loss = self._step(*state, batch, weights)
+        paced(self._place.mesh, loss)
         return LocalState(step, *own), loss
 
     @called_outside_mesh
@@ -161,7 +251,7 @@ class LocalSGD:
         state those that `init` makes of the parameters' shapes.
         """
         batch, weights = self._given("lower", state, batch, weights)
-        return self.compiled[0].lower(*state, batch, weights)
+        return self._step.lower(*state, batch, weights)
 
     def _given(
         self, call: str, state: LocalState, batch: PyTree, weights: Weights
@@ -169,16 +259,15 @@ class LocalSGD:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state)", state, LocalState, "local")
         count = examples_in(batch, f"{call}(state, batch)")
-        check_rows(count, replicas_of(self.mesh, self.axis, call))
+        check_rows(count, self._place.count)
         weights = weights_given(call, batch, weights, count, "mean")
-        if are_ready((state, batch, weights), self.mesh):
+        if are_ready((state, batch, weights), self._place.mesh):
             return batch, weights
         check_arrays(f"{call}(batch=...)", batch)
         check_alive(f"{call}(state=...)", state)
-        check_place(f"{call}(state=...)", state, self.mesh)
-        _, given = brought(
-            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
-        )
+        check_place(f"{call}(state=...)", state, self._place)
+        argument = f"{call}(batch=...)"
+        _, given = brought(argument, self._place, state, (batch, weights))
         return given
 
     @called_outside_mesh
@@ -186,115 +275,21 @@ class LocalSGD:
         """Averages the parameters over replicas, for evaluation or after the end."""
         check_state("average(state)", state, LocalState, "local")
         check_alive("average(state=...)", state)
-        return self.compiled[1](state.params, state.seen)
-
-
-def local_sgd(
-    loss_fn: Callable[[PyTree, PyTree], jax.Array],
-    optimizer: Optimizer,
-    mesh: Mesh | int,
-    *,
-    period: int,
-    start: int = 0,
-    group_size: int = 1,
-    axis: str = "data",
-) -> LocalSGD:
-    """Training with parameters that are averaged every `period` steps.
-
-    Args:
-      loss_fn: `loss_fn(params, batch) -> losses`, one per example; their mean counts.
-      optimizer: From `jdist.optim`; each replica has a state of its own.
-      mesh: The devices; or a number of replicas that share one device.
-      period: Steps from one average to the next.
-      start: Steps of ordinary data parallelism first.
-      group_size: Consecutive replicas that share their gradients all the time.
-      axis: The mesh axis that counts replicas.
-
-    Raises:
-      ValueError: `period` or `group_size` below 1, or `start` below 0. The optimizer
-        has masters: each replica's would stay its own, and undo every average.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jdist import data_parallel, optim
-      >>> local = local_sgd(lambda w, x: (x - w) ** 2, optim.sgd(lr=0.25), 2, period=2)
-      >>> state = local.init(jnp.array(0.0))
-      >>> for _ in range(3):
-      ...     state, loss = local.step(state, jnp.array([1.0, 2.0, 5.0, 8.0]))
-      ...     print(f"{loss:.2f}", state.params)
-      23.50 [2. 2.]
-      11.50 [1.75 4.25]
-      3.81 [3.5 3.5]
-
-    References:
-      Stich, Local SGD converges fast and communicates little, ICLR 2019; Lin et al.,
-      Don't use large mini-batches, use local SGD, ICLR 2020; `torch.distributed
-      .algorithms.model_averaging.averagers.PeriodicModelAverager` and `torch
-      .distributed.optim.PostLocalSGDOptimizer`, which average without weights.
-    """
-    replicas_of(mesh, axis, "local_sgd")
-    check_alone("local_sgd", mesh, axis)
-    _check_options(loss_fn, optimizer, period, start)
-    hooks = (all_reduce(), group_mean(group_size))
-
-    def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
-        *stacked, batch, weights = arguments
-        params, opt_state, seen = own_row(stacked)
-
-        def part_of(params: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
-            return reductions.partial(loss_fn, params, batch, weights, "mean")
-
-        def summed(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
-            _, result = one_of(step < start, hooks, ((), ()), bucket)
-            return state, result
-
-        # Not `switch`, which would count steps a second time.
-        hook = Hook("local_sgd", summed, replicated=False)
-        communication = Communication("local_sgd", axis, hook=hook, replicated=False)
-        if weights is None:
-            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
-        # Before they are shares: averages weigh replicas by their examples.
-        seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
-        weights = communication.weights_of(batch, weights, params)
-        part, ready = with_gradient_order(part_of, params, batch, weights)
-        loss, grads, _ = communication(part, ready, params)
-        with copies_over(axis):
-            params, opt_state = optimizer.step(params, grads, opt_state)
-        # All replicas have the same step and take the same branch: otherwise a
-        # collective inside `cond` would never end.
-        params, seen = jax.lax.cond(
-            (step >= start) & ((step - start) % period == 0),
-            lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
-            lambda: (params, seen),
-        )
-        return step + 1, as_row((params, opt_state, seen)), loss
-
-    def average(params: PyTree, seen: jax.Array) -> tuple[PyTree]:
-        own, weight = own_row((params, seen))
-        return (_averaged(own, weight, axis),)
-
-    rows = PartitionSpec(axis)
-    takes = (EACH, rows, rows, rows, rows, rows)
-    step = over_replicas(on_replica, mesh, axis, takes, (EACH, rows, EACH))
-    mean = over_replicas(average, mesh, axis, (rows, rows), (EACH,))
-    reads = {"loss_fn": loss_fn, "optimizer": optimizer}
-    # The whole state is replaced, so its buffers can be reused.
-    compiled = GuardedJit(step, "local_sgd", reads, donate_argnums=(0, 1, 2, 3))
-    return LocalSGD(optimizer, mesh, axis, (compiled, jax.jit(lambda *a: mean(*a)[0])))
+        return self._average(state.params, state.seen)
 
 
 def _check_options(
     loss_fn: object, optimizer: Optimizer, period: int, start: int
 ) -> None:
-    check_function("local_sgd(loss_fn=...)", loss_fn)
-    check_optimizer("local_sgd(optimizer=...)", optimizer)
+    check_function("LocalSGD(loss_fn=...)", loss_fn)
+    check_optimizer("LocalSGD(optimizer=...)", optimizer)
     if optimizer.precision is not None:
         rule = "must have no masters, which are state and are not averaged"
         remedy = "Train in float32, or in 16 bits without masters."
-        argument = "local_sgd(optimizer=...)"
+        argument = "LocalSGD(optimizer=...)"
         raise ValueError(requirement(argument, rule, optimizer.name, remedy))
     for name, value, least in (("period", period, 1), ("start", start, 0)):
-        check_at_least(f"local_sgd({name}=...)", value, least)
+        check_at_least(f"LocalSGD({name}=...)", value, least)
 
 
 def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:
@@ -306,3 +301,40 @@ def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:
     means = reductions.weighted_mean(floating, weight, axis)
     means = jax.tree.map(lambda m, x: jnp.where(total > 0, m, x), means, floating)
     return merge(means, rest)
+
+
+def group_mean(size: int) -> Hook:
+    """A hook that gives each group of replicas the gradient of its own examples.
+
+    It is the mean over them, `sum_i B_i g_i / sum_i B_i` with i in the group; 0 where
+    the group has no examples.
+    """
+    check_at_least("LocalSGD(group_size=...)", size, 1)
+
+    def mean(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
+        weight = _group_sum(bucket.weight, bucket, size)
+        total = _group_sum(bucket.buffer, bucket, size)
+        # Real, also for complex gradients, and as wide as their parts.
+        divisor = weight.astype(jnp.finfo(total.dtype).dtype)
+        # A group without examples has no mean; its gradient is 0, not NaN.
+        return state, bucket.replaced(jnp.where(weight == 0, 0, total / divisor))
+
+    return Hook(f"groups of {size}", mean)
+
+
+def _group_sum(array: jax.Array, bucket: Bucket, size: int) -> jax.Array:
+    """The sum over the group of consecutive replicas that this one belongs to."""
+    count = bucket.replicas
+    if count % size:
+        rule = f"must divide the {count} replicas"
+        raise ValueError(requirement("LocalSGD(group_size=...)", rule, size))
+    # Each array is passed around its group, and all members add them in rank order, so
+    # that they get the same bits.
+    rows = [array]
+    for shift in range(1, size):
+        pairs = [(k, k // size * size + (k - shift) % size) for k in range(count)]
+        rows.append(jax.lax.ppermute(array, bucket.axis_name, pairs))
+    # Row s came from the member s places further on; now member 0 comes first.
+    place = jax.lax.axis_index(bucket.axis_name) % size
+    ordered = jnp.roll(jnp.stack(rows), place, axis=0)
+    return reduce(jnp.add, list(ordered))

@@ -79,7 +79,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
       ...     def __call__(self, x):
       ...         return self.dense(self.norm(x))[:, 0]
       >>> made = from_nnx(Net(nnx.Rngs(0)), lambda net, b: (net(b[0]) - b[1]) ** 2)
-      >>> step = data_parallel.train_step(made.loss_fn, optim.adam(), mesh=2)
+      >>> step = data_parallel.train_step(made.loss_fn, optim.adam(), replicas=2)
       >>> state = step.init(made.params, states=made.states)
       >>> x = jax.random.normal(jax.random.key(1), (8, 3))
       >>> state, _ = step(state, (x, x[:, 0]))

@@ -49,10 +49,10 @@ from jdist.data_parallel.gradient.buckets import (
 )
 from jdist.data_parallel.hooks.hook import flatten, split
 from jdist.data_parallel.replicas.layout import check_params
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
     Weights,
     check_rows,
-    replicas_of,
     weights_given,
 )
 from jdist.reduction import Partial
@@ -69,7 +69,7 @@ def reducer(
     loss_fn: Callable[[PyTree, PyTree], jax.Array],
     mesh: Mesh,
     *,
-    axis: str = "data",
+    data_axis: str = "data",
     reduction: str = "mean",
     bucket_cap_mb: Cap = None,
     on_reduce: Callable[[int, jax.Array], None] | None = None,
@@ -83,7 +83,7 @@ def reducer(
       loss_fn: `loss_fn(outputs, batch) -> losses` of the last layer's outputs, one real
         loss per example. No collectives, here or in the layers.
       mesh: One axis of devices; with several processes each drives its own.
-      axis: The axis's name.
+      data_axis: The axis's name.
       reduction: "mean" or "sum"; an extreme is not known before the backward pass.
       bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
         last layer's first. Paths begin with the layer's number: `"2/w"`.
@@ -116,11 +116,11 @@ def reducer(
       .DistributedDataParallel`'s reducer.
     """
     call = "reducer"
-    replicas = replicas_of(mesh, axis, call)
     _check_options(call, layers, mesh, reduction)
+    place = Placement.of(call, mesh, axis=data_axis)
     check_cap(f"{call}(bucket_cap_mb=...)", bucket_cap_mb)
-    driver = _Driver(layers, loss_fn, mesh, axis, reduction)
-    return Reducer(driver, replicas, bucket_cap_mb, on_reduce)
+    driver = _Driver(layers, loss_fn, mesh, place, reduction)
+    return Reducer(driver, bucket_cap_mb, on_reduce)
 
 
 @final
@@ -129,7 +129,6 @@ class Reducer:
     """A function of parameters and batch; made by `data_parallel.reducer`."""
 
     _driver: _Driver
-    _replicas: int
     _cap: Cap
     _on_reduce: Callable[[int, jax.Array], None] | None
     _plans: LRUCache[Any, _BucketPlan] = field(default_factory=lambda: LRUCache(8))
@@ -177,7 +176,7 @@ class Reducer:
         driver = self._driver
         driver.find_layers()
         count = examples_in(batch, f"{call}(params, batch)")
-        check_rows(count, self._replicas)
+        check_rows(count, driver.place.count)
         weights = weights_given(call, batch, weights, count, driver.reduction)
         if len(params) != len(driver.segments):
             rule = "must have the parameters of each of the "
@@ -186,7 +185,7 @@ class Reducer:
             raise ValueError(requirement(f"{call}(params=...)", rule, got))
         if weights is None:
             weights = np.ones(count, np.float32)
-        check_params(f"{call}(params=...)", params, driver.mesh, driver.axis)
+        check_params(f"{call}(params=...)", params, driver.place)
         return self._plan(params), (batch, weights)
 
     def _plan(self, params: Sequence[PyTree]) -> _BucketPlan:
@@ -244,15 +243,15 @@ class _Driver:
         layers: Sequence[Layer],
         loss_fn: Callable[[PyTree, PyTree], jax.Array],
         mesh: Mesh,
-        axis: str,
+        place: Placement,
         reduction: str,
     ) -> None:
         # Each process dispatches to its own devices; collectives join those of others.
         here = jax.process_index()
         self.devices = [d for d in mesh.devices.flat if d.process_index == here]
-        self.mesh, self.axis, self.reduction = mesh, axis, reduction
-        self.rows = NamedSharding(mesh, PartitionSpec(axis))
-        self.whole = NamedSharding(mesh, PartitionSpec())
+        axis = place.axis
+        self.mesh, self.place, self.reduction = mesh, place, reduction
+        self.rows, self.whole = place.rows, place.whole
         self._layers = tuple(layers)
         reads = {f"layer {n}": layer for n, layer in enumerate(layers)}
         self._contents = GuardedContents(reads, "reducer")

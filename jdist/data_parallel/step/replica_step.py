@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._fit import Metrics
@@ -14,6 +14,7 @@ from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.step.accumulation import LossCall, ReplicaBatch, accumulated
 from jdist.data_parallel.step.model_state import synchronized
 from jdist.data_parallel.step.train_state import TrainState
@@ -140,8 +141,7 @@ def _scaled(loss: Loss, scale: jax.Array | None) -> LossCall:
 def evaluation(
     loss: Loss,
     in_evaluation: Callable[..., PyTree] | None,
-    mesh: Mesh | int,
-    axis: str,
+    place: Placement,
     reduction: str,
 ) -> Callable[..., PyTree]:
     """The compiled `(state, batch, weights) -> Metrics`.
@@ -151,11 +151,11 @@ def evaluation(
       in_evaluation: What is called instead, `in_evaluation(params, batch)`, with
         `states=` where there is one; it returns no new state and takes no key.
         None for the loss itself, whose new state is dropped.
-      mesh: The devices; or a number of replicas on one device.
-      axis: The mesh axis that counts replicas.
+      place: The replicas.
       reduction: That of the training step.
     """
     # Without hook or buckets, which are for gradients.
+    axis = place.axis
     communication = Communication("evaluate", axis, reduction)
     rows = PartitionSpec(axis)
 
@@ -187,7 +187,7 @@ def evaluation(
         counts = tuple(jax.lax.psum(x, axis) for x in own)
         return (found, *counts), as_row(aux)
 
-    mapped = over_replicas(on_replica, mesh, axis, (EACH, rows, rows), (EACH, rows))
+    mapped = over_replicas(on_replica, place, (EACH, rows, rows), (EACH, rows))
 
     def evaluate(
         state: TrainState, batch: PyTree, weights: jax.Array | None

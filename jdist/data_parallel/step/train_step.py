@@ -43,7 +43,7 @@ from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.gradient.scattered import can_scatter, scattered_spec
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
-from jdist.data_parallel.replicas.broadcast import replicate
+from jdist.data_parallel.replicas.broadcast import spread
 from jdist.data_parallel.replicas.inputs import (
     are_ready,
     brought,
@@ -52,11 +52,11 @@ from jdist.data_parallel.replicas.inputs import (
 )
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.data_parallel.replicas.shards import (
     Weights,
     check_one_per_row,
     check_weighted,
-    replicas_of,
     weights_given,
 )
 from jdist.data_parallel.step.model_state import check_rule
@@ -70,7 +70,15 @@ from jdist.segment.internal import GuardedJit
 
 
 class Synchronization(TypedDict, total=False):
-    """Options of the sum of gradients and of model state over replicas."""
+    """How a step joins the results of replicas and micro-batches; all are optional."""
+
+    reduction: str
+    """Of the losses: "mean", the default, "sum", "max" or "min"; see
+    `value_and_grad`."""
+
+    accumulate: int
+    """Micro-batches per replica and step, 1 by default, one after another: activations
+    of one at a time, and one sum over the replicas for all."""
 
     method: str
     """Collective for gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
@@ -99,24 +107,22 @@ class TrainStep:
 
     Attributes:
       optimizer: The optimizer.
-      mesh: The devices; or a number of replicas on one device.
+      placement: The replicas: their mesh or None, number, and axis.
       divisor: The number of a batch's rows must be a multiple of it.
       compiled: The compiled function `(state, key, batch, weights, overrides)`, to
         which the state is passed without its key.
       start: The compiled `(state, batch, weights) -> hook_state`, for the first step
         with a hook that has a state; else None.
-      axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
       reduction: The reduction of the examples' losses.
       evaluated: The compiled function `(state, batch, weights) -> Metrics`.
     """
 
     optimizer: Optimizer
-    mesh: Mesh | int
+    placement: Placement
     divisor: int
     compiled: Any
     start: Any = None
-    axis: str = "data"
     debug: bool = False
     reduction: str = "mean"
     evaluated: Any = None
@@ -152,17 +158,18 @@ class TrainStep:
         for name, tree in trees.items():
             check_arrays(f"init({name}=...)", tree)
         check_stateless("init(params=...)", params)
-        check_params("init(params=...)", params, self.mesh, self.axis)
+        check_params("init(params=...)", params, self.placement)
         first: Any = np.int32(0)
         if any(map(is_shape, jax.tree.leaves(params))):
             given = shapes_of((first, params, opt_state, states, key))
             first, params, opt_state, states, key = given
-        if isinstance(self.mesh, int):
+        mesh = self.placement.mesh
+        if mesh is None:
             # A mesh fixes the devices; replicas on one device use that of the arrays.
             given = (params, opt_state, states, key)
-            given, _ = brought("init", self.mesh, self.axis, given, None)
+            given, _ = brought("init", self.placement, given, None)
             params, opt_state, states, key = given
-        params = replicate(params, self.mesh)
+        params = spread(params, mesh, "params")
         if opt_state is None and is_shape(first):
             # Unused parameters too: they determine the devices of the program.
             init = jax.jit(self.optimizer.init, keep_unused=True)
@@ -171,15 +178,15 @@ class TrainStep:
             # From replicated parameters, so that the state is on the same devices.
             opt_state = self.optimizer.init(params)
         else:
-            opt_state = replicate(opt_state, self.mesh, name="opt_state")
+            opt_state = spread(opt_state, mesh, "opt_state")
         return TrainState(
             # A device array, since a Python number would compile another program.
-            replicate(first, self.mesh),
+            spread(first, mesh, "step"),
             # After the state, whose masters are the parameters in full precision.
             computed_in(self.optimizer, params),
             opt_state,
-            replicate(states, self.mesh, name="states"),
-            replicate(key, self.mesh, name="key"),
+            spread(states, mesh, "states"),
+            spread(key, mesh, "key"),
         )
 
     @called_outside_mesh
@@ -216,7 +223,7 @@ class TrainStep:
             and self.start is None
             and (weights is None or _is_floating(weights))
             and not is_iterator(batch)
-            and are_ready((state, batch, weights), self.mesh)
+            and are_ready((state, batch, weights), self.placement.mesh)
         )
         if as_given:
             if weights is None:
@@ -232,10 +239,10 @@ class TrainStep:
         key = state.key
         moving = state if key is None else state._replace(key=None)
         moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
-        paced(self.mesh, metrics.loss)
+        paced(self.placement.mesh, metrics.loss)
         # Reads the checksums, for which the host waits.
         if self.debug:
-            check_agreement("train_step", sums, self.mesh, self.axis)
+            check_agreement("train_step", sums, self.placement)
         return moved if key is None else moved._replace(key=key), metrics
 
     @called_outside_mesh
@@ -257,12 +264,12 @@ class TrainStep:
         Raises:
           ValueError: What a step refuses.
         """
-        replicas = replicas_of(self.mesh, self.axis, "evaluate")
-        batch, weights = self._given("evaluate", state, batch, weights, replicas)
+        divisor = self.placement.count
+        batch, weights = self._given("evaluate", state, batch, weights, divisor)
         # Without the fields that an evaluation does not read.
         needed = state._replace(opt_state=None, hook_state=None)
         found: Metrics = self.evaluated(needed, batch, weights)
-        paced(self.mesh, found.loss)
+        paced(self.placement.mesh, found.loss)
         return found
 
     def _given(
@@ -277,15 +284,14 @@ class TrainStep:
         check_state(f"{call}(state=...)", state, TrainState, "step")
         count = _rows_in(call, batch, divisor)
         weights = weights_given(call, batch, weights, count, self.reduction)
-        if are_ready((state, batch, weights), self.mesh):
+        if are_ready((state, batch, weights), self.placement.mesh):
             return batch, weights
         check_arrays(f"{call}(batch=...)", batch)
         check_alive(f"{call}(state=...)", state)
         check_alive(f"{call}(batch=...)", (batch, weights))
-        check_place(f"{call}(state=...)", state, self.mesh)
-        _, given = brought(
-            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
-        )
+        check_place(f"{call}(state=...)", state, self.placement)
+        argument = f"{call}(batch=...)"
+        _, given = brought(argument, self.placement, state, (batch, weights))
         return given
 
     def _with_hook_state(
@@ -304,7 +310,7 @@ class TrainStep:
             bare = state._replace(hook_state=None)
             like = jax.eval_shape(self.start, bare, batch, weights)
             state = state._replace(hook_state=structured(argument, kept, like))
-        check_hook_rows(argument, kept, replicas_of(self.mesh, self.axis, "step"))
+        check_hook_rows(argument, kept, self.placement.count)
         return state
 
     @called_outside_mesh
@@ -331,14 +337,13 @@ class TrainStep:
         return self.compiled.lower(moving, key, batch, weights, overrides)
 
 
-def train_step(  # noqa: PLR0913 - options, by keyword
+def train_step(
     loss_fn: Callable[..., PyTree],
     optimizer: Optimizer,
-    mesh: Mesh | int,
+    mesh: Mesh | None = None,
     *,
-    axis: str = "data",
-    reduction: str = "mean",
-    accumulate: int = 1,
+    replicas: int | None = None,
+    data_axis: str = "data",
     max_norm: float | None = None,
     has_aux: bool = False,
     in_evaluation: Callable[..., PyTree] | None = None,
@@ -355,18 +360,18 @@ def train_step(  # noqa: PLR0913 - options, by keyword
         key in the state it is called with the key as third argument; with model state,
         with `states=`, and returns `(losses, new_states)`.
       optimizer: From `jdist.optim`. `zero` shards its state over the replicas.
-      mesh: The devices; or a number of replicas that share one device.
-      axis: The mesh axis that counts replicas; collectives of `loss_fn` may use it.
-      reduction: "mean", "sum", "max" or "min"; see `value_and_grad`.
-      accumulate: Micro-batches per replica and step, one after another: activations of
-        one at a time, one reduction for all.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
+      data_axis: The mesh axis that counts replicas; collectives of `loss_fn` may use
+        it.
       max_norm: Largest global norm of the gradient, or None.
       has_aux: Whether `loss_fn` returns auxiliary outputs last.
       in_evaluation: What `TrainStep.evaluate` calls instead of `loss_fn`, such as with
         dropout switched off: `in_evaluation(params, batch) -> losses`, or with
         `has_aux` `(losses, aux)`. With model state it is given `states=`, and
         returns no new one; it takes no key.
-      **synchronization: See `Synchronization`.
+      **synchronization: How results are joined: `reduction`, `accumulate`, `method`,
+        `bucket_cap_mb`, `hook`, `states` and `debug`; see `Synchronization`.
 
     Returns:
       The step; begin with its `init`.
@@ -374,15 +379,15 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     Raises:
       ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
       TypeError: An argument of an unknown name; `accumulate` is not an integer;
-        `optimizer` is none of jdist.optim.
+        `optimizer` is none of jdist.optim; neither a mesh nor replicas are given.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import data_parallel, optim
       >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-      >>> step = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.01), mesh=2)
+      >>> step = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.01), replicas=2)
       >>> state = step.init(jnp.array([0.3, 0.4]))
-      >>> batch, weights = data_parallel.shard_batch(x, 2, sizes=(2, 1))
+      >>> batch, weights = data_parallel.shard_batch(x, replicas=2, sizes=(2, 1))
       >>> for _ in range(2):
       ...     state, metrics = step(state, batch, weights)
       ...     print(f"{metrics.loss:.4f}", state.params)
@@ -398,47 +403,46 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     if in_evaluation is not None:
         check_function(f"{call}(in_evaluation=...)", in_evaluation)
     check_flags(call, has_aux=has_aux)
-    replicas = replicas_of(mesh, axis, call)
+    place = Placement.of(call, mesh, replicas, data_axis)
     check_optimizer(f"{call}(optimizer=...)", optimizer)
-    rule = "must be a number of micro-batches, at least 1"
-    argument = f"{call}(accumulate=...)"
-    check_number(argument, accumulate, rule, lambda n: n >= 1, whole=True)
     if max_norm is not None:
         argument, rule = f"{call}(max_norm=...)", "must be at least 0"
         check_number(argument, max_norm, rule, lambda norm: norm >= 0)
     options = _checked_options(call, synchronization)
     # The other options are those of `Communication`.
-    rule = options.pop("states", "mean")
+    accumulate, rule = options.pop("accumulate", 1), options.pop("states", "mean")
+    wanted, argument = "must be a number of micro-batches, at least 1", "accumulate=..."
+    check_number(
+        f"{call}({argument})", accumulate, wanted, lambda n: n >= 1, whole=True
+    )
     check_rule(call, rule)
-    divided = check_mesh(call, mesh, axis)
+    divided = check_mesh(call, place)
     if divided:
         check_undivided(call, optimizer)
     communication = Communication(
         call,
-        axis,
-        reduction,
+        data_axis,
         **options,
         divided=divided,
-        scattered=_scatters(optimizer, mesh, axis, options),
+        scattered=_scatters(optimizer, place, options),
     )
     # Master weights take gradients in float32, not rounded to 16 bits.
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, bool(has_aux))
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
-    divisor, mapped = replicas * accumulate, _mapped(replica_step, mesh, axis)
+    divisor, mapped = place.count * accumulate, _mapped(replica_step, place)
     step = _step(mapped, optimizer, max_norm, divided, divisor)
     reads = {"loss_fn": loss_fn, "optimizer": optimizer, "hook": communication.hook}
     return TrainStep(
         optimizer,
-        mesh,
+        place,
         divisor,
         # The state alone is donated: batches may be used again.
         GuardedJit(step, call, reads, donate_argnums=0),
-        _start(replica_step, mesh, axis, reads) if communication.stateful else None,
-        axis,
+        _start(replica_step, place, reads) if communication.stateful else None,
         communication.debug,
-        reduction,
-        evaluation(loss, in_evaluation, mesh, axis, reduction),
+        communication.reduction,
+        evaluation(loss, in_evaluation, place, communication.reduction),
     )
 
 
@@ -507,41 +511,40 @@ def _rows_in(call: str, batch: PyTree, divisor: int) -> int:
     return count
 
 
-def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
-    rows = PartitionSpec(axis)
+def _mapped(replica_step: ReplicaStep, place: Placement) -> PyTree:
+    rows = PartitionSpec(place.axis)
     takes = (EACH, rows, EACH, rows, rows)
 
     def layout(param: PyTree) -> PartitionSpec:
-        replicas = replicas_of(mesh, axis, "train_step")
-        return scattered_spec(jnp.shape(param), replicas, axis)
+        return scattered_spec(jnp.shape(param), place.count, place.axis)
 
     def mapped(state: TrainState, *rest: PyTree) -> tuple[PyTree, ...]:
         scattered = replica_step.communication.scattered
         # Here, while the step is traced: layouts depend on the shapes of parameters.
         grads = jax.tree.map(layout, state.params) if scattered else EACH
         gives = (EACH, grads, EACH, rows, rows, EACH)
-        return over_replicas(replica_step.step, mesh, axis, takes, gives)(state, *rest)
+        return over_replicas(replica_step.step, place, takes, gives)(state, *rest)
 
     return mapped
 
 
 def _scatters(
-    optimizer: Optimizer, mesh: Mesh | int, axis: str, options: Mapping[str, Any]
+    optimizer: Optimizer, place: Placement, options: Mapping[str, Any]
 ) -> bool:
     """Whether sums of gradients stay divided, as a ZeRO optimizer takes them."""
     # Hooks and the method "all_gather" give whole sums, and `debug` compares them.
     plain = options.get("method", "all_reduce") == "all_reduce"
     plain = plain and options.get("hook") is None and not options.get("debug")
-    if not plain or not isinstance(mesh, Mesh):
+    if not plain or place.mesh is None:
         return False
-    return is_divided_over(optimizer, mesh, axis) and can_scatter(mesh)
+    return is_divided_over(optimizer, place) and can_scatter(place.mesh)
 
 
 def _start(
-    replica_step: ReplicaStep, mesh: Mesh | int, axis: str, reads: Mapping[str, Any]
+    replica_step: ReplicaStep, place: Placement, reads: Mapping[str, Any]
 ) -> PyTree:
-    rows = PartitionSpec(axis)
-    mapped = over_replicas(replica_step.start, mesh, axis, (EACH, rows, rows), (rows,))
+    rows = PartitionSpec(place.axis)
+    mapped = over_replicas(replica_step.start, place, (EACH, rows, rows), (rows,))
 
     def start(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         return mapped(state._replace(opt_state=None), batch, weights)[0]

@@ -37,7 +37,7 @@ from jdist._compat import laid_out
 from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, is_none, named_leaves
 from jdist.data_parallel.replicas.layout import check_alone, check_params
-from jdist.data_parallel.replicas.shards import replicas_of
+from jdist.data_parallel.replicas.placement import Placement
 from jdist.optim import Optimizer, check_optimizer
 
 
@@ -76,24 +76,24 @@ class ZeroOptimizer(Optimizer):
     @property
     def rule(self) -> tuple[Any, ...]:
         """See `Optimizer`; another number of replicas may round differently."""
-        return (*self.of.rule, "zero", self.layout.replicas)
+        return (*self.of.rule, "zero", self.layout.place.count)
 
 
-def is_divided_over(opt: Optimizer, mesh: Mesh, axis: str) -> bool:
-    """Whether `opt` uses only each replica's part of a gradient."""
-    if not isinstance(opt, ZeroOptimizer):
+def is_divided_over(optimizer: Optimizer, place: Placement) -> bool:
+    """Whether an optimizer uses only each replica's part of a gradient."""
+    if not isinstance(optimizer, ZeroOptimizer):
         return False
     # With specs the state is divided over further axes too, unlike a scattered sum.
-    return (opt.layout.mesh, opt.layout.axis, opt.layout.specs) == (mesh, axis, None)
+    return optimizer.layout.place == place and optimizer.layout.specs is None
 
 
-def check_undivided(call: str, opt: Optimizer) -> None:
+def check_undivided(call: str, optimizer: Optimizer) -> None:
     """Checks that an optimizer is undivided, where parameters may be divided.
 
     Raises:
       ValueError: Its state is divided.
     """
-    if isinstance(opt, ZeroOptimizer):
+    if isinstance(optimizer, ZeroOptimizer):
         rule = (
             "must not be divided by `zero` on a mesh with further axes: the compiler "
         )
@@ -101,11 +101,12 @@ def check_undivided(call: str, opt: Optimizer) -> None:
         remedy = (
             "`Pipeline` takes it there, with `specs=`, and so does jax.jit(opt.step)."
         )
-        raise ValueError(requirement(f"{call}(optimizer=...)", rule, opt.name, remedy))
+        argument = f"{call}(optimizer=...)"
+        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
 
 
 def zero(
-    opt: Optimizer, mesh: Mesh | int, *, axis: str = "data", specs: PyTree = None
+    optimizer: Optimizer, mesh: Mesh, *, data_axis: str = "data", specs: PyTree = None
 ) -> Optimizer:
     """Divides the state of an optimizer over the replicas; results are the same.
 
@@ -113,10 +114,10 @@ def zero(
     or outside, not inside shard_map. `train_step` takes it as any other optimizer.
 
     Args:
-      opt: Any optimizer of jdist, `by_label` and `with_master_weights` too; the masters
-        are divided as well.
-      mesh: The devices. A number of replicas on one device has nothing to divide.
-      axis: The mesh axis that counts replicas.
+      optimizer: Any optimizer of jdist, `by_label` and `with_master_weights` too; the
+        masters are divided as well.
+      mesh: The devices. Replicas that share one device have nothing to divide.
+      data_axis: The mesh axis that counts replicas.
       specs: Where the mesh has further axes, a `PartitionSpec` over them for each
         parameter or for each subtree, None: not divided. The parameters have these
         layouts, and keep them.
@@ -128,7 +129,7 @@ def zero(
       ValueError: The mesh has no such axis, or further ones without `specs`. In `init`:
         the state has an array that is not like its parameter, and padding is needed;
         `specs` is no tree like the parameters.
-      TypeError: `mesh` is no mesh, or `opt` no optimizer.
+      TypeError: `mesh` is no mesh, or `optimizer` none of jdist.optim.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -146,23 +147,22 @@ def zero(
       `torch.distributed.optim.ZeroRedundancyOptimizer`, which gives each rank whole
       parameters and so can divide no single large one.
     """
-    if not isinstance(mesh, Mesh):
-        rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
-        raise TypeError(requirement("zero(mesh=...)", rule, mesh))
-    check_optimizer("zero(opt=...)", opt)
-    replicas = replicas_of(mesh, axis, "zero")
-    layout = _StateLayout(mesh, axis, replicas, specs, pads=opt.elementwise)
+    rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
+    check_type("zero(mesh=...)", mesh, Mesh, rule)
+    check_optimizer("zero(optimizer=...)", optimizer)
+    place = Placement.of("zero", mesh, axis=data_axis)
+    layout = _StateLayout(mesh, place, specs, pads=optimizer.elementwise)
     if specs is None:
-        check_alone("zero", mesh, axis)
+        check_alone("zero", place)
 
     def init_tree(params: PyTree) -> PyTree:
-        check_params("init(params=...)", params, mesh, axis)
+        check_params("init(params=...)", params, place)
         # Shapes without padding: those of a state that is not divided.
-        wanted, each = jax.eval_shape(opt.init_tree, params), layout.each(params)
+        wanted, each = jax.eval_shape(optimizer.init_tree, params), layout.each(params)
 
         def init(params: PyTree) -> PyTree:
             # Created divided, so that no device ever holds the whole state.
-            state = opt.init_tree(layout.parts(params, each))
+            state = optimizer.init_tree(layout.parts(params, each))
             return layout.wrapped(state, wanted, layout.by_path(params))
 
         # Unused parameters are kept too: they determine the devices of the program.
@@ -178,7 +178,7 @@ def zero(
         each = layout.each(params)
         # Gradients from a reduce-scatter have this layout already.
         own, own_grads = (layout.parts(tree, each) for tree in (params, grads))
-        moved, inner = opt.step_tree(
+        moved, inner = optimizer.step_tree(
             own, own_grads, _unwrapped(state), overrides, **form
         )
         structure: Any
@@ -191,17 +191,17 @@ def zero(
         ]
         return structure.unflatten(new_params), layout.rewrapped(inner, state)
 
-    factor = opt.loss_factor
+    factor = optimizer.loss_factor
     return ZeroOptimizer(
-        opt.name,
+        optimizer.name,
         init_tree,
         step_tree,
-        opt.hyperparameters,
+        optimizer.hyperparameters,
         None if factor is None else lambda state: factor(_unwrapped(state)),
-        opt.precision,
-        opt.elementwise,
+        optimizer.precision,
+        optimizer.elementwise,
         layout=layout,
-        of=opt,
+        of=optimizer,
     )
 
 
@@ -210,8 +210,7 @@ class _StateLayout:
     """The layout of arrays that are divided over the replicas of a mesh axis."""
 
     mesh: Mesh
-    axis: str
-    replicas: int
+    place: Placement
     specs: PyTree
     pads: bool
 
@@ -241,7 +240,7 @@ class _StateLayout:
         """The first free dimension that the replicas divide, or else one to pad."""
         entries = (*spec, *[None] * (len(shape) - len(spec)))
         free = [i for i, entry in enumerate(entries) if entry is None]
-        even = (i for i in free if shape[i] % self.replicas == 0)
+        even = (i for i in free if shape[i] % self.place.count == 0)
         if not self.pads:
             return next(even, None)
         # Padding the largest dimension adds the fewest elements.
@@ -254,7 +253,7 @@ class _StateLayout:
             return shape
         return (
             *shape[:d],
-            -(-shape[d] // self.replicas) * self.replicas,
+            -(-shape[d] // self.place.count) * self.place.count,
             *shape[d + 1 :],
         )
 
@@ -283,7 +282,7 @@ class _StateLayout:
         d = self.dimension(array.shape, spec)
         entries = [*spec, *[None] * (array.ndim - len(spec))]
         if d is not None:
-            entries[d] = self.axis
+            entries[d] = self.place.axis
         return laid_out(array, self.mesh, PartitionSpec(*entries))
 
     def joined(
@@ -325,10 +324,10 @@ class _StateLayout:
             return Sharded(self.divided(leaf, spec), shape, spec)
         rule = (
             "must keep state arrays like their parameters, if those do not divide by "
-            f"the {self.replicas} replicas"
+            f"the {self.place.count} replicas"
         )
         got = f"{leaf.shape} for {shape} at {path}"
-        raise ValueError(requirement("zero(opt=...)", rule, got))
+        raise ValueError(requirement("zero(optimizer=...)", rule, got))
 
     def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
         """Wraps the arrays of an updated state like those of the state before."""

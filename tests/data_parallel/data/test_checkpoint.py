@@ -14,6 +14,7 @@ from jdist import Unavailable, optim
 from jdist._checkpoint import StepFolder
 from jdist.data_parallel import Sharded, TrainCheckpoints, shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 
 def losses_of(params, x, key, states):
@@ -34,14 +35,14 @@ def start(rng):
 def steps(where, sharded=True):
     """A training step whose result depends on all that is in the state."""
     opt = optim.adamw(lr=0.05)
-    return train_step(losses_of, zero(opt, where) if sharded else opt, where)
+    return train_step(losses_of, zero(opt, where) if sharded else opt, **over(where))
 
 
 def trained(step, state, batches, where):
     """After all batches; and the losses."""
     losses = []
     for x in batches:
-        state, metrics = step(state, *shard_batch(x, where))
+        state, metrics = step(state, *shard_batch(x, **over(where)))
         losses.append(float(metrics.loss))
     return state, losses
 
@@ -122,7 +123,7 @@ def test_sharded_state_for_an_optimizer_that_is_not(start, mesh, rng, tmp_path):
 
 def test_only_the_last_are_kept(tmp_path):
     """As many as asked for; any of them can be restored."""
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), replicas=1)
     state = step.init(np.float64(4))
     with TrainCheckpoints(tmp_path, keep=2) as saved:
         for _ in range(4):
@@ -140,7 +141,7 @@ def test_no_thread_stays_behind(tmp_path):
 
     A thread left by each would be left in every round.
     """
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), replicas=1)
     state, _ = step(step.init(np.float64(4)), np.ones(1))
     grown = []
     for turn in range(5):
@@ -154,7 +155,7 @@ def test_no_thread_stays_behind(tmp_path):
 
 def test_an_unfinished_checkpoint_is_none(tmp_path):
     """What a killed process leaves behind is not taken for a checkpoint."""
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), replicas=1)
     state, _ = step(step.init(np.float64(4)), np.ones(1))
     with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
@@ -192,11 +193,11 @@ def test_another_state_is_refused(tmp_path, params, opt, message):
     def losses(params, x):
         return params["w"].sum() * x
 
-    step = train_step(losses, optim.adam(), 1)
+    step = train_step(losses, optim.adam(), replicas=1)
     with TrainCheckpoints(tmp_path) as saved:
         saved.save(step.init({"w": np.ones((2, 3))}))
         with pytest.raises(ValueError, match=message):
-            saved.restore(train_step(losses, opt, 1).init(params))
+            saved.restore(train_step(losses, opt, replicas=1).init(params))
         with pytest.raises(ValueError, match=r"saved, \[0\]. Got 7"):
             saved.restore(step.init({"w": np.ones((2, 3))}), step=7)
         for other in (True, 0.0, "0"):
@@ -207,7 +208,7 @@ def test_another_state_is_refused(tmp_path, params, opt, message):
 
 def test_an_empty_folder(tmp_path):
     """Says that nothing was saved."""
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), replicas=1)
     with (
         TrainCheckpoints(tmp_path) as saved,
         pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),
@@ -217,7 +218,7 @@ def test_an_empty_folder(tmp_path):
 
 def test_a_step_is_saved_once(tmp_path):
     """Then come later ones: one before them may be of another run."""
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), replicas=1)
     state, other = step.init(np.float64(4)), step.init(np.float64(7))
     with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
@@ -255,7 +256,7 @@ def test_one_checkpoint_is_kept_at_least(tmp_path):
     """And the steps that are there are listed in order."""
     with pytest.raises(ValueError, match=r"TrainCheckpoints\(keep=...\)` must be at"):
         TrainCheckpoints(tmp_path, keep=0)
-    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.1), 1)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.1), replicas=1)
     state = step.init(np.float64(2))
     with TrainCheckpoints(tmp_path, keep=2) as saved:
         assert (saved.steps(), saved.latest()) == ([], None)
@@ -286,7 +287,7 @@ def test_where_and_how_many(tmp_path, monkeypatch, error, message, folder, keep)
 
 def test_two_leaves_of_one_path_are_refused(tmp_path):
     """Only the second would be on disk."""
-    step = train_step(lambda w, x: w["a"]["b"] * x, optim.sgd(lr=0.5), 1)
+    step = train_step(lambda w, x: w["a"]["b"] * x, optim.sgd(lr=0.5), replicas=1)
     twins = {"a/b": np.float64(1), "a": {"b": np.float64(2)}}
     state = step.init({"a": {"b": np.float64(2)}})._replace(params=twins)
     with TrainCheckpoints(tmp_path) as saved:

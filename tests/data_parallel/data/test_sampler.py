@@ -51,7 +51,7 @@ def test_processes_share_the_work():
     """Each computes its own replicas' rows; together they are all of the step's."""
     sampler = Sampler(10, 6, seed=4)
     whole = list(sampler.shards(3, epoch=2))
-    parts = [list(sampler.shards(3, 2, only=ranks)) for ranks in ((0, 1), (2,))]
+    parts = [list(sampler.shards(3, 2, ranks=ranks)) for ranks in ((0, 1), (2,))]
     for step, together in enumerate(whole):
         own = [part[step] for part in parts]
         assert np.concatenate([s.rows for s in own]).tolist() == together.rows.tolist()
@@ -61,7 +61,7 @@ def test_processes_share_the_work():
 def test_a_process_without_examples_fills_its_place():
     """One example of the batch with weight 0: the program needs rows."""
     sampler = Sampler(7, 6, shuffle=False)
-    *_, last = sampler.shards(3, only=(1, 2))
+    *_, last = sampler.shards(3, ranks=(1, 2))
     assert (last.rows.tolist(), last.sizes, last.weights.tolist()) == ([6], (1, 0), [0])
 
 
@@ -89,7 +89,7 @@ def test_batches_of_one_shape(mesh):
         assert len({s.device for s in weights.addressable_shards}) == 3
         np.add.at(total, np.asarray(batch["y"]), np.asarray(weights))
     assert total.tolist() == [1] * 7
-    assert len(list(sampler.batches(data, 3, start=1))) == 1
+    assert len(list(sampler.batches(data, replicas=3, start=1))) == 1
 
 
 def test_rows_for_micro_batches(mesh):
@@ -110,21 +110,21 @@ def test_rows_for_micro_batches(mesh):
         x, y = (part[5 * number : 5 * number + 5] for part in data)
         expected = expected - 0.1 * 2 * (x @ expected - y) @ x / len(y)
     np.testing.assert_allclose(state.params, expected, rtol=1e-10)
-    assert len(list(sampler.batches(data, 2, rows=np.int64(3)))) == 2
+    assert len(list(sampler.batches(data, replicas=2, rows=np.int64(3)))) == 2
     for rows in (2, 0):
         expected = rf"batches\(rows=...\)` must be at least 3, .* Got {rows}"
         with pytest.raises(ValueError, match=expected):
-            next(sampler.batches(data, 2, rows=rows))
+            next(sampler.batches(data, replicas=2, rows=rows))
     with pytest.raises(TypeError, match=r"rows=.*must be at least 3.*Got 3\.5"):
-        next(sampler.batches(data, 2, rows=3.5))
+        next(sampler.batches(data, replicas=2, rows=3.5))
 
 
 def test_a_process_without_a_replica_is_refused(monkeypatch, mesh):
     """It has no rows to bring, and no device to compute on."""
-    with pytest.raises(ValueError, match=r"only=.*must be some of the 3 rep.*Got \[\]"):
-        next(Sampler(7, 6).shards(3, only=()))
+    with pytest.raises(ValueError, match=r"ranks=.*some of the 3 replicas. Got \[\]"):
+        next(Sampler(7, 6).shards(3, ranks=()))
     with pytest.raises(ValueError, match=r"some of the 3 replicas. Got \[1, 3\]"):
-        next(Sampler(7, 6).shards(3, only=(1, 3)))
+        next(Sampler(7, 6).shards(3, ranks=(1, 3)))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     expected = (
         r"must have devices of every process.*Got none of process 1. Make it over"
@@ -135,7 +135,7 @@ def test_a_process_without_a_replica_is_refused(monkeypatch, mesh):
 
 def test_an_empty_batch_names_the_way_out():
     with pytest.raises(ValueError, match=r"one example\. Got none.*with weight 0, as"):
-        shard_batch(np.zeros((0, 3)), 2)
+        shard_batch(np.zeros((0, 3)), replicas=2)
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_what_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampler(**{"examples": 5, "batch": 2} | options)
     with pytest.raises(ValueError, match=r"the sampler's 5 examples. Got 4"):
-        list(Sampler(5, 2).batches(np.arange(4), 2))
+        list(Sampler(5, 2).batches(np.arange(4), replicas=2))

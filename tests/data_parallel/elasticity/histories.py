@@ -8,6 +8,7 @@ start: worker 0 waits for the first share of each.
 
 import threading
 import time
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,14 +70,20 @@ class Watched:
 
 
 def elastic_run(loss, reduction, **options):
-    return data_parallel.elastic(
+    return data_parallel.Elastic(
         loss,
         optim.sgd(lr=1.0 if loss is exact_loss else 0.05),
-        global_batch=16,
+        data_parallel.Sampler(EXAMPLES, 16, seed=1),
         reduction=reduction,
-        seed=1,
         **options,
     )
+
+
+class Finished(NamedTuple):
+    """What a replica has returned."""
+
+    state: data_parallel.TrainState
+    losses: dict[int, float]
 
 
 class History:
@@ -86,18 +93,18 @@ class History:
       run: The run.
       deaths: Shares that a replica computes before it dies, by its number.
       joins: Shares that worker 0 computes before each newcomer joins.
-      epochs: Of the run.
+      **options: Of the run.
 
     Attributes:
       results: What each replica returned or raised, by its number.
     """
 
-    def __init__(self, run, replicas, deaths=(), joins=(), epochs=2, pauses=()):
+    def __init__(self, run, replicas, deaths=(), joins=(), pauses=(), **options):
         self._run = run
         self._deaths = dict(deaths)
         self._joins = list(joins)
         self._pauses = dict(pauses)
-        self._epochs = epochs
+        self._options = {"epochs": 2} | options
         self._came = {number: threading.Event() for number in range(1, replicas)}
         self._threads = []
         self.results = {}
@@ -120,9 +127,8 @@ class History:
         with rpc.use_worker(f"w{number}"):
             data = (Watched(X, lambda shares: self._before(number, shares)), Y)
             try:
-                self.results[number] = self._run.run(
-                    PARAMS, data, WEIGHTS, epochs=self._epochs
-                )
+                found = self._run.run(PARAMS, data, WEIGHTS, **self._options)
+                self.results[number] = Finished(*found)
             except Exception as error:  # noqa: BLE001 - tests look at it
                 self.results[number] = error
             if number in self._came:  # One that is expelled before its first share.

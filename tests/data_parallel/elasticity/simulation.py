@@ -103,12 +103,12 @@ class FakeWork:
 class Simulation:
     """One run; its methods are what can happen."""
 
-    def __init__(self, steps=4, units=(16, 7), least=1, save_every=2, log=3):
+    def __init__(self, steps=4, units=(16, 7), min_replicas=1, save_every=2, log=3):
         self.terms = RunTerms(
             steps,
             lambda step: units[step % len(units)],
             DEADLINE,
-            least=least,
+            min_replicas=min_replicas,
             save_every=save_every,
             log=log,
         )
@@ -225,7 +225,7 @@ class Simulation:
             elif able:
                 happens, number = choose.choice(able)
                 happens(number)
-            elif len(self.living()) < self.terms.least:
+            elif len(self.living()) < self.terms.min_replicas:
                 self.arrive()
             else:
                 self.wait(DEADLINE)

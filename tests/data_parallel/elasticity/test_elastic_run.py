@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 from jdist import data_parallel, optim, rpc
+from jdist.data_parallel import Sampler
 from jdist.data_parallel.elasticity.replica_group import LeaderService
 from jdist.data_parallel.elasticity.replica_work import ReplicaWork
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.data_parallel.elasticity.histories import (
+    EXAMPLES,
     PARAMS,
     WEIGHTS,
     Died,
+    Finished,
     History,
     Watched,
     X,
@@ -80,10 +83,11 @@ def test_in_a_fixed_order_every_history_has_the_same_bits(history):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
 def test_a_step_is_that_of_value_and_grad(reduction):
-    run = data_parallel.elastic(
-        curved_loss, optim.sgd(lr=1.0), global_batch=37, reduction=reduction, least=3
+    run = data_parallel.Elastic(
+        curved_loss, optim.sgd(lr=1.0), Sampler(EXAMPLES, 37), reduction=reduction
     )
-    (state, losses), *_ = History(run, 3, epochs=1).finished().values()
+    history = History(run, 3, epochs=1, min_replicas=3)
+    (state, losses), *_ = history.finished().values()
     k = jnp.array(WEIGHTS, jnp.float32)
 
     def reduced(params):
@@ -110,9 +114,9 @@ def test_a_step_is_that_of_value_and_grad(reduction):
 
 def test_a_deadline_shorter_than_compilation_costs_no_example():
     params, losses = exact_run(6)
-    run = elastic_run(exact_loss, "sum", deadline=0.01)
+    run = elastic_run(exact_loss, "sum", timeout=0.01)
     results = History(run, replicas=3).results.values()
-    finished = [one for one in results if isinstance(one, data_parallel.ElasticResult)]
+    finished = [one for one in results if isinstance(one, Finished)]
     assert finished
     for state, own in finished:
         assert own == {step: losses[step] for step in own}
@@ -129,26 +133,22 @@ def test_all_but_rank_0_die_and_the_run_goes_on():
 
 
 def test_without_rank_0_the_run_ends_and_goes_on_from_a_checkpoint(tmp_path):
-    options = {"folder": tmp_path, "save_every": 100, "least": 3}
-    history = History(
-        elastic_run(exact_loss, "sum", **options), 3, deaths={0: 4}, epochs=2
-    )
+    run = elastic_run(exact_loss, "sum", folder=tmp_path, save_every=100)
+    history = History(run, 3, deaths={0: 4}, min_replicas=3)
     assert all(isinstance(history.results[n], rpc.RpcError) for n in (1, 2))
-    options["least"] = 1
-    again = History(elastic_run(exact_loss, "sum", **options), 1).finished()[0]
+    again = History(run, 1).finished()[0]
     _, losses = exact_run(6)
     assert again.losses == dict(enumerate(losses[3:], 3))
 
 
 def test_no_replica_takes_the_shares_of_rank_0_when_it_leaves(tmp_path):
     """Replica 1, which writes the checkpoint then, has reported; replica 2 has not."""
-    options = {"folder": tmp_path, "save_every": 100, "least": 3}
     pauses = {
         0: {4: _Call(partial(time.sleep, 0.4))},
         2: {4: _Call(partial(time.sleep, 1))},
     }
-    run = elastic_run(exact_loss, "sum", **options)
-    History(run, 3, deaths={0: 4}, pauses=pauses)
+    run = elastic_run(exact_loss, "sum", folder=tmp_path, save_every=100)
+    History(run, 3, deaths={0: 4}, pauses=pauses, min_replicas=3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
@@ -169,7 +169,7 @@ def test_what_rank_0_cannot_add_up_is_told_to_all(monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(ReplicaWork, "total", total)
-    results = History(elastic_run(exact_loss, "sum", least=3), 3).results
+    results = History(elastic_run(exact_loss, "sum"), 3, min_replicas=3).results
     assert len(results) == 3
     for error in results.values():
         message = "Rank 0 could not add up a step's gradient: MemoryError('no room')"
@@ -185,34 +185,36 @@ def test_a_finished_run_keeps_no_state():
         return [x for x in gc.get_objects() if type(x) in (LeaderService, ReplicaWork)]
 
     before = len(kept())
-    run = elastic_run(exact_loss, "sum", deadline=3600.0)
+    run = elastic_run(exact_loss, "sum", timeout=3600.0)
     with rpc.elastic_cluster("w0"), rpc.use_worker("w0"):
-        assert run.run(PARAMS, (X, Y), WEIGHTS).losses
+        _, losses = run.run(PARAMS, (X, Y), WEIGHTS)
+        assert losses
         assert len(kept()) == before
 
 
 def test_a_run_does_not_wait_for_replicas_for_ever():
-    run = elastic_run(exact_loss, "sum", least=3, join_timeout=1.0)
+    run = elastic_run(exact_loss, "sum")
     message = (
         "No step could begin for 1 s: 2 of the replicas were ready, and "
-        "`elastic(least=...)` is 3. Start more workers, or give a longer "
-        "`elastic(join_timeout=...)`."
+        "`Elastic.run(min_replicas=...)` is 3. Start more workers, or give a longer "
+        "`Elastic.run(join_timeout=...)`."
     )
-    for error in History(run, 2).results.values():
+    for error in History(run, 2, min_replicas=3, join_timeout=1.0).results.values():
         assert isinstance(error, rpc.RpcError)
         assert message in str(error)
 
 
 def test_a_replica_does_not_wait_for_rank_0_for_ever():
-    run = elastic_run(exact_loss, "sum", join_timeout=0.1)
+    run = elastic_run(exact_loss, "sum")
     with rpc.elastic_cluster("w0") as join:
         join("w1")
         with (
             rpc.use_worker("w1"),
             pytest.raises(rpc.RpcError, match="Rank 0 has not begun the elastic run"),
         ):
-            run.run(PARAMS, (X, Y), WEIGHTS)
-        assert run.run(PARAMS, (X, Y), WEIGHTS).losses  # The other one has left it.
+            run.run(PARAMS, (X, Y), WEIGHTS, join_timeout=0.1)
+        _, losses = run.run(PARAMS, (X, Y), WEIGHTS)  # The other one has left it.
+        assert losses
 
 
 class _Call:
@@ -239,8 +241,9 @@ def train(number, dies_at, death):
         while shares > 2 and not death.exists() and time.monotonic() < until:
             time.sleep(0.01)
 
-    run = elastic_run(exact_loss, "sum", least=2)
-    state, losses = run.run(PARAMS, (Watched(X, before), Y), WEIGHTS, epochs=2)
+    run = elastic_run(exact_loss, "sum")
+    data = (Watched(X, before), Y)
+    state, losses = run.run(PARAMS, data, WEIGHTS, epochs=2, min_replicas=2)
     return state.params["w"].tolist(), losses
 
 
@@ -269,9 +272,8 @@ def test_a_killed_process_costs_no_example(fresh_hosts, tmp_path):
 def test_masters_are_the_parameters_in_full_precision():
     """And take the gradient in the precision of its sum: 257 is no bfloat16."""
     opt = optim.with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
-    run = data_parallel.elastic(
-        lambda w, x: x @ w, opt, global_batch=3, reduction="sum", shuffle=False
-    )
+    sampler = Sampler(3, 3, shuffle=False)
+    run = data_parallel.Elastic(lambda w, x: x @ w, opt, sampler, reduction="sum")
     x = np.array([[256, 2], [1, 512], [0, 1]], jnp.bfloat16)
     with rpc.elastic_cluster():
         state, _ = run.run(jnp.array([1.0001, 2.0003], jnp.float32), x)
@@ -286,28 +288,48 @@ def test_masters_are_the_parameters_in_full_precision():
 def test_a_loss_scale_is_refused():
     """No replica would multiply by it, and each step would divide."""
     scaled = optim.with_master_weights(optim.sgd(), loss_scale=8.0)
-    message = "elastic(optimizer=...)` must have no loss scale"
+    message = "Elastic(optimizer=...)` must have no loss scale"
     with pytest.raises(ValueError, match=re.escape(message)):
-        data_parallel.elastic(exact_loss, scaled, global_batch=16)
+        data_parallel.Elastic(exact_loss, scaled, Sampler(EXAMPLES, 16))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 0}, "`elastic(global_batch=...)` must be at least 1. Got 0."),
-        ({"least": 0}, "`elastic(least=...)` must be at least 1. Got 0."),
-        ({"slots": 17}, "`elastic(slots=...)` must be at most global_batch, 16. Got"),
-        ({"slots": 0}, "`elastic(slots=...)` must be at least 1. Got 0."),
-        ({"save_every": 2}, "`elastic(save_every=...)` must be None where there is no"),
-        ({"join_timeout": -1.0}, "`elastic(join_timeout=...)` must be a positive num"),
-        ({"deadline": 0.0}, "`elastic(deadline=...)` must be a positive number of sec"),
-        ({"reduction": "median"}, "`elastic(reduction=...)` must be one of 'mean',"),
+        ({"slots": 17}, "`Elastic(slots=...)` must be from 1 to the sampler's batch,"),
+        (
+            {"slots": 0},
+            "`Elastic(slots=...)` must be from 1 to the sampler's batch, 16",
+        ),
+        ({"save_every": 2}, "`Elastic(save_every=...)` must be None where there is no"),
+        ({"timeout": 0.0}, "`Elastic(timeout=...)` must be a positive number of sec"),
+        ({"reduction": "median"}, "`Elastic(reduction=...)` must be one of 'mean',"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
-    options = {"global_batch": 16} | options
     with pytest.raises(ValueError, match=re.escape(message)):
-        data_parallel.elastic(exact_loss, optim.sgd(lr=1.0), **options)
+        elastic_run(exact_loss, **{"reduction": "mean"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"min_replicas": 0},
+            "`Elastic.run(min_replicas=...)` must be at least 1. Got",
+        ),
+        ({"join_timeout": -1.0}, "`Elastic.run(join_timeout=...)` must be a positive"),
+        ({"epochs": 0}, "`Elastic.run(epochs=...)` must be at least 1. Got 0."),
+        (
+            {"data": (X[:9], Y[:9])},
+            "`Elastic.run(data=...)` must have the sampler's 37",
+        ),
+    ],
+)
+def test_a_run_out_of_range_is_refused(options, message):
+    given = {"params": PARAMS, "data": (X, Y)} | options
+    with pytest.raises(ValueError, match=re.escape(message)):
+        elastic_run(exact_loss, "mean").run(**given)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +346,7 @@ def test_weights_that_cannot_be_are_refused(weights, message):
 
 
 def test_a_replica_with_other_terms_and_a_second_run_are_refused():
-    run = elastic_run(exact_loss, "sum", least=2)
+    run = elastic_run(exact_loss, "sum")
     over = threading.Event()
     refused = []
 
@@ -343,7 +365,7 @@ def test_a_replica_with_other_terms_and_a_second_run_are_refused():
         join("w1")
         thread = threading.Thread(target=come)
         thread.start()
-        run.run(PARAMS, (X, Y), WEIGHTS)
+        run.run(PARAMS, (X, Y), WEIGHTS, min_replicas=2)
         over.set()
         thread.join(60)
         with pytest.raises(ValueError, match="the run of that name has begun"):

@@ -80,7 +80,7 @@ def replica(number, rank, port, seed, fixed, folder, prepare=None):
     join(f"worker{number}", rank, port, join_timeout=8.0)
     choose = random.Random(seed)
     data = Watched(X, lambda _: time.sleep(choose.uniform(0, 0.02)))
-    options = {"folder": folder, "save_every": 9, "deadline": DEADLINE}
+    options = {"folder": folder, "save_every": 9, "timeout": DEADLINE}
     if fixed:
         run = elastic_run(curved_loss, "mean", slots=5, **options)
     else:

@@ -31,12 +31,12 @@ class ElasticRun(RuleBasedStateMachine):
     """Replicas arrive, work, freeze and die, and so does the leader's machine."""
 
     @initialize(
-        least=st.integers(1, 2),
+        min_replicas=st.integers(1, 2),
         save_every=st.sampled_from([None, 1, 2]),
         log=st.integers(1, 3),
     )
-    def begin(self, least, save_every, log):
-        self.run = Simulation(least=least, save_every=save_every, log=log)
+    def begin(self, min_replicas, save_every, log):
+        self.run = Simulation(min_replicas=min_replicas, save_every=save_every, log=log)
         self.run.arrive()
 
     def one(self, data, able):
@@ -117,7 +117,7 @@ def test_every_history_ends_in_the_state_of_an_uninterrupted_run():
 
 def begun(replicas):
     """A run in which so many replicas compute; the first has read the parameters."""
-    run = Simulation(save_every=None, least=replicas)
+    run = Simulation(save_every=None, min_replicas=replicas)
     for number in range(replicas):
         run.arrive()
         run.deliver(number)
@@ -180,7 +180,7 @@ def test_rank_0_hands_out_its_state_last():
 
 
 def test_a_run_that_waits_too_long_for_replicas_is_abandoned():
-    leader = Leader(RunTerms(3, lambda step: 16, 10.0, least=2, patience=100.0), 4)
+    leader = Leader(RunTerms(3, lambda step: 16, 10.0, 2, 100.0), 4)
     assert leader.next_deadline() is None
     leader.report(4, ReplicaReport(), 5.0)
     restored = ReplicaReport(1, 0)
@@ -204,7 +204,7 @@ def test_a_run_that_waits_too_long_for_replicas_is_abandoned():
 @pytest.mark.parametrize("last", [0, 1])
 def test_one_replica_writes_at_a_time(last):
     """Replica 1 still writes what it was told to when the run is over."""
-    leader = Leader(RunTerms(2, lambda step: 2, 10.0, least=2, save_every=1), 0)
+    leader = Leader(RunTerms(2, lambda step: 2, 10.0, min_replicas=2, save_every=1), 0)
     told = [*leader.report(0, ReplicaReport(), 0.0)]
     told += leader.report(0, ReplicaReport(1, 0), 0.0)
     told += leader.report(1, ReplicaReport(), 0.0)

@@ -61,7 +61,7 @@ def leader():
     pool = ThreadPool("leader", 1)
     timer = Timer("leader", pool)
     info = WorkerInfo("worker0", 0, OWN)
-    terms = RunTerms(1, lambda step: 3, 0.4, least=3)
+    terms = RunTerms(1, lambda step: 3, 0.4, min_replicas=3)
     work = SimpleNamespace(sum_structure=jax.tree.structure(()))
     yield LeaderService(
         SimpleNamespace(pool=pool, timer=timer, info=info), terms, {}, work

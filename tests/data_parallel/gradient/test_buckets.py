@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jdist import verify
 from jdist.data_parallel import assign_buckets, shard_batch, value_and_grad
 from jdist.data_parallel.gradient.buckets import plan_buckets
+from tests.replicas import over
 
 KIB, MIB = 2**10, 2**20
 
@@ -178,8 +179,8 @@ def test_one_collective_for_each_bucket(problem, mesh, method, cap, count):
     """
     params, batch, weights = problem
     devices = mesh(3)
-    fn = value_and_grad(losses_of, devices, method=method, bucket_cap_mb=cap)
-    shards = shard_batch(batch, devices, (4, 0, 3), weights=weights)
+    fn = value_and_grad(losses_of, **over(devices), method=method, bucket_cap_mb=cap)
+    shards = shard_batch(batch, **over(devices), sizes=(4, 0, 3), weights=weights)
     assert collectives(fn, params, *shards) == count + 1
     candidates = {"buckets": lambda p, b: fn(p, *shards)}
     report = judge()(

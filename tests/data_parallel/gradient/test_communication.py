@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import verify
 from jdist.data_parallel import hooks, shard_batch, value_and_grad
+from tests.replicas import over
 
 SIZES = (4, 0, 3)
 
@@ -67,10 +68,10 @@ def test_lossless_hooks_are_within_the_bound(problem, mesh, reduction):
     for limit, (name, hook) in enumerate(EXACT.items()):
         where = mesh(3) if limit % 2 else 3
         fn = value_and_grad(
-            losses_of, where, reduction=reduction, hook=hook,
+            losses_of, **over(where), reduction=reduction, hook=hook,
             bucket_cap_mb=limit * 200 / 2**20,
         )  # fmt: skip
-        shards = shard_batch(batch, where, SIZES, weights=weights)
+        shards = shard_batch(batch, **over(where), sizes=SIZES, weights=weights)
         candidates[name] = lambda p, b, fn=fn, s=shards: fn(p, *s)[:2]
     report = judge(reduction)(
         params, batch, candidates, weights=weights, finite_differences=False
@@ -81,7 +82,9 @@ def test_lossless_hooks_are_within_the_bound(problem, mesh, reduction):
 @cache
 def compiled():
     """One program for all sizes and weights: three rows of up to nine examples."""
-    return value_and_grad(losses_of, 3, hook=hooks.all_reduce(), bucket_cap_mb=1e-4)
+    return value_and_grad(
+        losses_of, replicas=3, hook=hooks.all_reduce(), bucket_cap_mb=1e-4
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -103,7 +106,7 @@ def test_any_sizes_and_weights(sizes, seed):
     }
     x = rng.normal(size=(count, 8))
     loss, gradient = compiled()(
-        params, *shard_batch(x, 3, tuple(sizes), weights=weights, rows=9)
+        params, *shard_batch(x, replicas=3, sizes=tuple(sizes), weights=weights, rows=9)
     )
     # Rows of weight 0 fill the batch to 27, so that this too is compiled once.
     rows, padded = np.resize(x, (27, 8)), np.zeros(27)
@@ -175,8 +178,8 @@ def test_a_step_that_is_not_finite_is_forgotten(problem):
     """The gradient is NaN; the hook's state stays as it was, its count included."""
     params, batch, weights = problem
     hook = hooks.power_sgd(start=2, min_compression_rate=1)
-    fn = value_and_grad(losses_of, 3, hook=hook)
-    shards, weights = shard_batch(batch, 3, SIZES, weights=weights)
+    fn = value_and_grad(losses_of, replicas=3, hook=hook)
+    shards, weights = shard_batch(batch, replicas=3, sizes=SIZES, weights=weights)
     _, _, state = fn(params, shards, weights)
     broken = shards.at[0, 0].set(np.nan)
     loss, gradient, same = fn(params, broken, weights, state)
@@ -195,8 +198,8 @@ def test_nothing_is_compiled_twice(problem):
         traces += 1
         return losses_of(params, batch)
 
-    fn = value_and_grad(counted, 3, hook=hooks.power_sgd(start=1))
-    shards = shard_batch(batch, 3, SIZES, weights=weights)
+    fn = value_and_grad(counted, replicas=3, hook=hooks.power_sgd(start=1))
+    shards = shard_batch(batch, replicas=3, sizes=SIZES, weights=weights)
     state = None
     for _ in range(4):
         _, _, state = fn(params, *shards, state)
@@ -245,17 +248,12 @@ def test_one_replica_has_nothing_to_exchange(problem, mesh):
             ValueError,
             "must be left out where a hook sums the gradients. Got 'all_gather'",
         ),
-        (
-            {"hook": hooks.post_local_sgd(1)},
-            ValueError,
-            r"same gradient. Got switch\(all_reduce, groups of 1, at=1\).*local_sgd",
-        ),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):
     """Before anything is compiled."""
     with pytest.raises(error, match=message):
-        value_and_grad(losses_of, 2, **options)
+        value_and_grad(losses_of, replicas=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +277,7 @@ def test_wrong_options_are_refused(options, error, message):
 def test_what_does_not_fit_is_refused(problem, options, message):
     """When it is first called."""
     params, batch, _ = problem
-    fn = value_and_grad(losses_of, 1, **options)
+    fn = value_and_grad(losses_of, replicas=1, **options)
     with pytest.raises(ValueError, match=message):
         fn(params, batch)
 
@@ -287,6 +285,6 @@ def test_what_does_not_fit_is_refused(problem, options, message):
 def test_a_state_for_nobody_is_refused(problem):
     """A hook that keeps nothing is given nothing."""
     params, batch, weights = problem
-    fn = value_and_grad(losses_of, 1, hook=plain)
+    fn = value_and_grad(losses_of, replicas=1, hook=plain)
     with pytest.raises(ValueError, match="must be None for a hook that keeps no state"):
         fn(params, batch, weights, hook_state=())

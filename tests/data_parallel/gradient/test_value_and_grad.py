@@ -14,14 +14,15 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jdist import optim, verify
 from jdist.data_parallel import (
     Join,
+    LocalSGD,
     hooks,
-    local_sgd,
     reducer,
     shard_batch,
     value_and_grad,
 )
 from jdist.reduction import REDUCTIONS
 from tests.data_parallel.recording import gradient_of
+from tests.replicas import over
 
 pytestmark = pytest.mark.compiled
 
@@ -56,8 +57,10 @@ def judge(reduction):
 
 def replicated(mesh, sizes, weights, **options):
     """A candidate for the judge."""
-    fn = value_and_grad(losses_of, mesh, **options)
-    return lambda p, b: fn(p, *shard_batch(b, mesh, sizes, weights=weights))
+    fn = value_and_grad(losses_of, **over(mesh), **options)
+    return lambda p, b: fn(
+        p, *shard_batch(b, **over(mesh), sizes=sizes, weights=weights)
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -102,8 +105,8 @@ def test_any_mesh_and_unplaced_batches(problem, mesh, types):
     """Explicit axes too; a batch still on the host is laid out on the way in."""
     params, batch, _ = problem
     devices = mesh(4, types)
-    fn = value_and_grad(losses_of, devices)
-    placed = fn(params, *shard_batch(batch, devices))
+    fn = value_and_grad(losses_of, **over(devices))
+    placed = fn(params, *shard_batch(batch, **over(devices)))
     assert verify.compare(placed, fn(params, batch)).bit_equal
 
 
@@ -154,7 +157,7 @@ def test_ties_across_replicas_share_equally(mesh, reduction, method):
 def test_rows_of_zeros_are_excluded_by_their_weight(problem, reduction):
     """Their logarithms and norms would make NaN of the gradient, times a seed of 0."""
     params, batch, weights = problem
-    fn = value_and_grad(losses_of, 2, reduction=reduction)
+    fn = value_and_grad(losses_of, replicas=2, reduction=reduction)
     # The second replica has one example that counts; then none.
     for rows in (14, 16):
         zeros = tuple(
@@ -162,7 +165,9 @@ def test_rows_of_zeros_are_excluded_by_their_weight(problem, reduction):
         )
         padded = np.r_[weights, np.zeros(rows - 8)]
         found = fn(params, zeros, padded)
-        expected = fn(params, *shard_batch(batch, 2, sizes=(5, 3), weights=weights))
+        expected = fn(
+            params, *shard_batch(batch, replicas=2, sizes=(5, 3), weights=weights)
+        )
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
 
 
@@ -204,7 +209,7 @@ def test_inside_jit_bad_weights_are_nan(problem):
     """What cannot be refused is not hidden either."""
     params, batch, weights = problem
     weights = jnp.asarray(weights)
-    fn = jax.jit(value_and_grad(losses_of, 2))
+    fn = jax.jit(value_and_grad(losses_of, replicas=2))
     for bad in (weights.at[3].set(-1), weights.at[3].set(jnp.nan)):
         loss, gradient = fn(params, batch, bad)
         assert np.isnan(loss)
@@ -219,7 +224,7 @@ def test_a_loss_of_nan_is_seen_under_vmap(reduction):
     """Two rows of 5000: there XLA's maximum on CPU leaves a NaN out."""
     x = np.arange(20_000, dtype=np.float32).reshape(10_000, 2)
     x[[17, 5005]] = np.nan
-    fn = value_and_grad(lambda w, x: x @ w, 2, reduction=reduction)
+    fn = value_and_grad(lambda w, x: x @ w, replicas=2, reduction=reduction)
     w = jnp.array([1.0, 0.5], jnp.float32)
     loss, gradient = fn(w, x)
     assert np.isnan(loss)
@@ -273,7 +278,9 @@ def test_flax_states_are_pytrees_like_any_other(rng, mesh):
 
 def replicated_state(losses, mesh, state, x):
     """Shards of 4 and 1."""
-    return value_and_grad(losses, mesh)(state, *shard_batch(x, mesh, (4, 1)))
+    return value_and_grad(losses, **over(mesh))(
+        state, *shard_batch(x, **over(mesh), sizes=(4, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +288,7 @@ def replicated_state(losses, mesh, state, x):
     [
         ({"reduction": "median"}, r"one of 'mean', 'sum', 'max', 'min'. Got 'median'"),
         ({"method": "broadcast"}, "one of 'all_reduce', 'all_gather'. Got 'broadcast'"),
-        ({"axis": "batch"}, "must have the axis 'batch'.*axis='data'"),
+        ({"data_axis": "batch"}, "must have the axis 'batch'.*axis='data'"),
     ],
 )
 def test_wrong_options_are_refused(mesh, arguments, message):
@@ -302,7 +309,7 @@ def test_wrong_options_are_refused(mesh, arguments, message):
 def test_wrong_calls_are_refused(problem, weights, count, message):
     """A batch that does not divide, and weights that can be seen to be wrong."""
     params, batch, _ = problem
-    fn = value_and_grad(losses_of, 2)
+    fn = value_and_grad(losses_of, replicas=2)
     with pytest.raises(ValueError, match=message):
         fn(params, tuple(part[:count] for part in batch), weights)
 
@@ -311,14 +318,14 @@ def test_a_scalar_loss_is_told_what_to_return(problem, mesh):
     """The commonest mistake of a newcomer."""
     params, batch, _ = problem
     for where in (2, mesh(2)):
-        fn = value_and_grad(lambda p, b: losses_of(p, b).mean(), where)
+        fn = value_and_grad(lambda p, b: losses_of(p, b).mean(), **over(where))
         with pytest.raises(ValueError, match=r"Got a scalar.*before their mean or sum"):
             fn(params, batch)
 
 
 def test_losses_that_are_not_reduced_may_be_reduced_by_hand(problem, mesh):
     """`weighted_mean` on each replica's own mean gives the same as `value_and_grad`."""
-    from jdist.data_parallel import weighted_mean
+    from jdist.reduction import weighted_mean
 
     params, batch, weights = problem
     shard, whole = PartitionSpec("data"), PartitionSpec()
@@ -358,9 +365,11 @@ def entries(mesh):
     """Every way to a whole batch's gradient, as `fn(w, x, weights)` over 3 replicas."""
     sizes, rows = (2048, 0, 1024), 2048
 
-    def over(where, run):
+    def run_over(where, run):
         def fn(w, x, weights):
-            shards = shard_batch(x, where, sizes, weights=weights, rows=rows)
+            shards = shard_batch(
+                x, **over(where), sizes=sizes, weights=weights, rows=rows
+            )
             return run(w, *shards)[:2]
 
         return fn
@@ -368,27 +377,29 @@ def entries(mesh):
     found = {}
     for kind, where in (("devices", mesh(3)), ("vmap", 3)):
         for method in METHODS:
-            fn = value_and_grad(scaled_rows, where, method=method)
-            found[f"{method}, {kind}"] = over(where, fn)
+            fn = value_and_grad(scaled_rows, **over(where), method=method)
+            found[f"{method}, {kind}"] = run_over(where, fn)
     for name, hook in (("hook", hooks.all_reduce()), ("int8", hooks.int8_per_tensor())):
-        found[name] = over(3, value_and_grad(scaled_rows, 3, hook=hook))
-    found["accumulated"] = over(3, gradient_of(scaled_rows, 3, accumulate=4))
+        found[name] = run_over(3, value_and_grad(scaled_rows, replicas=3, hook=hook))
+    found["accumulated"] = run_over(3, gradient_of(scaled_rows, 3, accumulate=4))
     driven = reducer([scaled_rows], lambda outputs, _: outputs, mesh(3))
-    found["reducer"] = over(mesh(3), lambda w, *shards: unwrapped(driven([w], *shards)))
+    found["reducer"] = run_over(
+        mesh(3), lambda w, *shards: unwrapped(driven([w], *shards))
+    )
 
     def joined(w, x, weights):
         ends = (0, 2048, 2048, 3072)
         streams = [[(x[a:b], weights[a:b])] if b > a else [] for a, b in pairwise(ends)]
-        ((batch, counts),) = Join(streams, 3, rows=rows, weighted=True)
+        ((batch, counts),) = Join(streams, replicas=3, rows=rows, weighted=True)
         return gradient_of(scaled_rows, 3)(w, batch, counts)
 
     def local(w, *shards):
-        training = local_sgd(scaled_rows, optim.sgd(lr=2.0**-10), 3, period=1)
+        training = LocalSGD(scaled_rows, optim.sgd(lr=2.0**-10), replicas=3, period=1)
         state, loss = training.step(training.init(w), *shards)
         # Of numbers below 1, so that the difference is as exact as the gradient.
         return loss, (w - training.average(state)) * 1024
 
-    return found | {"Join": joined, "local_sgd": over(3, local)}
+    return found | {"Join": joined, "local_sgd": run_over(3, local)}
 
 
 def unwrapped(found):
@@ -418,7 +429,7 @@ def test_weights_beyond_the_devices_precision_are_refused(problem, wide):
     """Their total would be infinite or 0, and the mean NaN."""
     params, batch, _ = problem
     with jax.enable_x64(wide):
-        fn = value_and_grad(losses_of, 2)
+        fn = value_and_grad(losses_of, replicas=2)
         top = 1e308 if wide else 3e38
         for weight, shown in ((top, "inf" if wide else "2.4e+39"), (1e-320, "8e-320")):
             weights = np.full(8, weight)
@@ -426,14 +437,14 @@ def test_weights_beyond_the_devices_precision_are_refused(problem, wide):
             with pytest.raises(ValueError, match=message):
                 fn(params, batch, weights)
             with pytest.raises(ValueError, match=message):
-                shard_batch(batch, 2, weights=weights)
+                shard_batch(batch, replicas=2, weights=weights)
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_weights_in_a_list_under_jit(kind):
     """Converted there too, where their numbers are traced."""
     x, weights = np.arange(10.0).reshape(5, 2) / 7, kind([1.0, 0.0, 2.5, 0.25, 3.0])
-    fn = value_and_grad(lambda w, x: (x @ w) ** 2, 1)
+    fn = value_and_grad(lambda w, x: (x @ w) ** 2, replicas=1)
     params = jnp.array([0.3, -0.4])
     expected = fn(params, x, np.array(weights))
     for one, two in zip(jax.jit(fn)(params, x, weights), expected, strict=True):

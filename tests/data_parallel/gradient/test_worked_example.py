@@ -29,6 +29,7 @@ import pytest
 
 from jdist import verify
 from jdist.data_parallel import shard_batch, value_and_grad
+from tests.replicas import over
 
 W = np.array([0.3, 0.4])
 D = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
@@ -77,9 +78,9 @@ def test_by_k_devices_over_all_ways_to_split(mesh, replicas, method):
     mine = [sizes for sizes in splits(4) if len(sizes) == replicas]
     assert len(mine) == {1: 1, 2: 5, 3: 15, 4: 35}[replicas]
     for where in (mesh(replicas), replicas):
-        fn = value_and_grad(losses, where, method=method)
+        fn = value_and_grad(losses, **over(where), method=method)
         for sizes in mine:
-            found = fn(jnp.asarray(W), *shard_batch(D, where, sizes))
+            found = fn(jnp.asarray(W), *shard_batch(D, **over(where), sizes=sizes))
             verify.compare(expected, found, **BY_HAND).raise_if_failed()
 
 

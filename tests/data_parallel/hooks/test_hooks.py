@@ -7,6 +7,7 @@ import pytest
 
 from jdist.data_parallel import hooks
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.step.local_sgd import group_mean
 from tests.data_parallel.hook_runs import bucket_of, run_hook
 
 STEPS, REPLICAS, SIZE = 3, 4, 1300
@@ -250,7 +251,7 @@ def test_a_gradient_of_zero_stays_zero():
 
 
 @pytest.mark.parametrize("on_devices", [False, True])
-def test_post_local_sgd_averages_in_groups(rng, mesh, on_devices):
+def test_groups_of_local_sgd_average(rng, mesh, on_devices):
     """All for one step, then groups of two: each the mean over its own examples."""
     counts = np.array([3.0, 1.0, 0.0, 0.0])
     own = rng.normal(size=(2, 4, 5))
@@ -258,7 +259,7 @@ def test_post_local_sgd_averages_in_groups(rng, mesh, on_devices):
     weights = counts / counts.sum()
     shares = weights[None, :, None] * own
     results, _ = run_hook(
-        hooks.post_local_sgd(1, group_size=2), shares, weights=weights,
+        hooks.switch(hooks.all_reduce(), group_mean(2), at=1), shares, weights=weights,
         where=mesh(4) if on_devices else None,
     )  # fmt: skip
     mean = (3 * own[:, 0] + own[:, 1]) / 4
@@ -273,7 +274,7 @@ def test_alone_each_keeps_its_own_gradient(rng):
     own = rng.normal(size=(1, 3, 5))
     weights = np.array([0.5, 0.2, 0.3])
     shares = weights[None, :, None] * own
-    results, _ = run_hook(hooks.post_local_sgd(0), shares, weights=weights)
+    results, _ = run_hook(group_mean(1), shares, weights=weights)
     np.testing.assert_allclose(results, own, atol=1e-15)
 
 
@@ -291,8 +292,7 @@ def test_alone_each_keeps_its_own_gradient(rng):
             "must be above 0. Got 0",
         ),
         (lambda: hooks.switch(hooks.bf16(), hooks.fp16(), -2), "at least 0. Got -2"),
-        (lambda: hooks.post_local_sgd(-1), "must be at least 0. Got -1"),
-        (lambda: hooks.post_local_sgd(1, 0), r"group_size=...\)` must be at least 1"),
+        (lambda: group_mean(0), r"LocalSGD\(group_size=...\)` must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(make, message):
@@ -304,7 +304,7 @@ def test_wrong_options_are_refused(make, message):
 def test_groups_must_divide_the_replicas(rng):
     """Seen when it is used."""
     with pytest.raises(ValueError, match=r"must divide the 4 replicas. Got 3"):
-        run_hook(hooks.post_local_sgd(0, 3), rng.normal(size=(1, 4, 5)))
+        run_hook(group_mean(3), rng.normal(size=(1, 4, 5)))
 
 
 @pytest.mark.parametrize("name", LOSSY)

@@ -14,6 +14,7 @@ from jdist.data_parallel import (
     value_and_grad,
 )
 from jdist.data_parallel.replicas.agreement import checksums
+from tests.replicas import over
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
@@ -50,15 +51,17 @@ def lopsided(state, bucket):
 
 def by_gradient(where, hook, problem, **options):
     params, batch, weights = problem
-    fn = value_and_grad(losses_of, where, hook=hook, debug=True, **options)
-    return fn(params, *shard_batch(batch, where, (4, 2, 3), weights=weights))
+    fn = value_and_grad(losses_of, **over(where), hook=hook, debug=True, **options)
+    return fn(
+        params, *shard_batch(batch, **over(where), sizes=(4, 2, 3), weights=weights)
+    )
 
 
 def by_step(where, hook, problem, **options):
     params, batch, weights = problem
     options |= {"hook": hook, "debug": True}
-    step = train_step(losses_of, optim.sgd(), where, **options)
-    shards = shard_batch(batch, where, (4, 2, 3), weights=weights)
+    step = train_step(losses_of, optim.sgd(), **over(where), **options)
+    shards = shard_batch(batch, **over(where), sizes=(4, 2, 3), weights=weights)
     return step(step.init(params), *shards)
 
 

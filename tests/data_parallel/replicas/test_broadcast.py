@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist.data_parallel import check_replicas, replicate
+from jdist.data_parallel import replicate
+from jdist.data_parallel.replicas.broadcast import check_agree, description
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 
 def test_replica_0s_bits_go_everywhere(mesh, rng):
@@ -46,10 +48,10 @@ def test_replica_0s_bits_go_everywhere(mesh, rng):
 def test_no_buffer_is_shared_with_the_caller(mesh, kind):
     """Or the first donated step would take the caller's array along."""
     where = mesh(2) if kind == "devices" else 2
-    own = {"w": jnp.arange(1000.0), "v": replicate(jnp.ones(1000), where)}
+    own = {"w": jnp.arange(1000.0), "v": replicate(jnp.ones(1000), **over(where))}
     buffers = {
         shard.data.unsafe_buffer_pointer()
-        for leaf in (*own.values(), *replicate(own, where).values())
+        for leaf in (*own.values(), *replicate(own, **over(where)).values())
         for shard in leaf.addressable_shards
     }
     assert len(buffers) == (1 + 2 + 2 * 2 if kind == "devices" else 4)
@@ -58,13 +60,18 @@ def test_no_buffer_is_shared_with_the_caller(mesh, kind):
 TREE = {"encoder": {"w": np.zeros((3, 4)), "b": np.zeros(4)}, "scale": None}
 
 
+def compare(*trees, name="params"):
+    """What `replicate` does with the trees of several processes."""
+    check_agree([description(tree) for tree in trees], f"replicate({name}=...)")
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (
             TREE | {"encoder": {"w": np.zeros((3, 4)), "b": np.zeros(5)}},
             r"float64 of shape \(4,\) at encoder/b. Got float64 of shape \(5,\) on "
-            r"replica 2",
+            r"process 2",
         ),
         (
             TREE | {"encoder": {"w": np.zeros((3, 4), "f4"), "b": np.zeros(4)}},
@@ -75,26 +82,20 @@ TREE = {"encoder": {"w": np.zeros((3, 4)), "b": np.zeros(4)}, "scale": None}
         (TREE | {"scale": 1.0}, r"None at scale. Got float64 of shape \(\)"),
         (
             {"encoder": {"b": np.zeros(4), "w": np.zeros((3, 4))}, "scale": ()},
-            r"None at scale. Got no leaf on replica 2",
+            r"None at scale. Got no leaf on process 2",
         ),
     ],
 )
-def test_replicas_that_differ(other, message):
-    """Leaf path and replica."""
-    check_replicas([TREE, TREE])
-    with pytest.raises(ValueError, match=r"check_replicas\(params=.*" + message):
-        check_replicas([TREE, TREE, other])
-
-
-def test_no_replicas():
-    """There is nothing to agree with."""
-    with pytest.raises(ValueError, match=r"at least one replica. Got none"):
-        check_replicas([])
+def test_processes_that_differ(other, message):
+    """Leaf path and process."""
+    compare(TREE, TREE)
+    with pytest.raises(ValueError, match=r"replicate\(params=.*" + message):
+        compare(TREE, TREE, other)
 
 
 def test_the_same_leaves_in_another_structure():
     """A list is no tuple, and what is checked has a name."""
     with pytest.raises(
-        ValueError, match=r"opt_state=.*\[\*\]\).*\(\*,\)\) on replica 1"
+        ValueError, match=r"opt_state=.*\[\*\]\).*\(\*,\)\) on process 1"
     ):
-        check_replicas([[np.ones(2)], (np.ones(2),)], name="opt_state")
+        compare([np.ones(2)], (np.ones(2),), name="opt_state")

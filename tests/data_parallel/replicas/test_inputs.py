@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jdist import data_parallel, optim
 from jdist.data_parallel.step import train_step
+from tests.replicas import over
 
 DEVICES = np.array(jax.devices())
 MESHES = pytest.mark.parametrize(
@@ -52,9 +53,9 @@ def programs(mesh):
     """A step, a gradient function and local SGD, compiled once for many tests."""
     opt = optim.sgd(lr=0.1, momentum=0.5)  # The first step is without momentum.
     return (
-        data_parallel.train_step(losses, opt, mesh),
-        data_parallel.value_and_grad(losses, mesh),
-        data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=1),
+        data_parallel.train_step(losses, opt, **over(mesh)),
+        data_parallel.value_and_grad(losses, **over(mesh)),
+        data_parallel.LocalSGD(losses, optim.sgd(lr=0.1), **over(mesh), period=1),
     )
 
 
@@ -67,11 +68,13 @@ def close(found, expected):
 
 MESH = Mesh(DEVICES[:2], ("data",))
 TAKERS = {
-    "train_step(optimizer=...)": lambda o: data_parallel.train_step(losses, o, 2),
-    "zero(opt=...)": lambda o: data_parallel.zero(o, MESH),
-    "averaged(opt=...)": lambda o: data_parallel.averaged(o, "data"),
-    "local_sgd(optimizer=...)": lambda o: data_parallel.local_sgd(
-        losses, o, 2, period=2
+    "train_step(optimizer=...)": lambda o: data_parallel.train_step(
+        losses, o, replicas=2
+    ),
+    "zero(optimizer=...)": lambda o: data_parallel.zero(o, MESH),
+    "averaged(optimizer=...)": lambda o: data_parallel.averaged(o, "data"),
+    "LocalSGD(optimizer=...)": lambda o: data_parallel.LocalSGD(
+        losses, o, replicas=2, period=2
     ),
     "with_master_weights(optimizer=...)": optim.with_master_weights,
     "as_optax(optimizer=...)": optim.as_optax,
@@ -128,7 +131,7 @@ def test_a_state_that_was_donated_is_refused(mesh, given):
 def test_jit_of_a_step(mesh, given):
     """Alone, and within another function; the state is then jit's to donate."""
     params, batch = given
-    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
+    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), **over(mesh))
     weights = jnp.array(WEIGHTS)
     expected = reference(*given)
     for jitted in (
@@ -137,7 +140,7 @@ def test_jit_of_a_step(mesh, given):
     ):
         close(stepped(jitted, step.init(params), batch, weights), expected)
     hooked = data_parallel.train_step(
-        losses, optim.sgd(lr=0.1), mesh, hook=data_parallel.hooks.bf16()
+        losses, optim.sgd(lr=0.1), **over(mesh), hook=data_parallel.hooks.bf16()
     )
     loss, _ = stepped(jax.jit(hooked), hooked.init(params), batch, weights)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
@@ -150,7 +153,10 @@ def test_integer_parameters_are_left_alone(mesh, given):
     plain, fn, local = programs(mesh)
     wrapped = optim.from_optax(optax.sgd(0.1))
     options = {"accumulate": 3, "max_norm": 1e6}
-    for step in (plain, data_parallel.train_step(losses, wrapped, mesh, **options)):
+    for step in (
+        plain,
+        data_parallel.train_step(losses, wrapped, **over(mesh), **options),
+    ):
         state, metrics = step(step.init(params), batch, WEIGHTS)
         close((metrics.loss, state.params["w"]), reference(*given))
         assert state.params["n"].dtype == params["n"].dtype
@@ -170,7 +176,7 @@ def ready(mesh, given):
     """A step that has taken arrays as they are twice, and the arrays of a third one."""
     params, batch = given
     step, _, _ = programs(mesh)
-    shards, weights = data_parallel.shard_batch(batch, mesh, weights=WEIGHTS)
+    shards, weights = data_parallel.shard_batch(batch, **over(mesh), weights=WEIGHTS)
     # Committed to devices also where replicas share one.
     state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), step.init(params))
     for _ in range(2):
@@ -250,7 +256,7 @@ def test_shapes_and_dtypes_are_checked_whenever_they_are_new(mesh, ready):
             assert message.strip() in str(error.value)
     step(state, shards, weights)
     # The same shapes, but losses that are no floating numbers.
-    plain = data_parallel.train_step(lambda w, y: y, optim.sgd(lr=0.1), mesh)
+    plain = data_parallel.train_step(lambda w, y: y, optim.sgd(lr=0.1), **over(mesh))
     state, _ = plain(plain.init(jnp.ones(())), y, weights)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"one real loss per example.*Got int64"):
@@ -308,7 +314,7 @@ def test_arrays_of_another_device_are_moved(mesh, where, given):
     close(stepped(step, state, batch, far_weights), expected)
     for p, b, w in ((params, far_batch, weights), (far_params, batch, far_weights)):
         close([fn(p, b, w)[0]], expected[:1])
-    model = data_parallel.DataParallel(lambda p, x: x @ p["w"], mesh)
+    model = data_parallel.parallel_apply(lambda p, x: x @ p["w"], **over(mesh))
     for p, x in ((far_params, batch[0]), (params, far_batch[0])):
         close([model(p, x)], [batch[0] @ params["w"]])
     close([far_batch[0]], [batch[0]])  # Still there: copies were moved.
@@ -359,7 +365,7 @@ def test_an_optax_state_resumes_on_the_devices_at_hand(mesh, given, tmp_path):
             ),
         )
     ):
-        step = data_parallel.train_step(losses, opt, mesh)
+        step = data_parallel.train_step(losses, opt, **over(mesh))
         opt_state = opt.init(params) if number else None
 
         def start(step=step, params=params, opt_state=opt_state):

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jdist import optim, verify
 from jdist._compat import KEEPS_EXPLICIT_SHARDS
 from jdist.data_parallel import (
-    DataParallel,
+    LocalSGD,
     hooks,
-    local_sgd,
+    parallel_apply,
     reducer,
     replicate,
     shard_batch,
@@ -140,7 +140,7 @@ def test_a_training_step_keeps_every_layout(problem, accumulate, reduction):
     opt = optim.adam(lr=0.01)
     step = train_step(losses_of, opt, mesh, accumulate=accumulate, max_norm=0.5,
                       reduction=reduction)  # fmt: skip
-    alone = train_step(losses_of, opt, 1, max_norm=0.5, reduction=reduction)
+    alone = train_step(losses_of, opt, replicas=1, max_norm=0.5, reduction=reduction)
     state, expected = step.init(placed(params, mesh)), alone.init(params)
     before = layouts(state)
     shards = shard_batch(batch, mesh, (6, 1, 9, 6), weights=weights, rows=9)
@@ -214,7 +214,7 @@ def test_data_parallel_keeps_layouts_too(problem):
     """The outputs of all rows, and no parameter gathered on the way."""
     params, batch, _ = problem
     mesh = grid()
-    model = DataParallel(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], mesh)
+    model = parallel_apply(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], mesh)
     found = model(placed(params, mesh), batch)
     np.testing.assert_allclose(
         found, np.tanh(batch @ params["in"]) @ params["out"], rtol=1e-4, atol=1e-5
@@ -322,7 +322,7 @@ def test_data_parallel_takes_explicit_axes(problem):
         hidden = jnp.tanh(x @ params["in"])
         return jnp.matmul(hidden, params["out"], out_sharding=PartitionSpec(None, None))
 
-    model, given = DataParallel(outputs, mesh), placed(params, mesh)
+    model, given = parallel_apply(outputs, mesh), placed(params, mesh)
     expected = np.tanh(batch @ params["in"]) @ params["out"]
     np.testing.assert_allclose(model(given, batch), expected, rtol=1e-4, atol=1e-5)
     with jax.set_mesh(mesh):
@@ -336,7 +336,7 @@ def test_data_parallel_takes_explicit_axes(problem):
     [
         lambda m: value_and_grad(losses_of, m),
         lambda m: train_step(losses_of, optim.sgd(), m),
-        lambda m: DataParallel(lambda p, x: x, m),
+        lambda m: parallel_apply(lambda p, x: x, m),
     ],
 )
 def test_explicit_axes_that_would_be_gathered_are_refused(make):
@@ -372,8 +372,8 @@ def test_explicit_axes_that_would_be_gathered_are_refused(make):
             r"zero\(mesh=...\)` must have no axis beside 'data'.*Got axes 'model'",
         ),
         (
-            lambda m: local_sgd(losses_of, optim.sgd(), m, period=2),
-            r"local_sgd\(mesh=...\)` must have no axis beside 'data'",
+            lambda m: LocalSGD(losses_of, optim.sgd(), m, period=2),
+            r"LocalSGD\(mesh=...\)` must have no axis beside 'data'",
         ),
     ],
 )  # fmt: skip
@@ -406,7 +406,7 @@ def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
     own = placed(params, mesh, SPECS | {"in": PartitionSpec("model", "data")})
     batch = batch[:16]
     step = train_step(losses_of, optim.sgd(), mesh)
-    model = DataParallel(lambda p, x: x @ p["in"], mesh)
+    model = parallel_apply(lambda p, x: x @ p["in"], mesh)
     calls = {
         "fn": lambda: value_and_grad(losses_of, mesh)(own, batch),
         "init": lambda: step.init(own),
@@ -416,7 +416,7 @@ def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
         line = Mesh(np.array(jax.devices("cpu")), ("data",))
         own = placed(params, line, dict.fromkeys(SPECS, PartitionSpec("data")))
         driven = reducer([lambda w, x: x @ w["in"]], loss_of_outputs, line)
-        local = local_sgd(losses_of, optim.sgd(), line, period=2)
+        local = LocalSGD(losses_of, optim.sgd(), line, period=2)
         calls = {
             "fn": lambda: driven([own], batch),
             "init": lambda: local.init(own),

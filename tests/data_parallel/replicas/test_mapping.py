@@ -15,6 +15,8 @@ from jdist.data_parallel.replicas.mapping import (
     summed,
     summed_in_order,
 )
+from jdist.data_parallel.replicas.placement import Placement
+from tests.replicas import over
 
 ROWS = PartitionSpec("data")
 
@@ -25,12 +27,10 @@ def test_the_sum_is_in_rank_order(mesh, rng, of, count):
     """On one device to the bit; on a mesh, where XLA chooses the order, to rounding."""
     x = jnp.asarray(rng.normal(size=(count, 7)) * 10.0 ** rng.uniform(-3, 3, 7))
     by_hand = sum(x[1:], x[0])
-    for place in (count, mesh(count)):
-        both = over_replicas(
-            lambda a: (of(a[0], "data"),), place, "data", [ROWS], [EACH]
-        )
+    for place in (Placement(None, count, "data"), Placement.of("", mesh(count))):
+        both = over_replicas(lambda a: (of(a[0], "data"),), place, [ROWS], [EACH])
         (found,) = jax.jit(both)(x)
-        if place == count:
+        if place.mesh is None:
             np.testing.assert_array_equal(found, by_hand)
         allowed = count * 2.0**-53 * np.abs(x).sum(axis=0)
         assert np.all(np.abs(found - by_hand) <= allowed)
@@ -46,7 +46,7 @@ def test_who_shares_a_device(mesh):
 
     with jax.set_mesh(mesh(2)):
         jax.vmap(note, axis_name="data")(jnp.arange(2.0))
-    over_replicas(note, mesh(2), "data", [ROWS], [ROWS])(jnp.arange(2.0))
+    over_replicas(note, Placement.of("", mesh(2)), [ROWS], [ROWS])(jnp.arange(2.0))
     assert seen == [True, False]
 
 
@@ -58,7 +58,7 @@ def test_replicas_on_one_device_reduce_no_rows(rng):
     def losses(params, batch):
         return jnp.tanh(batch @ params["w"]).sum(axis=1)
 
-    fn = value_and_grad(losses, 2)
+    fn = value_and_grad(losses, replicas=2)
     program = str(jax.make_jaxpr(fn)(params, batch, None))
     assert "add" in program
     # What a `psum` over the rows of a `vmap` is written as, and lowered to a reduction.
@@ -78,14 +78,14 @@ def test_entries_without_elements_are_divided_by_rows(place, mesh):
         return (batch["x"] @ w) ** 2 + batch["none"].sum((1, 2))
 
     expected, gradient = jax.value_and_grad(lambda w: losses(w, batch).mean())(w)
-    given = data_parallel.shard_batch(batch, where, (5, 4, 2), rows=6)
-    found = data_parallel.value_and_grad(losses, where)(w, *given)
+    given = data_parallel.shard_batch(batch, **over(where), sizes=(5, 4, 2), rows=6)
+    found = data_parallel.value_and_grad(losses, **over(where))(w, *given)
     np.testing.assert_allclose(found[0], expected, rtol=1e-6)
     np.testing.assert_allclose(found[1], gradient, rtol=1e-5)
     step = data_parallel.train_step(
         lambda w, batch: (losses(w, batch), batch["none"]),
         optim.sgd(lr=1.0),
-        where,
+        **over(where),
         accumulate=2,
         has_aux=True,
     )

@@ -12,14 +12,16 @@ from jax.sharding import Mesh
 
 from jdist import optim
 from jdist.data_parallel import (
-    DataParallel,
-    local_sgd,
+    LocalSGD,
+    parallel_apply,
     reducer,
     shard_batch,
     train_step,
     value_and_grad,
 )
 from jdist.data_parallel.replicas import shards
+from jdist.data_parallel.replicas.placement import Placement
+from tests.replicas import over
 
 
 def rows(array, replicas):
@@ -42,7 +44,7 @@ def rows(array, replicas):
 )
 def test_uneven_shards_repeat_a_real_example(sizes, examples, weights):
     """Drawn out: padding repeats the shard's last example, or the batch's first."""
-    batch, w = shard_batch(np.arange(8), len(sizes), sizes)
+    batch, w = shard_batch(np.arange(8), replicas=len(sizes), sizes=sizes)
     assert rows(batch, len(sizes)) == examples
     assert rows(w, len(sizes)) == weights
 
@@ -53,7 +55,7 @@ def test_uneven_shards_repeat_a_real_example(sizes, examples, weights):
 )
 def test_sizes_default_to_as_equal_as_possible(count, replicas, sizes):
     """The first shards take what is left over."""
-    _, weights = shard_batch(np.arange(count), replicas)
+    _, weights = shard_batch(np.arange(count), replicas=replicas)
     assert np.sum(rows(weights, replicas), axis=1).tolist() == sizes
 
 
@@ -61,16 +63,18 @@ def test_rows_keep_one_shape_for_all_sizes():
     """So that one compiled program serves them, and micro-batches divide them."""
     for sizes in ((5, 3), (1, 0), (0, 6)):
         count = sum(sizes)
-        batch, weights = shard_batch(np.arange(count) + 1, 2, sizes, rows=6)
+        batch, weights = shard_batch(
+            np.arange(count) + 1, replicas=2, sizes=sizes, rows=6
+        )
         assert batch.shape == weights.shape == (12,)
         assert np.sum(rows(weights, 2), axis=1).tolist() == list(sizes)
         assert np.all(np.asarray(batch) > 0)
     with pytest.raises(
         ValueError, match=r"rows=.*largest of the sizes, .5, 3.\. Got 4"
     ):
-        shard_batch(np.arange(8), 2, (5, 3), rows=4)
+        shard_batch(np.arange(8), replicas=2, sizes=(5, 3), rows=4)
     with pytest.raises(TypeError, match=r"rows=.*, an integer\. Got 5\.0"):
-        shard_batch(np.arange(8), 2, (5, 3), rows=5.0)
+        shard_batch(np.arange(8), replicas=2, sizes=(5, 3), rows=5.0)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
@@ -82,7 +86,9 @@ def test_every_example_counts_once_whatever_the_sizes(sizes, seed):
     """The weights of an example's copies add up to its own weight, in every split."""
     count = sum(sizes)
     own = np.random.default_rng(seed).uniform(0.1, 3, size=count).astype(np.float32)
-    batch, weights = shard_batch(np.arange(count), len(sizes), sizes, weights=own)
+    batch, weights = shard_batch(
+        np.arange(count), replicas=len(sizes), sizes=sizes, weights=own
+    )
     total = np.bincount(np.asarray(batch), np.asarray(weights), minlength=count)
     np.testing.assert_array_equal(total.astype(np.float32), own)
     assert len(batch) == len(sizes) * max(sizes)
@@ -106,7 +112,9 @@ def test_keys_and_integers_may_stand_in_a_batch():
         "key": jax.random.split(jax.random.key(1), 3),
         "y": np.arange(3, dtype="i2"),
     }
-    shards, weights = shard_batch(batch, 2, sizes=(1, 2), weights=np.array([1, 2, 0]))
+    shards, weights = shard_batch(
+        batch, replicas=2, sizes=(1, 2), weights=np.array([1, 2, 0])
+    )
     data = jax.random.key_data(shards["key"])
     np.testing.assert_array_equal(data[0], jax.random.key_data(batch["key"])[0])
     np.testing.assert_array_equal(data[0], data[1])
@@ -129,7 +137,7 @@ def test_keys_and_integers_may_stand_in_a_batch():
         ({"weights": np.r_[np.ones(7), np.inf]}, "Got inf for example 7"),
         ({"weights": np.zeros(8)}, "must not all be 0.*Got 8 zeros"),
         ({"weights": np.ones(7)}, r"one per example, shape \(8,\). Got shape \(7,\)"),
-        ({"mesh": 0}, "at least 1. Got 0"),
+        ({"replicas": 0}, "at least 1. Got 0"),
         ({"batch": np.zeros((0, 3))}, "at least one example. Got none"),
         ({"batch": (np.zeros(3), np.zeros(2))}, "Got 0: 3, 1: 2"),
     ],
@@ -138,28 +146,28 @@ def test_refusals(arguments, message):
     """Each names the argument, the rule and what was given."""
     batch = arguments.pop("batch", np.arange(8.0))
     with pytest.raises(ValueError, match=message):
-        shard_batch(batch, arguments.pop("mesh", 2), **arguments)
+        shard_batch(batch, **{"replicas": 2} | arguments)
 
 
 def test_meshes_are_checked(mesh):
     """A mesh without the axis, and something that is no mesh."""
     with pytest.raises(ValueError, match=r"must have the axis 'batch'.*\('data',\)"):
-        shard_batch(np.arange(4), mesh(2), axis="batch")
-    with pytest.raises(TypeError, match=r"Mesh or a number of replicas.*Got 'cpu'"):
+        shard_batch(np.arange(4), mesh(2), data_axis="batch")
+    with pytest.raises(TypeError, match=r"must be a .*Mesh, or left out.*Got 'cpu'"):
         shard_batch(np.arange(4), "cpu")
     with pytest.raises(TypeError, match="Got True"):
-        shard_batch(np.arange(4), True)
+        shard_batch(np.arange(4), replicas=True)
 
 
 def test_sizes_must_be_whole_numbers():
     expected = r"sizes=.*must be 2 integers, one for each replica\. Got \(1\.5, 2\.5\)"
     with pytest.raises(TypeError, match=expected):
-        shard_batch(np.arange(4), 2, sizes=(1.5, 2.5))
+        shard_batch(np.arange(4), replicas=2, sizes=(1.5, 2.5))
 
 
 def test_several_processes_have_to_agree_on_rows(mesh, monkeypatch):
     """As if the other replica were another process's."""
-    monkeypatch.setattr(shards, "own_replicas", lambda mesh, axis: [0])
+    monkeypatch.setattr(Placement, "own", lambda placement: [0])
     expected = r"rows=\.\.\.\)` must be given where a mesh spans several processes\. "
     with pytest.raises(ValueError, match=expected + r".* Here it would be 3\."):
         shard_batch(np.arange(3.0), mesh(2))
@@ -183,10 +191,10 @@ def test_forgotten_weights_are_refused(mesh, given, rng):
     """By each call: padding would count, and weights would not."""
     x = {"x": rng.standard_normal((8, 3)).astype(np.float32)}
     w = rng.standard_normal(3).astype(np.float32)
-    batch, weights = shard_batch(x, mesh, **given)
-    step = train_step(square, optim.sgd(), mesh)
-    local = local_sgd(square, optim.sgd(), mesh, period=2)
-    fn, state = value_and_grad(square, mesh), step.init(w)
+    batch, weights = shard_batch(x, **over(mesh), **given)
+    step = train_step(square, optim.sgd(), **over(mesh))
+    local = LocalSGD(square, optim.sgd(), **over(mesh), period=2)
+    fn, state = value_and_grad(square, **over(mesh)), step.init(w)
     calls = [
         lambda b: fn(w, b),
         lambda b: step(state, b),
@@ -208,20 +216,20 @@ def test_forgotten_weights_are_refused(mesh, given, rng):
     assert fn(w, batch | {"w": weights})[0] == fn(w, copy)[0] == expected
     # Outputs of padding are left out there.
     np.testing.assert_allclose(
-        DataParallel(square, mesh)(w, x), square(w, x), rtol=1e-5
+        parallel_apply(square, **over(mesh))(w, x), square(w, x), rtol=1e-5
     )
 
 
 def test_a_batch_without_padding_needs_no_weights_and_none_is_kept(rng):
     """Tables of batches that are gone would grow with the run."""
     x = rng.standard_normal((8, 3)).astype(np.float32)
-    fn = value_and_grad(lambda w, x: x @ w, 2)
+    fn = value_and_grad(lambda w, x: x @ w, replicas=2)
     w = np.ones(3, np.float32)
-    batch, weights = shard_batch(x, 2)
+    batch, weights = shard_batch(x, replicas=2)
     np.testing.assert_array_equal(fn(w, batch)[1], fn(w, batch, weights)[1])
     gc.collect()
     before = len(shards._needed), len(shards._issued)
-    others = [shard_batch(x, 2, (5, 3)) for _ in range(7)]
+    others = [shard_batch(x, replicas=2, sizes=(5, 3)) for _ in range(7)]
     assert len(shards._needed) == before[0] + 7
     del others
     gc.collect()

@@ -58,7 +58,7 @@ def test_micro_batches_count_by_their_examples(params, rng):
     """Counts 4, 4, 1 on one replica and 3 on the other: no mean of means."""
     x = rng.normal(size=(12, 5))
     weights = rng.uniform(0.5, 2, size=12)
-    shards = shard_batch(x, 2, (9, 3), weights=weights, rows=12)
+    shards = shard_batch(x, replicas=2, sizes=(9, 3), weights=weights, rows=12)
     _, found = gradient_of(losses_of, 2, accumulate=3)(params, *shards)
 
     def mean(p, rows):

@@ -8,6 +8,7 @@ import pytest
 from jdist import optim
 from jdist.data_parallel import hooks, shard_batch, train_step
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 pytestmark = pytest.mark.compiled
 
@@ -50,13 +51,13 @@ def trained(mesh, rng, options):
     }
     x, y = rng.normal(size=(50, 9, 6)), rng.normal(size=(50, 9, 4)) / 2
     opt = optim.sgd(lr=0.02, momentum=0.9)
-    step = train_step(losses_of, opt, mesh, **options)
+    step = train_step(losses_of, opt, **over(mesh), **options)
     state, losses = step.init(params), []
     alone, opt_state, wanted = params, opt.init(params), []
     one = jax.jit(jax.value_and_grad(lambda p, b: losses_of(p, b).mean()))
     for t, batch in enumerate(zip(x, y, strict=True)):
         sizes = tuple(np.roll(SIZES, t).tolist())
-        state, metrics = step(state, *shard_batch(batch, mesh, sizes))
+        state, metrics = step(state, *shard_batch(batch, **over(mesh), sizes=sizes))
         losses.append(float(metrics.loss))
         loss, grads = one(alone, batch)
         alone, opt_state = opt.step(alone, grads, opt_state)

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jdist import data_parallel, optim
-from jdist.data_parallel import Metrics, Sampler, evaluate, fit, over_epoch, train_step
+from jdist.data_parallel import Metrics, Sampler, evaluate, fit, train_step
 from tests.refilled import ALIGNED, UNALIGNED, buffer, refilled
+from tests.replicas import over
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("data",))
 MESHES = pytest.mark.parametrize("mesh", [MESH, 2], ids=["mesh", "one device"])
@@ -43,8 +44,8 @@ def same(found, expected):
 @MESHES
 def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
     """Saved after every second step and at the end, and resumed in the middle."""
-    step = train_step(losses, optim.adam(lr=0.1), mesh, max_norm=1.0)
-    batches = list(Sampler(11, 4, seed=3).batches(data, mesh))
+    step = train_step(losses, optim.adam(lr=0.1), **over(mesh), max_norm=1.0)
+    batches = list(Sampler(11, 4, seed=3).batches(data, **over(mesh)))
     state, each = step.init(START), []
     for batch, weights in batches:
         state, metrics = step(state, batch, weights)
@@ -75,7 +76,7 @@ def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
 
 def test_what_fit_counts(data):
     """Of weights on the host and on devices, of lists, and of none."""
-    step = train_step(losses, optim.sgd(lr=0.1), 2)
+    step = train_step(losses, optim.sgd(lr=0.1), replicas=2)
     batch = [part[:4] for part in data]
     weights = [0.5, 0, 3, 0.25]
     given = [(batch, None), batch, (batch, weights), (batch, np.array(weights))]
@@ -87,7 +88,7 @@ def test_what_fit_counts(data):
     assert [int(m.examples) for m in found] == [4, 4, 3, 3, 3, 3]
     assert [float(m.weight) for m in found] == [4, 4, 3.75, 3.75, 3.75, 3]
     total = sum(float(m.weight) * float(m.loss) for m in found) / 22.25
-    epoch = over_epoch(found)
+    epoch = Metrics.combine(found)
     np.testing.assert_allclose(epoch.loss, total, rtol=1e-12)
     assert epoch[1:3] == (20, 22.25)
 
@@ -100,7 +101,7 @@ def test_what_fit_counts(data):
 def test_an_evaluation_is_that_of_one_large_batch(mesh, reduction, data, rng):
     """Ragged batches with unequal weights; the state is as it was, and in use."""
     step = train_step(
-        losses, optim.sgd(lr=0.1), mesh, reduction=reduction, accumulate=2
+        losses, optim.sgd(lr=0.1), **over(mesh), reduction=reduction, accumulate=2
     )
     state = step.init(START)
     before = jax.tree.map(np.asarray, state)
@@ -108,7 +109,7 @@ def test_an_evaluation_is_that_of_one_large_batch(mesh, reduction, data, rng):
     cuts = (slice(0, 5), slice(5, 6), slice(6, 11))
     batches = [
         data_parallel.shard_batch(
-            jax.tree.map(lambda x, c=c: x[c], data), mesh, weights=weights[c]
+            jax.tree.map(lambda x, c=c: x[c], data), **over(mesh), weights=weights[c]
         )
         for c in cuts
     ]
@@ -134,7 +135,7 @@ def test_an_evaluation_is_that_of_one_large_batch(mesh, reduction, data, rng):
 
 def test_no_backward_pass_in_an_evaluation(data):
     """The compiled program has one product, where a step has two."""
-    step = train_step(losses, optim.sgd(lr=0.1), 1)
+    step = train_step(losses, optim.sgd(lr=0.1), replicas=1)
     state, batch = step.init(START), tuple(part[:4] for part in data)
     needed = state._replace(opt_state=None)
     programs = (
@@ -167,7 +168,7 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
         step = train_step(
             made.loss_fn,
             optim.sgd(lr=0.1),
-            2,
+            replicas=2,
             has_aux=True,
             in_evaluation=made.in_evaluation,
         )
@@ -180,26 +181,28 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
         outputs = nnx.jit(Net.__call__)(model, x)
         np.testing.assert_allclose(found.aux.reshape(8), outputs, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found.loss, np.mean((outputs - y) ** 2), rtol=1e-5)
-        training = train_step(made.loss_fn, optim.sgd(), 2, has_aux=True)
+        training = train_step(made.loss_fn, optim.sgd(), replicas=2, has_aux=True)
         assert float(training.evaluate(state, (x, y)).loss) != float(found.loss)
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_one_batch_in_place_of_a_list_of_batches(kind, data):
     """Its arrays would be taken for batches, one after the other."""
-    step = train_step(losses, optim.sgd(lr=0.1), 1)
+    step = train_step(losses, optim.sgd(lr=0.1), replicas=1)
     state = step.init(START)
     for loop in (fit, evaluate):
         rule = rf"^`{loop.__name__}\(batches\)` must be .* Got one batch, arrays .*"
         with pytest.raises(ValueError, match=rule + r"`\[\(batch, None\)\]`\.$"):
             loop(step, state, kind(data))
     # Arrays of which each is a batch, for a loss that would take both together too.
-    sums = train_step(lambda w, b: sum(jax.tree.leaves(b)) * w, optim.sgd(lr=0.1), 1)
+    sums = train_step(
+        lambda w, b: sum(jax.tree.leaves(b)) * w, optim.sgd(lr=0.1), replicas=1
+    )
     fit(sums, sums.init(jnp.ones(())), kind([data[1], data[1]]))
 
 
 def test_what_is_refused(data):
-    step = train_step(losses, optim.sgd(lr=0.1), 2)
+    step = train_step(losses, optim.sgd(lr=0.1), replicas=2)
     state = step.init(START)
     with pytest.raises(ValueError, match=r"fit\(save_every=...\)` must be at least 1"):
         fit(step, state, [], save_every=0)
@@ -229,11 +232,11 @@ def test_what_is_refused(data):
     with pytest.raises(
         ValueError, match=r"how many examples.*`fit` and `evaluate` coun"
     ):
-        over_epoch([metrics])
+        Metrics.combine([metrics])
     with pytest.raises(ValueError, match=r"`evaluate\(state=...\)` must hold arrays"):
         step.evaluate(state, tuple(part[:4] for part in data))
     parts = [metrics._replace(loss=3.0, examples=1, weight=0.5)]
-    assert over_epoch(parts) == Metrics(3.0, 1, 0.5)
+    assert Metrics.combine(parts) == Metrics(3.0, 1, 0.5)
 
 
 @MESHES
@@ -252,7 +255,9 @@ def test_each_batch_is_read_before_the_next_is_asked_for(mesh, offset, rng):
             yield batch, memory
             memory[...] = np.nan
 
-    step = train_step(lambda w, x: jnp.abs(x @ w).mean(-1), optim.sgd(lr=0.0), mesh)
+    step = train_step(
+        lambda w, x: jnp.abs(x @ w).mean(-1), optim.sgd(lr=0.0), **over(mesh)
+    )
     own = np.average(np.abs(rows @ w).mean(-1), weights=weights)
     _, found = fit(step, step.init(w), loader())
     np.testing.assert_allclose(
@@ -270,14 +275,14 @@ def test_init_copies_the_arrays_of_numpy(mesh, offset, rng):
     params = buffer((1 << 20,), offset)
     params[...] = rng.standard_normal(1 << 20)
     expected = params.copy()
-    step = train_step(lambda w, x: x * w.sum(), optim.sgd(), mesh)
-    local = data_parallel.local_sgd(
-        lambda w, x: x * w.sum(), optim.sgd(), mesh, period=2
+    step = train_step(lambda w, x: x * w.sum(), optim.sgd(), **over(mesh))
+    local = data_parallel.LocalSGD(
+        lambda w, x: x * w.sum(), optim.sgd(), **over(mesh), period=2
     )
     masters = optim.with_master_weights(optim.sgd(), compute_dtype=jnp.bfloat16)
     makers = [
         lambda: step.init(params).params,
-        lambda: data_parallel.replicate(params, mesh),
+        lambda: data_parallel.replicate(params, **over(mesh)),
         lambda: local.init(params).params[1],
         lambda: masters.init(params).masters,
     ]
@@ -293,7 +298,7 @@ def test_a_batch_that_is_a_pair_is_not_taken_for_one_with_weights(mesh, data):
     """Targets would be weights, unseen where the loss takes the inputs alone."""
     x, y = data
     x, y = jnp.asarray(x[:8]), jnp.abs(jnp.asarray(y[:8]))
-    step = train_step(losses, optim.sgd(lr=0.0), mesh)
+    step = train_step(losses, optim.sgd(lr=0.0), **over(mesh))
     told = r"`{}\(batches\)` .* Got a pair that the loss function takes as one batch\. "
     told += r"Give `\(batch, None\)` for a batch that is a pair"
     for name, call in {"fit": fit, "evaluate": evaluate}.items():
@@ -307,7 +312,7 @@ def test_a_batch_that_is_a_pair_is_not_taken_for_one_with_weights(mesh, data):
     own = (np.asarray(x) @ START - np.asarray(y)) ** 2
     total = evaluate(step, step.init(START), [((x, y), weights)])
     np.testing.assert_allclose(total.loss, np.average(own, weights=weights), rtol=1e-5)
-    alone = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.0), mesh)
+    alone = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.0), **over(mesh))
     total = evaluate(alone, alone.init(START), [(x, list(weights))])
     own = (np.asarray(x) @ START) ** 2
     np.testing.assert_allclose(total.loss, np.average(own, weights=weights), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""DataParallel and Horovod's form: known interfaces on the same core."""
+"""`parallel_apply` and Horovod's form: known interfaces on the same core."""
 
 from functools import partial
 
@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import optim
-from jdist.data_parallel import DataParallel, averaged
+from jdist.data_parallel import averaged, parallel_apply
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 
 def model(params, x):
@@ -37,7 +38,7 @@ def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
 
     expected, wanted = model(params, x), jax.grad(loss)(params, model)
     for where in (mesh(3), 3):
-        apply = DataParallel(model, where)
+        apply = parallel_apply(model, **over(where))
         found, gradient = apply(params, x), jax.grad(loss)(params, apply)
         for name, leaf in expected.items():
             np.testing.assert_allclose(found[name], leaf, rtol=1e-12, atol=1e-13)
@@ -49,7 +50,7 @@ def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
 def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count):
     """As an automatic one, where it is set and where not."""
     x, where = rng.normal(size=(count, 3)), mesh(3, AxisType.Explicit)
-    apply, expected = DataParallel(model, where), model(params, x)
+    apply, expected = parallel_apply(model, **over(where)), model(params, x)
     for name, leaf in apply(params, x).items():
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-12, atol=1e-13)
 
@@ -67,9 +68,9 @@ def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count)
 def test_what_data_parallel_refuses(params):
     """Nothing to apply to; a mesh without the axis."""
     with pytest.raises(ValueError, match="at least one example"):
-        DataParallel(model, 2)(params, np.zeros((0, 3)))
+        parallel_apply(model, replicas=2)(params, np.zeros((0, 3)))
     with pytest.raises(ValueError, match=r"at least 1. Got 0"):
-        DataParallel(model, 0)
+        parallel_apply(model, replicas=0)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -147,7 +148,7 @@ def test_masters_take_horovods_mean_unrounded():
 
 def test_the_models_gradient_is_added_up_in_float32(mesh):
     """2048 and seven times 1: float16 stays at 2048 if it is rounded on the way."""
-    model = DataParallel(lambda w, x: x * w, mesh(8))
+    model = parallel_apply(lambda w, x: x * w, mesh(8))
     x = jnp.array([2048] + [1] * 7, jnp.float16)
 
     def total(w):

@@ -13,14 +13,15 @@ from jdist import JdistError, optim
 from jdist.data_parallel import (
     EarlyEnd,
     Join,
+    LocalSGD,
     evaluate,
     fit,
-    local_sgd,
     reducer,
     train_step,
     value_and_grad,
 )
 from tests.data_parallel.recording import copies_differ, recorder
+from tests.replicas import over
 
 
 def losses_of(params, batch):
@@ -67,8 +68,8 @@ def test_the_table_of_division_rules(rng, mesh, kind, divide_by):
     """Every step of three replicas with 3, 1 and 2 batches, by the formula."""
     params, streams = rng.normal(size=3), streams_of(rng, SIZES)
     where = mesh(3) if kind == "devices" else 3
-    joined = Join(streams, where, rows=4, divide_by=divide_by)
-    step = train_step(losses_of, recorder(), where, reduction=joined.reduction)
+    joined = Join(streams, **over(where), rows=4, divide_by=divide_by)
+    step = train_step(losses_of, recorder(), **over(where), reduction=joined.reduction)
     state, found = step.init(params), []
     for batch, weights in joined:
         state, _ = step(state, batch, weights)
@@ -81,12 +82,12 @@ def test_the_table_of_division_rules(rng, mesh, kind, divide_by):
 
 
 def by_step(where, reduction, params, given):
-    step = train_step(losses_of, optim.sgd(), where, reduction=reduction)
+    step = train_step(losses_of, optim.sgd(), **over(where), reduction=reduction)
     return step(step.init(params), *given)
 
 
 def by_fit(where, reduction, params, given, run=fit):
-    step = train_step(losses_of, optim.sgd(), where, reduction=reduction)
+    step = train_step(losses_of, optim.sgd(), **over(where), reduction=reduction)
     return run(step, step.init(params), [given])
 
 
@@ -98,7 +99,7 @@ def by_reducer(where, reduction, params, given):
 
 def by_local_sgd(where, reduction, params, given):
     assert reduction == "mean"
-    local = local_sgd(losses_of, optim.sgd(), where, period=2)
+    local = LocalSGD(losses_of, optim.sgd(), **over(where), period=2)
     return local.step(local.init(params), *given)
 
 
@@ -107,7 +108,7 @@ TAKERS = {
     "fit": by_fit,
     "evaluate": partial(by_fit, run=evaluate),
     "fn": lambda where, reduction, params, given: value_and_grad(
-        losses_of, where, reduction=reduction
+        losses_of, **over(where), reduction=reduction
     )(params, *given),
     "reducer": by_reducer,
     "local_sgd": by_local_sgd,
@@ -121,7 +122,7 @@ TAKERS = {
 def test_a_step_of_another_reduction_is_refused(rng, mesh, divide_by, taker):
     """It would silently divide otherwise than was asked for."""
     streams, where = streams_of(rng, [[3], []]), mesh(2)
-    (given,) = Join(streams, where, rows=3, divide_by=divide_by)
+    (given,) = Join(streams, **over(where), rows=3, divide_by=divide_by)
     wanted, other = {"active": ("mean", "sum"), "initial": ("sum", "mean")}[divide_by]
     expected = (
         rf"\(weights=...\)` must be for a step with reduction='{other}'\. Got those of "
@@ -134,9 +135,9 @@ def test_a_step_of_another_reduction_is_refused(rng, mesh, divide_by, taker):
 def test_weights_for_one_reduction_are_taken_like_others(rng):
     """Within another function, counted by `fit`, lowered, and as numbers."""
     params, streams = rng.normal(size=3), streams_of(rng, SIZES)
-    joined = Join(streams, 3, rows=4, divide_by="initial")
+    joined = Join(streams, replicas=3, rows=4, divide_by="initial")
     steps = list(joined)
-    step = train_step(losses_of, recorder(), 3, reduction=joined.reduction)
+    step = train_step(losses_of, recorder(), replicas=3, reduction=joined.reduction)
     state, metrics = fit(step, step.init(params), steps)
     assert [int(m.examples) for m in metrics] == [10, 7, 1]
     # Each of the replicas that are there has a third.
@@ -185,7 +186,7 @@ def test_every_example_is_seen_once(sizes, masked, seed):
     numbers, weights = (iter(np.split(x, ends)) for x in (np.arange(count), own))
     streams = [[(next(numbers), next(weights)) for _ in batches] for batches in sizes]
     seen, steps = np.zeros(count), 0
-    for batch, w in Join(streams, len(sizes), rows=4, weighted=True):
+    for batch, w in Join(streams, replicas=len(sizes), rows=4, weighted=True):
         assert len(batch) == 4 * len(sizes)
         np.add.at(seen, np.asarray(batch), np.asarray(w))
         steps += 1
@@ -209,14 +210,14 @@ def test_replicas_stay_the_same_to_the_end(rng, mesh):
 def test_an_early_end_can_be_an_error(rng):
     """After the steps that all could make; naming who ended."""
     streams = streams_of(rng, [[2, 2, 2], [1, 1], [2, 1, 1], [2, 2]])
-    steps = iter(Join(streams, 4, rows=2, early_end="error"))
+    steps = iter(Join(streams, replicas=4, rows=2, early_end="error"))
     for _ in range(2):
         next(steps)
     with pytest.raises(EarlyEnd, match=r"replicas 1, 3 of 4 ran out of data after 2"):
         next(steps)
     assert issubclass(EarlyEnd, JdistError)
     even = streams_of(rng, [[2, 2], [1, 1]])
-    assert len(list(Join(even, 2, rows=2, early_end="error"))) == 2
+    assert len(list(Join(even, replicas=2, rows=2, early_end="error"))) == 2
 
 
 def test_streams_may_be_generators(rng):
@@ -228,12 +229,12 @@ def test_streams_may_be_generators(rng):
             read.append((name, i))
             yield np.arange(n)
 
-    steps = iter(Join([stream("a", [1, 2]), stream("b", [2])], 2, rows=2))
+    steps = iter(Join([stream("a", [1, 2]), stream("b", [2])], replicas=2, rows=2))
     assert read == []
     next(steps)
     assert read == [("a", 0), ("b", 0)]
     assert len(list(steps)) == 1
-    assert list(Join([iter(()), iter(())], 2, rows=2)) == []
+    assert list(Join([iter(()), iter(())], replicas=2, rows=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_streams_may_be_generators(rng):
 def test_what_is_refused(streams, options, message):
     """At once, or when the batch comes."""
     with pytest.raises(ValueError, match=message):
-        list(Join(streams, 2, rows=2, **options))
+        list(Join(streams, replicas=2, rows=2, **options))
 
 
 def test_streams_may_fill_one_buffer(rng):
@@ -263,7 +264,7 @@ def test_streams_may_fill_one_buffer(rng):
             yield memory
         memory[...] = np.nan
 
-    first, second = Join([stream([0]), stream([1, 2])], 2, rows=3)
+    first, second = Join([stream([0]), stream([1, 2])], replicas=2, rows=3)
     np.testing.assert_array_equal(first[0], np.concatenate(batches[:2]))
     padding = np.repeat(batches[2, :1], 3, axis=0)
     np.testing.assert_array_equal(second[0], np.concatenate([padding, batches[2]]))

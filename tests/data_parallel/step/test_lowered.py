@@ -9,6 +9,7 @@ import pytest
 
 from jdist import data_parallel, optim
 from jdist.data_parallel import hooks
+from tests.replicas import over
 
 
 def losses(params, batch):
@@ -55,7 +56,7 @@ def steps(mesh):
     )
     make = functools.partial(data_parallel.train_step, losses)
     return {
-        "replicas": make(optim.adam(), 4),
+        "replicas": make(optim.adam(), replicas=4),
         "mesh": make(optim.adam(), four, max_norm=0.1),
         "explicit mesh": make(optim.adam(), mesh(4, jax.sharding.AxisType.Explicit)),
         "buckets": make(optim.sgd(lr=0.1, momentum=0.9), four, bucket_cap_mb=0),
@@ -86,7 +87,8 @@ def test_the_program_from_shapes_is_the_one_that_is_called(case, mesh, problem):
     init = begun(step, params)
     lowered = step.lower(init(shapes), *shapes((batch, weights)))
     state = init(lambda tree: tree)
-    given = data_parallel.shard_batch(batch, step.mesh, weights=weights)
+    where = over(step.placement.mesh or 4)
+    given = data_parallel.shard_batch(batch, weights=weights, **where)
     # A hook's state belongs to the program of every step but is not made by `init`.
     if step.start is not None:
         state = state._replace(hook_state=step.start(state, *given))
@@ -110,7 +112,8 @@ def test_keys_and_states_are_shapes_too(mesh, problem):
     for shape, array in zip(*map(jax.tree.leaves, (of_shapes, state)), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
-    given = data_parallel.shard_batch(batch, step.mesh, weights=weights)
+    where = over(step.placement.mesh or 4)
+    given = data_parallel.shard_batch(batch, weights=weights, **where)
     text = step.lower(of_shapes, *shapes((batch, weights))).as_text()
     assert text == step.lower(state, *given).as_text()
 
@@ -143,12 +146,14 @@ def test_local_sgd_is_lowered_from_shapes(mesh, problem, on_devices):
     """The same text as from arrays; what a step refuses is refused."""
     params, batch, weights = problem
     where = mesh(4) if on_devices else 4
-    local = data_parallel.local_sgd(losses, optim.adam(), where, period=2, start=3)
+    local = data_parallel.LocalSGD(
+        losses, optim.adam(), **over(where), period=2, start=3
+    )
     state, of_shapes = local.init(params), local.init(shapes(params))
     assert jax.tree.structure(of_shapes) == jax.tree.structure(state)
     for shape, array in zip(*map(jax.tree.leaves, (of_shapes, state)), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
-    given = data_parallel.shard_batch(batch, where, weights=weights)
+    given = data_parallel.shard_batch(batch, **over(where), weights=weights)
     text = local.lower(of_shapes, *shapes((batch, weights))).as_text()
     assert text == local.lower(state, *given).as_text()
     with pytest.raises(ValueError, match="must divide evenly over 4 replicas"):

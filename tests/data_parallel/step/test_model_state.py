@@ -7,6 +7,7 @@ import pytest
 
 from jdist import optim
 from jdist.data_parallel import shard_batch, train_step
+from tests.replicas import over
 
 MOMENTUM = 0.75
 
@@ -32,9 +33,9 @@ def problem(rng):
 def stepped(where, problem, sizes, rows=None, weights=None, **options):
     """The model state after one step."""
     params, x, states = problem
-    step = train_step(losses_of, optim.sgd(lr=0.1), where, **options)
+    step = train_step(losses_of, optim.sgd(lr=0.1), **over(where), **options)
     state = step.init(params, states=states)
-    shards = shard_batch(x, where, sizes, weights=weights, rows=rows)
+    shards = shard_batch(x, **over(where), sizes=sizes, weights=weights, rows=rows)
     return step(state, *shards)[0].states
 
 
@@ -142,13 +143,15 @@ def test_aux_has_an_entry_for_every_call(mesh, kind):
             "rank": jax.lax.axis_index("data"),
         }
 
-    step = train_step(losses, optim.sgd(lr=0.1), where, accumulate=3, has_aux=True)
+    step = train_step(
+        losses, optim.sgd(lr=0.1), **over(where), accumulate=3, has_aux=True
+    )
     _, metrics = step(step.init(np.float64(2)), np.arange(12.0))
     assert metrics.aux["own"].reshape(-1).tolist() == list(range(12))
     assert metrics.aux["own"].shape == (6, 2)
     assert metrics.aux["sum"].tolist() == [1, 5, 9, 13, 17, 21]
     assert metrics.aux["rank"].tolist() == [0, 0, 0, 1, 1, 1]
-    step = train_step(losses, optim.sgd(lr=0.1), where, has_aux=True)
+    step = train_step(losses, optim.sgd(lr=0.1), **over(where), has_aux=True)
     _, metrics = step(step.init(np.float64(2)), np.arange(4.0))
     assert metrics.aux["sum"].tolist() == [1, 5]
 
@@ -185,7 +188,7 @@ def test_key_state_and_aux_together(problem):
         noise = jax.random.normal(key, (len(x),), params.dtype)
         return noise * (x @ params), states, noise
 
-    step = train_step(losses, optim.sgd(lr=0.1), 1, has_aux=True)
+    step = train_step(losses, optim.sgd(lr=0.1), replicas=1, has_aux=True)
     state = step.init(params, states=states, key=jax.random.key(1))
     state, metrics = step(state, x)
     np.testing.assert_allclose(metrics.loss, np.mean(metrics.aux[0] * (x @ params)))
@@ -218,7 +221,7 @@ def test_what_a_loss_must_return(problem, returned, has_aux, message):
     params, x, states = problem
     step = train_step(
         lambda p, x, states: returned(x @ p, states),
-        optim.sgd(lr=0.1), 1, has_aux=has_aux,
+        optim.sgd(lr=0.1), replicas=1, has_aux=has_aux,
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         step(step.init(params, states=states), x)
@@ -227,9 +230,9 @@ def test_what_a_loss_must_return(problem, returned, has_aux, message):
 def test_losses_must_be_one_per_example(problem):
     """The mean inside the loss function is the mistake that weights cannot mend."""
     params, x, _ = problem
-    step = train_step(lambda p, x: jnp.mean(x @ p), optim.sgd(lr=0.1), 1)
+    step = train_step(lambda p, x: jnp.mean(x @ p), optim.sgd(lr=0.1), replicas=1)
     with pytest.raises(ValueError, match=r"one real loss per example.*Got a scalar"):
         step(step.init(params), x)
-    step = train_step(lambda p, x: (x @ p, 3), optim.sgd(lr=0.1), 1)
+    step = train_step(lambda p, x: (x @ p, 3), optim.sgd(lr=0.1), replicas=1)
     with pytest.raises(ValueError, match=r"one real loss per example.*Got a tuple"):
         step(step.init(params), x)

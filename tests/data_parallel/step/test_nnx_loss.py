@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jdist import data_parallel, optim
+from tests.replicas import over
 
 MESHES = pytest.mark.parametrize(
     "mesh",
@@ -96,7 +97,7 @@ def same(found, expected):
 @MESHES
 def test_batch_norm_trains_as_by_hand(mesh, batch, by_hand):
     made = data_parallel.from_nnx(Net(), losses)
-    step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), mesh)
+    step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), **over(mesh))
     state = step.init(made.params, states=made.states)
     for _ in range(2):
         state, _ = step(state, batch)
@@ -112,7 +113,7 @@ def test_a_module_taken_apart_trains_as_by_hand(batch, by_hand):
         model = nnx.merge(graph, params, states)
         return losses(model, batch), nnx.state(model, nnx.BatchStat)
 
-    step = data_parallel.train_step(own_losses, optim.sgd(lr=0.1), 2)
+    step = data_parallel.train_step(own_losses, optim.sgd(lr=0.1), replicas=2)
     state = step.init(params, states=rest)
     for _ in range(2):
         state, _ = step(state, batch)
@@ -130,7 +131,7 @@ def test_dropout_draws_from_the_steps_key(mesh, batch):
 
     made = data_parallel.from_nnx(Net(0.5), masks)
     step = data_parallel.train_step(
-        made.loss_fn, optim.sgd(lr=0.1), mesh, has_aux=True, accumulate=2
+        made.loss_fn, optim.sgd(lr=0.1), **over(mesh), has_aux=True, accumulate=2
     )
     key = jax.random.key(3)
     state = step.init(made.params, states=made.states, key=key)
@@ -139,7 +140,9 @@ def test_dropout_draws_from_the_steps_key(mesh, batch):
         state, metrics = step(state, batch)
         found += [x.tobytes() for x in np.asarray(metrics.aux)]
     assert len(set(found)) == 8
-    step = data_parallel.train_step(made.loss_fn, optim.sgd(), mesh, has_aux=True)
+    step = data_parallel.train_step(
+        made.loss_fn, optim.sgd(), **over(mesh), has_aux=True
+    )
     expected = r"`init\(key=...\)` must be given where the model draws random numbers"
     with pytest.raises(ValueError, match=expected):
         step(step.init(made.params, states=made.states), batch)
@@ -149,7 +152,7 @@ def test_modules_without_state_need_none(batch):
     made = data_parallel.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda m, b: (
         m(b[0])[:, 0] - b[1]) ** 2)  # fmt: skip
     assert made.states is None
-    step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), 2)
+    step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), replicas=2)
     state, metrics = step(step.init(made.params), batch)
     assert float(step(state, batch)[1].loss) < float(metrics.loss)
 
@@ -158,8 +161,8 @@ def test_a_module_with_statistics_is_no_parameters():
     """They would be differentiated, and what the forward pass leaves would be lost."""
     expected = r"`init\(params=...\)` must hold parameters alone. Got BatchStat at .*"
     for step in (
-        data_parallel.train_step(losses, optim.sgd(), 2),
-        data_parallel.local_sgd(losses, optim.sgd(), 2, period=2),
+        data_parallel.train_step(losses, optim.sgd(), replicas=2),
+        data_parallel.LocalSGD(losses, optim.sgd(), replicas=2, period=2),
     ):
         for given in (Net(), nnx.state(Net()), {"deep": [Net()]}):
             with pytest.raises(ValueError, match=expected + "norm/mean.*from_nnx"):

@@ -10,8 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jdist import data_parallel, optim, rpc
-from jdist.data_parallel import hooks, local_sgd, train_step, value_and_grad
+from jdist.data_parallel import LocalSGD, hooks, train_step, value_and_grad
 from jdist.segment import RecompilationWarning
+from tests.replicas import over
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("data",))
 MESHES = pytest.mark.parametrize("mesh", [MESH, 2], ids=["mesh", "one device"])
@@ -41,21 +42,24 @@ def value_of_gradient(fn):
 
 def losses_by_name(loss, mesh):
     """Of each part of the package that compiles a loss, its loss of a batch."""
-    step = train_step(loss, optim.sgd(lr=0.0), mesh)
+    step = train_step(loss, optim.sgd(lr=0.0), **over(mesh))
     alone = train_step(
-        lambda w, x: loss(w, x) + 100, optim.sgd(lr=0.0), mesh, in_evaluation=loss
+        lambda w, x: loss(w, x) + 100,
+        optim.sgd(lr=0.0),
+        **over(mesh),
+        in_evaluation=loss,
     )
-    summed = train_step(loss, optim.sgd(lr=0.0), mesh, hook=hooks.bf16())
-    local = local_sgd(loss, optim.sgd(lr=0.0), mesh, period=3)
-    model = data_parallel.DataParallel(loss, mesh)
+    summed = train_step(loss, optim.sgd(lr=0.0), **over(mesh), hook=hooks.bf16())
+    local = LocalSGD(loss, optim.sgd(lr=0.0), **over(mesh), period=3)
+    model = data_parallel.parallel_apply(loss, **over(mesh))
     found = {
-        "value_and_grad": value_of_gradient(value_and_grad(loss, mesh)),
+        "value_and_grad": value_of_gradient(value_and_grad(loss, **over(mesh))),
         "train_step": lambda w, x: step(step.init(w), x)[1].loss,
         "evaluate": lambda w, x: step.evaluate(step.init(w), x).loss,
         "in_evaluation": lambda w, x: alone.evaluate(alone.init(w), x).loss,
         "hook": lambda w, x: summed(summed.init(w), x)[1].loss,
         "local_sgd": lambda w, x: local.step(local.init(w), x)[1],
-        "DataParallel": lambda w, x: model(w, x).mean(),
+        "parallel_apply": lambda w, x: model(w, x).mean(),
     }
     if isinstance(mesh, Mesh):
         driver = data_parallel.reducer([lambda w, x: x @ w], head_of(loss), mesh)
@@ -94,7 +98,7 @@ def test_of_an_optimizer_and_a_hook(mesh, x, w):
         return hooks.all_reduce().reduce(state, bucket.replaced(bucket.buffer * SCALE))
 
     step = train_step(
-        lambda w, x: x @ w, optim.sgd(lr=lambda t: SCALE), mesh, hook=hook
+        lambda w, x: x @ w, optim.sgd(lr=lambda t: SCALE), **over(mesh), hook=hook
     )
     gradient = x.mean(0)
     for SCALE in (0.5, 3.0, 0.5):
@@ -128,7 +132,7 @@ def test_of_a_module(x):
 
     made = data_parallel.from_nnx(Net(nnx.Rngs(3)), lambda net, x: net(x))
     step = train_step(
-        made.loss_fn, optim.sgd(lr=0.0), 2, in_evaluation=made.in_evaluation
+        made.loss_fn, optim.sgd(lr=0.0), replicas=2, in_evaluation=made.in_evaluation
     )
     kernel = np.asarray(made.params["dense"]["kernel"][...])[:, 0]
     for SCALE in (2.0, -3.0):
@@ -142,19 +146,15 @@ def test_of_a_module(x):
 def test_of_an_elastic_run(x, w):
     """Two runs of one object, with another value in the second."""
     other = {"k": jnp.float32(2)}
-    found = []
+    run = data_parallel.Elastic(
+        lambda w, x: other["k"] * (x @ w) ** 2,
+        optim.sgd(lr=0.0),
+        data_parallel.Sampler(len(x), 10),
+    )
     for number, k in enumerate((2, 3)):
-        run = data_parallel.elastic(
-            lambda w, x: other["k"] * (x @ w) ** 2,
-            optim.sgd(lr=0.0),
-            global_batch=10,
-            name=f"run {number}",
-        )
-        first = run if not found else dataclasses.replace(found[0], name=run.name)
-        found.append(first)
         other["k"] = jnp.float32(k)
         with rpc.elastic_cluster():
-            _, losses = first.run(w, x)
+            _, losses = run.run(w, x, name=f"run {number}")
         np.testing.assert_allclose(losses[0], k * ((x @ w) ** 2).mean(), rtol=1e-5)
 
 

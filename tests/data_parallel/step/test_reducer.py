@@ -269,7 +269,7 @@ def test_a_program_of_several_devices_has_a_row_of_each(problem, mesh):
         ({"layers": []}, r"reducer\(layers\)` must have a layer"),
         ({"reduction": "max"}, "must be one of 'mean', 'sum'. Got 'max'"),
         ({"bucket_cap_mb": -2}, "must be at least 0 each. Got -2"),
-        ({"axis": "batch"}, "must have the axis 'batch'"),
+        ({"data_axis": "batch"}, "must have the axis 'batch'"),
     ],
 )
 def test_wrong_options_are_refused(mesh, options, message):

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jdist import optim, verify
 from jdist.data_parallel import shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ, gradient_of
+from tests.replicas import over
 
 ROWS = 6
 
@@ -73,7 +74,9 @@ def test_the_gradient_is_the_whole_batchs(problem, mesh, reduction, accumulate):
 
     def candidate(where):
         fn = gradient_of(losses_of, where, reduction=reduction, accumulate=accumulate)
-        shards = shard_batch(batch, where, sizes, weights=weights, rows=ROWS)
+        shards = shard_batch(
+            batch, **over(where), sizes=sizes, weights=weights, rows=ROWS
+        )
 
         return lambda params, _: fn(params, *shards)
 
@@ -146,7 +149,9 @@ def test_whatever_the_sizes_and_weights(sizes, seed, masked):
     weights[count:] = 0
     params = {"w": rng.normal(size=(3, 4)), "b": rng.normal(size=4)}
     batch = tuple(part[:count] for part in whole)
-    shards = shard_batch(batch, 3, sizes, weights=weights[:count], rows=ROWS)
+    shards = shard_batch(
+        batch, replicas=3, sizes=sizes, weights=weights[:count], rows=ROWS
+    )
     replicated, plain = programs()
     (loss, gradient), (wanted, expected) = (
         replicated(params, *shards),
@@ -165,8 +170,10 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(problem, mesh):
     params, batch, _ = problem
     opt = optim.sgd(lr=0.1)
     where = mesh(2)
-    step = train_step(losses_of, opt, where, max_norm=0.5)
-    state, metrics = step(step.init(params), *shard_batch(batch, where, (4, 7)))
+    step = train_step(losses_of, opt, **over(where), max_norm=0.5)
+    state, metrics = step(
+        step.init(params), *shard_batch(batch, **over(where), sizes=(4, 7))
+    )
     trainable = {k: jnp.asarray(params[k]) for k in "wb"}
     grads = jax.grad(lambda p: losses_of(p, batch).mean())(trainable)
     clipped, norm = optim.clip_by_global_norm(grads, 0.5)
@@ -174,8 +181,10 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(problem, mesh):
     np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-13)
     expected, _ = opt.step(trainable, clipped, opt.init(trainable))
     np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-13)
-    step = train_step(losses_of, opt, where)
-    assert step(step.init(params), *shard_batch(batch, where))[1].grad_norm is None
+    step = train_step(losses_of, opt, **over(where))
+    assert (
+        step(step.init(params), *shard_batch(batch, **over(where)))[1].grad_norm is None
+    )
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -195,7 +204,7 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, max_norm):
         copies = optim.compute_copies(full, jnp.bfloat16)
         x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
         state = step.init(copies, opt_state=opt.init(full))
-        state, metrics = step(state, *shard_batch(x, where, (4, 7)))
+        state, metrics = step(state, *shard_batch(x, **over(where), sizes=(4, 7)))
         found.append((state.opt_state.masters, metrics))
     (plain, plain_metrics), (scaled, scaled_metrics) = found
     assert float(plain_metrics.loss) == float(scaled_metrics.loss)
@@ -224,7 +233,7 @@ def test_init_takes_full_precision_and_makes_the_copies(rng, mesh, where):
         assert params["w"].dtype == jnp.float16
         return (x @ params["w"]).astype(jnp.float32) ** 2
 
-    step = train_step(losses, opt, place)
+    step = train_step(losses, opt, **over(place))
     x = rng.normal(size=(6, 3)).astype(np.float16)
     state = step.init(full)
     masters = state.opt_state.masters["w"]
@@ -250,7 +259,7 @@ def test_masters_take_the_sum_as_it_was_added_up(mesh, kind):
     if kind == "ZeRO":
         opt = zero(opt, where)
     step = train_step(
-        lambda w, x: x @ w, opt, where, reduction="sum", accumulate=accumulate
+        lambda w, x: x @ w, opt, **over(where), reduction="sum", accumulate=accumulate
     )
     full = jnp.zeros(2, jnp.float32)
     state = step.init(jnp.zeros(2, jnp.bfloat16), opt_state=opt.init(full))
@@ -285,10 +294,12 @@ def test_a_dynamic_scale_falls_no_deeper_than_in_a_plain_loop(
     def losses(w, x):
         return (x @ w).astype(jnp.float32) ** 2
 
-    step = train_step(losses, opt, place, accumulate=accumulate)
+    step = train_step(losses, opt, **over(place), accumulate=accumulate)
     copies = optim.compute_copies(full, jnp.float16)
     state = step.init(copies, opt_state=opt.init(full))
-    shards = shard_batch(x, place, (3000, 1096), weights=weights, rows=3000)
+    shards = shard_batch(
+        x, **over(place), sizes=(3000, 1096), weights=weights, rows=3000
+    )
     for _ in range(6):
         state, _ = step(state, *shards)
 
@@ -358,9 +369,9 @@ def test_the_state_is_donated_and_the_callers_values_are_not(problem, mesh):
     params, batch, _ = problem
     own = jax.tree.map(jnp.asarray, params)
     for where in (mesh(2), mesh(1), 2, 1):
-        step = train_step(losses_of, optim.adam(lr=0.1), where)
+        step = train_step(losses_of, optim.adam(lr=0.1), **over(where))
         before = step.init(own)
-        after, _ = step(before, *shard_batch(batch, where))
+        after, _ = step(before, *shard_batch(batch, **over(where)))
         assert before.params["w"].is_deleted()
         assert before.opt_state["b"].exp_avg.is_deleted()
         assert not after.params["w"].is_deleted()
@@ -389,7 +400,7 @@ def test_alone_it_compiles_to_the_plain_step(problem, mesh):
     own = jax.tree.map(jnp.asarray, params)
     expected = opcodes(plain.lower(own, opt.init(own), batch))
     for where in (mesh(1), 1):
-        step = train_step(losses_of, opt, where)
+        step = train_step(losses_of, opt, **over(where))
         found = opcodes(step.lower(step.init(params), batch))
         assert found - expected == Counter({"parameter": 1, "fusion": 1})
         assert not expected - found
@@ -401,11 +412,11 @@ def test_alone_it_compiles_to_the_plain_step(problem, mesh):
 def test_rows_that_do_not_divide(problem):
     """With the number, and the way out."""
     params, batch, weights = problem
-    step = train_step(losses_of, optim.sgd(lr=0.1), 2, accumulate=3)
+    step = train_step(losses_of, optim.sgd(lr=0.1), replicas=2, accumulate=3)
     state = step.init(params)
     with pytest.raises(ValueError, match=r"multiple of 6 rows.*Got 11 rows.*rows="):
         step(state, batch)
-    shards, w = shard_batch(batch, 2, rows=6)
+    shards, w = shard_batch(batch, replicas=2, rows=6)
     with pytest.raises(ValueError, match=r"one per row, shape \(12,\).*Got shape \(11"):
         step(state, shards, weights)
     with pytest.raises(ValueError, match=r"finite and at least 0. Got -1.0"):
@@ -417,7 +428,7 @@ def test_rows_that_do_not_divide(problem):
 def test_parameters_are_no_state(problem):
     """Also when they come with an optimizer's state, as in other libraries."""
     params, batch, _ = problem
-    step = train_step(losses_of, optim.sgd(lr=0.1), 2)
+    step = train_step(losses_of, optim.sgd(lr=0.1), replicas=2)
     remedy = (
         r"`step\(state=\.\.\.\)` must be a TrainState\. Got a {}\. .*step\.init\(par"
     )
@@ -439,10 +450,14 @@ def test_parameters_are_no_state(problem):
         ({"reduction": "median"}, ValueError, r"reduction=.*'mean'.*Got 'median'"),
         ({"method": "ring"}, ValueError, r"method=.*'all_reduce'.*Got 'ring'"),
         ({"states": "last"}, ValueError, r"states=.*'first'. Got 'last'"),
-        ({"metod": "all_gather"}, TypeError, r"further arguments method.*Got metod"),
+        (
+            {"metod": "all_gather"},
+            TypeError,
+            r"further arguments reduction, accum.*Got metod",
+        ),
     ],
 )
 def test_options_are_checked(options, error, message):
     """When the step is made, not when it first runs."""
     with pytest.raises(error, match=message):
-        train_step(losses_of, optim.sgd(lr=0.1), 2, **options)
+        train_step(losses_of, optim.sgd(lr=0.1), replicas=2, **options)

@@ -15,6 +15,7 @@ from jdist.data_parallel import (
     value_and_grad,
 )
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 
 def losses_of(params, batch):
@@ -45,11 +46,13 @@ def test_fifty_steps(problem, mesh, hook, stateful, kind):
     """It learns, replicas stay the same, and nothing is compiled again."""
     params, batch = problem
     where = mesh(3) if kind == "devices" else 3
-    step = train_step(losses_of, optim.sgd(lr=0.05), where, hook=hook(), accumulate=2)
+    step = train_step(
+        losses_of, optim.sgd(lr=0.05), **over(where), hook=hook(), accumulate=2
+    )
     state, found = step.init(params), []
     for t in range(50):
         sizes = np.roll((14, 8, 2), t)
-        shards = shard_batch(batch, where, sizes, rows=14)
+        shards = shard_batch(batch, **over(where), sizes=sizes, rows=14)
         state, metrics = step(state, *shards)
         found.append(float(metrics.loss))
         assert copies_differ((state.params, state.opt_state)) == 0
@@ -125,7 +128,7 @@ def test_a_hooks_state_is_restored_on_other_devices(problem, mesh, tmp_path):
     others = jax.devices()[2:4]
     elsewhere = Mesh(np.array(others), ("data",))
     steps = [
-        train_step(losses_of, optim.sgd(lr=0.1), place, hook=hook)
+        train_step(losses_of, optim.sgd(lr=0.1), **over(place), hook=hook)
         for place in (mesh(2), elsewhere)
     ]
     state, _ = steps[0](steps[0].init(params), *shard_batch(batch, mesh(2)))
@@ -138,7 +141,7 @@ def test_a_hooks_state_is_restored_on_other_devices(problem, mesh, tmp_path):
     )
     assert {d for leaf in found for d in leaf.devices()} == set(others)
     same(again.hook_state, state.hook_state)
-    steps[1](again, *shard_batch(batch, elsewhere))
+    steps[1](again, *shard_batch(batch, **over(elsewhere)))
 
 
 def same(one, other):
@@ -150,13 +153,13 @@ def test_on_one_device_too_a_hooks_state_is_saved(problem, tmp_path):
     """By `vmap`, where it was `error_feedback` around a hook without a state."""
     params, batch = problem
     hook = hooks.error_feedback(hooks.int8_per_tensor())
-    step = train_step(losses_of, optim.sgd(lr=0.1), 2, hook=hook)
-    state, _ = step(step.init(params), *shard_batch(batch, 2))
+    step = train_step(losses_of, optim.sgd(lr=0.1), replicas=2, hook=hook)
+    state, _ = step(step.init(params), *shard_batch(batch, replicas=2))
     with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         again = saved.restore(step.init(params))
-    step.lower(again, *shard_batch(batch, 2))
-    same(*(step(each, *shard_batch(batch, 2)) for each in (again, state)))
+    step.lower(again, *shard_batch(batch, replicas=2))
+    same(*(step(each, *shard_batch(batch, replicas=2)) for each in (again, state)))
 
 
 def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
@@ -164,10 +167,10 @@ def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
     params, batch = problem
 
     def made(where, hook):
-        return train_step(losses_of, optim.sgd(lr=0.1), where, hook=hook)
+        return train_step(losses_of, optim.sgd(lr=0.1), **over(where), hook=hook)
 
     feedback = hooks.error_feedback(hooks.bf16())
-    step, shards = made(4, feedback), shard_batch(batch, 4)
+    step, shards = made(4, feedback), shard_batch(batch, replicas=4)
     state, _ = step(step.init(params), *shards)
     fresh = r"the hook begins anew, as in `state\._replace\(hook_state=None\)`"
     with TrainCheckpoints(tmp_path) as saved:
@@ -190,7 +193,7 @@ def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
     for given in (state, read):
         with pytest.raises(ValueError, match=expected):
             plain(given, *shards)
-    fn = value_and_grad(losses_of, 2, hook=feedback)
+    fn = value_and_grad(losses_of, replicas=2, hook=feedback)
     with pytest.raises(ValueError, match=r"`fn\(hook_state=...\)` .*of 2 replicas"):
         fn(params, *shards, state.hook_state)
     plain(state._replace(hook_state=None), *shards)
@@ -206,8 +209,8 @@ def test_keys_that_a_hook_keeps_need_its_structure(problem, tmp_path):
 
     hook = hooks.Hook("noisy", reduce, lambda bucket: jax.random.key(3))
     step, shards = (
-        train_step(losses_of, optim.sgd(), 2, hook=hook),
-        shard_batch(batch, 2),
+        train_step(losses_of, optim.sgd(), replicas=2, hook=hook),
+        shard_batch(batch, replicas=2),
     )
     state, _ = step(step.init(params), *shards)
     with TrainCheckpoints(tmp_path) as saved:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import optim, verify
-from jdist.data_parallel import averaged, local_sgd, train_step, zero
+from jdist.data_parallel import LocalSGD, averaged, train_step, zero
 from jdist.optim.internal import copies_over
 
 # Over four replicas: rows divide, columns divide, nothing divides.
@@ -233,7 +233,7 @@ def test_where_a_parameter_may_be_a_shard_and_where_not(rng):
 
 @EACH
 def test_replicas_in_a_mapped_function_have_whole_matrices(name, rng):
-    """`averaged` says so, also to `jax.pmap`, and `local_sgd`."""
+    """`averaged` says so, also to `jax.pmap`, and `LocalSGD`."""
     params, (batch, *_) = problem(rng, np.float64)
     opt, count = OPTIMIZERS[name](), 2
     gradient = jax.grad(lambda p, batch: losses(p, batch).mean())
@@ -249,7 +249,7 @@ def test_replicas_in_a_mapped_function_have_whole_matrices(name, rng):
         for row in found[key]:
             np.testing.assert_allclose(row, leaf, rtol=0, atol=1e-12)
     # An average after every step is not the step of the mean: each steps by itself.
-    local = local_sgd(losses, opt, Mesh(jax.devices()[:2], ("data",)), period=1)
+    local = LocalSGD(losses, opt, Mesh(jax.devices()[:2], ("data",)), period=1)
     run, _ = local.step(local.init(params), batch)
     steps = [
         opt.step(params, gradient(params, half), state)

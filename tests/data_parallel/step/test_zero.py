@@ -17,6 +17,7 @@ from jdist.data_parallel.gradient.scattered import can_scatter
 from jdist.optim import Optimizer
 from tests.data_parallel import zero_bits
 from tests.data_parallel.recording import copies_differ
+from tests.replicas import over
 
 
 @pytest.fixture
@@ -86,11 +87,11 @@ def test_training(params, mesh, rng):
     where = mesh(3)
     runs = []
     for opt in (optim.adamw(lr=0.05), zero(optim.adamw(lr=0.05), where)):
-        step = train_step(losses_of, opt, where, max_norm=0.5)
+        step = train_step(losses_of, opt, **over(where), max_norm=0.5)
         state = step.init(params)
         for t in range(50):
             sizes = np.roll((6, 0, 5), t)
-            state, _ = step(state, *shard_batch(x, where, sizes, rows=6))
+            state, _ = step(state, *shard_batch(x, **over(where), sizes=sizes, rows=6))
             assert copies_differ(state.params) == 0
         assert step.compiled._cache_size() == 1
         runs.append(state.params)
@@ -135,7 +136,7 @@ def test_a_training_step_refuses_it_beside_a_model_axis():
     where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     opt = zero(optim.adam(), where, specs={"w": PartitionSpec("model")})
     with pytest.raises(ValueError, match="must not be divided by `zero` on a mesh"):
-        train_step(losses_of, opt, where)
+        train_step(losses_of, opt, **over(where))
 
 
 def test_what_the_compiler_adds(params, mesh, rng):
@@ -169,7 +170,11 @@ def test_scattered_sums_are_the_whole_ones(mesh, rng, reduction, accumulate):
     params = {name: jnp.zeros(size) for name, size in shapes.items()}
     params["turned"] = jnp.zeros(4, complex)
     given = shard_batch(
-        x, where, (4, 1, 6, 2), rows=6, weights=rng.uniform(0.5, 2, size=13)
+        x,
+        **over(where),
+        sizes=(4, 1, 6, 2),
+        rows=6,
+        weights=rng.uniform(0.5, 2, size=13),
     )
     found, kinds = [], []
     # One step from 0 leaves the gradient, negated; `debug` compares whole ones.
@@ -179,7 +184,12 @@ def test_scattered_sums_are_the_whole_ones(mesh, rng, reduction, accumulate):
         (zero(optim.sgd(lr=1.0), where), True),
     ):
         step = train_step(
-            losses, opt, where, reduction=reduction, accumulate=accumulate, debug=debug
+            losses,
+            opt,
+            **over(where),
+            reduction=reduction,
+            accumulate=accumulate,
+            debug=debug,
         )
         state = step.init(params)
         kinds.append(step.lower(state, *given).as_text().count("reduce_scatter"))
@@ -269,7 +279,7 @@ def test_what_cannot_be_divided(mesh):
     with pytest.raises(TypeError, match=r"zero\(mesh=.*one device has nothing.*Got 2"):
         zero(optim.adam(), 2)
     with pytest.raises(ValueError, match=r"zero\(mesh=.*the axis 'model'"):
-        zero(optim.adam(), mesh(2), axis="model")
+        zero(optim.adam(), mesh(2), data_axis="model")
     opt = zero(flattened(), mesh(4))
     assert opt.init({"even": jnp.ones((4, 3))})["even"].shape == (12,)
     assert opt.init({"odd": jnp.ones((4, 3, 7))})["odd"].shape == (84,)

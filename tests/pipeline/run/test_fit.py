@@ -16,7 +16,6 @@ from jdist.pipeline import (
     Stage,
     fit,
     gpipe,
-    over_epoch,
     with_weight_stashing,
 )
 from tests.pipeline.epochs import asynchronous
@@ -91,14 +90,14 @@ def test_numbers_of_the_optimizers_for_one_step(caplog):
 )
 def test_an_epoch_is_one_large_batch(reduction, loss):
     parts = [Metrics(3.0, 4, 1.5), Metrics(5.0, 2, 0.5)]
-    assert over_epoch(parts, reduction) == Metrics(loss, 6, 2.0)
+    assert Metrics.combine(parts, reduction) == Metrics(loss, 6, 2.0)
 
 
 def test_what_cannot_be_joined_or_saved():
     with pytest.raises(ValueError, match=r"one entry at least. Got none"):
-        over_epoch([])
+        Metrics.combine([])
     with pytest.raises(ValueError, match=r"must be one of 'mean'"):
-        over_epoch([Metrics(1.0)], "median")
+        Metrics.combine([Metrics(1.0)], "median")
     pipe = made()
     with pytest.raises(ValueError, match=r"save_every=.* at least 1. Got 0"):
         fit(pipe, None, [], save_every=0)

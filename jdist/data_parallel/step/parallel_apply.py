@@ -1,4 +1,4 @@
-"""PyTorch's `DataParallel`: scatters a batch, applies a model, gathers the outputs.
+"""A model applied to a batch over replicas, as PyTorch's `nn.DataParallel` does.
 
     batch  --scatter-->  rows of replica 0 .. K-1  --apply-->  outputs  --gather--> all
     params --replicate-> the same on each
@@ -10,6 +10,7 @@ not meant for training: the loss is computed outside, on one device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,20 +28,26 @@ from jdist._tree import PyTree, check_arrays, examples_in, is_inexact, wide_dtyp
 from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
-from jdist.data_parallel.replicas.shards import replicas_of, shard_batch
+from jdist.data_parallel.replicas.placement import Placement
+from jdist.data_parallel.replicas.shards import sharded
 from jdist.segment.internal import GuardedJit
 
 
-def DataParallel(
-    fn: Callable[[Any, Any], Any], mesh: Mesh | int, *, axis: str = "data"
+def parallel_apply(
+    fn: Callable[[Any, Any], Any],
+    mesh: Mesh | None = None,
+    *,
+    replicas: int | None = None,
+    data_axis: str = "data",
 ) -> Callable[[Any, Any], Any]:
     """Applies a model to a batch of any size, divided over replicas.
 
     Args:
       fn: `fn(params, batch) -> outputs`, pytrees of arrays `(examples, ...)`; it treats
         examples independently.
-      mesh: The devices; or a number of replicas that share one device.
-      axis: The mesh axis that counts replicas.
+      mesh: The devices.
+      replicas: In place of a mesh: a number of replicas that share one device.
+      data_axis: The mesh axis that counts replicas.
 
     Returns:
       `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
@@ -49,25 +56,28 @@ def DataParallel(
       them under `jax.set_mesh(mesh)`, and automatic ones elsewhere.
 
     Raises:
-      ValueError: The mesh has no such axis. On calling: an empty batch.
+      TypeError: Neither a mesh nor replicas are given.
+      ValueError: The mesh has no such axis, or a mesh and replicas are given. On
+        calling: an empty batch.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> model = DataParallel(lambda w, x: x * w, 2)
+      >>> model = parallel_apply(lambda w, x: x * w, replicas=2)
       >>> model(jnp.array(2.0), jnp.arange(3.0))
       Array([0., 2., 4.], dtype=float32)
 
     References:
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
-    check_function("DataParallel(fn=...)", fn)
-    within, outside = _applied(fn, mesh, axis), None
-    if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+    check_function("parallel_apply(fn=...)", fn)
+    place = Placement.of("parallel_apply", mesh, replicas, data_axis)
+    within, outside = _applied(fn, place), None
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
         # JAX differentiates what has explicit axes only where their mesh is set.
-        outside = _applied(fn, automatic(mesh), axis)
+        outside = _applied(fn, replace(place, mesh=automatic(mesh)))
 
     def apply(params: PyTree, batch: PyTree) -> PyTree:
-        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        """The outputs of the whole batch; see `data_parallel.parallel_apply`."""
         with outside_mesh(mesh):
             if outside is None:
                 return within(params, batch)
@@ -80,11 +90,11 @@ def DataParallel(
 
 
 def _applied(
-    fn: Callable[[Any, Any], Any], mesh: Mesh | int, axis: str
+    fn: Callable[[Any, Any], Any], place: Placement
 ) -> Callable[[Any, Any], Any]:
-    """`DataParallel`, with outputs whose axes are of the mesh's own type."""
-    replicas, rows = replicas_of(mesh, axis, "DataParallel"), PartitionSpec(axis)
-    check_mesh("DataParallel", mesh, axis)
+    """`parallel_apply`, with outputs whose axes are of the mesh's own type."""
+    mesh, replicas, rows = place.mesh, place.count, PartitionSpec(place.axis)
+    check_mesh("parallel_apply", place)
 
     def outputs_of(params: PyTree, scattered: PyTree) -> PyTree:
         def on_replica(wide: PyTree, batch: PyTree) -> PyTree:
@@ -93,23 +103,21 @@ def _applied(
 
         # Widened outside the mapped function: JAX sums gradients where parameters enter
         # it, and the sum must be in float32 at least.
-        mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
+        mapped = over_replicas(on_replica, place, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
 
-    compiled = GuardedJit(outputs_of, "DataParallel", {"fn": fn})
+    compiled = GuardedJit(outputs_of, "parallel_apply", {"fn": fn})
 
     def applied(params: PyTree, batch: PyTree) -> PyTree:
         count = examples_in(batch, "apply(params, batch)")
         check_arrays("apply(params=...)", params)
         check_arrays("apply(batch=...)", batch)
-        check_params("apply(params=...)", params, mesh, axis)
+        check_params("apply(params=...)", params, place)
         # The weights are not needed: outputs of padding are dropped below.
-        scattered, _ = shard_batch(batch, mesh, axis=axis)
+        scattered, _ = sharded(batch, place)
         # Before `brought`, which would read a donated array to move it.
         check_alive("apply(params, batch)", (params, batch))
-        params, scattered = brought(
-            "apply(params, batch)", mesh, axis, params, scattered
-        )
+        params, scattered = brought("apply(params, batch)", place, params, scattered)
         (found,) = compiled(params, scattered)
         if count % replicas == 0:
             return found
@@ -121,7 +129,7 @@ def _applied(
         ]
         # Padding is within each replica's rows, not at the end of the batch. JAX picks
         # no rows along an explicit axis that divides them.
-        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
             found = jax.tree.map(lambda x: laid_out(x, mesh, EACH), found)
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], found)
 
