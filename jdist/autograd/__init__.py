@@ -2,7 +2,7 @@
 
     from jdist import autograd, rpc
 
-    w = autograd.variable(jnp.ones((3, 3)))
+    w = autograd.Variable(jnp.ones((3, 3)))
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", jnp.tanh, args=(w,))
         loss = autograd.apply(jnp.sum, y)
@@ -26,11 +26,9 @@ from jdist.autograd.contexts import (
     context,
     current_context,
     get_gradients,
-    is_valid_context,
-    release,
     retrieve_context,
 )
-from jdist.autograd.engine.backward import backward, debug_info
+from jdist.autograd.engine.backward import backward
 from jdist.autograd.engine.events import Event, record_events
 from jdist.autograd.engine.replicated import replicated, unreplicate
 from jdist.autograd.install import install as _install
@@ -48,7 +46,7 @@ from jdist.autograd.recording.errors import (
 from jdist.autograd.recording.padding import pad_to
 from jdist.autograd.recording.pure import eager
 from jdist.autograd.recording.recorded import Recorded, detach
-from jdist.autograd.recording.variable import Variable, variable
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc.extension import extend as _extend
 
 __all__ = [
@@ -68,20 +66,16 @@ __all__ = [
     "backward",
     "context",
     "current_context",
-    "debug_info",
     "detach",
     "eager",
     "get_gradients",
     "graph",
-    "is_valid_context",
     "pad_to",
     "record_events",
-    "release",
     "remote_call",
     "replicated",
     "retrieve_context",
     "unreplicate",
-    "variable",
 ]
 
 # Every worker of this process records, those that exist and those to come.

@@ -195,8 +195,18 @@ class Context:
             return set(self.known)
 
     def release(self) -> Future[None]:
-        """Ends the context on all workers that took part; the future is done then."""
-        return self.container.release(self.id)
+        """Ends the context now, on all workers that took part.
+
+        Returns:
+          A future, done when all of them have forgotten it or are gone.
+
+        Raises:
+          ContextNotFound: It was released.
+
+        Source: `torch.distributed.autograd._release_context`.
+        """
+        self.check()
+        return self.container.releases.release(self.id)
 
     def check(self) -> None:
         """Raises if the context has ended.
@@ -399,15 +409,6 @@ class Container:
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
         return set() if found is None else found.end(reason)
-
-    def release(self, context_id: int) -> Future[None]:
-        """Ends a context on all workers that took part; the future is done then.
-
-        Raises:
-          TypeError, ContextNotFound: As `retrieve`.
-        """
-        self.retrieve(context_id)
-        return self.releases.release(context_id)
 
 
 def of(agent: Agent) -> Container:
@@ -669,8 +670,8 @@ def _quietly(make: Callable[[], T]) -> T:
 def context() -> AbstractContextManager[int]:
     """Records the calls made within the block, also on other workers.
 
-    Shortly after its end all workers that took part drop their records; the end of a
-    context by `release` can be waited for.
+    Shortly after its end all workers that took part drop their records; the end by
+    `retrieve_context(context_id).release()` can be waited for.
 
     Returns:
       A context manager, which enters with the id of the context: 64 bits, of which the
@@ -686,11 +687,11 @@ def context() -> AbstractContextManager[int]:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd, rpc
       >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     w = autograd.variable(3.0)
+      ...     w = autograd.Variable(3.0)
       ...     with autograd.context() as context_id:
       ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
-      ...     y, autograd.is_valid_context(context_id)
-      (Recorded(float32[] of receive from worker1), False)
+      ...     y
+      Recorded(float32[] of receive from worker1)
     """
     return _Within()
 
@@ -763,28 +764,6 @@ def retrieve_context(context_id: int) -> Context:
     return here().retrieve(context_id)
 
 
-def is_valid_context(context_id: int) -> bool:
-    """Whether this worker has a share of a context.
-
-    Source: `torch.distributed.autograd._is_valid_context`.
-    """
-    return here().find(context_id) is not None
-
-
-def release(context_id: int) -> Future[None]:
-    """Ends a context now, on all workers that took part.
-
-    Returns:
-      A future, done when all of them have forgotten it or are gone.
-
-    Raises:
-      TypeError, ContextNotFound, RpcError: As `retrieve_context`.
-
-    Source: `torch.distributed.autograd._release_context`.
-    """
-    return here().release(context_id)
-
-
 def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
     """Returns the gradients of this worker's variables, summed over backward passes.
 
@@ -814,7 +793,7 @@ class _Gradients(dict[Variable, PyTree]):
     def __getitem__(self, variable: object) -> PyTree:
         call = "get_gradients(context_id)[...]"
         if not isinstance(variable, Variable):
-            remedy = "Keep what `autograd.variable(array)` returns: gradients are its."
+            remedy = "Keep what `autograd.Variable(array)` returns: gradients are its."
             rule, got = "must be looked up by a Variable", type_name(variable)
             raise TypeError(requirement(call, rule, got, remedy))
         if variable not in self:

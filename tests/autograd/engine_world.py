@@ -23,7 +23,7 @@ def numbers(*seed, shape=(3, 3), dtype=np.float64):
 
 def leaves(count, *seed, **kind):
     """So many variables of distinct values."""
-    return [autograd.variable(numbers(*seed, k, **kind)) for k in range(count)]
+    return [autograd.Variable(numbers(*seed, k, **kind)) for k in range(count)]
 
 
 def call(mode, to, fn, *args):
@@ -178,7 +178,7 @@ def own(name, *seed):
     """A variable of this worker, by name; made the first time."""
     with _lock:
         if name not in _own:
-            _own[name] = autograd.variable(numbers(*seed))
+            _own[name] = autograd.Variable(numbers(*seed))
         return _own[name]
 
 
@@ -211,7 +211,7 @@ def at_rest(timeout=60.0):
     """Waits until this worker takes part in no pass; whether it does not."""
 
     def quiet():
-        return autograd.debug_info()["num_current_backward_passes"] == 0
+        return rpc.debug_info()["num_current_backward_passes"] == 0
 
     return wait_for(quiet, timeout)
 

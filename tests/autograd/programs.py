@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jdist import autograd, rpc
 from jdist.autograd.recording.node import RecvNode
+from tests.autograd.context_checks import is_valid_context
 from tests.autograd.engine_world import call
 
 
@@ -209,7 +210,7 @@ def _call_plain(step, arguments):
 
 def sends_of(context_id):
     """The ids of this worker's send functions in a context."""
-    if not autograd.is_valid_context(context_id):
+    if not is_valid_context(context_id):
         return []
     return list(autograd.retrieve_context(context_id).send_functions())
 

@@ -10,6 +10,7 @@ from jdist import autograd, rpc
 from jdist.autograd.contexts import here
 from jdist.autograd.recording.node import RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode
+from tests.autograd.context_checks import is_valid_context
 
 PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")
@@ -30,7 +31,7 @@ def numbers(seed, shape=(3, 4), dtype=np.float64):
 
 
 def leaf(seed, shape=(3, 4), dtype=np.float64):
-    return autograd.variable(numbers(seed, shape, dtype))
+    return autograd.Variable(numbers(seed, shape, dtype))
 
 
 def rank():
@@ -92,19 +93,19 @@ def described(edge):
 
 def counts(context_id):
     """How many send and receive functions this worker has; None without the context."""
-    if not autograd.is_valid_context(context_id):
+    if not is_valid_context(context_id):
         return None
     context = autograd.retrieve_context(context_id)
     return len(context.send_functions()), len(context.recv_functions())
 
 
 def has(context_id):
-    return autograd.is_valid_context(context_id)
+    return is_valid_context(context_id)
 
 
 def loses(context_id):
     """Waits until this worker has nothing of the context; whether it has."""
-    return wait_for(lambda: not autograd.is_valid_context(context_id))
+    return wait_for(lambda: not is_valid_context(context_id))
 
 
 def contexts():

@@ -170,7 +170,7 @@ def many_contexts(times):
         with autograd.context() as context_id:
             loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
             autograd.backward(context_id, [loss])
-    return wait_for(lambda: autograd.debug_info()["num_autograd_contexts"] == 0)
+    return wait_for(lambda: rpc.debug_info()["num_autograd_contexts"] == 0)
 
 
 def test_neither_passes_nor_contexts_leave_anything_behind(threads):

@@ -81,7 +81,7 @@ def backward(
       >>> from jdist import autograd, rpc
       >>> import jax.numpy as jnp
       >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     w = autograd.variable(jnp.array([3.0, 4.0]))
+      ...     w = autograd.Variable(jnp.array([3.0, 4.0]))
       ...     with autograd.context() as context_id:
       ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
       ...         loss = autograd.apply(jnp.sum, y)
@@ -107,18 +107,6 @@ def backward(
         container.retrieve(context_id).accumulate(gradients)
 
     InterruptSafeLock.releasing_all(reduction.locks, act)
-
-
-def debug_info() -> dict[str, int]:
-    """Counts the passes and contexts of this worker.
-
-    Returns:
-      `num_current_backward_passes`, those that it takes part in, and
-      `num_autograd_contexts`. `rpc.debug_info` has both too.
-
-    Source: `torch.distributed.autograd._get_debug_info`.
-    """
-    return engines.of(here()).counts()
 
 
 def _backward_of(

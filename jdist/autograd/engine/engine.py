@@ -824,7 +824,7 @@ class Engine:
         return sorted(known)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of passes and contexts, for `debug_info`."""
+        """Counts of passes and contexts, for `rpc.debug_info`."""
         return {
             "num_current_backward_passes": len(self.live()),
             "num_autograd_contexts": len(self._container.contexts()),

@@ -10,6 +10,7 @@ import pytest
 from jdist import autograd, rpc, verify
 from jdist.autograd.contexts import here
 from tests.autograd import remote_functions as functions
+from tests.autograd.context_checks import is_valid_context
 from tests.rpc.rref.common import settle
 
 both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -17,12 +18,12 @@ TERMS = 20
 
 
 def variable_on(to, *seed):
-    return rpc.remote(to, autograd.variable, args=(functions.params(*seed),))
+    return rpc.remote(to, autograd.Variable, args=(functions.params(*seed),))
 
 
 def gradient_of(rref, context_id):
     """On the owner: what the context has for the variable, or None."""
-    if not autograd.is_valid_context(context_id):
+    if not is_valid_context(context_id):
         return None
     return autograd.get_gradients(context_id).get(rref.local_value())
 
@@ -181,7 +182,7 @@ def test_a_released_context_refuses_late_gradients(threads):
     with autograd.context() as context_id:
         _, pullback = jax.vjp(remote_loss(rref), x)
         pullback(jnp.asarray(1.0))
-        autograd.release(context_id).wait()
+        autograd.retrieve_context(context_id).release().wait()
         with pytest.raises(autograd.ContextNotFound, match=str(context_id)):
             pullback(jnp.asarray(1.0))
 
@@ -190,8 +191,8 @@ def test_the_context_ends_on_the_callee_too(threads):
     rref = variable_on("worker1", 16)
     with autograd.context() as context_id:
         jax.grad(remote_loss(rref))(functions.rows(17))
-        autograd.release(context_id).wait()
-    assert not rpc.rpc_sync("worker1", autograd.is_valid_context, (context_id,))
+        autograd.retrieve_context(context_id).release().wait()
+    assert not rpc.rpc_sync("worker1", is_valid_context, (context_id,))
 
 
 # --- what is refused ---
@@ -222,7 +223,7 @@ def test_other_references_are_refused(threads):
 
 
 def test_recorded_values_are_refused_with_the_way_out(threads):
-    own = autograd.variable(functions.params(20))
+    own = autograd.Variable(functions.params(20))
     match = r"remote_call\(\*args\)` must not be recorded.*Pass the value of a variable"
     with pytest.raises(TypeError, match=match):
         autograd.remote_call("worker1", functions.layer, own, functions.rows(21))

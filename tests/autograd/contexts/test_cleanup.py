@@ -215,7 +215,7 @@ def contexts_in_turn(count, calls):
         with autograd.context() as context_id:
             if turn % (count // calls) == 0:
                 rpc.rpc_sync("worker1", add, args=(x, x))
-                autograd.release(context_id).wait(PATIENCE)
+                autograd.retrieve_context(context_id).release().wait(PATIENCE)
 
 
 def test_ten_thousand_contexts_leave_nothing(threads):

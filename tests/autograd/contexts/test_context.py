@@ -9,6 +9,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.contexts import here
+from tests.autograd.context_checks import is_valid_context
 from tests.autograd.recording_world import (
     add,
     current_id,
@@ -28,11 +29,11 @@ def two_hundred():
             assert found is autograd.current_context()
             assert found.id == context_id
             assert context_id >> 48 == found.origin == rank()
-            assert autograd.is_valid_context(context_id)
+            assert is_valid_context(context_id)
             ids.append(context_id)
     assert here().ids.highest == 281474976710655 + (rank() << 48)
     for context_id in ids:
-        assert not autograd.is_valid_context(context_id)
+        assert not is_valid_context(context_id)
         message = f"Could not find autograd context with id: {context_id}"
         with pytest.raises(autograd.ContextNotFound, match=message):
             autograd.retrieve_context(context_id)
@@ -182,12 +183,12 @@ def test_another_worker_of_the_thread_has_no_part_in_it(threads):
 def released_within():
     with autograd.context() as context_id:
         rpc.rpc_sync(name(1), nothing)
-        autograd.release(context_id).wait(30.0)
-        assert not autograd.is_valid_context(context_id)
+        autograd.retrieve_context(context_id).release().wait(30.0)
+        assert not is_valid_context(context_id)
         text = f"Could not find autograd context with id: {context_id}"
         for refused in (
             lambda: rpc.rpc_sync(name(1), add, args=(leaf(1), leaf(2))),
-            lambda: autograd.release(context_id),
+            lambda: autograd.retrieve_context(context_id).release(),
         ):
             with pytest.raises(autograd.ContextNotFound, match=text):
                 refused()
@@ -210,7 +211,6 @@ def test_without_workers_there_is_no_context():
         lambda: autograd.context().__enter__(),
         autograd.current_context,
         lambda: autograd.retrieve_context(1),
-        lambda: autograd.is_valid_context(1),
     ):
         with pytest.raises(rpc.RpcError, match="RPC has not been initialized"):
             refused()

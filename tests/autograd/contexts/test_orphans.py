@@ -136,7 +136,7 @@ def test_one_in_between_that_goes_before_it_passes_the_end_on():
             rpc.rpc_sync("worker1", pass_on, args=(leaf(1), leaf(2), "worker2"))
             with rpc.use_worker("worker1"):
                 autograd.retrieve_context(context_id).known.pop(2)
-            autograd.release(context_id).wait(PATIENCE)
+            autograd.retrieve_context(context_id).release().wait(PATIENCE)
         with rpc.use_worker("worker2"):
             assert has(context_id)
             with rpc.use_worker("worker1"):
@@ -161,7 +161,7 @@ def begin_and_end(patience):
     here().releases.delivery.patience = patience
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", nested_plain, args=(leaf(1), numbers(2)))
-        autograd.release(context_id).wait(PATIENCE)
+        autograd.retrieve_context(context_id).release().wait(PATIENCE)
     return context_id
 
 

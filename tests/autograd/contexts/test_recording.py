@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
+from tests.autograd.context_checks import is_valid_context
 from tests.autograd.recording_world import (
     WAYS,
     add,
@@ -291,7 +292,7 @@ def reaches():
 
 
 def sent(context_id):
-    if not autograd.is_valid_context(context_id):
+    if not is_valid_context(context_id):
         return []
     return list(autograd.retrieve_context(context_id).send_functions())
 

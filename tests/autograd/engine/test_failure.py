@@ -10,6 +10,7 @@ import pytest
 
 from jdist import autograd, rpc
 from tests.autograd import engine_world as world
+from tests.autograd.context_checks import counts, is_valid_context
 from tests.autograd.engine_world import after, leaves, me, numbers, own
 from tests.rpc.hosts import PATIENCE, become_worker
 from tests.rpc.rref.common import close_gate, gate, open_gate, wait_for
@@ -220,7 +221,7 @@ def _act(name, act, context_id):
 
 def released_here():
     started(
-        lambda context_id: autograd.release(context_id),
+        lambda context_id: autograd.retrieve_context(context_id).release(),
         autograd.BackwardError,
         "Error on worker worker0: Could not find autograd context with id: ",
     )
@@ -249,7 +250,9 @@ def released_inside():
     """A function of the pass itself releases the context."""
     x, y = leaves(2, 22)
     with autograd.context() as context_id:
-        x.register_hook(lambda gradient: _ignore(autograd.release(context_id)))
+        x.register_hook(
+            lambda gradient: _ignore(autograd.retrieve_context(context_id).release())
+        )
         product = x
         for _ in range(100):
             product = rpc.rpc_sync(after(), world.add, args=(product, y))
@@ -257,7 +260,7 @@ def released_inside():
         missing = f"Could not find autograd context with id: {context_id}"
         with pytest.raises(autograd.AutogradError, match=missing):
             autograd.backward(context_id, [product.sum()])
-        assert not autograd.is_valid_context(context_id)
+        assert not is_valid_context(context_id)
 
 
 def _ignore(future):
@@ -271,11 +274,11 @@ def test_a_context_that_is_released_from_inside_the_pass(cluster):
 
 def counted(context_id):
     """While the pass is held up, every worker on the way takes part in it."""
-    told = [rpc.rpc_sync(name, autograd.debug_info) for name in ["worker0", *WAY]]
+    told = [rpc.rpc_sync(name, counts) for name in ["worker0", *WAY]]
     assert [info["num_current_backward_passes"] for info in told] == [1] * 4
     assert all(info["num_autograd_contexts"] >= 1 for info in told)
     assert rpc.debug_info()["num_current_backward_passes"] == 1
-    autograd.release(context_id)
+    autograd.retrieve_context(context_id).release()
 
 
 def observed():
@@ -384,7 +387,7 @@ def test_wrong_arguments_are_refused(threads):
 
 
 def nothing_to_wait_for():
-    return wait_for(lambda: autograd.debug_info()["num_autograd_contexts"] == 0)
+    return wait_for(lambda: rpc.debug_info()["num_autograd_contexts"] == 0)
 
 
 def test_no_context_is_left(cluster):

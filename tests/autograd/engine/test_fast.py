@@ -5,6 +5,7 @@ import pytest
 
 from jdist import autograd, rpc
 from tests.autograd import engine_world as world
+from tests.autograd.context_checks import counts
 from tests.autograd.engine_world import after, leaves, me
 from tests.rpc.rref.common import wait_for
 
@@ -141,7 +142,7 @@ def silent():
                     context_id, [(x * y).sum()], mode="fast", retain_graph=True
                 )
     nothing = {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
-    return wait_for(lambda: autograd.debug_info() == nothing)
+    return wait_for(lambda: counts() == nothing)
 
 
 def test_passes_that_fail_leave_nothing_behind(cluster):

@@ -8,6 +8,7 @@ import pytest
 
 from jdist import autograd, rpc
 from tests.autograd import engine_world as world
+from tests.autograd.context_checks import is_valid_context
 from tests.autograd.engine_world import after, leaves, me, numbers, own
 from tests.rpc.hosts import PATIENCE
 from tests.rpc.rref.common import wait_for
@@ -82,7 +83,7 @@ def train(server, rounds):
     if me().name == server:
         return
     for number in range(rounds):
-        x = autograd.variable(numbers(me().id, number))
+        x = autograd.Variable(numbers(me().id, number))
         with autograd.context() as context_id:
             args = ("weights", 5, x)
             product = rpc.rpc_sync(server, world.times_own, args=args)
@@ -115,7 +116,7 @@ def product_there(name, x):
 
 
 def gone(context_id):
-    return wait_for(lambda: not autograd.is_valid_context(context_id))
+    return wait_for(lambda: not is_valid_context(context_id))
 
 
 def from_reference(given):

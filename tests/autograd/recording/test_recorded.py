@@ -19,11 +19,11 @@ COMPARISONS = (
 
 
 def leaf(array=ONE):
-    return autograd.variable(array)
+    return autograd.Variable(array)
 
 
 def tree():
-    return autograd.variable({"a": ONE, "b": OTHER[:2]})
+    return autograd.Variable({"a": ONE, "b": OTHER[:2]})
 
 
 def is_plain(found, expected):
@@ -307,6 +307,6 @@ def test_a_variable_is_not_copied():
     """Gradients of a copy would go to the original, or nowhere."""
     for make in (copy.copy, copy.deepcopy, lambda w: copy.deepcopy([w])):
         with pytest.raises(
-            TypeError, match=r"another one: `autograd\.variable\(x\.val"
+            TypeError, match=r"another one: `autograd\.Variable\(x\.val"
         ):
             make(tree())
