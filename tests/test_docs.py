@@ -358,6 +358,7 @@ def test_every_public_name_has_a_job_and_a_guide():
     listed = list(of_the_site("public_names").public_names(ROOT / "docs", faces))
     assert len(listed) > 200
     assert [each for each in listed if not each.job] == []
+    assert [f"{each.part}.{each.name}" for each in listed if not each.guide] == []
 
 
 BRANCHED = """
