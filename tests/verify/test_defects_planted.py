@@ -169,7 +169,6 @@ def test_parts_are_what_they_say(data, terms, fn):
     traits = Traits(
         weights="mask" if fn is weighted else None,
         reduction="sum" if fn is summed else "mean",
-        seed=1,
     )
     w = np.asarray(batch["mask"], float) if fn is weighted else np.ones(EXAMPLES)
     whole = w if fn is summed else w / w.sum()

@@ -68,7 +68,6 @@ class Traits:
       tied: Path of the parameter that the model uses more than once.
       micro_batches: Number of parts into which the batch is cut; the last part is
         shorter if the number does not divide that of the examples.
-      seed: Seed of the random choices: of a leaf, a part, an example.
 
     Raises:
       ValueError: An unknown kind or reduction, or fewer than 2 micro-batches.
@@ -80,7 +79,6 @@ class Traits:
     keys: str | None = None
     tied: str | None = None
     micro_batches: int = 4
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("Traits(kind=...)", self.kind, ("gradient", "training"))
@@ -100,7 +98,7 @@ class StepCall:
       arguments: Arguments of the call.
       previous: Arguments of the previous call; None in the first one.
       traits: Known properties of the step.
-      name: The defect's name, part of the seed of its random choices.
+      name: The defect's name, the seed of its random choices.
     """
 
     step: Step
@@ -116,9 +114,12 @@ class StepCall:
 
     @cached_property
     def choices(self) -> np.random.Generator:
-        """Random numbers that depend on the seed and on the defect alone."""
+        """Random numbers for choices of leaves, parts and examples.
+
+        They depend on the defect alone.
+        """
         # By name, so that a selection of defects plants what all of them would.
-        return np.random.default_rng([self.traits.seed, *self.name.encode()])
+        return np.random.default_rng([0, *self.name.encode()])
 
     # --- the batch ---
 
