@@ -75,14 +75,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=matrix.DTYPES,
         default=matrix.DTYPES[:1],
-        help="of the matrix's models (default float32)",
+        help="dtypes of the matrix's models (default float32)",
     )
     parser.add_argument(
         "--reductions",
         nargs="+",
         choices=tuple(REDUCERS),
         default=tuple(REDUCERS),
-        help="of the matrix's losses (default all)",
+        help="reductions of the matrix's losses (default all)",
     )
     parser.add_argument(
         *("-k", "--rows"),
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rules",
         action="store_true",
-        help="of a loss with derivative rules that clip cotangents, for mean and sum",
+        help="judge a loss whose derivative rules clip cotangents, for mean and sum",
     )
     parser.add_argument(
         "--all", action="store_true", help="also combinations of what other rows show"
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes",
         type=_count,
-        help="judge so many strategies at a time (default 2, on an accelerator 1)",
+        help="strategies to judge in parallel (default 2, on an accelerator 1)",
     )
     parser.add_argument(
         "--json", type=writable_file, help="also write all findings to this file"

@@ -275,7 +275,7 @@ class Reference:
         peers: Peers,
         names: Mapping[str, Named] | None = None,
     ) -> Report:
-        """Judges candidates, one after the other."""
+        """Judges candidates in turn."""
         answers = {
             name: self._answer(name, candidate, peers, names)
             for name, candidate in candidates.items()

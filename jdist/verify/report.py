@@ -17,7 +17,7 @@ SUSPICIOUSLY_LOOSE = 1e-3
 _STYLES = {"FAILS": "bold red", "not judged": "bold yellow"}
 
 WIDTH = 110
-"""Columns of a text that no terminal will show."""
+"""Columns of a text for no terminal."""
 
 _COLUMNS = {
     "candidate": lambda leaf: leaf.candidate,
@@ -29,9 +29,9 @@ _COLUMNS = {
     "error/bound": lambda leaf: f"{leaf.ratio:.3g}",
     "verdict": lambda leaf: leaf.verdict,
 }
-# In this order, where the width is too small for all.
+# The order in which columns are left out where the width is too small.
 _DROPPED = ("ulp", "shape", "dtype", "max abs")
-# To so many characters a name is shortened, unless others would then read alike.
+# The least characters of a shortened name, unless others would then read alike.
 _SHORTENED = {"candidate": 12, "leaf": 24}
 
 
@@ -285,7 +285,7 @@ class Report:
             yield Text(f"note: {note}")
 
     def __str__(self) -> str:
-        """As `text` without an argument."""
+        """The same as `text()`."""
         return self.text()
 
     def __repr__(self) -> str:
@@ -313,7 +313,7 @@ def as_text(shown: RenderableType, width: int | None = None) -> str:
 
 def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
     """A note if the bound is far above every error: a blunt judge proves little."""
-    # Leaves without a difference say nothing of how wide the bound is.
+    # Leaves without a difference do not show how wide the bound is.
     ratios = [leaf.ratio for leaf in leaves if leaf.ok and leaf.ratio > 0]
     if not ratios or max(ratios) >= SUSPICIOUSLY_LOOSE:
         return ()

@@ -35,7 +35,7 @@ def wrong(w, x):
 problem = verify.Problem(losses, w, x, {"right": right})
 
 def made():
-    return {"loss_fn": losses, "params": w, "batch": x, "candidates": {"wrong": wrong}}
+    return verify.Problem(losses, w, x, {"wrong": wrong})
 
 @jax.jit
 def chaos(w, x):
@@ -77,8 +77,6 @@ def right_of_tripled(w, x):
 
 on_purpose = verify.Problem(tripled, w, x, {"right": right_of_tripled})
 number = 3
-typo = {"loss_fn": losses, "parameters": w}
-partial = {"loss_fn": losses, "params": w}
 """
 
 

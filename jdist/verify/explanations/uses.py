@@ -22,11 +22,12 @@ from jdist._tree import PyTree, named_leaves
 from jdist.verify.lockstep import bind, called
 
 MOST = 8
-"""Largest number of uses told apart: each costs a gradient of the parameter's size."""
+"""Maximum number of uses to tell apart: each costs a gradient of the parameter's
+size."""
 
 LIKENESS = 1e-4
 """The share of the gradient's norm that may remain unexplained. A gradient that is
-wrong in another way is not a sum of some of its parts to so many digits."""
+wrong in another way is not a sum of some of its parts to this precision."""
 
 # These only move the parameter; the use is the equation behind them.
 _PASSED_ON = frozenset({

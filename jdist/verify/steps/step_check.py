@@ -124,8 +124,8 @@ def step(  # noqa: PLR0913 - options, by keyword
       batches: One batch for each step, all of the same shapes.
       candidates: Name to `fn(params, opt_state, batch) -> (params, opt_state)`, or with
         a model's state `fn(params, opt_state, states, batch)` and three results. Each
-        is called for one batch after the other, with what it returned before, until a
-        step is wrong. None in place of a state: it is not judged, and the candidate
+        is called for each batch in turn, with what it returned before, until a step is
+        wrong. None in place of a state: it is not judged, and the candidate
         gets None back. A `Trained` may show the gradient too. What a candidate is given
         are copies, which it may donate. One that is wrong is called twice more, to see
         whether it draws random numbers of its own.
@@ -312,14 +312,14 @@ _WRAP = "Wrap a single batch in a list."
 def _no_single_batch(
     function: Callable[[PyTree], object], batches: Sequence[PyTree]
 ) -> Iterator[None]:
-    """Says of an error in its block if all batches together are one, as `(x, y)` is.
+    """Refuses one batch, such as `(x, y)`, that was given as the list of batches.
 
     Args:
       function: A function of a batch, which JAX can trace.
       batches: What was given as a batch for each step.
 
     Raises:
-      ValueError: In place of the error.
+      ValueError: In place of an error in the block, where that explains it.
     """
     try:
         yield

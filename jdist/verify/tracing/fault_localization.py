@@ -244,7 +244,7 @@ def _beyond_taps(
 
 
 def _examples(batch: PyTree) -> int | None:
-    """How many examples the batch has; None if its leaves differ in that."""
+    """The number of examples in the batch; None if its leaves differ in it."""
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     return lengths.pop()[0] if len(lengths) == 1 and () not in lengths else None
 

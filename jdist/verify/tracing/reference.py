@@ -116,7 +116,7 @@ def _passages(
     accumulation: DTypeLike | None,
     examples: int | None,
 ) -> list[Passage]:
-    """The passages of one batch of so many examples."""
+    """The passages of one batch."""
     # Converted before x64 is enabled, which would give NumPy arrays wider dtypes.
     params, batch, weights = jax.tree.map(jnp.asarray, (params, *counted[:2]))
     value_and_gradient = differentiated(reduced(loss_fn, reduction))

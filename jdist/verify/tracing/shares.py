@@ -24,9 +24,9 @@ ENTRIES = 1 << 16
 # The largest unexplained share of the difference in a fit that is believed.
 EXPLAINED = 0.05
 
-# A share that is nearer to a whole number than this is that number; or nearer than the
-# roundings of a part's gradient and of its sum, or than so many standard errors of the
-# fit, where these are larger.
+# A share within this distance of a whole number is that number; or within the roundings
+# of a part's gradient and of its sum, or within this many standard errors of the fit,
+# where these are larger.
 EXACT = 1e-3
 DEVIATIONS = 4
 
