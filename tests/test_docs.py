@@ -330,7 +330,7 @@ def test_make_targets_are_documented():
 REFUSED = {
     "optim": lambda: jdist.optim.clip_by_global_norm(jax.numpy.ones(2), -1.0),
     "data_parallel": lambda: jdist.data_parallel.shard_batch(
-        jax.numpy.ones(4), 2, (5, 3)
+        jax.numpy.ones(4), replicas=2, sizes=(5, 3)
     ),
     "pipeline": lambda: jdist.pipeline.gpipe(0, 4),
     "rpc": lambda: jdist.rpc.rpc_sync("nobody", max, args=(1, 2)),
