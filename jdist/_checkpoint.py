@@ -26,7 +26,7 @@ from jdist._errors import (
     extra,
     requirement,
 )
-from jdist._tree import described
+from jdist._tree import first_difference
 
 __all__ = [
     "Checkpoints",
@@ -37,7 +37,6 @@ __all__ = [
     "check_keep",
     "check_same",
     "chosen",
-    "descriptions",
     "struct_of",
 ]
 
@@ -320,11 +319,6 @@ def chosen(call: str, steps: list[int], step: int | None) -> int:
 # --- descriptions of leaves on disk ---
 
 
-def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """The dtype and shape of every leaf by path, in the form `check_same` compares."""
-    return {path: described(leaf) for path, leaf in leaves.items()}
-
-
 def struct_of(description: str) -> jax.ShapeDtypeStruct:
     """Parses the dtype and shape of a leaf from its entry in `descriptions`.
 
@@ -345,9 +339,7 @@ def check_same(
     Raises:
       ValueError: With the first path that differs.
     """
-    # In the order of paths, so that the error names the same leaf in every process.
-    for path in sorted(saved.keys() | wanted.keys()):
-        there, here = (d.get(path, "no leaf") for d in (saved, wanted))
-        if there != here:
-            rule = f"must be like the state that was saved, {there} at {where}{path}"
-            raise ValueError(requirement(f"{call}(like=...)", rule, here))
+    if found := first_difference(saved, wanted):
+        path, there, here = found
+        rule = f"must be like the state that was saved, {there} at {where}{path}"
+        raise ValueError(requirement(f"{call}(like=...)", rule, here))

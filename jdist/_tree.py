@@ -5,7 +5,7 @@ Errors, reports and tables all use the same one.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -86,6 +86,32 @@ def described(leaf: ArrayLike | jax.ShapeDtypeStruct) -> str:
     # `result_type` would say float32 of NumPy's float64 where 64-bit types are off.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype} of shape {tuple(np.shape(leaf))}"
+
+
+def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape of each leaf by path, without leaves that are None."""
+    return {path: described(x) for path, x in leaves.items() if x is not None}
+
+
+def first_difference(
+    one: Mapping[str, str], other: Mapping[str, str]
+) -> tuple[str, str, str] | None:
+    """The first path at which two trees' descriptions differ, and both descriptions.
+
+    Returns:
+      None where they are the same. A leaf that one of them lacks is "no leaf".
+
+    Example:
+      >>> first_difference({"a": "x", "b": "y"}, {"a": "x", "c": "y"})
+      ('b', 'y', 'no leaf')
+    """
+    # In the order of paths, so that an error names the same leaf in every process. The
+    # structure, under the empty path, last: a missing leaf is the better message.
+    for path in sorted(one.keys() | other.keys(), key=lambda path: (not path, path)):
+        here, there = (each.get(path, "no leaf") for each in (one, other))
+        if here != there:
+            return path, here, there
+    return None
 
 
 def abbreviated(leaf: Shaped) -> str:

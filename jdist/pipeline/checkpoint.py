@@ -22,10 +22,9 @@ from jdist._checkpoint import (
     check_keep,
     check_same,
     chosen,
-    descriptions,
 )
 from jdist._errors import check_type, requirement
-from jdist._tree import PyTree, check_state, named_leaves, unworded, words
+from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import (
     MessageTag,

@@ -22,11 +22,10 @@ from jdist._checkpoint import (
     check_folder,
     check_keep,
     check_same,
-    descriptions,
     struct_of,
 )
 from jdist._errors import requirement
-from jdist._tree import PyTree, check_state, named_leaves, unworded, words
+from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 

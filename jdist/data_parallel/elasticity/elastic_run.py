@@ -34,6 +34,7 @@ from jdist.data_parallel.data.sampler import Sampler
 from jdist.data_parallel.elasticity.follower import Snapshot
 from jdist.data_parallel.elasticity.leader import RunTerms
 from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
+from jdist.data_parallel.replicas.shards import check_one_per_row, check_weight_values
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer, check_optimizer
 from jdist.optim.internal import loss_scaling, started
@@ -254,17 +255,11 @@ class Elastic:
 
 
 def _checked_weights(call: str, weights: ArrayLike | None, examples: int) -> np.ndarray:
-    argument = f"{call}(weights=...)"
     if weights is None:
         return np.ones(examples, np.float32)
-    found = reductions.host_weights(argument, weights)
-    if found.shape != (examples,):
-        rule = f"must have one weight for each example, shape {(examples,)}"
-        raise ValueError(requirement(argument, rule, str(found.shape)))
-    if not (np.isfinite(found).all() and (found >= 0).all()):
-        rule = "must be finite and non-negative"
-        bad = found[~(np.isfinite(found) & (found >= 0))][0]
-        raise ValueError(requirement(argument, rule, float(bad)))
+    found = reductions.host_weights(f"{call}(weights=...)", weights)
+    check_one_per_row(call, found, examples)
+    check_weight_values(call, found, all_zero=True)
     return found
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,13 +111,6 @@ class Batches:
         return batch, weights.astype(self.weights.dtype), total
 
 
-class SumStructure(Protocol):
-    """The structure of a tree, which JAX's own type does not describe."""
-
-    def unflatten(self, leaves: list[jax.Array]) -> Partial:
-        """Rebuilds a sum from its leaves."""
-
-
 @lru_cache(maxsize=4)  # Each step asks several times for that of its epoch.
 def _order(sampler: Sampler, epoch: int) -> np.ndarray:
     return sampler.order(epoch)
@@ -213,12 +206,11 @@ class ReplicaWork:
             self._writer.shutdown()
 
     @property
-    def sum_structure(self) -> SumStructure:
+    def sum_structure(self) -> Any:
         """The structure of a sum, of which messages carry the leaves."""
         trainable, _ = split_inexact(self.first.params)
         scalar = jnp.zeros(())
-        structure = jax.tree.structure(Partial(scalar, trainable, scalar))
-        return cast(SumStructure, structure)
+        return jax.tree.structure(Partial(scalar, trainable, scalar))
 
     def _shard_sum(self, state: TrainState, step: int, part: Part) -> Partial:
         batch, weights, total = self.batches.shard(step, part)

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
-from jdist._checkpoint import descriptions
 from jdist._errors import requirement
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree, descriptions, first_difference, named_leaves
 
 __all__ = ["check_hook_rows", "structured"]
 
@@ -40,12 +39,10 @@ def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
       ValueError: They are not the leaves of such a tree; the message names the first.
     """
     wanted = named_leaves(like, is_leaf=None)
-    here, there = descriptions(wanted), descriptions(kept)
-    for path in sorted(here.keys() | there.keys()):
-        want, got = (each.get(path, "no leaf") for each in (here, there))
-        if want != got:
-            rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
-            raise ValueError(requirement(argument, rule, got, _ANEW))
+    if found := first_difference(descriptions(wanted), descriptions(kept)):
+        path, want, got = found
+        rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
+        raise ValueError(requirement(argument, rule, got, _ANEW))
     structure: Any = jax.tree.structure(like)
     return structure.unflatten(kept[path] for path in wanted)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, named_leaves, type_name
+from jdist._tree import PyTree, descriptions, first_difference, named_leaves, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,8 @@ class Loss:
 def _check_state(old: PyTree, new: PyTree) -> None:
     """Checks that the new model state has the paths, shapes and dtypes of the old."""
     # A state that changes its shape would compile every step anew.
-    before, after = (
-        {
-            path: described(leaf)
-            for path, leaf in named_leaves(state).items()
-            if leaf is not None
-        }
-        for state in (old, new)
-    )
-    for path in sorted(before.keys() | after.keys()):
-        expected, found = (d.get(path, "no leaf") for d in (before, after))
-        if expected != found:
-            rule = f"must return a state like the one it was given, {expected} at "
-            argument = "loss_fn(states=...)"
-            raise ValueError(requirement(argument, rule + path, found))
+    both = (descriptions(named_leaves(state)) for state in (old, new))
+    if difference := first_difference(*both):
+        path, expected, found = difference
+        rule = f"must return a state like the one it was given, {expected} at {path}"
+        raise ValueError(requirement("loss_fn(states=...)", rule, found))

@@ -23,6 +23,7 @@ from jdist._tree import (
     PyTree,
     check_arrays,
     described,
+    first_difference,
     is_key,
     is_shape,
     merge,
@@ -120,15 +121,11 @@ def check_agree(descriptions: Sequence[Mapping[str, str]], argument: str) -> Non
     """
     first, *others = descriptions
     for rank, other in enumerate(others, start=1):
-        # The structure last: a missing leaf is the better message.
-        paths = sorted(first.keys() | other.keys(), key=lambda path: (not path, path))
-        for path in paths:
-            expected, found = (d.get(path, "no leaf") for d in (first, other))
-            if found != expected:
-                where = f" at {path}" if path else ""
-                rule = f"must agree with process 0: {expected}{where}"
-                got = f"{found} on process {rank}"
-                raise ValueError(requirement(argument, rule, got))
+        if difference := first_difference(first, other):
+            path, expected, found = difference
+            where = f" at {path}" if path else ""
+            rule = f"must agree with process 0: {expected}{where}"
+            raise ValueError(requirement(argument, rule, f"{found} on process {rank}"))
 
 
 def _check_processes(tree: PyTree, name: str) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdist._compat import ArrayImpl, is_traced
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_shape, named_leaves
+from jdist._tree import PyTree, check_arrays, is_shape, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
 from jdist.data_parallel.replicas.placement import Placement
 
@@ -132,6 +132,34 @@ def brought(
         _moved(whole, placement.whole, argument),
         _moved(rows, placement.rows, argument),
     )
+
+
+def prepared(
+    call: str, placement: Placement, state: PyTree, batch: PyTree, weights: PyTree
+) -> tuple[PyTree, PyTree]:
+    """A batch and its weights on the devices of a step's program.
+
+    Args:
+      call: The function, for the error's text.
+      placement: The replicas.
+      state: What `init` or the last step returned; it stays where it is.
+      batch: The batch.
+      weights: Its weights, or None.
+
+    Raises:
+      TypeError: The batch is no pytree of arrays.
+      ValueError: An array was donated; the state lies on other devices; and what
+        `brought` refuses.
+    """
+    if are_ready((state, batch, weights), placement.mesh):
+        return batch, weights
+    argument = f"{call}(batch=...)"
+    check_arrays(argument, batch)
+    check_alive(f"{call}(state=...)", state)
+    check_alive(argument, (batch, weights))
+    check_place(f"{call}(state=...)", state, placement)
+    _, given = brought(argument, placement, state, (batch, weights))
+    return given
 
 
 def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:

@@ -41,12 +41,7 @@ from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.hook_switch import one_of
-from jdist.data_parallel.replicas.inputs import (
-    are_ready,
-    brought,
-    check_alive,
-    check_place,
-)
+from jdist.data_parallel.replicas.inputs import check_alive, prepared
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
 from jdist.data_parallel.replicas.placement import Placement
@@ -261,14 +256,7 @@ class LocalSGD:
         count = examples_in(batch, f"{call}(state, batch)")
         check_rows(count, self._place.count)
         weights = weights_given(call, batch, weights, count, "mean")
-        if are_ready((state, batch, weights), self._place.mesh):
-            return batch, weights
-        check_arrays(f"{call}(batch=...)", batch)
-        check_alive(f"{call}(state=...)", state)
-        check_place(f"{call}(state=...)", state, self._place)
-        argument = f"{call}(batch=...)"
-        _, given = brought(argument, self._place, state, (batch, weights))
-        return given
+        return prepared(call, self._place, state, batch, weights)
 
     @called_outside_mesh
     def average(self, state: LocalState) -> PyTree:

@@ -19,16 +19,10 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_choice
 from jdist._tree import PyTree, is_key, merge, split_inexact, unworded, words
 from jdist.reduction import weighted_mean
 
 RULES = ("mean", "first")
-
-
-def check_rule(call: str, rule: str) -> None:
-    """Checks that a name is in `RULES`."""
-    check_choice(f"{call}(states=...)", rule, RULES)
 
 
 def synchronized(

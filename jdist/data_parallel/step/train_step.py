@@ -25,7 +25,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import Ahead, alike, called_outside_mesh, paced
-from jdist._errors import check_flags, check_function, check_number, requirement
+from jdist._errors import (
+    check_choice,
+    check_flags,
+    check_function,
+    check_number,
+    requirement,
+)
 from jdist._fit import Metrics
 from jdist._tree import (
     PyTree,
@@ -44,12 +50,7 @@ from jdist.data_parallel.gradient.scattered import can_scatter, scattered_spec
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.broadcast import spread
-from jdist.data_parallel.replicas.inputs import (
-    are_ready,
-    brought,
-    check_alive,
-    check_place,
-)
+from jdist.data_parallel.replicas.inputs import are_ready, brought, prepared
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.placement import Placement
@@ -59,7 +60,7 @@ from jdist.data_parallel.replicas.shards import (
     check_weighted,
     weights_given,
 )
-from jdist.data_parallel.step.model_state import check_rule
+from jdist.data_parallel.step.model_state import RULES
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
 from jdist.data_parallel.step.train_state import TrainState
@@ -284,15 +285,7 @@ class TrainStep:
         check_state(f"{call}(state=...)", state, TrainState, "step")
         count = _rows_in(call, batch, divisor)
         weights = weights_given(call, batch, weights, count, self.reduction)
-        if are_ready((state, batch, weights), self.placement.mesh):
-            return batch, weights
-        check_arrays(f"{call}(batch=...)", batch)
-        check_alive(f"{call}(state=...)", state)
-        check_alive(f"{call}(batch=...)", (batch, weights))
-        check_place(f"{call}(state=...)", state, self.placement)
-        argument = f"{call}(batch=...)"
-        _, given = brought(argument, self.placement, state, (batch, weights))
-        return given
+        return prepared(call, self.placement, state, batch, weights)
 
     def _with_hook_state(
         self, state: TrainState, batch: PyTree, weights: Weights
@@ -415,7 +408,7 @@ def train_step(
     check_number(
         f"{call}({argument})", accumulate, wanted, lambda n: n >= 1, whole=True
     )
-    check_rule(call, rule)
+    check_choice(f"{call}(states=...)", rule, RULES)
     divided = check_mesh(call, place)
     if divided:
         check_undivided(call, optimizer)

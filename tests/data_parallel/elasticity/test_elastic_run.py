@@ -335,8 +335,8 @@ def test_a_run_out_of_range_is_refused(options, message):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (WEIGHTS[:5], "`Elastic.run(weights=...)` must have one weight for each exam"),
-        (-WEIGHTS, "`Elastic.run(weights=...)` must be finite and non-negative. Got -"),
+        (WEIGHTS[:5], "`Elastic.run(weights=...)` must be one per row, shape (37,)."),
+        (-WEIGHTS, "`Elastic.run(weights=...)` must be finite and at least 0. Got -1."),
         (0 * WEIGHTS, "must have a positive weight in every batch. Got none in that"),
     ],
 )
