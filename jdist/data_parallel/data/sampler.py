@@ -187,12 +187,14 @@ class Sampler:
         if count != self.examples:
             rule = f"must have the sampler's {self.examples} examples"
             raise ValueError(requirement("batches(data=...)", rule, count))
-        place = Placement.of("batches", mesh, replicas, data_axis)
-        fewest = -(-self.batch // place.count)
+        placement = Placement.of("batches", mesh, replicas, data_axis)
+        fewest = -(-self.batch // placement.count)
         if rows is None:
             rows = fewest
-        reason = f", a replica's part of a batch of {self.batch} over {place.count}"
+        reason = f", a replica's part of a batch of {self.batch} over {placement.count}"
         check_at_least("batches(rows=...)", rows, fewest, reason)
-        for shard in self.shards(place.count, epoch, ranks=place.own(), start=start):
+        for shard in self.shards(
+            placement.count, epoch, ranks=placement.own(), start=start
+        ):
             taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
-            yield sharded(taken, place, shard.sizes, shard.weights, rows)
+            yield sharded(taken, placement, shard.sizes, shard.weights, rows)

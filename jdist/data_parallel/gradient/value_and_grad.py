@@ -116,8 +116,8 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
     """
     call = "value_and_grad"
     check_function(f"{call}(loss_fn=...)", loss_fn)
-    place = Placement.of(call, mesh, replicas, data_axis)
-    divided = check_mesh(call, place)
+    placement = Placement.of(call, mesh, replicas, data_axis)
+    divided = check_mesh(call, placement)
     communication = Communication(
         call,
         data_axis,
@@ -128,7 +128,7 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
         divided=divided,
         debug=debug,
     )
-    run = _Programs(loss_fn, place, communication)
+    run = _Programs(loss_fn, placement, communication)
 
     @called_outside_mesh
     def fn(
@@ -139,16 +139,16 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
     ) -> tuple[PyTree, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
-        check_rows(count, place.count)
+        check_rows(count, placement.count)
         weights = weights_given("fn", batch, weights, count, reduction)
-        check_params("fn(params=...)", params, place)
+        check_params("fn(params=...)", params, placement)
         given = (batch, weights)
-        if not are_ready((params, given), place.mesh):
+        if not are_ready((params, given), placement.mesh):
             check_arrays("fn(params=...)", params)
             check_arrays("fn(batch=...)", batch)
             # Before `brought`, which would read a donated buffer to move it.
             check_alive("fn(params, batch)", (params, *given))
-            params, given = brought("fn(params, batch)", place, params, given)
+            params, given = brought("fn(params, batch)", placement, params, given)
         batch, weights = given
         if not communication.stateful:
             _check_no_state(hook_state)
@@ -156,11 +156,11 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
         elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
         else:
-            check_hook_rows("fn(hook_state=...)", hook_state, place.count)
+            check_hook_rows("fn(hook_state=...)", hook_state, placement.count)
         *found, sums = run.step(params, batch, weights, hook_state)
-        paced(place.mesh, found[0])
+        paced(placement.mesh, found[0])
         if debug:
-            check_agreement(call, sums, place)
+            check_agreement(call, sums, placement)
         return tuple(found if communication.stateful else found[:2])
 
     return fn
@@ -172,7 +172,7 @@ class _Programs:
     def __init__(
         self,
         loss_fn: Callable[..., jax.Array],
-        place: Placement,
+        placement: Placement,
         communication: Communication,
     ) -> None:
         reduction = communication.reduction
@@ -204,10 +204,10 @@ class _Programs:
         call = communication.call
         reads = {"loss_fn": loss_fn, "hook": communication.hook}
         takes, gives = (EACH, rows, rows), (EACH, EACH, rows, EACH)
-        mapped = over_replicas(step, place, (*takes, rows), gives)
+        mapped = over_replicas(step, placement, (*takes, rows), gives)
         # Nothing is donated: callers keep the parameters.
         self.step = GuardedJit(mapped, call, reads)
-        first = over_replicas(start, place, takes, (rows,))
+        first = over_replicas(start, placement, takes, (rows,))
         self.start = GuardedJit(first, call, reads)
 
 

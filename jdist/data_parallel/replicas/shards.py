@@ -107,8 +107,8 @@ def shard_batch(
       >>> batch.tolist(), weights.tolist()
       ([0.0, 1.0, 2.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     """
-    place = Placement.of("shard_batch", mesh, replicas, data_axis)
-    return sharded(batch, place, sizes, weights, rows)
+    placement = Placement.of("shard_batch", mesh, replicas, data_axis)
+    return sharded(batch, placement, sizes, weights, rows)
 
 
 def sharded(

@@ -95,8 +95,8 @@ class Join:
         """Checks the arguments; nothing is read yet."""
         check_choice("Join(divide_by=...)", divide_by, DIVISORS)
         check_choice("Join(early_end=...)", early_end, ("wait", "error"))
-        self._place = Placement.of("Join", mesh, replicas, data_axis)
-        self._own = self._place.own()
+        self._placement = Placement.of("Join", mesh, replicas, data_axis)
+        self._own = self._placement.own()
         if len(streams) != len(self._own):
             rule = (
                 f"must have one stream for each of the {len(self._own)} replicas here"
@@ -145,7 +145,9 @@ class Join:
         # In float64, since every weight is divided by it.
         total = own.sum(dtype=np.float64)
         if self._divide_by != "weight" and total > 0:
-            share = total * (self._place.count if self._divide_by == "initial" else 1)
+            share = total * (
+                self._placement.count if self._divide_by == "initial" else 1
+            )
             own = own.astype(np.float64) / share
         return batch, own
 
@@ -164,15 +166,15 @@ class Join:
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1
         # Joined, since `shard_batch` takes the examples of this process in one batch.
         batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
-        batch, weights = sharded(batch, self._place, sizes, weights, self._rows)
+        batch, weights = sharded(batch, self._placement, sizes, weights, self._rows)
         if self._divide_by == "weight":  # Right for any reduction.
             return batch, weights
         return batch, BoundWeights(weights, self.reduction)
 
     def _agreed(self, here: Sequence[bool]) -> np.ndarray:
         """Whether each replica has a batch, the same array in every process."""
-        active = np.zeros(self._place.count, bool)
+        active = np.zeros(self._placement.count, bool)
         active[self._own] = here
-        if len(self._own) == self._place.count:
+        if len(self._own) == self._placement.count:
             return active  # All replicas are in this process.
         return np.any(multihost_utils.process_allgather(active), axis=0)

@@ -130,11 +130,11 @@ class LocalSGD:
         data_axis: str = "data",
     ) -> None:
         """Checks the arguments; nothing is compiled yet."""
-        place = Placement.of("LocalSGD", mesh, replicas, data_axis)
-        check_alone("LocalSGD", place)
+        placement = Placement.of("LocalSGD", mesh, replicas, data_axis)
+        check_alone("LocalSGD", placement)
         _check_options(loss_fn, optimizer, period, start)
-        self._optimizer, self._place = optimizer, place
-        axis = place.axis
+        self._optimizer, self._placement = optimizer, placement
+        axis = placement.axis
         hooks = (all_reduce(), group_mean(group_size))
 
         def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
@@ -175,8 +175,8 @@ class LocalSGD:
 
         rows = PartitionSpec(axis)
         takes = (EACH, rows, rows, rows, rows, rows)
-        step = over_replicas(on_replica, place, takes, (EACH, rows, EACH))
-        mean = over_replicas(average, place, (rows, rows), (EACH,))
+        step = over_replicas(on_replica, placement, takes, (EACH, rows, EACH))
+        mean = over_replicas(average, placement, (rows, rows), (EACH,))
         reads = {"loss_fn": loss_fn, "optimizer": optimizer}
         # The whole state is replaced, so its buffers can be reused.
         self._step = GuardedJit(step, "LocalSGD", reads, donate_argnums=(0, 1, 2, 3))
@@ -188,12 +188,12 @@ class LocalSGD:
 
         Given shapes (`jax.ShapeDtypeStruct`), it has shapes, for `lower`.
         """
-        count, mesh = self._place.count, self._place.mesh
+        count, mesh = self._placement.count, self._placement.mesh
         # Sums of weights over a period: as wide as the precision in use allows.
         nothing = jnp.zeros((), jnp.result_type(float))
         check_arrays("init(params=...)", params)
         check_stateless("init(params=...)", params)
-        check_params("init(params=...)", params, self._place)
+        check_params("init(params=...)", params, self._placement)
 
         def stacked(params: PyTree) -> PyTree:
             own = (params, self._optimizer.init(params), nothing)
@@ -201,7 +201,7 @@ class LocalSGD:
                 lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
             )
 
-        rows = None if mesh is None else self._place.rows
+        rows = None if mesh is None else self._placement.rows
         if any(map(is_shape, jax.tree.leaves(params))):
             found = jax.eval_shape(stacked, params)
             found = jax.tree.map(lambda x: x.update(sharding=rows), found)
@@ -233,7 +233,7 @@ class LocalSGD:
         """
         batch, weights = self._given("step", state, batch, weights)
         step, own, loss = self._step(*state, batch, weights)
-        paced(self._place.mesh, loss)
+        paced(self._placement.mesh, loss)
         return LocalState(step, *own), loss
 
     @called_outside_mesh
@@ -254,9 +254,9 @@ class LocalSGD:
         """Checks batch and weights, and moves them to the devices of the program."""
         check_state(f"{call}(state)", state, LocalState, "local")
         count = examples_in(batch, f"{call}(state, batch)")
-        check_rows(count, self._place.count)
+        check_rows(count, self._placement.count)
         weights = weights_given(call, batch, weights, count, "mean")
-        return prepared(call, self._place, state, batch, weights)
+        return prepared(call, self._placement, state, batch, weights)
 
     @called_outside_mesh
     def average(self, state: LocalState) -> PyTree:

@@ -70,11 +70,11 @@ def parallel_apply(
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
     check_function("parallel_apply(fn=...)", fn)
-    place = Placement.of("parallel_apply", mesh, replicas, data_axis)
-    within, outside = _applied(fn, place), None
+    placement = Placement.of("parallel_apply", mesh, replicas, data_axis)
+    within, outside = _applied(fn, placement), None
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         # JAX differentiates what has explicit axes only where their mesh is set.
-        outside = _applied(fn, replace(place, mesh=automatic(mesh)))
+        outside = _applied(fn, replace(placement, mesh=automatic(mesh)))
 
     def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.parallel_apply`."""
@@ -90,11 +90,15 @@ def parallel_apply(
 
 
 def _applied(
-    fn: Callable[[Any, Any], Any], place: Placement
+    fn: Callable[[Any, Any], Any], placement: Placement
 ) -> Callable[[Any, Any], Any]:
     """`parallel_apply`, with outputs whose axes are of the mesh's own type."""
-    mesh, replicas, rows = place.mesh, place.count, PartitionSpec(place.axis)
-    check_mesh("parallel_apply", place)
+    mesh, replicas, rows = (
+        placement.mesh,
+        placement.count,
+        PartitionSpec(placement.axis),
+    )
+    check_mesh("parallel_apply", placement)
 
     def outputs_of(params: PyTree, scattered: PyTree) -> PyTree:
         def on_replica(wide: PyTree, batch: PyTree) -> PyTree:
@@ -103,7 +107,7 @@ def _applied(
 
         # Widened outside the mapped function: JAX sums gradients where parameters enter
         # it, and the sum must be in float32 at least.
-        mapped = over_replicas(on_replica, place, (EACH, rows), (rows,))
+        mapped = over_replicas(on_replica, placement, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
 
     compiled = GuardedJit(outputs_of, "parallel_apply", {"fn": fn})
@@ -112,12 +116,14 @@ def _applied(
         count = examples_in(batch, "apply(params, batch)")
         check_arrays("apply(params=...)", params)
         check_arrays("apply(batch=...)", batch)
-        check_params("apply(params=...)", params, place)
+        check_params("apply(params=...)", params, placement)
         # The weights are not needed: outputs of padding are dropped below.
-        scattered, _ = sharded(batch, place)
+        scattered, _ = sharded(batch, placement)
         # Before `brought`, which would read a donated array to move it.
         check_alive("apply(params, batch)", (params, batch))
-        params, scattered = brought("apply(params, batch)", place, params, scattered)
+        params, scattered = brought(
+            "apply(params, batch)", placement, params, scattered
+        )
         (found,) = compiled(params, scattered)
         if count % replicas == 0:
             return found

@@ -117,9 +117,9 @@ def reducer(
     """
     call = "reducer"
     _check_options(call, layers, mesh, reduction)
-    place = Placement.of(call, mesh, axis=data_axis)
+    placement = Placement.of(call, mesh, axis=data_axis)
     check_cap(f"{call}(bucket_cap_mb=...)", bucket_cap_mb)
-    driver = _Driver(layers, loss_fn, mesh, place, reduction)
+    driver = _Driver(layers, loss_fn, mesh, placement, reduction)
     return Reducer(driver, bucket_cap_mb, on_reduce)
 
 
@@ -176,7 +176,7 @@ class Reducer:
         driver = self._driver
         driver.find_layers()
         count = examples_in(batch, f"{call}(params, batch)")
-        check_rows(count, driver.place.count)
+        check_rows(count, driver.placement.count)
         weights = weights_given(call, batch, weights, count, driver.reduction)
         if len(params) != len(driver.segments):
             rule = "must have the parameters of each of the "
@@ -185,7 +185,7 @@ class Reducer:
             raise ValueError(requirement(f"{call}(params=...)", rule, got))
         if weights is None:
             weights = np.ones(count, np.float32)
-        check_params(f"{call}(params=...)", params, driver.place)
+        check_params(f"{call}(params=...)", params, driver.placement)
         return self._plan(params), (batch, weights)
 
     def _plan(self, params: Sequence[PyTree]) -> _BucketPlan:
@@ -243,15 +243,15 @@ class _Driver:
         layers: Sequence[Layer],
         loss_fn: Callable[[PyTree, PyTree], jax.Array],
         mesh: Mesh,
-        place: Placement,
+        placement: Placement,
         reduction: str,
     ) -> None:
         # Each process dispatches to its own devices; collectives join those of others.
         here = jax.process_index()
         self.devices = [d for d in mesh.devices.flat if d.process_index == here]
-        axis = place.axis
-        self.mesh, self.place, self.reduction = mesh, place, reduction
-        self.rows, self.whole = place.rows, place.whole
+        axis = placement.axis
+        self.mesh, self.placement, self.reduction = mesh, placement, reduction
+        self.rows, self.whole = placement.rows, placement.whole
         self._layers = tuple(layers)
         reads = {f"layer {n}": layer for n, layer in enumerate(layers)}
         self._contents = GuardedContents(reads, "reducer")

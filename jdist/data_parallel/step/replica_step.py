@@ -141,7 +141,7 @@ def _scaled(loss: Loss, scale: jax.Array | None) -> LossCall:
 def evaluation(
     loss: Loss,
     in_evaluation: Callable[..., PyTree] | None,
-    place: Placement,
+    placement: Placement,
     reduction: str,
 ) -> Callable[..., PyTree]:
     """The compiled `(state, batch, weights) -> Metrics`.
@@ -151,11 +151,11 @@ def evaluation(
       in_evaluation: What is called instead, `in_evaluation(params, batch)`, with
         `states=` where there is one; it returns no new state and takes no key.
         None for the loss itself, whose new state is dropped.
-      place: The replicas.
+      placement: The replicas.
       reduction: That of the training step.
     """
     # Without hook or buckets, which are for gradients.
-    axis = place.axis
+    axis = placement.axis
     communication = Communication("evaluate", axis, reduction)
     rows = PartitionSpec(axis)
 
@@ -187,7 +187,7 @@ def evaluation(
         counts = tuple(jax.lax.psum(x, axis) for x in own)
         return (found, *counts), as_row(aux)
 
-    mapped = over_replicas(on_replica, place, (EACH, rows, rows), (EACH, rows))
+    mapped = over_replicas(on_replica, placement, (EACH, rows, rows), (EACH, rows))
 
     def evaluate(
         state: TrainState, batch: PyTree, weights: jax.Array | None

@@ -396,7 +396,7 @@ def train_step(
     if in_evaluation is not None:
         check_function(f"{call}(in_evaluation=...)", in_evaluation)
     check_flags(call, has_aux=has_aux)
-    place = Placement.of(call, mesh, replicas, data_axis)
+    placement = Placement.of(call, mesh, replicas, data_axis)
     check_optimizer(f"{call}(optimizer=...)", optimizer)
     if max_norm is not None:
         argument, rule = f"{call}(max_norm=...)", "must be at least 0"
@@ -409,7 +409,7 @@ def train_step(
         f"{call}({argument})", accumulate, wanted, lambda n: n >= 1, whole=True
     )
     check_choice(f"{call}(states=...)", rule, RULES)
-    divided = check_mesh(call, place)
+    divided = check_mesh(call, placement)
     if divided:
         check_undivided(call, optimizer)
     communication = Communication(
@@ -417,25 +417,25 @@ def train_step(
         data_axis,
         **options,
         divided=divided,
-        scattered=_scatters(optimizer, place, options),
+        scattered=_scatters(optimizer, placement, options),
     )
     # Master weights take gradients in float32, not rounded to 16 bits.
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, bool(has_aux))
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
-    divisor, mapped = place.count * accumulate, _mapped(replica_step, place)
+    divisor, mapped = placement.count * accumulate, _mapped(replica_step, placement)
     step = _step(mapped, optimizer, max_norm, divided, divisor)
     reads = {"loss_fn": loss_fn, "optimizer": optimizer, "hook": communication.hook}
     return TrainStep(
         optimizer,
-        place,
+        placement,
         divisor,
         # The state alone is donated: batches may be used again.
         GuardedJit(step, call, reads, donate_argnums=0),
-        _start(replica_step, place, reads) if communication.stateful else None,
+        _start(replica_step, placement, reads) if communication.stateful else None,
         communication.debug,
         communication.reduction,
-        evaluation(loss, in_evaluation, place, communication.reduction),
+        evaluation(loss, in_evaluation, placement, communication.reduction),
     )
 
 
@@ -504,40 +504,40 @@ def _rows_in(call: str, batch: PyTree, divisor: int) -> int:
     return count
 
 
-def _mapped(replica_step: ReplicaStep, place: Placement) -> PyTree:
-    rows = PartitionSpec(place.axis)
+def _mapped(replica_step: ReplicaStep, placement: Placement) -> PyTree:
+    rows = PartitionSpec(placement.axis)
     takes = (EACH, rows, EACH, rows, rows)
 
     def layout(param: PyTree) -> PartitionSpec:
-        return scattered_spec(jnp.shape(param), place.count, place.axis)
+        return scattered_spec(jnp.shape(param), placement.count, placement.axis)
 
     def mapped(state: TrainState, *rest: PyTree) -> tuple[PyTree, ...]:
         scattered = replica_step.communication.scattered
         # Here, while the step is traced: layouts depend on the shapes of parameters.
         grads = jax.tree.map(layout, state.params) if scattered else EACH
         gives = (EACH, grads, EACH, rows, rows, EACH)
-        return over_replicas(replica_step.step, place, takes, gives)(state, *rest)
+        return over_replicas(replica_step.step, placement, takes, gives)(state, *rest)
 
     return mapped
 
 
 def _scatters(
-    optimizer: Optimizer, place: Placement, options: Mapping[str, Any]
+    optimizer: Optimizer, placement: Placement, options: Mapping[str, Any]
 ) -> bool:
     """Whether sums of gradients stay divided, as a ZeRO optimizer takes them."""
     # Hooks and the method "all_gather" give whole sums, and `debug` compares them.
     plain = options.get("method", "all_reduce") == "all_reduce"
     plain = plain and options.get("hook") is None and not options.get("debug")
-    if not plain or place.mesh is None:
+    if not plain or placement.mesh is None:
         return False
-    return is_divided_over(optimizer, place) and can_scatter(place.mesh)
+    return is_divided_over(optimizer, placement) and can_scatter(placement.mesh)
 
 
 def _start(
-    replica_step: ReplicaStep, place: Placement, reads: Mapping[str, Any]
+    replica_step: ReplicaStep, placement: Placement, reads: Mapping[str, Any]
 ) -> PyTree:
-    rows = PartitionSpec(place.axis)
-    mapped = over_replicas(replica_step.start, place, (EACH, rows, rows), (rows,))
+    rows = PartitionSpec(placement.axis)
+    mapped = over_replicas(replica_step.start, placement, (EACH, rows, rows), (rows,))
 
     def start(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         return mapped(state._replace(opt_state=None), batch, weights)[0]

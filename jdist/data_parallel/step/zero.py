@@ -76,15 +76,15 @@ class ZeroOptimizer(Optimizer):
     @property
     def rule(self) -> tuple[Any, ...]:
         """See `Optimizer`; another number of replicas may round differently."""
-        return (*self.of.rule, "zero", self.layout.place.count)
+        return (*self.of.rule, "zero", self.layout.placement.count)
 
 
-def is_divided_over(optimizer: Optimizer, place: Placement) -> bool:
+def is_divided_over(optimizer: Optimizer, placement: Placement) -> bool:
     """Whether an optimizer uses only each replica's part of a gradient."""
     if not isinstance(optimizer, ZeroOptimizer):
         return False
     # With specs the state is divided over further axes too, unlike a scattered sum.
-    return optimizer.layout.place == place and optimizer.layout.specs is None
+    return optimizer.layout.placement == placement and optimizer.layout.specs is None
 
 
 def check_undivided(call: str, optimizer: Optimizer) -> None:
@@ -150,13 +150,13 @@ def zero(
     rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
     check_type("zero(mesh=...)", mesh, Mesh, rule)
     check_optimizer("zero(optimizer=...)", optimizer)
-    place = Placement.of("zero", mesh, axis=data_axis)
-    layout = _StateLayout(mesh, place, specs, pads=optimizer.elementwise)
+    placement = Placement.of("zero", mesh, axis=data_axis)
+    layout = _StateLayout(mesh, placement, specs, pads=optimizer.elementwise)
     if specs is None:
-        check_alone("zero", place)
+        check_alone("zero", placement)
 
     def init_tree(params: PyTree) -> PyTree:
-        check_params("init(params=...)", params, place)
+        check_params("init(params=...)", params, placement)
         # Shapes without padding: those of a state that is not divided.
         wanted, each = jax.eval_shape(optimizer.init_tree, params), layout.each(params)
 
@@ -210,7 +210,7 @@ class _StateLayout:
     """The layout of arrays that are divided over the replicas of a mesh axis."""
 
     mesh: Mesh
-    place: Placement
+    placement: Placement
     specs: PyTree
     pads: bool
 
@@ -240,7 +240,7 @@ class _StateLayout:
         """The first free dimension that the replicas divide, or else one to pad."""
         entries = (*spec, *[None] * (len(shape) - len(spec)))
         free = [i for i, entry in enumerate(entries) if entry is None]
-        even = (i for i in free if shape[i] % self.place.count == 0)
+        even = (i for i in free if shape[i] % self.placement.count == 0)
         if not self.pads:
             return next(even, None)
         # Padding the largest dimension adds the fewest elements.
@@ -253,7 +253,7 @@ class _StateLayout:
             return shape
         return (
             *shape[:d],
-            -(-shape[d] // self.place.count) * self.place.count,
+            -(-shape[d] // self.placement.count) * self.placement.count,
             *shape[d + 1 :],
         )
 
@@ -282,7 +282,7 @@ class _StateLayout:
         d = self.dimension(array.shape, spec)
         entries = [*spec, *[None] * (array.ndim - len(spec))]
         if d is not None:
-            entries[d] = self.place.axis
+            entries[d] = self.placement.axis
         return laid_out(array, self.mesh, PartitionSpec(*entries))
 
     def joined(
@@ -324,7 +324,7 @@ class _StateLayout:
             return Sharded(self.divided(leaf, spec), shape, spec)
         rule = (
             "must keep state arrays like their parameters, if those do not divide by "
-            f"the {self.place.count} replicas"
+            f"the {self.placement.count} replicas"
         )
         got = f"{leaf.shape} for {shape} at {path}"
         raise ValueError(requirement("zero(optimizer=...)", rule, got))
