@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -206,7 +206,7 @@ class Context:
         Source: `torch.distributed.autograd._release_context`.
         """
         self.check()
-        return self.container.releases.release(self.id)
+        return self.container.releases.end(self.id)
 
     def check(self) -> None:
         """Raises if the context has ended.
@@ -431,8 +431,7 @@ def here() -> Container:
     """
     agent = current.worker()
     assert isinstance(agent, Agent)
-    found = agent.extension_state.get(STATE)
-    return found if isinstance(found, Container) else of(agent)
+    return of(agent)
 
 
 class Recording:
@@ -505,10 +504,6 @@ class Releases:
         self._agent.extension_state.on_gone(self._on_gone)
         self._agent.extension_state.on_close(self._on_close)
 
-    def release(self, context_id: int) -> Future[None]:
-        """Ends a context on all workers that took part; the future is done then."""
-        return self._end(context_id, _RELEASED)
-
     def leave(self, context_id: int) -> None:
         """Ends a context here at once and soon on all workers that took part."""
         # A message for each end would cost as much as a call, and nothing waits. So it
@@ -549,10 +544,14 @@ class Releases:
                     self.delivery.send(worker, _RELEASE, context_id)
         return upcoming
 
-    def _end(
-        self, context_id: int, reason: str, told_by: int | None = None
+    def end(
+        self, context_id: int, reason: str = _RELEASED, told_by: int | None = None
     ) -> Future[None]:
-        """Ends a context here and at once on all workers but the telling one."""
+        """Ends a context on all workers that took part, but the one that told of it.
+
+        Returns:
+          A future, done when they all have forgotten it or are gone.
+        """
         workers = self._end_here(context_id, reason, told_by)
         return _all_of([self._ask(one, _RELEASE, context_id) for one in workers])
 
@@ -589,7 +588,7 @@ class Releases:
         def end() -> None:
             # The caller knows, and is not told back.
             reason, by = f"{caller.name!r} released it.", incarnation_of(caller)
-            ended = _all_of([self._end(one, reason, by) for one in ids])
+            ended = _all_of([self.end(one, reason, by) for one in ids])
             futures.call_when_done(ended, lambda: told.set_result([None] * len(ids)))
 
         return told, end
@@ -638,7 +637,7 @@ class Releases:
 
     def _end_if_over(self, context_id: int, asked: Future[Any]) -> None:
         if asked.value() is True:
-            self._end(context_id, _RELEASED)
+            self.end(context_id)
 
     def _on_close(self) -> None:
         for context in self._container.contexts():
@@ -646,11 +645,20 @@ class Releases:
         self.delivery.close()
 
 
+def are_ids(values: object) -> TypeGuard[list[int]]:
+    """Whether what another worker has sent is a list of ids."""
+    # Exact types: `isinstance` would take True for an id.
+    return type(values) is list and all(
+        type(value) is int and 0 <= value < 1 << 64 for value in values
+    )
+
+
 def _id(named: object) -> int:
     """Check the id of a context that another worker has sent."""
-    if type(named) is int and 0 <= named < 1 << 64:
-        return named
-    raise ProtocolError("Contexts are named by their ids.")
+    if not are_ids([named]):
+        raise ProtocolError("Contexts are named by their ids.")
+    assert isinstance(named, int)
+    return named
 
 
 def _all_of(futures: list[Future[Any]]) -> Future[None]:

@@ -18,7 +18,13 @@ import msgspec
 from jdist._errors import requirement
 from jdist._flax import is_module
 from jdist._tree import PyTree, type_name
-from jdist.autograd.contexts import Container, Context, Recording, recorded_into
+from jdist.autograd.contexts import (
+    Container,
+    Context,
+    Recording,
+    are_ids,
+    recorded_into,
+)
 from jdist.autograd.recording.node import (
     LAST,
     Edge,
@@ -149,7 +155,7 @@ class RpcHooks:
             return run(call), {}
         ended = meta.get(ENDED)
         if ended is not None:
-            if type(ended) is not list or not _are_ids(ended):
+            if not are_ids(ended):
                 raise ProtocolError("Contexts are named by their ids.")
             self._container.releases.hear(caller, ended)
         context = self._container.get_or_create(header.context)
@@ -184,7 +190,7 @@ class RpcHooks:
         if META in meta:
             self._prepared.add(to.incarnation)
         ended = meta.get(ENDED)
-        if type(ended) is list and _are_ids(ended):
+        if are_ids(ended):
             assert to.incarnation is not None
             self._container.releases.told(to.incarnation, ended)
         return value
@@ -313,7 +319,3 @@ def _forget(context: Context, message_id: int) -> None:
     """Drops the send function of a call that has failed: it gets no cotangent."""
     with context.lock:
         context.sends.pop(message_id, None)
-
-
-def _are_ids(values: Row) -> bool:
-    return set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 1 << 64

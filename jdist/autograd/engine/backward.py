@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import beside, called_outside_mesh, placed_at
-from jdist._errors import check_choice, check_flags, requirement
+from jdist._errors import check_choice, check_flags, check_type, requirement
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, here, recorded_into
 from jdist.autograd.engine import engine as engines
@@ -193,20 +193,21 @@ def _roots(
       ValueError: A cotangent does not fit its root.
     """
     call = "backward(roots)"
-    if not isinstance(roots, list | tuple):
-        rule = "must be a list of recorded values (incompatible function arguments)"
-        raise TypeError(requirement(call, rule, roots))
+    rule = "must be a list of recorded values (incompatible function arguments)"
+    check_type(call, roots, list | tuple, rule)
     if not roots:
         rule = "must have a value: No tensors provided for gradient computation"
         raise AutogradError(requirement(call, rule, "none"))
     if cotangents is None:
         return [_scalar_root(position, root) for position, root in enumerate(roots)]
-    if not isinstance(cotangents, list | tuple):
-        rule = "must be a list of arrays, one for each root"
-        raise TypeError(requirement("backward(cotangents=...)", rule, cotangents))
+    call, rule = (
+        "backward(cotangents=...)",
+        "must be a list of arrays, one for each root",
+    )
+    check_type(call, cotangents, list | tuple, rule)
     if len(cotangents) != len(roots):
         rule = f"must be {len(roots)} arrays, one for each root"
-        raise ValueError(requirement("backward(cotangents=...)", rule, cotangents))
+        raise ValueError(requirement(call, rule, cotangents))
     pairs = enumerate(zip(roots, cotangents, strict=True))
     return [_seeded_root(position, root, value) for position, (root, value) in pairs]
 

@@ -436,7 +436,7 @@ class LocalPass:
 
     def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
         to, limit = self._container.peer(peer), self.deadline
-        body, meta = request.pack(to_numpy=not to.device_maps.in_force)
+        body, meta = request.pack(to_numpy=self._container.takes_numpy(peer))
         if not limit.firm:
             seconds = 0.0 if limit.at is None else current.DEFAULT
             limit = current.resolve(

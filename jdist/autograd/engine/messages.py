@@ -7,10 +7,11 @@ in the metadata. An absent cotangent is a missing position and takes no bytes at
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import msgspec
 
+from jdist.autograd.contexts import are_ids
 from jdist.autograd.recording.errors import BackwardError
 from jdist.autograd.recording.node import Cotangent, Numbers, light
 from jdist.rpc import ProtocolError, RpcError
@@ -26,7 +27,6 @@ REACH = "autograd.reach"
 """Kind of the requests that ask for the reach of send functions."""
 
 _FIELD = "gradients"
-_INT = {int}
 
 
 class MessageGradient(msgspec.Struct, frozen=True):
@@ -248,7 +248,7 @@ def unpack_reach(body: object) -> tuple[int, list[int]]:
     """
     if type(body) is tuple and len(body) == 2:
         context_id, ids = body
-        if type(context_id) is int and _are_ids(ids):
+        if type(context_id) is int and are_ids(ids):
             return context_id, ids
     raise ProtocolError("What is asked for is a context and ids of messages.")
 
@@ -259,7 +259,7 @@ def unpack_reached(body: object) -> tuple[set[int], set[int]]:
     Raises:
       ProtocolError: The message is malformed.
     """
-    if type(body) is tuple and len(body) == 2 and all(map(_are_ids, body)):
+    if type(body) is tuple and len(body) == 2 and all(map(are_ids, body)):
         return set(body[0]), set(body[1])
     raise ProtocolError("The answer has ids of messages.")
 
@@ -296,8 +296,3 @@ def _restored(rows: Sequence[_Row], arrays: object) -> list[MessageGradient]:
     if taken < len(arrays):
         raise ProtocolError("There are more arrays than gradients have positions.")
     return gradients
-
-
-def _are_ids(values: object) -> TypeGuard[list[int]]:
-    # Exact types: `isinstance` would take True for an id.
-    return type(values) is list and set(map(type, values)) <= _INT

@@ -197,14 +197,14 @@ class ReplicaGroup:
         """Whether it has any variable."""
         return bool(self._members)
 
-    def number(self, variable: Variable) -> int | None:
-        """Returns the number of a variable; None if it is not in the group."""
-        members = self._members.items()
-        return next((n for n, each in members if each.variable is variable), None)
-
-    def remove(self, number: int) -> None:
-        """Removes a variable."""
-        self._container.replicated.discard(self._members.pop(number).variable)
+    def remove(self, variable: Variable) -> bool:
+        """Makes a variable the worker's own; returns whether it was in the group."""
+        for number, member in self._members.items():
+            if member.variable is variable:
+                del self._members[number]
+                self._container.replicated.discard(variable)
+                return True
+        return False
 
     def add(self, params: PyTree, weight: Weight, timeout: float) -> Variable:
         """Makes a variable with the first trainer's values on all trainers."""
@@ -405,12 +405,7 @@ class ReplicaGroups:
 
     def remove(self, variable: Variable) -> bool:
         """Makes a variable the worker's own; returns whether it was replicated."""
-        for group in self.alive():
-            number = group.number(variable)
-            if number is not None:
-                group.remove(number)
-                return True
-        return False
+        return any(group.remove(variable) for group in self.alive())
 
 
 class ReplicaReduction:

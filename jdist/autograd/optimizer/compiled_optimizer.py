@@ -27,7 +27,7 @@ class CompiledOptimizer:
     """An optimizer, and its step in two forms.
 
     Attributes:
-      opt: The optimizer.
+      optimizer: The optimizer.
       init: The compiled function that makes its state for parameters on the default
         device.
       compiled: `compiled(params, grads, state, factor, overrides)`: the new parameters
@@ -36,7 +36,7 @@ class CompiledOptimizer:
         devices, which no single program can have.
     """
 
-    opt: Optimizer
+    optimizer: Optimizer
     init: Callable[..., Any]
     compiled: Callable[..., Any]
     leaf_by_leaf: Callable[..., Any]
@@ -91,7 +91,7 @@ _CACHE: FunctionCache[CompiledOptimizer] = FunctionCache(
 
 
 def _program(make: Callable[[], Any]) -> CompiledOptimizer:
-    opt = _optimizer(make())
+    optimizer = _optimizer(make())
 
     def step(
         params: Sequence[Any],
@@ -103,27 +103,27 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
         if factor is not None:
             # In the step's own program: gradients are read once.
             grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-        return opt.step(params, grads, state, **overrides)
+        return optimizer.step(params, grads, state, **overrides)
 
     # A schedule is the user's code, and may read something that changes.
-    compiled = GuardedJit(step, _CACHE.user, {"optimizer": opt})
-    return CompiledOptimizer(opt, jax.jit(opt.init), compiled, step)
+    compiled = GuardedJit(step, _CACHE.user, {"optimizer": optimizer})
+    return CompiledOptimizer(optimizer, jax.jit(optimizer.init), compiled, step)
 
 
 def _optimizer(made: object) -> Optimizer:
     if isinstance(made, Optimizer):
-        opt = made
+        optimizer = made
     elif hasattr(made, "init") and hasattr(made, "update"):
-        opt = from_optax(made)
+        optimizer = from_optax(made)
     else:
         rule = "must make an optimizer of jdist.optim or an optax transformation"
         got = f"{type_name(made)} from it"
         raise TypeError(requirement(_ARGUMENT, rule, got))
-    if loss_scaling(opt) is not None:
+    if loss_scaling(optimizer) is not None:
         rule = "must make an optimizer without a loss scale"
         remedy = (
             "Its scale would be in its state, on the owners, and the loss is "
             "elsewhere. bfloat16 needs none."
         )
-        raise ValueError(requirement(_ARGUMENT, rule, opt.name, remedy))
-    return opt
+        raise ValueError(requirement(_ARGUMENT, rule, optimizer.name, remedy))
+    return optimizer

@@ -15,7 +15,7 @@ import numpy as np
 
 from jdist._checkpoint import StepFolder, check_folder, check_keep
 from jdist._compat import called_outside_mesh
-from jdist._errors import listed, requirement
+from jdist._errors import check_number, listed, requirement
 from jdist._tree import PyTree, described
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer
@@ -148,7 +148,7 @@ class DistributedOptimizer:
         Raises:
           ContextNotFound: There is no such context here, or it ended meanwhile: "Could
             not find autograd context with id".
-          TypeError: An override is no number.
+          TypeError: An override, or `max_norm`, is no number.
           ValueError: `max_norm` is negative, or would be of replicated variables and
             of others.
           ExceptionGroup: "Error running optimizer.", with the errors of all owners that
@@ -251,9 +251,12 @@ class DistributedOptimizer:
         return found
 
     def _norm(self, context_id: int, max_norm: float, timeout: float) -> jax.Array:
-        if not (isinstance(max_norm, int | float) and max_norm >= 0):
-            argument = f"{_CALL}.step(max_norm=...)"
-            raise ValueError(requirement(argument, "must be at least 0", max_norm))
+        check_number(
+            f"{_CALL}.step(max_norm=...)",
+            max_norm,
+            "must be at least 0",
+            lambda norm: norm >= 0,
+        )
         self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
         answers = self._ask(owned_optimizer.SQUARES, complaint, timeout, (context_id,))

@@ -57,14 +57,14 @@ class OwnedOptimizer:
     @property
     def has_masters(self) -> bool:
         """Whether the variables are to hold compute copies."""
-        return self._program.opt.precision is not None
+        return self._program.optimizer.precision is not None
 
     def begin(self) -> None:
         """Rounds the variables to the compute copies of the masters, if there are."""
 
         def act() -> None:
             _refuse_if_given_up()
-            self._copies = computed_in(self._program.opt, self._values())
+            self._copies = computed_in(self._program.optimizer, self._values())
             for variable, value in zip(self._variables, self._copies, strict=True):
                 variable.convert(value)
 
@@ -183,7 +183,7 @@ class OwnedOptimizer:
     def _init(self) -> Any:
         values = self._values()
         # A compiled `init` would not place the state as committed parameters are.
-        init = self._program.opt.init if _places(values) else self._program.init
+        init = self._program.optimizer.init if _places(values) else self._program.init
         return init(values)
 
     def _values(self) -> list[Any]:
@@ -194,10 +194,10 @@ class OwnedOptimizer:
 
     def _check(self, overrides: Mapping[str, Any]) -> None:
         """Checks the values of overrides, which a compiled step cannot see."""
-        opt = self._program.opt
+        optimizer = self._program.optimizer
         for name, value in overrides.items():
-            if name in opt.hyperparameters:
-                opt.hyperparameters[name].check(f"{opt.name}.step", value)
+            if name in optimizer.hyperparameters:
+                optimizer.hyperparameters[name].check(f"{optimizer.name}.step", value)
 
 
 def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:
