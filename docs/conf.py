@@ -234,7 +234,7 @@ def _messages(_app: Sphinx, name: str, text: list[str]) -> None:
 def _names(_app: Sphinx, name: str, text: list[str]) -> None:
     """Appends the table of every public name to its page."""
     if name == "reference/names":
-        faces = [face for face in _faces() if face != "jdist"]
+        faces = sorted(face for face in _faces() if face != "jdist")
         text[0] += public_names.tables(ROOT / "docs", faces)
 
 
