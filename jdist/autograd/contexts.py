@@ -331,7 +331,7 @@ class Container:
         """Whether small arrays go to that worker as NumPy arrays: see `node.light`."""
         peer = self.agent.directory.of_incarnation(incarnation)
         # A device map says where JAX's arrays arrive.
-        return peer is not None and not peer.device_maps.in_force
+        return peer is not None and not self.agent.device_maps.in_force
 
     def received(self, array: Numbers) -> Numbers:
         """Places a received array on this worker's own device, if it has one."""

@@ -8,22 +8,23 @@ that the callee sends by itself, unless it has a map of its own for that device;
 how cotangents find their way back. Arrays on other devices, and those sharded over
 several, arrive on the receiver's one device, as without a map.
 
-Only the sender of a message has to know: it writes the number of the receiver's device
-beside the array. A worker with a map tells it to its callee when it joins, for the
-answers; the callee refuses a device that it does not have. So in an elastic group a map
-holds for workers that have joined before, and no longer when they have left.
+Only the sender of a message has to know: its metadata name the receiver's device for
+each array that has one, and the receiver moves those arrays after they have arrived. A
+worker with a map tells it to its callee when it joins, for the answers; the callee
+refuses a device that it does not have. So in an elastic group a map holds for workers
+that have joined before, and no longer when they have left.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 
-__all__ = [
-    "CALL", "DeviceMaps", "Table", "check", "device_of", "number_beside", "number_of",
-]  # fmt: skip
+__all__ = ["CALL", "DEVICES", "DeviceMaps", "Table", "check", "placed"]
 
 
 Table = Mapping[jax.Device, int]
@@ -31,28 +32,24 @@ Table = Mapping[jax.Device, int]
 
 CALL = "RpcOptions(device_maps=...)"
 
+DEVICES = "devices"
+"""The entry of a message's metadata with pairs: an array's number, and a device's."""
+
 
 class DeviceMaps:
-    """The device maps of one worker, by the workers to which they lead.
-
-    They go by the names that they prove to its transport.
-    """
+    """The device maps of one worker, by the incarnations of those they lead to."""
 
     def __init__(self) -> None:
         self.in_force = False
-        self._requests: dict[str, Table] = {}
-        self._answers: dict[str, Table] = {}
+        self._requests: dict[int | None, Table] = {}
+        self._answers: dict[int | None, Table] = {}
 
-    def towards(self, peer: str, answers: bool) -> Table | None:
-        """The table for answers, or for requests, to that worker, if there is one."""
-        return (self._answers if answers else self._requests).get(peer)
-
-    def lead(self, peer: str, table: Table) -> None:
+    def lead(self, peer: int, table: Table) -> None:
         """Sets the table for requests to `peer`."""
         self.in_force = True
         self._requests[peer] = {**self._requests.get(peer, {}), **table}
 
-    def answer(self, peer: str, table: Table) -> None:
+    def answer(self, peer: int, table: Table) -> None:
         """Sets the table for answers to `peer`, and the default for requests."""
         self.in_force = True
         self._answers[peer] = table
@@ -60,29 +57,49 @@ class DeviceMaps:
         # sends by itself: cotangents find their way back.
         self._requests[peer] = {**table, **self._requests.get(peer, {})}
 
+    def label(
+        self,
+        leaves: Sequence[Any],
+        meta: dict[str, Any],
+        peer: int | None,
+        answer: bool,
+    ) -> None:
+        """Names, in a message's metadata, the devices of `peer` for its arrays."""
+        table = (self._answers if answer else self._requests).get(peer, {})
+        pairs = []
+        for index, leaf in enumerate(leaves):
+            devices = leaf.devices() if isinstance(leaf, jax.Array) else ()
+            # One that is sharded over several arrives on the receiver's default.
+            number = table.get(next(iter(devices))) if len(devices) == 1 else None
+            if number is not None:
+                pairs.append([index, number])
+        if pairs:
+            meta[DEVICES] = pairs
 
-def number_of(leaf: jax.Array, table: Table) -> int | None:
-    """Look up the receiver's device for an array; None for the receiver's default."""
-    devices = leaf.devices()
-    return table.get(next(iter(devices))) if len(devices) == 1 else None
 
-
-def number_beside(leaf: jax.Array, table: Table | None) -> int:
-    """Encode an array's device for the wire: its number plus one, 0 for none."""
-    number = None if table is None else number_of(leaf, table)
-    return 0 if number is None else number + 1
-
-
-def device_of(number: int) -> jax.Device:
-    """Return the device of this number on this worker.
+def placed(leaves: list[Any], meta: Mapping[str, Any]) -> list[Any]:
+    """Moves a message's arrays to the devices that its metadata name.
 
     Raises:
-      ProtocolError: No device has this number.
+      ProtocolError: There is no such array, or no such device.
     """
-    devices = jax.local_devices()
-    if not 0 <= number < len(devices):
-        raise ProtocolError(f"There is no device {number} among {len(devices)}.")
-    return devices[number]
+    found, devices = list(leaves), jax.local_devices()
+    pairs = meta[DEVICES]
+    for pair in pairs if isinstance(pairs, list) else (pairs,):
+        match pair:
+            case [int(index), int(number)] if (
+                0 <= index < len(found)
+                and 0 <= number < len(devices)
+                and isinstance(found[index], jax.Array)
+            ):
+                place = SingleDeviceSharding(devices[number])
+                found[index] = jax.device_put(found[index], place)
+            case _:
+                raise ProtocolError(
+                    f"Of {len(found)} arrays and {len(devices)} devices, array and "
+                    f"device {pair!r} cannot be meant."
+                )
+    return found
 
 
 def check(maps: object) -> None:

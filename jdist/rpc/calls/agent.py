@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jdist.rpc.base import current
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.current import DEFAULT, Deadline, Meta, Operation, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, run_all
@@ -215,6 +215,7 @@ class Agent:
 
     Attributes:
       device: The JAX device on which arrays arrive; None for JAX's default.
+      device_maps: On which of their devices its arrays arrive on others.
       codec: Encodes values as frames and decodes them.
       outstanding: The calls under way.
       pool: Threads for users' functions and for the library's work.
@@ -242,6 +243,7 @@ class Agent:
         self.info = info
         self.options = options
         self.device = getattr(transport, "device", options.device)
+        self.device_maps = device_maps.DeviceMaps()
         self.codec = Codec(functions, options.allow_pickle)
         self.outstanding = OutstandingCalls()
         self.directory = Directory(info)
@@ -417,7 +419,7 @@ class Agent:
         peer = self.directory.find(to)
         limit = current.resolve(timeout, self.default_timeout, current.deadline())
         operation = operation or Operation(kind)
-        return Outgoing(peer, kind, body, meta or {}, limit, operation)
+        return Outgoing(peer, kind, body, dict(meta or ()), limit, operation)
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a pooled connection and waits for the answer."""
@@ -558,10 +560,16 @@ class Agent:
 
     # --- answers ---
 
-    def encode(self, value: Any, message: MessageContext) -> tuple[Tree, list[Any]]:
-        """Encodes a value for a call as a tree and leaves."""
+    def encode(
+        self, value: Any, message: MessageContext, answer: bool = False
+    ) -> tuple[Tree, list[Any]]:
+        """Encodes a value for a call, or an answer, as a tree and leaves."""
         try:
-            return self.codec.encode(value, message)
+            tree, leaves = self.codec.encode(value, message)
+            if leaves and self.device_maps.in_force:
+                to = message.worker.incarnation
+                self.device_maps.label(leaves, message.meta, to, answer)
+            return tree, leaves
         except BaseException:
             self.undelivered(message)
             raise
@@ -578,7 +586,10 @@ class Agent:
         """Decodes an answer: returns its value or raises its exception."""
         message = MessageContext(callee, frame.meta)
         try:
-            value = self.codec.decode(frame.tree, frame.leaves, message)
+            leaves = frame.leaves
+            if device_maps.DEVICES in frame.meta:
+                leaves = device_maps.placed(leaves, frame.meta)
+            value = self.codec.decode(frame.tree, leaves, message)
         except BaseException:
             # Its sender counts the references in it as delivered.
             self.references.decline(frame.tree, callee)

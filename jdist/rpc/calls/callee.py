@@ -22,7 +22,7 @@ import msgspec
 
 from jdist._compat import called_outside_mesh
 from jdist._errors import requirement
-from jdist.rpc.base import current
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.current import (
     Cancellable,
     Deadline,
@@ -254,7 +254,9 @@ class ServingWorker(Protocol):
     callee: "Callee"
     references: ReferenceCounting
 
-    def encode(self, value: Any, message: MessageContext) -> tuple[Tree, list[Any]]:
+    def encode(
+        self, value: Any, message: MessageContext, answer: bool = False
+    ) -> tuple[Tree, list[Any]]:
         """The tree and leaves of a value that is about to be sent."""
 
 
@@ -395,7 +397,10 @@ class Callee:
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
         message = MessageContext(execution.caller, frame.meta)
-        body = self._agent.codec.decode(frame.tree, frame.leaves, message)
+        leaves = frame.leaves
+        if device_maps.DEVICES in frame.meta:
+            leaves = device_maps.placed(leaves, frame.meta)
+        body = self._agent.codec.decode(frame.tree, leaves, message)
         if not message.unsettled:
             return handler(execution.caller, body, frame.meta)
         run = functools.partial(handler, execution.caller, body, frame.meta)
@@ -429,7 +434,7 @@ class Callee:
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         reply = result if type(result) is Reply else Reply(result, {})
         message = MessageContext(execution.caller, reply.meta, execution.operation)
-        tree, leaves = self._agent.encode(reply.value, message)
+        tree, leaves = self._agent.encode(reply.value, message, answer=True)
         if message.forks:
             self._agent.references.answer(execution, message)
         return Frame(REPLY, number, reply.meta, tree, leaves)

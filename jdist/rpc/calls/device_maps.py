@@ -9,7 +9,7 @@ from jdist._errors import requirement
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.device_maps import CALL
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 
 __all__ = ["exchange", "install"]
@@ -30,8 +30,7 @@ def install(agent: Agent) -> None:
             rule += f"{len(devices)} devices, from 0 on"
             raise ValueError(requirement(CALL, rule, strange))
         inverse = {devices[target]: source for target, source in body.items()}
-        peer = agent.directory.find(caller)
-        peer.device_maps.answer(peer.transport_name, inverse)
+        agent.device_maps.answer(incarnation_of(caller), inverse)
 
     agent.register(_KIND, answer)
 
@@ -56,7 +55,7 @@ def exchange(agent: Agent) -> None:
         agent.call(peer.info, _KIND, inverse)
         devices = jax.local_devices()
         table = {devices[number]: target for number, target in sources.items()}
-        peer.device_maps.lead(peer.transport_name, table)
+        agent.device_maps.lead(incarnation_of(peer.info), table)
 
 
 def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:

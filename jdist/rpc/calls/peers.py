@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from jdist._errors import requirement
 from jdist.rpc.base.current import Deadline
-from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -83,11 +82,6 @@ class Peer:
         self._busy: set[PooledConnection] = set()
         self._lock = threading.Lock()
         self._opening = InterruptSafeLock()
-
-    @property
-    def device_maps(self) -> DeviceMaps:
-        """The device maps of this worker's transport, for this peer and others."""
-        return self._transport.device_maps
 
     def take(self, caller: ConnectionHolder, deadline: Deadline) -> PooledConnection:
         """Takes a channel for one synchronous call, to be given back or dropped.

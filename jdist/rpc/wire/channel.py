@@ -7,7 +7,6 @@ knows which of the two it has.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.frame import Frame
@@ -110,9 +109,6 @@ class Transport(Protocol):
 
     address: Any
     """The argument of others' `connect` that leads to this worker; msgpack-able."""
-
-    device_maps: DeviceMaps
-    """On which of their devices this worker's arrays arrive."""
 
     on_refused: Callable[[str], None] | None
     """Called with a text for each peer that could not prove the key."""

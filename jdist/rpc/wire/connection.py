@@ -15,7 +15,6 @@ import jax
 from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc.base.dedup_window import DedupWindow
-from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
@@ -52,14 +51,12 @@ class Terms(NamedTuple):
     Attributes:
       limits: Limits on the frames that the peer may announce.
       device: Device on which received JAX arrays are placed; None for JAX's default.
-      device_maps: Devices on which JAX arrays arrive that this worker sends.
       stall: Seconds without a byte in the middle of a frame, after which the peer is
         taken for frozen and the channel closed.
     """
 
     limits: Limits = Limits()
     device: jax.Device | None = None
-    device_maps: DeviceMaps | None = None
     stall: float = 60.0
 
 
@@ -147,17 +144,14 @@ class Connection:
                 self._release()
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
-        maps, devices = self._terms.device_maps, None
-        if maps is not None and maps.in_force:
-            devices = maps.towards(self.peer, frame.kind in ANSWERS)
         apart = None if self._pool is None else memory.THRESHOLD
-        packed = pack(frame, apart, devices)
+        packed = pack(frame, apart)
         descriptors: list[int] = []
         if packed.apart:
             assert self._pool is not None
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
-                packed = pack(frame, None, devices)
+                packed = pack(frame)
         header, body = len(packed.head) - PREFIX_BYTES, packed.size
         if packed.apart:
             body += sum(map(len, packed.apart))

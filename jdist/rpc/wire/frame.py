@@ -5,9 +5,8 @@ references; through a socket it is a fixed prefix, a msgpack header, and the arr
 memory:
 
     prefix   24 bytes   magic, version, sizes of header and body, leaves apart
-    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags (from
-                        the ninth bit on the receiver's device, see `device_maps`),
-                        dtype and shape
+    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags, dtype
+                        and shape
     body     raw        the slab: all small leaves, each at a multiple of 16;
                         then every large leaf
 
@@ -33,7 +32,6 @@ from jdist._compat import placed
 from jdist._errors import requirement
 from jdist.rpc.base.current import Meta
 from jdist.rpc.base.dedup_window import DedupWindow
-from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 
@@ -110,7 +108,6 @@ own, and a program that keeps one of them does not keep much."""
 
 _ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
 _JAX, _APART, _WEAK = 1, 2, 4
-_DEVICE = 8  # Above these bits: the number of the receiver's device plus one, or 0.
 
 Bytes = bytes | bytearray | memoryview
 
@@ -213,15 +210,12 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 # --- sending ---
 
 
-def pack(
-    frame: Frame, apart: int | None = None, devices: Table | None = None
-) -> Packed:
+def pack(frame: Frame, apart: int | None = None) -> Packed:
     """Encodes a frame as bytes.
 
     Args:
       frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
       apart: Leaves of at least this many bytes travel as memory descriptors.
-      devices: On which of the receiver's devices JAX arrays arrive.
 
     Raises:
       TypeError: A dtype, or a value of the metadata, cannot travel.
@@ -237,8 +231,6 @@ def pack(
         flags = 0
         if type(leaf) is not np.ndarray:
             flags = _JAX | _WEAK if leaf.weak_type else _JAX
-            if devices is not None:
-                flags |= number_beside(leaf, devices) << _DEVICE
         nbytes = array.nbytes
         if apart is not None and nbytes >= max(apart, 1):
             flags |= _APART
@@ -415,8 +407,7 @@ def assemble(
     Args:
       header: As `parse_header` gave it.
       buffers: As `allocate` gave them, filled.
-      device: Where JAX arrays are placed that say nothing else; None for JAX's
-        default.
+      device: Where JAX arrays are placed; None for JAX's default.
       apart: The memory behind the descriptors, writable, in order; each piece of at
         least `header.apart` bytes.
 
@@ -455,8 +446,6 @@ def _fitting(
 
 
 def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
-    if flags >> _DEVICE:
-        device = device_of((flags >> _DEVICE) - 1)
     try:
         if array.dtype.isnative:
             return placed(array, device, bool(flags & _WEAK))

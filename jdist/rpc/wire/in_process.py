@@ -21,10 +21,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jdist.rpc.base import current
 from jdist.rpc.base.dedup_window import DedupWindow
-from jdist.rpc.base.device_maps import DeviceMaps, Table, device_of, number_of
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
-from jdist.rpc.wire.frame import ANSWERS, Frame, is_duplicate
+from jdist.rpc.wire.frame import Frame, is_duplicate
 
 __all__ = ["Hub", "InProcessTransport", "adopt"]
 
@@ -66,7 +65,6 @@ class InProcessTransport:
         self.name = name
         self.address = name
         self.device = device
-        self.device_maps = DeviceMaps()
         self.on_refused: Callable[[str], None] | None = None  # there are no strangers
         self.answerer: Answerer | None = None
         self._hub = hub
@@ -182,7 +180,7 @@ class _End:
         """See `Channel.send`."""
         if self._closed is not None:
             raise NotSent(self._closed)
-        self.other._put(_moved(frame, self._here, self._there))
+        self.other._put(_moved(frame, self._there))
 
     def receive(self, deadline: float | None = None) -> Frame:
         """See `Channel.receive`."""
@@ -236,10 +234,10 @@ class _End:
             return self._answer_to(frame.id, deadline)
         if self._closed is not None:
             raise NotSent(self._closed)
-        moved = _moved(frame, self._here, self._there)
+        moved = _moved(frame, self._there)
         answer = answerer(self._here.name, moved, depth)
         if isinstance(answer, Frame):
-            return _moved(answer, self._there, self._here)
+            return _moved(answer, self._here)
         return self._deferred(answer, frame.id, deadline)
 
     def usable(self) -> bool:
@@ -287,37 +285,28 @@ class _End:
         except BaseException:
             deferred.cancel(f"{self._here.name} gave up the call")
             raise
-        return _moved(frame, self._there, self._here)
+        return _moved(frame, self._here)
 
 
-def _moved(
-    frame: Frame, sender: InProcessTransport, receiver: InProcessTransport
-) -> Frame:
+def _moved(frame: Frame, receiver: InProcessTransport) -> Frame:
     if not frame.leaves:
         return frame
-    devices = sender.device_maps.towards(receiver.name, frame.kind in ANSWERS)
-    moved = adopt(frame.leaves, receiver.device, devices)
+    moved = adopt(frame.leaves, receiver.device)
     return msgspec.structs.replace(frame, leaves=moved)
 
 
-def adopt(
-    leaves: Sequence[Any], device: jax.Device | None, devices: Table | None = None
-) -> list[Any]:
+def adopt(leaves: Sequence[Any], device: jax.Device | None) -> list[Any]:
     """Convert leaves for another worker of the same process.
 
     NumPy arrays are copied, because either side may write to its own. JAX arrays
-    cannot be written: they are shared, or moved if they are not on `device`, nor on
-    what `devices` says instead.
+    cannot be written: they are shared, or moved if they are not on `device`.
     """
-    return [_adopted(leaf, device, devices) for leaf in leaves]
+    return [_adopted(leaf, device) for leaf in leaves]
 
 
-def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any:
+def _adopted(leaf: Any, device: jax.Device | None) -> Any:
     if type(leaf) is np.ndarray:
         return leaf.copy()
-    if devices is not None:
-        number = number_of(leaf, devices)
-        device = device if number is None else device_of(number)
     if device is None or leaf.devices() == {device}:
         return leaf
     if not leaf.is_fully_addressable:  # but each process has the whole of it

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import AuthenticationError, RpcError
 from jdist.rpc.wire import handshake, memory
 from jdist.rpc.wire.channel import Channel, ChannelClosed
@@ -92,7 +91,6 @@ class SocketTransport:
 
     Attributes:
       address: Address at which others reach this worker; a list of plain values.
-      device_maps: On which of their devices its arrays arrive.
       handshake_seconds: How long a stranger may take for its proof. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
         queue. Settable.
@@ -133,8 +131,7 @@ class SocketTransport:
             rule = "must not be True when certificates are given"
             raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
         self._me = Identity(name, handshake.check_key(key))
-        self.device_maps = DeviceMaps()
-        self._terms = Terms(limits or Limits(), device, self.device_maps)
+        self._terms = Terms(limits or Limits(), device)
         self._insecure = insecure
         self._forced = tls is not None
         self._credentials = None

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from jdist import rpc
+from jdist.rpc.base.device_maps import placed
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.group.rendezvous import ReservedPort
-from jdist.rpc.wire import frame as framing
-from jdist.rpc.wire.frame import Frame
-from tests.rpc.carriers import receive
 from tests.rpc.hosts import (
     WORKERS,
     Cluster,
@@ -233,10 +231,12 @@ def test_maps_that_do_not_fit_a_group_of_processes(hosts, maps, text):
         hosts.everywhere(be_no_worker)
 
 
-@pytest.mark.parametrize("number", [8, 1 << 40, -2])
-def test_a_device_that_the_receiver_does_not_have(number):
-    array = jnp.arange(3.0)
-    (device,) = array.devices()
-    packed = framing.pack(Frame("call", 1, {}, [0, 0], [array]), None, {device: number})
-    with pytest.raises(ProtocolError, match="There is no device"):
-        receive(packed)
+@pytest.mark.parametrize(
+    "pairs", [[[0, 8]], [[0, 1 << 40]], [[0, -2]], [[1, 0]], [["a", 0]], [[0]], 7]
+)
+def test_devices_and_arrays_that_there_are_not(pairs):
+    leaves = [jnp.arange(3.0)]
+    with pytest.raises(ProtocolError, match="Of 1 arrays and 8 devices, array and"):
+        placed(leaves, {"devices": pairs})
+    with pytest.raises(ProtocolError, match="cannot be meant"):
+        placed([np.arange(3.0)], {"devices": [[0, 0]]})
