@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jdist.rpc.base import current, device_maps
-from jdist.rpc.base.current import DEFAULT, Deadline, Meta, Operation, moment
-from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.base import current
+from jdist.rpc.base.current import DEFAULT, Meta, Operation, moment
+from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -25,24 +25,20 @@ from jdist.rpc.calls.callee import (
     Callee,
     Execution,
     Handler,
-    ReferenceCounting,
     ServedConnection,
 )
 from jdist.rpc.calls.outstanding_calls import (
     AsyncCall,
+    CallingWorker,
     Outgoing,
-    OutstandingCalls,
-    Receive,
     SyncCall,
 )
 from jdist.rpc.calls.peers import Directory, Peer
-from jdist.rpc.codec import Codec
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
-from jdist.rpc.wire.frame import CALL, ERROR, REPLY, Frame
+from jdist.rpc.wire.frame import CALL, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
@@ -159,49 +155,7 @@ Contents = tuple[str, Meta, Tree, list[Any]]
 """Kind, metadata, tree and leaves of a request that has no number yet."""
 
 
-class GroupLink(Protocol):
-    """A worker's place in its group; `jdist.rpc.group` has it."""
-
-    elastic: bool
-
-    def expelled(self) -> str | None:
-        """The reason why the others consider this worker lost, if they do."""
-
-    def workers(self) -> list[WorkerInfo]:
-        """All workers, by rank; departed ones only in a group of fixed size."""
-
-    def lost(self) -> dict[str, str]:
-        """The lost workers, each with the reason."""
-
-    def left(self) -> set[str]:
-        """The workers that left in an orderly way."""
-
-    def on_lost(self, listener: Callable[[str, str], None]) -> None:
-        """Registers `listener(name, reason)` for lost workers."""
-
-    def check(self, purpose: str) -> None:
-        """Raises WorkerLost if a worker is lost that the group cannot do without."""
-
-    def all_gather(
-        self,
-        value: Any,
-        names: Iterable[str] | None,
-        timeout: float,
-        operation: str = "all_gather",
-        tag: str = "",
-    ) -> dict[str, Any]:
-        """Gathers the values of the workers `names`, by name."""
-
-    def refuse(
-        self, names: Iterable[str], error: BaseException, operation: str, tag: str
-    ) -> None:
-        """Makes the next collective of these workers fail on all of them."""
-
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker leaves."""
-
-
-class Agent:
+class Agent(CallingWorker):
     """One worker of a group.
 
     Packages built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
@@ -213,25 +167,14 @@ class Agent:
       functions: The functions that others may call.
       options: See there.
 
-    Attributes:
+    Attributes, beside those of `CallingWorker`:
       device: The JAX device on which arrays arrive; None for JAX's default.
-      device_maps: On which of their devices its arrays arrive on others.
-      codec: Encodes values as frames and decodes them.
-      outstanding: The calls under way.
-      pool: Threads for users' functions and for the library's work.
       timer: The one timer thread.
       directory: The workers of its group.
       default_timeout: Timeout of calls that give none, in seconds; 0 for no limit.
       interceptor: Called with every user-level call, or None.
-      ending: Whether its shutdown has begun to take it out of the group. It stays so.
-      closed: Whether it was shut down.
-      group: Its membership, once it has joined.
-      references: References to its values and to those of other workers.
       extension_state: The state of packages built upon rpc.
     """
-
-    group: GroupLink
-    references: ReferenceCounting
 
     def __init__(
         self,
@@ -240,21 +183,13 @@ class Agent:
         functions: FunctionTable,
         options: RpcOptions,
     ) -> None:
-        self.info = info
-        self.options = options
+        super().__init__(info, functions, options)
         self.device = getattr(transport, "device", options.device)
-        self.device_maps = device_maps.DeviceMaps()
-        self.codec = Codec(functions, options.allow_pickle)
-        self.outstanding = OutstandingCalls()
         self.directory = Directory(info)
-        self.pool = ThreadPool(f"{info.name} rpc", options.threads)
         self.timer = Timer(f"{info.name} timer", self.pool)
         self.alarm = self.timer.alarm(self._expire)
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
-        self.hint: Callable[[Peer], str] = lambda peer: ""  # set by `debug`
-        self.ending = False
-        self.closed = False
         self.callee = Callee(self)
         self.extension_state = ExtensionState(self.pool)
         self._transport = transport
@@ -558,68 +493,6 @@ class Agent:
             error = other
         run_all(request.end(None, error))
 
-    # --- answers ---
-
-    def encode(
-        self, value: Any, message: MessageContext, answer: bool = False
-    ) -> tuple[Tree, list[Any]]:
-        """Encodes a value for a call, or an answer, as a tree and leaves."""
-        try:
-            tree, leaves = self.codec.encode(value, message)
-            if leaves and self.device_maps.in_force:
-                to = message.worker.incarnation
-                self.device_maps.label(leaves, message.meta, to, answer)
-            return tree, leaves
-        except BaseException:
-            self.undelivered(message)
-            raise
-
-    def undelivered(self, message: MessageContext) -> None:
-        """Gives up the references and values in the message of a failed call."""
-        self.references.undelivered(message)
-        for callback in message.if_lost:
-            callback()
-
-    def value_of(
-        self, frame: Frame, receive: Receive | None, callee: WorkerInfo
-    ) -> Any:
-        """Decodes an answer: returns its value or raises its exception."""
-        message = MessageContext(callee, frame.meta)
-        try:
-            leaves = frame.leaves
-            if device_maps.DEVICES in frame.meta:
-                leaves = device_maps.placed(leaves, frame.meta)
-            value = self.codec.decode(frame.tree, leaves, message)
-        except BaseException:
-            # Its sender counts the references in it as delivered.
-            self.references.decline(frame.tree, callee)
-            raise
-        if frame.kind == REPLY:
-            return value if receive is None else receive(value, frame.meta)
-        if frame.kind != ERROR:
-            raise ProtocolError(f"A frame of kind {frame.kind!r} is not an answer.")
-        raise rebuild(value, self.codec.functions)
-
-    def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
-        """Makes the error for a call whose channel closed."""
-        # The others close their channels to a worker that leaves before it does itself.
-        if self.ending:
-            return RpcError(f"RPC was shut down on this worker during {operation}.")
-        expelled = self.group.expelled()
-        if expelled is not None:
-            return WorkerLost(self.info.name, str(operation), expelled)
-        known = peer.departed or f"its connection closed ({reason})"
-        return WorkerLost(peer.info.name, str(operation), known)
-
-    def timed_out(
-        self, peer: Peer, operation: Operation, limit: Deadline
-    ) -> RpcTimeout:
-        """Makes the error for a call past its deadline, with the callee's activity."""
-        return RpcTimeout(
-            f"{current.exceeded(limit)} and will now be marked with an error: "
-            f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
-        )
-
     # --- serving ---
 
     def _serve(self, channel: Channel) -> None:
@@ -628,7 +501,9 @@ class Agent:
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
-        serving = ServedConnection(self, channel, caller, self._no_longer_serves)
+        serving = ServedConnection(
+            self, self.callee, channel, caller, self._no_longer_serves
+        )
         with self._lock:
             self._incoming[channel] = serving
         serving.read()

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -28,24 +28,22 @@ from jdist.rpc.base.current import (
     Deadline,
     Meta,
     Operation,
-    RunningCall,
     Scope,
 )
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import AFTER, OutstandingCalls
-from jdist.rpc.codec import Codec
+from jdist.rpc.calls.outstanding_calls import AFTER, CallingWorker
 from jdist.rpc.codec.codec import MessageContext
-from jdist.rpc.codec.codes import Tree, names_code
+from jdist.rpc.codec.codes import names_code
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
     "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler",
-    "ReferenceCounting", "Reply", "ServedConnection",
+    "Reply", "ServedConnection",
 ]  # fmt: skip
 
 
@@ -212,54 +210,6 @@ class Reply(msgspec.Struct, frozen=True):
     meta: Meta
 
 
-class ReferenceCounting(Protocol):
-    """Reference counting as calls and the shutdown of a worker use it."""
-
-    def begin(self, incarnation: int) -> None:
-        """Starts counting as a member of a group."""
-
-    def undelivered(self, message: MessageContext) -> None:
-        """Handles a message with references that is, or may be, lost."""
-
-    def answer(self, execution: RunningCall, message: MessageContext) -> None:
-        """Registers an answer with references: undelivered if it is given up."""
-
-    def decline(self, tree: Any, giver: WorkerInfo) -> None:
-        """Takes and drops the references in an answer that could not be read."""
-
-    def gone(self, worker: WorkerInfo, reason: str) -> None:
-        """Handles the loss or departure of a worker."""
-
-    def release(self, deadline: Deadline, seconds: float) -> None:
-        """Drops all references and waits until their owners know."""
-
-    def leaks(self) -> list[str]:
-        """Describes values that others still hold after `release`."""
-
-    def counts(self) -> dict[str, int]:
-        """Counts of references, for `rpc.debug_info`."""
-
-    def close(self) -> None:
-        """Ends at once."""
-
-
-class ServingWorker(Protocol):
-    """The part of a worker that serving requests needs."""
-
-    info: WorkerInfo
-    closed: bool
-    pool: ThreadPool
-    codec: Codec
-    outstanding: OutstandingCalls
-    callee: "Callee"
-    references: ReferenceCounting
-
-    def encode(
-        self, value: Any, message: MessageContext, answer: bool = False
-    ) -> tuple[Tree, list[Any]]:
-        """The tree and leaves of a value that is about to be sent."""
-
-
 class Callee:
     """The request handlers of one worker.
 
@@ -267,7 +217,7 @@ class Callee:
       agent: The worker.
     """
 
-    def __init__(self, agent: "ServingWorker") -> None:
+    def __init__(self, agent: CallingWorker) -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
         self._limited: set[str] = set()
@@ -483,6 +433,7 @@ class ServedConnection:
 
     Args:
       agent: The worker that answers.
+      callee: Its handlers.
       channel: From a caller.
       caller: The worker at its other end.
       on_closed: Called once, when the channel has closed.
@@ -490,12 +441,14 @@ class ServedConnection:
 
     def __init__(
         self,
-        agent: "ServingWorker",
+        agent: CallingWorker,
+        callee: Callee,
         channel: Channel,
         caller: WorkerInfo,
         on_closed: Callable[[Channel], None],
     ) -> None:
         self._agent = agent
+        self._callee = callee
         self._channel = channel
         self._caller = caller
         self._on_closed = on_closed
@@ -513,7 +466,7 @@ class ServedConnection:
         if frame.kind == CANCEL:
             self._cancel(frame.id)
             return
-        callee, pool = self._agent.callee, self._agent.pool
+        callee, pool = self._callee, self._agent.pool
         execution = callee.execution_of(self._caller, frame)
         callee.begin(execution)
         after = frame.meta.get(AFTER)
@@ -551,7 +504,7 @@ class ServedConnection:
           reading: Whether this thread reads the connection.
         """
         try:
-            answer = self._agent.callee.execute(execution, frame, 0, reading)
+            answer = self._callee.execute(execution, frame, 0, reading)
             if before is not None:
                 # One message for both, unless that would delay the first one.
                 if isinstance(answer, Frame):
@@ -598,7 +551,7 @@ class ServedConnection:
                 # It is beyond the limits, or packing it failed: an array was donated,
                 # or its deferred computation raised. Nothing of it was sent.
                 execution.cancel(f"its answer was not sent ({type(error).__name__})")
-                failure = self._agent.callee.failure(answer.id, error)
+                failure = self._callee.failure(answer.id, error)
                 if ALSO in answer.meta:
                     failure.meta[ALSO] = answer.meta[ALSO]
                 self._channel.send(failure)

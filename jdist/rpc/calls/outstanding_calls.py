@@ -1,4 +1,4 @@
-"""The table of calls under way on one worker, and the calls that it makes.
+"""The calls under way on one worker, and what they need of it.
 
 Every call is entered twice: by its caller, from before it is sent until its callbacks
 have run, and by its callee, from its arrival until its answer is sent. So a message in
@@ -8,24 +8,30 @@ outstanding calls.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.current import Deadline, Meta, Operation, RunningCall, with_deadline
-from jdist.rpc.base.errors import RpcError, RpcTimeout
+from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, complete, run_all
+from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.peers import Peer, PooledConnection
+from jdist.rpc.codec import Codec
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import Tree, names_code
+from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.frame import ERROR, Frame
+from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 __all__ = [
-    "AFTER", "AsyncCall", "Outgoing", "OutstandingCalls", "Receive", "Submitted",
+    "AFTER", "AsyncCall", "CallingWorker", "Outgoing", "OutstandingCalls", "Submitted",
     "SyncCall", "describe",
 ]  # fmt: skip
 
@@ -231,26 +237,180 @@ class Outgoing(msgspec.Struct, frozen=True):
     after: Submitted | None = None
 
 
-class CallingWorker(Protocol):
-    """The part of a worker that outgoing calls need."""
+# --- what calls need of their worker ---
 
-    outstanding: OutstandingCalls
+
+class GroupLink(Protocol):
+    """A worker's place in its group; `jdist.rpc.group` has it."""
+
+    elastic: bool
+
+    def expelled(self) -> str | None:
+        """The reason why the others consider this worker lost, if they do."""
+
+    def workers(self) -> list[WorkerInfo]:
+        """All workers, by rank; departed ones only in a group of fixed size."""
+
+    def lost(self) -> dict[str, str]:
+        """The lost workers, each with the reason."""
+
+    def left(self) -> set[str]:
+        """The workers that left in an orderly way."""
+
+    def on_lost(self, listener: Callable[[str, str], None]) -> None:
+        """Registers `listener(name, reason)` for lost workers."""
+
+    def check(self, purpose: str) -> None:
+        """Raises WorkerLost if a worker is lost that the group cannot do without."""
+
+    def all_gather(
+        self,
+        value: Any,
+        names: Iterable[str] | None,
+        timeout: float,
+        operation: str = "all_gather",
+        tag: str = "",
+    ) -> dict[str, Any]:
+        """Gathers the values of the workers `names`, by name."""
+
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Makes the next collective of these workers fail on all of them."""
+
+    def leave(self, seconds: float) -> None:
+        """Tells the coordinator that this worker leaves."""
+
+
+class ReferenceCounting(Protocol):
+    """Reference counting as calls and the shutdown of a worker use it."""
+
+    def begin(self, incarnation: int) -> None:
+        """Starts counting as a member of a group."""
+
+    def undelivered(self, message: MessageContext) -> None:
+        """Handles a message with references that is, or may be, lost."""
+
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
+        """Registers an answer with references: undelivered if it is given up."""
+
+    def decline(self, tree: Any, giver: WorkerInfo) -> None:
+        """Takes and drops the references in an answer that could not be read."""
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """Handles the loss or departure of a worker."""
+
+    def release(self, deadline: Deadline, seconds: float) -> None:
+        """Drops all references and waits until their owners know."""
+
+    def leaks(self) -> list[str]:
+        """Describes values that others still hold after `release`."""
+
+    def counts(self) -> dict[str, int]:
+        """Counts of references, for `rpc.debug_info`."""
+
+    def close(self) -> None:
+        """Ends at once."""
+
+
+class CallingWorker:
+    """The part of a worker that encodes calls, reads answers and explains failures.
+
+    Args:
+      info: Its name and rank.
+      functions: The functions that others may call.
+      options: See there.
+
+    Attributes:
+      device_maps: On which of their devices its arrays arrive on others.
+      codec: Encodes values as frames and decodes them.
+      outstanding: The calls under way.
+      pool: Threads for users' functions and for the library's work.
+      hint: Says what another worker is doing, for the message of a timeout.
+      ending: Whether its shutdown has begun to take it out of the group. It stays so.
+      closed: Whether it was shut down.
+      group: Its membership, once it has joined.
+      references: References to its values and to those of other workers.
+    """
+
+    group: GroupLink
+    references: ReferenceCounting
+
+    def __init__(
+        self, info: WorkerInfo, functions: FunctionTable, options: RpcOptions
+    ) -> None:
+        self.info = info
+        self.options = options
+        self.device_maps = device_maps.DeviceMaps()
+        self.codec = Codec(functions, options.allow_pickle)
+        self.outstanding = OutstandingCalls()
+        self.pool = ThreadPool(f"{info.name} rpc", options.threads)
+        self.hint: Callable[[Peer], str] = lambda peer: ""  # set by `debug`
+        self.ending = False
+        self.closed = False
+
+    def encode(
+        self, value: Any, message: MessageContext, answer: bool = False
+    ) -> tuple[Tree, list[Any]]:
+        """Encodes a value for a call, or an answer, as a tree and leaves."""
+        try:
+            tree, leaves = self.codec.encode(value, message)
+            if leaves and self.device_maps.in_force:
+                to = message.worker.incarnation
+                self.device_maps.label(leaves, message.meta, to, answer)
+            return tree, leaves
+        except BaseException:
+            self.undelivered(message)
+            raise
+
+    def undelivered(self, message: MessageContext) -> None:
+        """Gives up the references and values in the message of a failed call."""
+        self.references.undelivered(message)
+        for callback in message.if_lost:
+            callback()
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
         """Decodes an answer: returns its value or raises its exception."""
-
-    def undelivered(self, message: MessageContext) -> None:
-        """Gives up the references and values in the message of a failed call."""
+        message = MessageContext(callee, frame.meta)
+        try:
+            leaves = frame.leaves
+            if device_maps.DEVICES in frame.meta:
+                leaves = device_maps.placed(leaves, frame.meta)
+            value = self.codec.decode(frame.tree, leaves, message)
+        except BaseException:
+            # Its sender counts the references in it as delivered.
+            self.references.decline(frame.tree, callee)
+            raise
+        if frame.kind == REPLY:
+            return value if receive is None else receive(value, frame.meta)
+        if frame.kind != ERROR:
+            raise ProtocolError(f"A frame of kind {frame.kind!r} is not an answer.")
+        raise rebuild(value, self.codec.functions)
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
-        """The error for a call whose connection closed."""
+        """Makes the error for a call whose channel closed."""
+        # The others close their channels to a worker that leaves before it does itself.
+        if self.ending:
+            return RpcError(f"RPC was shut down on this worker during {operation}.")
+        expelled = self.group.expelled()
+        if expelled is not None:
+            return WorkerLost(self.info.name, str(operation), expelled)
+        known = peer.departed or f"its connection closed ({reason})"
+        return WorkerLost(peer.info.name, str(operation), known)
 
     def timed_out(
         self, peer: Peer, operation: Operation, limit: Deadline
     ) -> RpcTimeout:
-        """The error for a call whose deadline came."""
+        """Makes the error for a call past its deadline, with the callee's activity."""
+        return RpcTimeout(
+            f"{current.exceeded(limit)} and will now be marked with an error: "
+            f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
+        )
+
+
+# --- calls under way ---
 
 
 class SyncCall:
