@@ -22,7 +22,7 @@ def install(agent: Agent) -> None:
     )
     # A variable never leaves its worker: its value, or a recorded one, is sent.
     agent.codec.substitute(Variable, hooks.give_variable)
-    agent.set_interceptor(hooks)
+    agent.interceptor = hooks
     agent.extension_state.make_trainable = nnx_module.create
     agent.extension_state[callee.STATE] = callee.ServedFunctions()
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)

@@ -57,7 +57,6 @@ class IdCounter:
 
     Args:
       worker: Number of the worker.
-      first: The first id below it.
 
     Example:
       >>> ids = IdCounter(worker=2)
@@ -65,10 +64,10 @@ class IdCounter:
       (0, 1)
     """
 
-    def __init__(self, worker: int, first: int = 0) -> None:
+    def __init__(self, worker: int) -> None:
         self._worker = worker
         # Atomic: the counter is written in C, so that no lock is needed.
-        self._numbers = itertools.count(first)
+        self._numbers = itertools.count()
 
     def next(self) -> GloballyUniqueId:
         """Makes a new id.

@@ -158,7 +158,7 @@ Contents = tuple[str, Meta, Tree, list[Any]]
 class Agent(CallingWorker):
     """One worker of a group.
 
-    Packages built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
+    Packages built upon rpc use `register`, `call`, `call_async`, `interceptor` and
     `codec`; what users call is in `jdist.rpc`.
 
     Args:
@@ -230,10 +230,6 @@ class Agent(CallingWorker):
           ValueError: The kind has a handler, or `limited` and `inline` are both given.
         """
         self.callee.register(kind, handler, limited, inline)
-
-    def set_interceptor(self, interceptor: Interceptor | None) -> None:
-        """Sets the interceptor of all user-level calls; None removes it."""
-        self.interceptor = interceptor
 
     # --- the group ---
 
@@ -501,9 +497,7 @@ class Agent(CallingWorker):
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
-        serving = ServedConnection(
-            self, self.callee, channel, caller, self._no_longer_serves
-        )
+        serving = ServedConnection(self.callee, channel, caller, self._no_longer_serves)
         with self._lock:
             self._incoming[channel] = serving
         serving.read()

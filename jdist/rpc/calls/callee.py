@@ -218,7 +218,7 @@ class Callee:
     """
 
     def __init__(self, agent: CallingWorker) -> None:
-        self._agent = agent
+        self.agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
         self._limited: set[str] = set()
         self._inline: set[str] = set()
@@ -264,13 +264,13 @@ class Callee:
         """Makes the execution of an incoming request, before `begin`."""
         until = current.from_meta(frame.meta)
         ticket = frame.meta.get("ticket")
-        return Execution(caller, frame.kind, until, ticket, self._agent.pool)
+        return Execution(caller, frame.kind, until, ticket, self.agent.pool)
 
     def begin(self, execution: Execution) -> None:
         """Records an incoming request as outstanding."""
         caller, ticket = execution.caller, execution.ticket
         # First: it must be in the table when a cancellation looks for it.
-        self._agent.outstanding.serve(execution)
+        self.agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
 
@@ -279,7 +279,7 @@ class Callee:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # Noted first, because the request may still be on its way on another channel.
         self._taken_back.append((caller.incarnation, ticket))
-        for execution in self._agent.outstanding.served():
+        for execution in self.agent.outstanding.served():
             same = execution.caller.incarnation == caller.incarnation
             if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
@@ -317,30 +317,30 @@ class Callee:
 
     def failure(self, number: int, error: BaseException) -> Frame:
         """Makes the answer for an exception."""
-        described = describe(error, self._agent.info.name)
+        described = describe(error, self.agent.info.name)
         try:
-            tree, leaves = self._agent.codec.encode(described)
+            tree, leaves = self.agent.codec.encode(described)
         except BaseException as broken:  # noqa: BLE001 - an answer there must be
             plain = RemoteError(
                 f"A {type(error).__name__} was raised, which cannot be sent: "
                 f"{type(broken).__name__} when it was packed."
             )
-            described = describe(plain, self._agent.info.name)
-            tree, leaves = self._agent.codec.encode(described)
+            described = describe(plain, self.agent.info.name)
+            tree, leaves = self.agent.codec.encode(described)
         return Frame(ERROR, number, {}, tree, leaves)
 
     def _run(
         self, execution: Execution, frame: Frame, depth: int, reading: bool
     ) -> Any:
         until = execution.deadline
-        current.scope.set(Scope(self._agent, until, execution, depth, reading))
+        current.scope.set(Scope(self.agent, until, execution, depth, reading))
         if until.at is not None and until.at <= time.monotonic():
             raise RpcTimeout(f"{current.exceeded(until)} before the call was begun.")
         if execution.cancelled is not None:
             raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
         if NEEDS in frame.meta:
             # To look the name up imports the package that registers the handler.
-            self._agent.codec.functions.resolve(str(frame.meta[NEEDS]))
+            self.agent.codec.functions.resolve(str(frame.meta[NEEDS]))
         handler = self._handlers.get(frame.kind)
         if handler is None:
             raise ProtocolError(
@@ -350,7 +350,7 @@ class Callee:
         leaves = frame.leaves
         if device_maps.DEVICES in frame.meta:
             leaves = device_maps.placed(leaves, frame.meta)
-        body = self._agent.codec.decode(frame.tree, leaves, message)
+        body = self.agent.codec.decode(frame.tree, leaves, message)
         if not message.unsettled:
             return handler(execution.caller, body, frame.meta)
         run = functools.partial(handler, execution.caller, body, frame.meta)
@@ -367,7 +367,7 @@ class Callee:
         context = contextvars.copy_context()
 
         def begin() -> None:
-            current.scope.set(Scope(self._agent, execution.deadline, execution))
+            current.scope.set(Scope(self.agent, execution.deadline, execution))
             try:
                 for future in unsettled:
                     future.value()
@@ -377,16 +377,16 @@ class Callee:
                 cancel(result, error)
 
         settled = collect_all(unsettled)
-        pool = self._agent.pool
+        pool = self.agent.pool
         call_when_done(settled, lambda: pool.run(lambda: context.run(begin)))
         return result
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         reply = result if type(result) is Reply else Reply(result, {})
         message = MessageContext(execution.caller, reply.meta, execution.operation)
-        tree, leaves = self._agent.encode(reply.value, message, answer=True)
+        tree, leaves = self.agent.encode(reply.value, message, answer=True)
         if message.forks:
-            self._agent.references.answer(execution, message)
+            self.agent.references.answer(execution, message)
         return Frame(REPLY, number, reply.meta, tree, leaves)
 
     def _defer(
@@ -432,8 +432,7 @@ class ServedConnection:
     """The answering side of one connection.
 
     Args:
-      agent: The worker that answers.
-      callee: Its handlers.
+      callee: Of the worker that answers.
       channel: From a caller.
       caller: The worker at its other end.
       on_closed: Called once, when the channel has closed.
@@ -441,13 +440,12 @@ class ServedConnection:
 
     def __init__(
         self,
-        agent: CallingWorker,
         callee: Callee,
         channel: Channel,
         caller: WorkerInfo,
         on_closed: Callable[[Channel], None],
     ) -> None:
-        self._agent = agent
+        self._agent = callee.agent
         self._callee = callee
         self._channel = channel
         self._caller = caller

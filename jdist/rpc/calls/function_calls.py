@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from jax.profiler import TraceAnnotation
+from msgspec.structs import replace
 
 from jdist._errors import requirement
 from jdist._tree import type_name
@@ -19,8 +19,8 @@ from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [
-    "UnboundFunction", "async_execution", "execute", "install", "is_asynchronous",
-    "named", "outgoing", "positional", "rpc_async", "rpc_sync",
+    "UnboundFunction", "async_execution", "execute", "install", "intercepted",
+    "is_asynchronous", "named", "outgoing", "positional", "rpc_async", "rpc_sync",
 ]  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def execute(agent: Agent, caller: WorkerInfo, call: Invocation, meta: Meta) -> A
       Exception: Whatever the function raised.
     """
     if isinstance(call.function, UnboundFunction):
-        call = msgspec.structs.replace(call, function=call.function.bound())
+        call = replace(call, function=call.function.bound())
     _execution().operation = Operation(call.kind, call.function)
     if agent.interceptor is None:
         return run(call)
@@ -206,20 +206,23 @@ def outgoing(
         raise TypeError(requirement(f"{verb}(func)", rule, repr(func), remedy))
     body = (func, positional(verb, args), named(verb, kwargs))
     found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
+    return intercepted(agent, found, Invocation(kind, *body))
+
+
+def intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing:
+    """Shows a call to the worker's interceptor, if it has one, before it is sent.
+
+    Returns:
+      The request for the call that the interceptor makes of it.
+    """
     interceptor = agent.interceptor
     if interceptor is None:
-        return found
-    info = found.peer.info
-    call, meta = interceptor.request(info, Invocation(kind, *body))
-    return Outgoing(
-        found.peer,
-        kind,
-        (call.function, call.args, call.kwargs),
-        meta,
-        found.deadline,
-        found.operation,
-        functools.partial(interceptor.reply, info),
-    )
+        return outgoing
+    info = outgoing.peer.info
+    sent, meta = interceptor.request(info, call)
+    body = (sent.function, sent.args, sent.kwargs)
+    receive = functools.partial(interceptor.reply, info)
+    return replace(outgoing, body=body, meta=meta, receive=receive)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

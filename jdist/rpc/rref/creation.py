@@ -14,9 +14,9 @@ from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.function_calls import execute
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.rref.messages import unpack_id
+from jdist.rpc.rref.messages import Delete, unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
-from jdist.rpc.rref.protocol import UserFork
+from jdist.rpc.rref.protocol import Protocol, UserFork
 from jdist.rpc.rref.references import Handle, References
 
 __all__ = ["CREATE", "Creation", "check", "failure_of", "install"]
@@ -53,13 +53,14 @@ class Creation:
         if owner.incarnation == references.agent.info.incarnation:
             # A call to itself: the id stands for the fork, too, and counts as a holder
             # until the function has ended.
-            rref = self._local = references.name()
+            rref = self._local = references.ask(Protocol.name)
             self._name = (rref, rref, 0)
             place = new_owner_value()
-            references.create_here(rref, place)
+            references.ask(lambda p: p.create_here(rref, place))
             return Handle(references, rref, owner_value=place, creation=self._ended)
         incarnation = incarnation_of(owner)
-        fork, low_water_mark = references.create(incarnation, self._user_forks)
+        forks = self._user_forks
+        fork, low_water_mark = references.ask(lambda p: p.create(incarnation, forks))
         self._name = (fork.rref, fork.fork, low_water_mark)
         return Handle(
             references, fork.rref, None, fork, self._ended, until=outgoing.deadline
@@ -80,26 +81,30 @@ class Creation:
 
     def give_up(self, error: BaseException) -> None:
         """Undoes the creation and notifies the owner if it may have been asked."""
-        references = self._references
         if self._local is not None:
-            references.created_here(self._local)
+            self._end_local(self._local)
         for fork in self._user_forks:
-            # An interrupt may come after the request was sent, all else comes before.
-            if isinstance(error, Exception):
-                references.not_asked(fork)
-            else:
-                references.not_created(fork, "the call was interrupted")
-                references.drop(fork)
+            self._give_up(fork, error)
+
+    def _give_up(self, fork: UserFork, error: BaseException) -> None:
+        references = self._references
+        # An interrupt may come after the request was sent, all else comes before.
+        if isinstance(error, Exception):
+            references.ask(lambda p: p.not_asked(fork))
+            return
+        references.do(lambda p: p.not_created(fork, "the call was interrupted"))
+        references.drop(fork)
 
     def _end(self, error: BaseException | None) -> None:
         """Completes the creation; never blocks the thread that reads the answer."""
         references, (fork,) = self._references, self._user_forks
         if error is None:
-            references.created(fork)
+            references.do(lambda p: p.created(fork))
         # Counted first: `confirmed_by_owner` holds once the creation is done.
         callbacks = complete(self._ended, None, error)
         if error is not None:
-            references.not_created(fork, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            references.do(lambda p: p.not_created(fork, reason))
         # Callbacks are the user's, and may block.
         for callback in callbacks or ():
             references.agent.pool.run(callback)
@@ -112,7 +117,11 @@ class Creation:
             self._ended.set_exception(error)
             fail(owner_value, failure_of(error, table), "", table)
         assert self._local is not None
-        self._references.created_here(self._local)
+        self._end_local(self._local)
+
+    def _end_local(self, rref: GloballyUniqueId) -> None:
+        """Ends what `create_here` began; idempotent."""
+        self._references.do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
 
 def install(agent: Agent, references: References) -> None:

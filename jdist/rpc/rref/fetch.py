@@ -1,6 +1,5 @@
 """Fetching the value of a reference, or its type."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from jdist.rpc.base.future import Future, await_done, error_of
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent, Invocation
 from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.function_calls import intercepted
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.creation import failure_of
@@ -87,7 +87,8 @@ def fetch(
     outgoing = agent.outgoing(
         handle.owner(), FETCH, handle.rref.packed(), timeout, None, _TO_HERE
     )
-    outgoing = _intercepted(agent, outgoing, call)
+    # An interceptor sees the call, and what is asked stays the value of this reference.
+    outgoing = replace(intercepted(agent, outgoing, call), body=outgoing.body)
     if creation is None or creation.done():
         return agent.exchange(outgoing)
     limit = outgoing.deadline
@@ -120,16 +121,6 @@ def _fetch_created(agent: Agent, outgoing: Outgoing, creation: Future[None]) -> 
         call.give_up("the call was interrupted")
         raise
     return call.future.value()
-
-
-def _intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing:
-    interceptor = agent.interceptor
-    if interceptor is None:
-        return outgoing
-    info = outgoing.peer.info
-    _, meta = interceptor.request(info, call)
-    receive = functools.partial(interceptor.reply, info)
-    return replace(outgoing, meta=meta, receive=receive)
 
 
 def local(owner_value: OwnerValue, agent: Agent, timeout: float) -> Any:

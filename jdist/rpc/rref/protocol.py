@@ -228,6 +228,10 @@ class Protocol:
         self._creating[owner].begin(rref.local_id, user_fork)
         return Created(user_fork, self._creating[owner].low_water_mark)
 
+    def create_here(self, rref: GloballyUniqueId, owner_value: Any) -> None:
+        """Counts a request of this worker to itself as a holder of the value."""
+        self.owned.share(rref, owner_value).holders[rref] = self.me
+
     def created(self, user_fork: UserFork) -> Effects:
         """Records that the owner has created the value."""
         return self._counted(user_fork)

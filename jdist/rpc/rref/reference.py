@@ -16,6 +16,7 @@ from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
 from jdist.rpc.rref.messages import REFERENCE, Ref, pack_ref, unpack_ref
 from jdist.rpc.rref.owner_value import new_owner_value
+from jdist.rpc.rref.protocol import Protocol
 from jdist.rpc.rref.proxy import Method, Proxy
 from jdist.rpc.rref.references import (
     Handle,
@@ -68,7 +69,7 @@ class RRef(Generic[T]):
         references = references_of(current_agent())
         place: Future[T] = new_owner_value()
         place.set_result(value)
-        self._set(Handle(references, references.name(), owner_value=place))
+        self._set(Handle(references, references.ask(Protocol.name), owner_value=place))
 
     @classmethod
     def _of(cls, handle: Handle) -> "RRef[Any]":

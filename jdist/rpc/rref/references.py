@@ -5,7 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc.base.current import NEVER, Deadline, RunningCall
@@ -34,7 +34,6 @@ from jdist.rpc.rref.messages import (
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import (
-    Created,
     Effects,
     Freed,
     Never,
@@ -45,6 +44,8 @@ from jdist.rpc.rref.protocol import (
 from jdist.rpc.rref.reliable_delivery import GATHERING, QueuedMessage, ReliableDelivery
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
+
+T = TypeVar("T")
 
 _LATE_SECONDS = 1.0
 """Seconds after which dropped forks are no longer expected to be on their way."""
@@ -114,6 +115,11 @@ class References:
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive, inline=True)
 
+    def ask(self, question: Callable[[Protocol], T]) -> T:
+        """Asks the protocol something that has no effects."""
+        with self._lock:
+            return question(self._protocol)
+
     def begin(self, incarnation: int) -> None:
         """Restarts with the incarnation that the group has given this worker."""
         ids = IdCounter(incarnation)
@@ -121,32 +127,16 @@ class References:
 
     # --- values of this worker ---
 
-    def name(self) -> GloballyUniqueId:
-        """Makes an id for a value of this worker."""
-        with self._lock:
-            return self._protocol.name()
-
     def find(self, rref: GloballyUniqueId) -> OwnerValue:
         """Finds the place of a value, which may not be created yet.
 
         Raises:
           RpcError: It was freed.
         """
-        with self._lock:
-            entry = self._protocol.owned.find(rref)
+        entry = self.ask(lambda protocol: protocol.owned.find(rref))
         if entry is None:
             raise RpcError(_freed(rref))
         return entry.owner_value
-
-    def create_here(self, rref: GloballyUniqueId, owner_value: OwnerValue) -> None:
-        """Counts a request of this worker to itself as a holder of the value."""
-        with self._lock:
-            entry = self._protocol.owned.share(rref, owner_value)
-            entry.holders[rref] = self._protocol.me
-
-    def created_here(self, rref: GloballyUniqueId) -> None:
-        """Ends what `create_here` began; idempotent."""
-        self._do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
     def on_create(
         self,
@@ -160,33 +150,13 @@ class References:
         Raises:
           RpcError: The request was given up by the creator, which is known already.
         """
-        with self._lock:
-            entry = self._protocol.on_create(
-                incarnation_of(creator), rref, fork, low_water_mark
-            )
+        of = incarnation_of(creator)
+        entry = self.ask(lambda p: p.on_create(of, rref, fork, low_water_mark))
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
         return entry.owner_value
 
     # --- values of others ---
-
-    def create(self, owner: int, into: list[UserFork]) -> Created:
-        """Names a value that another worker will be asked to create."""
-        with self._lock:
-            return self._protocol.create(owner, into)
-
-    def created(self, user_fork: UserFork) -> None:
-        """Records that the owner has created the value."""
-        self._do(lambda protocol: protocol.created(user_fork))
-
-    def not_created(self, user_fork: UserFork, reason: str) -> None:
-        """Records that the request failed; the owner may have received it or not."""
-        self._do(lambda protocol: protocol.not_created(user_fork, reason))
-
-    def not_asked(self, user_fork: UserFork) -> None:
-        """Records that the request was never sent."""
-        with self._lock:
-            self._protocol.not_asked(user_fork)
 
     def drop_with(self, handle: object, user_fork: UserFork) -> None:
         """Drops a fork once the program's object `handle` is collected."""
@@ -251,7 +221,7 @@ class References:
                 message.unsettled = [*message.unsettled, wait]
             return effects
 
-        self._do(event)
+        self.do(event)
         if taken is None:
             raise RpcError(_freed(ref.rref))
         if isinstance(taken, OwnedEntry):
@@ -263,7 +233,7 @@ class References:
         if not message.forks:
             return
         to = incarnation_of(message.worker)
-        self._do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
+        self.do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
 
     def answer(self, execution: RunningCall, message: MessageContext) -> None:
         """Registers an answer with references: undelivered if the call is given up.
@@ -280,7 +250,7 @@ class References:
         for ref in refs:
             self._miss(ref.owner)
         if refs:
-            self._do(lambda p: [e for ref in refs for e in p.decline(of, ref)])
+            self.do(lambda p: [e for ref in refs for e in p.decline(of, ref)])
 
     # --- workers come, go and end ---
 
@@ -293,7 +263,7 @@ class References:
                 if execution.caller.incarnation == worker.incarnation:
                     del self._answers[fork]
         never = WorkerLost(worker.name, "RRef creation", reason)
-        self._do(lambda p: p.gone(incarnation_of(worker), reason), never)
+        self.do(lambda p: p.gone(incarnation_of(worker), reason), never)
         self.delivery.forget(incarnation_of(worker))
 
     def release(self, deadline: Deadline, seconds: float) -> None:
@@ -344,7 +314,7 @@ class References:
         message.forks = [*message.forks, ref.fork]
         return ref
 
-    def _do(
+    def do(
         self, event: Callable[[Protocol], Effects], never: Exception | None = None
     ) -> None:
         """Applies an event to the protocol and performs its effects.
@@ -394,7 +364,7 @@ class References:
                 self._changed.notify_all()
 
     def _drop(self, forks: Sequence[UserFork]) -> None:
-        self._do(lambda p: [e for user_fork in forks for e in p.drop(user_fork)])
+        self.do(lambda p: [e for user_fork in forks for e in p.drop(user_fork)])
 
     def _perform(self, effects: Effects, never: Exception | None = None) -> None:
         letters: dict[tuple[int, bool], list[QueuedMessage]] = {}
@@ -494,9 +464,9 @@ class References:
         if isinstance(message, Fork | Abort):
             fork = message.fork
             if isinstance(answer, str):
-                self._do(lambda protocol: protocol.refused(fork, answer))
+                self.do(lambda protocol: protocol.refused(fork, answer))
             else:
-                self._do(lambda protocol: protocol.counted(fork))
+                self.do(lambda protocol: protocol.counted(fork))
         else:
             self._wake()
 

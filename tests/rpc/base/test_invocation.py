@@ -59,7 +59,7 @@ def interceptor():
         doubling = Doubling()
         for name in names(2):
             with rpc.use_worker(name):
-                current.worker().set_interceptor(doubling)
+                current.worker().interceptor = doubling
         yield doubling
 
 
