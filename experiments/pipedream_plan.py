@@ -88,7 +88,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         ("ResNet-50", "here"): profiled(resnet_layers(sizes), sizes.pixels, sizes),
     }
     for model, file in PUBLISHED.items():
-        profiles[model, "published"] = pipeline.Profile.read(PROFILES / file)
+        profiles[model, "published"] = pipeline.load_profile(PROFILES / file)
     wanted = [(*which, count) for which in profiles for count in CLUSTER]
     cases = [
         planned(model, source, profiles[model, source], CLUSTER[count])

@@ -30,6 +30,7 @@ from jdist.data_parallel.step.reducer import reducer
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import Synchronization, TrainStep, train_step
 from jdist.data_parallel.step.zero import Sharded, zero
+from jdist.reduction import weighted_mean
 
 __all__ = [
     "EarlyEnd",
@@ -60,6 +61,7 @@ __all__ = [
     "shard_batch",
     "train_step",
     "value_and_grad",
+    "weighted_mean",
     "zero",
 ]
 

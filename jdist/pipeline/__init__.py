@@ -9,6 +9,8 @@ from jdist.pipeline.plan import (
     Layer,
     Plan,
     Profile,
+    load_plan,
+    load_profile,
     partition,
 )
 from jdist.pipeline.run.update import PipelineState
@@ -23,7 +25,7 @@ from jdist.pipeline.schedules.gpipe import gpipe
 from jdist.pipeline.schedules.interleaved import interleaved
 from jdist.pipeline.schedules.looped_bfs import looped_bfs
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
-from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.schedules.pipedream import pipedream, pipedream_2bw
 from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
 from jdist.pipeline.simulation import Costs, Record, Timeline, simulate
@@ -64,11 +66,14 @@ __all__ = [
     "fit",
     "gpipe",
     "interleaved",
+    "load_plan",
+    "load_profile",
     "looped_bfs",
     "modules_from_nnx",
     "one_f_one_b",
     "partition",
     "pipedream",
+    "pipedream_2bw",
     "profile",
     "simulate",
     "split_drain",

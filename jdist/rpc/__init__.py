@@ -30,6 +30,7 @@ from jdist.rpc.group.api import (
     all_gather,
     barrier,
     debug_info,
+    get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
     set_rpc_timeout,
@@ -49,10 +50,10 @@ __all__ = [
     "Parameter", "ProcessFailed", "ProcessSettings", "Processes", "ProtocolError",
     "RRef", "RemoteError", "RemoteModule", "RpcError", "RpcOptions", "RpcTimeout",
     "TlsConfig", "WorkerInfo", "WorkerLost", "all_gather", "async_execution", "barrier",
-    "collect_all", "debug_info", "elastic_cluster", "get_worker_info",
-    "get_worker_infos", "init_rpc", "local_cluster", "new_cluster_key", "remote",
-    "rpc_async", "rpc_sync", "set_rpc_timeout", "shutdown", "spawn", "use_worker",
-    "wait_all",
+    "collect_all", "debug_info", "elastic_cluster", "get_rpc_timeout",
+    "get_worker_info", "get_worker_infos", "init_rpc", "local_cluster",
+    "new_cluster_key", "remote", "rpc_async", "rpc_sync", "set_rpc_timeout", "shutdown",
+    "spawn", "use_worker", "wait_all",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from jdist.verify.processes import (
     Finding,
     HeldArray,
     Peers,
+    Products,
     Shard,
     held,
     joined,
@@ -291,27 +292,37 @@ class _Judged:
         assert whole is not None, "a None beside a None is not looked at"
         assert array is not None, "its kind is the reference's"
         if not array.shards:  # Other processes have the leaf.
-            return Finding(_equal(row), array.replicas)
+            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
+            return Finding(same, replicas=array.replicas)
         own = [self._of_shard(row, whole, shard) for shard in array.shards]
-        return Finding(worst_of(own), array.replicas)
+        # In the angle, replicas of a shard would otherwise count more than once.
+        first = [of for (_, of), x in zip(own, array.shards, strict=True) if x.first]
+        products = Products(*map(sum, zip(Products(), *first, strict=True)))
+        return Finding(worst_of([row for row, _ in own]), products, array.replicas)
 
-    def _of_shard(self, row: LeafReport, whole: np.ndarray, shard: Shard) -> LeafReport:
+    def _of_shard(
+        self, row: LeafReport, whole: np.ndarray, shard: Shard
+    ) -> tuple[LeafReport, Products]:
         reference, found = whole[shard.index], shard.values
         limit = self.limits[row.path]
         if limit is None:
             if not np.array_equal(reference, found):
                 problem = "values that are not floating must be equal"
-                return replace(row, problem=problem)
-            return _equal(row)
+                return replace(row, problem=problem), Products()
+            same = replace(row, max_abs=0, max_rel=0, max_ulp=0, ratio=0, cosine=1)
+            return same, Products()
         expected, got = in_double(reference), in_double(found)
         allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
         allowed = np.where(np.isnan(allowed), np.inf, allowed)
         # inf - inf is NaN and fails below, as it should.
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             error = np.abs(expected - got)
+            relative = np.where(error == 0, 0, error / np.abs(expected))
             ratio = np.where(error == 0, 0, error / allowed)
             # No number is above an infinite bound: it may hide any difference.
             hidden = np.isinf(allowed) & (error > 0)
+            # Informative only: no verdict depends on the angle.
+            products = _products(whole, expected, got)
         worst = float(np.max(ratio, initial=0))
         furthest = float(np.max(ulp_distance(reference, found), initial=0))
         problem, unjudged = "", ""
@@ -326,18 +337,17 @@ class _Judged:
         # A leaf that is bit-equal to the reference needs no bound.
         elif furthest > 0 and _blind(in_double(whole), limit):
             unjudged = _says_nothing(in_double(whole), limit)
-        return replace(
+        row = replace(
             row,
             max_abs=float(np.max(error, initial=0)),
+            max_rel=float(np.max(relative, initial=0)),
             max_ulp=furthest,
             ratio=worst,
+            cosine=products.cosine,
             problem=problem,
             unjudged=unjudged,
         )
-
-
-def _equal(row: LeafReport) -> LeafReport:
-    return replace(row, max_abs=0, max_ulp=0, ratio=0)
+        return row, products
 
 
 def _described(
@@ -505,3 +515,12 @@ def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
         return "None", ()
     dtype = leaf.dtype if isinstance(leaf, HeldArray) else leaf.dtype.name
     return dtype, leaf.shape
+
+
+def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:
+    # Scaled, because squares of tiny numbers underflow; by the whole leaf, so that the
+    # sums of all processes have one unit.
+    unit = float(np.max(np.abs(whole), initial=0))
+    unit = unit if unit > 0 and np.isfinite(unit) else 1.0
+    a, b = first.ravel() / unit, second.ravel() / unit
+    return Products(*(float(np.vdot(x, y).real) for x, y in ((a, b), (a, a), (b, b))))

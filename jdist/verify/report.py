@@ -25,12 +25,14 @@ _COLUMNS = {
     "dtype": lambda leaf: leaf.dtype,
     "shape": lambda leaf: "x".join(map(str, leaf.shape)) or "scalar",
     "max abs": lambda leaf: f"{leaf.max_abs:.1e}",
+    "max rel": lambda leaf: f"{leaf.max_rel:.1e}",
     "ulp": lambda leaf: f"{leaf.max_ulp:.3g}",
     "error/bound": lambda leaf: f"{leaf.ratio:.3g}",
+    "1 - cosine": lambda leaf: f"{1 - leaf.cosine:.0e}",
     "verdict": lambda leaf: leaf.verdict,
 }
 # The order in which columns are left out where the width is too small.
-_DROPPED = ("ulp", "shape", "dtype", "max abs")
+_DROPPED = ("1 - cosine", "ulp", "max rel", "shape", "dtype", "max abs")
 # The least characters of a shortened name, unless others would then read alike.
 _SHORTENED = {"candidate": 12, "leaf": 24}
 
@@ -45,8 +47,11 @@ class LeafReport:
       dtype: The reference's dtype.
       shape: The reference's shape.
       max_abs: Largest absolute difference.
+      max_rel: Largest difference relative to the reference's entry; infinite where
+        only the reference is 0.
       max_ulp: Largest distance in representable numbers of the dtype.
       ratio: Largest error/bound; a right answer stays below 1.
+      cosine: Cosine of the angle between the two leaves as vectors; 1 if both are 0.
       problem: Why the leaf fails, in words; empty if it does not.
       unjudged: Why the leaf could not be judged, in words; empty if it was.
     """
@@ -56,8 +61,10 @@ class LeafReport:
     dtype: str
     shape: tuple[int, ...]
     max_abs: float = float("nan")
+    max_rel: float = float("nan")
     max_ulp: float = float("nan")
     ratio: float = float("nan")
+    cosine: float = float("nan")
     problem: str = ""
     unjudged: str = ""
 

@@ -16,7 +16,7 @@ from jdist import pipeline
 def cases():
     return [
         job.planned(
-            model, "published", pipeline.Profile.read(job.PROFILES / file), machine
+            model, "published", pipeline.load_profile(job.PROFILES / file), machine
         )
         for model, file in job.PUBLISHED.items()
         for machine in (job.CLUSTER[4], job.CLUSTER[16])

@@ -115,8 +115,8 @@ WRONG = {
         lambda v: pipeline.partition(PROFILE, 2, 1e9, replicate=v),
         ["False", None, 1],
     ),
-    "Profile.read(path": (pipeline.Profile.read, [None, 3, ["a"]]),
-    "Plan.read(path": (pipeline.Plan.read, [None, 3, ["a"]]),
+    "load_profile(path": (pipeline.load_profile, [None, 3, ["a"]]),
+    "load_plan(path": (pipeline.load_plan, [None, 3, ["a"]]),
     "Stage(inputs": (lambda v: pipeline.Stage(loss, v), [None, 3, [1], "x"]),
     "Stage(fn": (pipeline.Stage, [None, 3, "tanh"]),
     "Stage(in_evaluation": (

@@ -1,6 +1,7 @@
 """Every planted error is reported, by the path of its leaf; nothing else is."""
 
 import json
+import math
 import re
 from fractions import Fraction
 
@@ -129,6 +130,8 @@ def test_a_zero_gradient_must_be_zero(tree):
     dust = np.full(2, 1e-30, tree["unused"].dtype)
     (leaf,) = verify.compare(tree, planted(tree, unused=dust)).failures
     assert leaf.path == "unused"
+    assert leaf.max_rel == np.inf
+    assert leaf.cosine == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -270,7 +273,7 @@ def test_an_entry_that_could_not_be_measured_hides_no_difference(unknown):
     assert against(limit, right, right).bit_equal
     assert against(limit, right, [1.0001, -2.0, 4.0]).verdict == "equal"
     row = against(limit, right, [1.0, 6.0, 4.0])
-    assert (row.verdict, row.ratio) == ("not judged", 0)
+    assert (row.verdict, row.ratio, row.cosine < 0.5) == ("not judged", 0, True)
     assert row.unjudged == (
         "rounding could not be measured at [1], where the difference is 8.0e+00: any "
         "number would pass"
@@ -317,8 +320,9 @@ def in_shards(expected, got, limit, cuts, again=()):
     """The finding on a leaf that lies in slices of rows; some of them twice."""
     edges = list(zip([0, *cuts], [*cuts, len(got)], strict=True))
     own = [
-        Shard((slice(a, b), slice(None)), got[a:b])
-        for a, b in [*edges, *(edges[i] for i in again)]
+        Shard((slice(a, b), slice(None)), got[a:b], first)
+        for first, pairs in ((True, edges), (False, [edges[i] for i in again]))
+        for a, b in pairs
     ]
     judged = _Judged("mine", {"w": expected}, {"w": limit}, _described, "")
     return judged.finding("w", {"w": HeldArray("float32", got.shape, tuple(own))})
@@ -327,7 +331,7 @@ def in_shards(expected, got, limit, cuts, again=()):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sets(st.integers(1, 6)), st.booleans())
 def test_a_leaf_in_shards_gets_the_row_of_the_whole(seed, cuts, wrong):
-    """Each number of it, and the words."""
+    """Each number of it and the angle; a replica counts once."""
     rng = np.random.default_rng(seed)
     expected = rng.normal(size=(7, 3)).astype(np.float32)
     limit = Limit(rng.uniform(1e-3, 1e-2, size=(7, 3)), np.abs(expected))
@@ -335,10 +339,11 @@ def test_a_leaf_in_shards_gets_the_row_of_the_whole(seed, cuts, wrong):
     got = (expected + noise).astype(np.float32)
     (whole,) = compare_leaves("mine", {"w": expected}, {"w": got}, {"w": limit})
     finding = in_shards(expected, got, limit, sorted(cuts), again=range(len(cuts)))
-    numbers = ("max_abs", "max_ulp", "ratio", "verdict")
+    numbers = ("max_abs", "max_rel", "max_ulp", "ratio", "verdict")
     assert [getattr(finding.row, x) for x in numbers] == [
         getattr(whole, x) for x in numbers
     ]
+    assert finding.products.cosine == pytest.approx(whole.cosine, rel=1e-12)
     # The worst entry is named by its place in the whole.
     if whole.problem:
         where = whole.problem.partition(" times the bound at ")[2].partition("]")[0]
@@ -368,7 +373,7 @@ def test_a_process_without_a_shard_of_a_leaf_has_nothing_against_it(rng):
     expected = rng.normal(size=(7, 3)).astype(np.float32)
     judged = _Judged("mine", {"w": expected}, {"w": Limit(1.0, 1.0)}, _described, "")
     row = judged.finding("w", {"w": HeldArray("float32", (7, 3), ())}).row
-    assert (row.verdict, row.ratio, row.max_abs) == ("bit-equal", 0, 0)
+    assert (row.verdict, row.ratio, row.max_rel) == ("bit-equal", 0, 0)
     row = judged.finding("w", {"w": HeldArray("float32", (3, 7), ())}).row
     assert row.problem == "wrong shape: expected (7, 3), got (3, 7)"
 
@@ -521,7 +526,9 @@ def test_the_worst_entry_decides(rng):
     found = w.copy()
     found[7777] *= 1 + 1e-6
     (leaf,) = verify.compare({"w": w}, {"w": found}).failures
+    assert leaf.cosine > 1 - 1e-12
     assert "at [7777]" in leaf.problem
+    assert leaf.max_rel == pytest.approx(1e-6, rel=1e-6)
 
 
 def test_structures_are_compared_by_path():
@@ -581,9 +588,14 @@ def test_a_leaf_passes_where_no_entry_is_beyond_its_bound(seed, most, terms, dty
     assert row.bit_equal == (expected == got).all()
     # A difference of numbers within a factor of two is exact.
     assert row.max_abs == float(max(errors))
+    relative = max(e / abs(a) for e, (a, _) in zip(errors, pairs, strict=True))
+    assert row.max_rel == pytest.approx(float(relative), rel=1e-12, abs=0)
     assert row.ratio == pytest.approx(float(max(errors) / limit), rel=1e-12, abs=0)
     ends = zip(expected.ravel(), got.ravel(), strict=True)
     assert row.max_ulp == max(steps_between(a, b, dtype) for a, b in ends)
+    both = sum(a * b for a, b in pairs)
+    norms = [math.sqrt(sum(x[i] ** 2 for x in pairs)) for i in (0, 1)]
+    assert row.cosine == pytest.approx(float(both) / norms[0] / norms[1], abs=1e-12)
 
 
 def steps_between(first, second, dtype):
@@ -615,7 +627,7 @@ def test_a_verdict_does_not_depend_on_units_order_or_how_leaves_are_cut(
 
     plain, unit = row(lambda x: x), 2.0**power
     scaled = row(lambda x: x * unit)
-    assert scaled.max_abs == plain.max_abs * unit
+    assert (scaled.max_abs, scaled.max_rel) == (plain.max_abs * unit, plain.max_rel)
     assert scaled.verdict == plain.verdict
     assert scaled.ratio == pytest.approx(plain.ratio, rel=1e-9, abs=0)
     order = rng.permutation(12)
@@ -624,6 +636,7 @@ def test_a_verdict_does_not_depend_on_units_order_or_how_leaves_are_cut(
         assert (other.max_abs, other.max_ulp, other.ratio, other.verdict) == (
             plain.max_abs, plain.max_ulp, plain.ratio, plain.verdict
         )  # fmt: skip
+        assert other.cosine == pytest.approx(plain.cosine, abs=1e-14)
     # Of fewer entries the bound is narrower, so that no half passes where they fail.
     halves = [
         verify.compare({"w": expected[s]}, {"w": got[s]}, 9,

@@ -5,10 +5,12 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 
 from jdist.verify.processes import (
     Finding,
+    Products,
     merged,
     record,
     restored,
@@ -17,7 +19,7 @@ from jdist.verify.processes import (
 from jdist.verify.processes.shards import replicas_differ
 from jdist.verify.report import LeafReport
 
-ROW = LeafReport("mine", "w", "float32", (4, 3), 1e-8, 2.0, 0.125)
+ROW = LeafReport("mine", "w", "float32", (4, 3), 1e-8, 1e-7, 2.0, 0.125, 1.0)
 
 
 def row(**changes):
@@ -28,12 +30,12 @@ def test_each_number_is_the_largest_of_any_part():
     """And the words are those of the part that fails, whatever its numbers are."""
     parts = [
         row(max_abs=3.0, ratio=0.5),
-        row(ratio=0.1, problem="off"),
+        row(max_rel=4.0, ratio=0.1, problem="off"),
         row(max_ulp=9.0, ratio=0.9),
     ]
     for order in itertools.permutations(parts):
         found = worst_of(order)
-        assert (found.max_abs, found.max_ulp) == (3.0, 9.0)
+        assert (found.max_abs, found.max_rel, found.max_ulp) == (3.0, 4.0, 9.0)
         assert found.problem == "off"
 
 
@@ -45,7 +47,7 @@ def test_nan_is_the_worst_number():
         assert math.isnan(worst_of(order).ratio)
 
 
-@pytest.mark.parametrize("number", ["max_abs", "max_ulp"])
+@pytest.mark.parametrize("number", ["max_abs", "max_rel", "max_ulp"])
 def test_a_number_that_is_nan_in_one_part_is_nan_in_the_whole(number):
     """In whatever order the parts come; Python's `max` would keep the first."""
     parts = [row(**{number: x}) for x in (5.0, math.nan, math.inf)]
@@ -67,6 +69,40 @@ def test_the_processes_that_fail_are_named():
     assert merged({0: bad, 1: bad}, 2).problem == "off by 9"
 
 
+def test_the_angle_is_that_of_the_whole(rng):
+    """From sums over the parts; a process without a part adds nothing."""
+    a, b = rng.normal(size=(2, 12))
+    parts = [
+        Products(*(float(x[s] @ y[s]) for x, y in ((a, b), (a, a), (b, b))))
+        for s in (slice(0, 5), slice(5, 12), slice(0, 0))
+    ]
+    found = merged({r: Finding(row(), p) for r, p in enumerate(parts)}, 3)
+    wanted = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    np.testing.assert_allclose(found.cosine, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("products", "cosine"),
+    [
+        (Products(), 1.0),
+        (Products(0.0, 2.0, 0.0), 0.0),
+        (Products(0.0, 0.0, 2.0), 0.0),
+        (Products(-2.0, 2.0, 2.0), -1.0),
+        (Products(2.0000001, 2.0, 2.0), 1.0),
+    ],
+)
+def test_the_angle_at_the_ends(products, cosine):
+    """Both zero: the same direction; rounding does not lead beyond 1."""
+    assert products.cosine <= 1
+    np.testing.assert_allclose(products.cosine, cosine, rtol=1e-15)
+
+
+def test_a_row_without_numbers_has_no_angle():
+    """Of a leaf that is missing nothing was multiplied."""
+    missing = LeafReport("mine", "w", "None", (), problem="missing")
+    assert math.isnan(merged({0: Finding(missing)}, 1).cosine)
+
+
 def test_replicas_are_compared_between_processes():
     """Equal bits within each are not enough."""
     here = {"[0:2, :]": {"aa": ["TPU_0"]}, "[2:4, :]": {"bb": ["TPU_1"]}}
@@ -86,7 +122,7 @@ def test_replicas_are_compared_between_processes():
 def test_findings_travel_as_json():
     """Shapes, NaN and digests come back as they were."""
     for finding in (
-        Finding(row(), {"[:]": {"aa": ["TPU_0", "TPU_1"]}}),
+        Finding(row(), Products(1.0, 2.0, 3.0), {"[:]": {"aa": ["TPU_0", "TPU_1"]}}),
         Finding(row(ratio=math.inf, shape=(), problem="off", unjudged="no")),
     ):
         assert restored(json.loads(json.dumps(record(finding)))) == finding

@@ -27,7 +27,7 @@ from jdist.verify.report import (
 )
 
 FIELD = ast.AnnAssign
-EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 2.0, 0.25)
+EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 0.75)
 SAME = dataclasses.replace(EQUAL, path="b", max_abs=0.0, max_ulp=0.0, ratio=0.0)
 WRONG = dataclasses.replace(EQUAL, path="v", ratio=31.0, problem="off by 31 times")
 HIDDEN = dataclasses.replace(EQUAL, path="u", unjudged="zero would pass too")
@@ -179,10 +179,10 @@ def test_the_worst_ratio():
 
 def test_json_has_all_of_it_and_reads_back():
     """Numbers in full precision; what JSON has no number for, as text."""
-    odd = dataclasses.replace(WRONG, max_ulp=math.inf, ratio=math.nan, max_abs=0.1)
+    odd = dataclasses.replace(WRONG, max_rel=math.inf, cosine=math.nan, max_abs=0.1)
     record = json.loads(Report((odd, HIDDEN), SKIPPED, ("a note",)).to_json())
     leaf = record["leaves"][0]
-    assert (leaf["max_ulp"], leaf["ratio"], leaf["max_abs"]) == ("inf", "nan", 0.1)
+    assert (leaf["max_rel"], leaf["cosine"], leaf["max_abs"]) == ("inf", "nan", 0.1)
     assert leaf["shape"] == [2, 3]
     assert [leaf["verdict"] for leaf in record["leaves"]] == ["FAILS", "not judged"]
     assert record["oracle"]["skipped"].startswith("the loss is chaotic")
@@ -203,8 +203,10 @@ def test_what_is_printed():
     assert table["w"].split()[2:4] == ["float32", "2x3"]
     assert table["w"].split()[4:] == [
         "1.0e-08",
+        "1.0e-07",
         "2",
         "0.25",
+        "2e-01",
         "equal",
     ]
     assert table["b"].split()[-1] == "bit-equal"
@@ -249,7 +251,7 @@ def test_a_table_fits_its_width_and_no_two_rows_read_alike(width):
         assert own[-1] == leaf.verdict
         assert leaf.candidate.endswith(own[0].removeprefix("…"))
         assert leaf.path.endswith(own[1].removeprefix("…"))
-    assert (shown == [*COLUMNS]) == (width >= 110)
+    assert (shown == [*COLUMNS]) == (width >= 140)
     if width == 200:
         assert all(path in report.text(width) for path in PATHS)
         assert "…" not in report.text(width)
@@ -260,7 +262,7 @@ def test_columns_go_in_an_order():
     heads = [Report(LONG).text(width).splitlines()[0] for width in range(56, 140)]
     kept = [len(re.split(" {2,}", head)) for head in heads]
     assert kept == sorted(kept)
-    assert (kept[0], kept[-1]) == (4, 8)
+    assert (kept[0], kept[-1]) == (4, 10)
     for head in heads:
         names = re.split(" {2,}", head)
         gone = [name for name in DROPPED if name not in names]

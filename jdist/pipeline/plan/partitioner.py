@@ -53,7 +53,7 @@ def partition(
     1000 layers on 256 workers take less than a minute.
 
     Args:
-      profile: The layers; see `Profile.read`.
+      profile: The layers; see `load_profile`.
       workers: Per level, innermost first: (4, 2) are 2 servers of 4.
       bandwidths: Bytes per second within each level.
       transfers: Whether activations that cross a cut take time; False where transfers

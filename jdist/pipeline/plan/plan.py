@@ -190,48 +190,15 @@ class Plan:
         ]
         return Profile(tuple(layers), profile.edges)
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan that `write` wrote.
-
-        Raises:
-          TypeError: `path` is no path.
-          ValueError: The file is of another format, or something is missing in it.
-        """
-        check_type("Plan.read(path)", path, (str, os.PathLike), "must be a path")
-        record = json.loads(Path(path).read_text())
-        found = record.get("format") if isinstance(record, Mapping) else None
-        if found != FORMAT:
-            rule = f"must be of the format {FORMAT}"
-            raise ValueError(requirement("Plan.read(path)", rule, found))
-        try:
-            stages = tuple(
-                # JSON has no tuples.
-                PlannedStage(**stage | {name: tuple(stage[name]) for name in _TUPLES})
-                for stage in record["stages"]
-            )
-            return cls(
-                record["bottleneck_time"],
-                record["data_parallel_time"],
-                stages,
-                tuple(record["workers"]),
-                tuple(record["bandwidths"]),
-            )
-        # A missing key, or one that the class does not know.
-        except (KeyError, TypeError) as error:
-            rule = "must have everything that `Plan.write` writes"
-            got = str(error)
-            raise ValueError(requirement("Plan.read(path)", rule, got)) from None
-
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the plan as JSON; see `read`.
+        """Writes the plan as JSON; see `load_plan`.
 
         `module_to_stage_map` has a stage per planned layer, in the order of the stages'
         layers; `stage_to_rank_map` the ranks of each stage.
         """
         record = {"format": FORMAT, **asdict(self)}
         stages = [i for i, stage in enumerate(self.stages) for _ in stage.layers]
-        # Not needed by `read`: names of PipeDream's runtime, for its tools.
+        # Not needed by `load_plan`: names of PipeDream's runtime, for its tools.
         record["module_to_stage_map"] = stages
         ranks = {str(i): list(stage.ranks) for i, stage in enumerate(self.stages)}
         record["stage_to_rank_map"] = ranks
@@ -309,3 +276,35 @@ class Plan:
                 f"{held / 2**20:.1f}",
             )
         return table
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan that `Plan.write` wrote.
+
+    Raises:
+      TypeError: `path` is no path.
+      ValueError: The file is of another format, or something is missing in it.
+    """
+    check_type("load_plan(path)", path, (str, os.PathLike), "must be a path")
+    record = json.loads(Path(path).read_text())
+    found = record.get("format") if isinstance(record, Mapping) else None
+    if found != FORMAT:
+        rule = f"must be of the format {FORMAT}"
+        raise ValueError(requirement("load_plan(path=...)", rule, found))
+    try:
+        stages = tuple(
+            # JSON has no tuples.
+            PlannedStage(**stage | {name: tuple(stage[name]) for name in _TUPLES})
+            for stage in record["stages"]
+        )
+        return Plan(
+            record["bottleneck_time"],
+            record["data_parallel_time"],
+            stages,
+            tuple(record["workers"]),
+            tuple(record["bandwidths"]),
+        )
+    # A missing key, or one that the class does not know.
+    except (KeyError, TypeError) as error:
+        rule = "must have everything that `Plan.write` writes"
+        raise ValueError(requirement("load_plan(path=...)", rule, str(error))) from None

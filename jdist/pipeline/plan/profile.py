@@ -173,32 +173,6 @@ class Profile:
     def _by_name(self) -> dict[str, Layer]:
         return {layer.name: layer for layer in self.layers}
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Profile":
-        """Reads a profile in PipeDream's format.
-
-        Raises:
-          TypeError: `path` is no path.
-          ValueError: A line is neither a layer nor an edge, with its number; or the
-            layers and edges are no profile.
-        """
-        call = "Profile.read(path)"
-        check_type(call, path, (str, os.PathLike), "must be a path")
-        layers: list[Layer] = []
-        edges: list[tuple[str, str]] = []
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-            edge = _EDGE.fullmatch(line)
-            layer = None if edge else _LAYER.fullmatch(line)
-            if edge:
-                edges.append((edge[1], edge[2]))
-            elif layer:
-                layers.append(_layer(layer, number))
-            # Blank lines are allowed anywhere.
-            elif line.strip():
-                rule = f"must have a layer or an edge in line {number}"
-                raise ValueError(requirement(call, rule, line))
-        return cls(tuple(layers), tuple(edges))
-
     def to_text(self) -> str:
         """The profile in PipeDream's format, with times rounded to a microsecond."""
         return "".join([*map(_line, self.layers), *map(_edge, self.edges)])
@@ -206,6 +180,31 @@ class Profile:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the text to a file."""
         Path(path).write_text(self.to_text())
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Reads a profile in PipeDream's format.
+
+    Raises:
+      TypeError: `path` is no path.
+      ValueError: A line is neither a layer nor an edge, with its number; or `Profile`
+        refuses the profile.
+    """
+    check_type("load_profile(path)", path, (str, os.PathLike), "must be a path")
+    layers: list[Layer] = []
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        edge = _EDGE.fullmatch(line)
+        layer = None if edge else _LAYER.fullmatch(line)
+        if edge:
+            edges.append((edge[1], edge[2]))
+        elif layer:
+            layers.append(_layer(layer, number))
+        # Blank lines are allowed anywhere.
+        elif line.strip():
+            rule = f"must have a layer or an edge in line {number}"
+            raise ValueError(requirement("load_profile(path=...)", rule, line))
+    return Profile(tuple(layers), tuple(edges))
 
 
 def _layer(found: re.Match[str], number: int) -> Layer:
@@ -216,7 +215,9 @@ def _layer(found: re.Match[str], number: int) -> Layer:
         activations = tuple(float(size) for size in outputs)
     except ValueError as error:
         rule = f"must have numbers in line {number}"
-        raise ValueError(requirement("Profile.read(path)", rule, str(error))) from None
+        raise ValueError(
+            requirement("load_profile(path=...)", rule, str(error))
+        ) from None
     stage = None if found["stage"] is None else int(found["stage"])
     return Layer(
         found["name"],

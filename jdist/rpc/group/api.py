@@ -37,6 +37,11 @@ def get_worker_infos() -> list[WorkerInfo]:
     return current_agent().group.workers()
 
 
+def get_rpc_timeout() -> float:
+    """The default timeout of this worker's calls in seconds; 0 means no limit."""
+    return current_agent().default_timeout
+
+
 def set_rpc_timeout(seconds: float) -> float:
     """Sets the default timeout of this worker's calls; those under way keep theirs.
 
@@ -50,7 +55,7 @@ def set_rpc_timeout(seconds: float) -> float:
       TypeError: Not a number of seconds.
       ValueError: Negative or infinite.
 
-    Source: `torch.distributed.rpc._set_rpc_timeout`, `get_rpc_timeout`.
+    Source: `torch.distributed.rpc._set_rpc_timeout`.
     """
     check_seconds("set_rpc_timeout(seconds)", seconds)
     agent = current_agent()

@@ -2,6 +2,7 @@
 
 from jdist.verify.processes.finding import (
     Finding,
+    Products,
     merged,
     record,
     restored,
@@ -16,6 +17,7 @@ __all__ = [
     "Finding",
     "HeldArray",
     "Peers",
+    "Products",
     "Shard",
     "as_the_caller",
     "brought",

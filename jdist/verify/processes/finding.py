@@ -2,10 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdist.verify.processes.shards import Replicas, replicas_differ
 from jdist.verify.report import LeafReport, nan_last
+
+
+class Products(NamedTuple):
+    """Sums from which the angle between two leaves follows, over any of their parts.
+
+    Attributes:
+      both: Real part of the inner product of the reference with the candidate.
+      reference: Inner product of the reference with itself.
+      candidate: Inner product of the candidate with itself.
+    """
+
+    both: float = 0.0
+    reference: float = 0.0
+    candidate: float = 0.0
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle; 1 if both are 0, NaN if a number is not finite."""
+        if self.reference == 0 or self.candidate == 0:
+            return 1.0 if self.reference == self.candidate else 0.0
+        # Divided in turn: the product of both norms may overflow or underflow.
+        return min(1.0, self.both / self.reference**0.5 / self.candidate**0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +36,12 @@ class Finding:
 
     Attributes:
       row: The largest differences, and a description of the worst shard.
+      products: Sums over the shards that are the first of their replicas.
       replicas: The digests of shards that other devices hold too.
     """
 
     row: LeafReport
+    products: Products = field(default_factory=Products)
     replicas: Replicas = field(default_factory=dict)
 
 
@@ -30,7 +54,8 @@ def restored(content: Mapping[str, Any]) -> Finding:
     """Inverse of `record`, also after JSON."""
     row = dict(content["row"])
     row["shape"] = tuple(row["shape"])
-    return Finding(LeafReport(**row), content["replicas"])
+    products = Products(*content["products"])
+    return Finding(LeafReport(**row), products, content["replicas"])
 
 
 def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
@@ -40,6 +65,7 @@ def worst_of(rows: Sequence[LeafReport]) -> LeafReport:
     return replace(
         worst,
         max_abs=max((row.max_abs for row in rows), key=nan_last),
+        max_rel=max((row.max_rel for row in rows), key=nan_last),
         max_ulp=max((row.max_ulp for row in rows), key=nan_last),
         unjudged=next((row.unjudged for row in rows if row.unjudged), ""),
     )
@@ -53,9 +79,14 @@ def merged(findings: Mapping[int, Finding], processes: int) -> LeafReport:
       processes: How many there are.
     """
     row = worst_of([finding.row for finding in findings.values()])
+    products = [finding.products for finding in findings.values()]
+    cosine = Products(*map(sum, zip(*products, strict=True))).cosine
     failing = [rank for rank, finding in findings.items() if finding.row.problem]
     problem = row.problem
     if problem and len(failing) < processes:
         problem = f"on process {', '.join(map(str, failing))}: {problem}"
     differ = replicas_differ([finding.replicas for finding in findings.values()])
-    return replace(row, problem="; ".join(filter(None, [differ, problem])))
+    problem = "; ".join(filter(None, [differ, problem]))
+    # A row without numbers, such as one of a missing leaf, has no angle either.
+    known = row.cosine == row.cosine
+    return replace(row, problem=problem, cosine=cosine if known else row.cosine)

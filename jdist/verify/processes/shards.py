@@ -29,10 +29,12 @@ class Shard:
     Attributes:
       index: Position in the whole array; empty for the whole itself.
       values: The numbers, a NumPy array.
+      first: Whether it is the first of its replicas, the one that counts in sums.
     """
 
     index: tuple[slice, ...]
     values: np.ndarray
+    first: bool = True
 
     @property
     def place(self) -> str:
@@ -78,7 +80,10 @@ def held(leaf: ArrayLike) -> HeldArray:
     replicas: dict[str, dict[str, list[str]]] = {}
     for shard in leaf.addressable_shards:
         place, values = _written(shard.index), np.asarray(shard.data)
-        found.setdefault(place, Shard(shard.index, values))
+        first = shard.replica_id == 0
+        # The first replica is preferred, because it alone counts in sums.
+        if place not in found or first:
+            found[place] = Shard(shard.index, values, first)
         if holders[place] > 1:
             # A digest: records pass through the coordinator, which is no place for
             # arrays.

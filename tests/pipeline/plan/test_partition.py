@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jdist.pipeline import Layer, Profile, partition
+from jdist.pipeline import Layer, Profile, load_profile, partition
 from tests.pipeline.plans import PROFILES, PUBLISHED, random_profile
 
 
@@ -15,7 +15,7 @@ from tests.pipeline.plans import PROFILES, PUBLISHED, random_profile
 )
 def test_the_published_planners_times(case):
     """To 1e-9, on its own profiles."""
-    profile = Profile.read(PROFILES / f"{case.profile}.txt")
+    profile = load_profile(PROFILES / f"{case.profile}.txt")
     plan = partition(profile, case.workers, case.bandwidths, transfers=case.transfers)
     assert plan.bottleneck_time == pytest.approx(case.bottleneck_time, rel=1e-9)
     assert plan.data_parallel_time == pytest.approx(case.data_parallel_time, rel=1e-9)
@@ -233,7 +233,7 @@ def test_with_little_memory_the_best_of_what_fits(layers, machine, rng):
 
 
 def test_a_limit_that_binds_changes_the_plan():
-    profile = Profile.read(PROFILES / "vgg16.txt")
+    profile = load_profile(PROFILES / "vgg16.txt")
     free = partition(profile, 4, 1e9)
     held = partition(profile, 4, 1e9, memory=max(free.bytes_per_worker) * 0.9)
     assert held.bottleneck_time > free.bottleneck_time
@@ -280,9 +280,9 @@ def test_heavy_weights_are_not_replicated_and_light_ones_are():
 def test_paper_configurations_on_its_own_cluster():
     """ResNet-50 on 4 x 4: every server has all layers; VGG-16: three servers to one."""
     machine = ((4, 4), (12e9, 1.25e9))
-    vgg = partition(Profile.read(PROFILES / "vgg16.txt"), *machine)
+    vgg = partition(load_profile(PROFILES / "vgg16.txt"), *machine)
     assert [len(stage.ranks) for stage in vgg.stages][:1] == [12]
-    resnet = partition(Profile.read(PROFILES / "resnet50.txt"), *machine)
+    resnet = partition(load_profile(PROFILES / "resnet50.txt"), *machine)
     assert {len(stage.ranks) for stage in resnet.stages} == {4}
     assert [stage.ranks for stage in resnet.stages] == [
         (0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15),

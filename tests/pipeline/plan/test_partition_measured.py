@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.pipeline import Module, Profile, partition, profile
+from jdist.pipeline import Module, load_profile, partition, profile
 
 
 def dense(p, x):
@@ -71,7 +71,7 @@ def test_bytes_and_edges_are_exact(layers, batch):
 def test_from_measurement_to_plan(layers, batch, tmp_path):
     """Written and read as PipeDream's format; every layer finds a stage."""
     profile(layers, batch, repeats=1).write(tmp_path / "measured.txt")
-    plan = partition(Profile.read(tmp_path / "measured.txt"), 2, 1e9)
+    plan = partition(load_profile(tmp_path / "measured.txt"), 2, 1e9)
     planned = [name for stage in plan.stages for name in stage.layers]
     assert planned == ["in", "fork", "mid", "join", "out"]
 
@@ -114,7 +114,7 @@ def test_numpy_batches_are_fine(layers, batch):
         (lambda ls: ls[1:2] * 2, r"different names.*'fork'"),
         (lambda ls: ls[3:], "must write 'y' before 'join' reads it"),
         (
-            lambda ls: [ls[0], ls[1]._replace(outputs=("x", "y", "z"))],
+            lambda ls: [ls[0], replace(ls[1], outputs=("x", "y", "z"))],
             r"'fork'` must return the 3 outputs .*Got a tuple of 2",
         ),
     ],

@@ -9,19 +9,19 @@ import pytest
 from rich.console import Console
 
 from jdist import Unavailable
-from jdist.pipeline import Plan, Profile, partition, simulate
+from jdist.pipeline import Profile, load_plan, load_profile, partition, simulate
 from tests.pipeline.plans import PROFILES, random_profile
 
 
 @pytest.fixture(scope="module")
 def vgg():
-    profile = Profile.read(PROFILES / "vgg16.txt")
+    profile = load_profile(PROFILES / "vgg16.txt")
     return profile, partition(profile, (4, 4), (12e9, 1.25e9))
 
 
 def test_there_and_back(vgg, tmp_path):
     plan = vgg[1]
-    assert Plan.read(plan.write(tmp_path / "plan.json")) == plan
+    assert load_plan(plan.write(tmp_path / "plan.json")) == plan
 
 
 def test_the_maps_that_a_runtime_reads(vgg, tmp_path):
@@ -50,14 +50,14 @@ def test_other_files_are_refused(text, match, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=match):
-        Plan.read(path)
+        load_plan(path)
 
 
 def test_stages_in_the_profile(vgg, tmp_path):
     """PipeDream's format with stage ids: read back, inputs in the first stage."""
     profile, plan = vgg
     plan.assigned(profile).write(tmp_path / "planned.txt")
-    again = Profile.read(tmp_path / "planned.txt")
+    again = load_profile(tmp_path / "planned.txt")
     for number, stage in enumerate(plan.stages):
         assert {again[name].stage for name in stage.layers} == {number}
     for layer in again.layers:
@@ -66,7 +66,7 @@ def test_stages_in_the_profile(vgg, tmp_path):
 
 
 def test_unused_outputs_go_with_their_maker():
-    profile = Profile.read(PROFILES / "gnmt.txt")
+    profile = load_profile(PROFILES / "gnmt.txt")
     plan = partition(profile, 4, 1e9)
     placed = plan.assigned(profile)
     makers = {target: source for source, target in profile.edges}

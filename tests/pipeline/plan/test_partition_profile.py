@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdist.pipeline import Layer, Profile, partition
+from jdist.pipeline import Layer, Profile, load_profile, partition
 from jdist.pipeline.plan.cuts import cuts_of
 from tests.pipeline.plans import PROFILES, random_profile
 
@@ -19,9 +19,9 @@ LINE = (
 def test_published_profiles_come_back_unchanged(name, tmp_path):
     """What is read from them is written as it was, but for digits after the point."""
     path = PROFILES / f"{name}.txt"
-    profile = Profile.read(path)
+    profile = load_profile(path)
     profile.write(tmp_path / "again.txt")
-    assert Profile.read(tmp_path / "again.txt") == profile
+    assert load_profile(tmp_path / "again.txt") == profile
     lines = (tmp_path / "again.txt").read_text().splitlines()
     assert len(lines) == len(path.read_text().splitlines())
 
@@ -32,7 +32,7 @@ def test_a_line(tmp_path):
     text = text.replace("activation_size=12.0", "activation_size=[12.0; 4.0]", 1)
     path = tmp_path / "profile.txt"
     path.write_text(text)
-    profile = Profile.read(path)
+    profile = load_profile(path)
     first = Layer("a", "Linear(3, 4)", 1.5e-3, 2.25e-3, (12.0, 4.0), 8.0, stage=3)
     assert profile["a"] == first
     assert (profile["a"].output_bytes, profile["a"].seconds) == (16, 3.75e-3)
@@ -63,7 +63,7 @@ def test_files_that_are_refused(text, match, tmp_path):
     path = tmp_path / "profile.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=match):
-        Profile.read(path)
+        load_profile(path)
 
 
 def test_names_have_no_blanks():
@@ -84,7 +84,7 @@ def test_layers_come_after_what_feeds_them(rng):
 @pytest.mark.parametrize(("name", "states"), [("vgg16", 40), ("resnet50", 240)])
 def test_as_many_cuts_as_the_published_planner_sees(name, states):
     """And the empty one."""
-    assert len(cuts_of(Profile.read(PROFILES / f"{name}.txt"))) == states + 1
+    assert len(cuts_of(load_profile(PROFILES / f"{name}.txt"))) == states + 1
 
 
 def layer(name, seconds=1.0, size=1.0, parameters=1.0, description=""):

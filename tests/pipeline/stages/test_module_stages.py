@@ -97,7 +97,7 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
         pipeline.Profile.chain(layers), workers=3, bandwidths=1e6, replicate=False
     )
     plan.write(tmp_path / "plan.json")
-    read = pipeline.Plan.read(tmp_path / "plan.json")
+    read = pipeline.load_plan(tmp_path / "plan.json")
     made = stages_from_modules(own, read)
     assert len(made.stages) == len(plan.stages) > 1
     assert [tuple(p) for p in made.params] == [stage.layers for stage in plan.stages]

@@ -444,7 +444,7 @@ def test_a_profiled_net_with_statistics_runs_as_planned(rng, tmp_path):
         pipeline.Profile.chain(even), workers=2, bandwidths=1e9, replicate=False
     )
     plan.write(tmp_path / "plan.json")
-    made = stages_from_modules(modules, pipeline.Plan.read(tmp_path / "plan.json"))
+    made = stages_from_modules(modules, pipeline.load_plan(tmp_path / "plan.json"))
     assert len(made.stages) == 2
     assert [stage.stateful for stage in made.stages] == [True, True]
     assert [stage.keyed for stage in made.stages] == [False, True]
