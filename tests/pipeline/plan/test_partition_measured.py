@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
