@@ -99,7 +99,7 @@ def test_segments_steps_and_pipelines_take_references(problem):
     gradient, _ = half.backward(w, kept, jnp.ones_like(losses))
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
     opt = optim.sgd(lr=1.0)
-    step = data_parallel.train_step(accumulating, opt, 2, accumulate=3)
+    step = data_parallel.train_step(accumulating, opt, replicas=2, accumulate=3)
     state, _ = step(step.init(w), x[:6])
     moved = w - jax.grad(lambda w: plain(w, x[:6]).mean())(w)
     np.testing.assert_allclose(state.params, moved, rtol=1e-12)
