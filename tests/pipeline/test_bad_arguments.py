@@ -90,7 +90,6 @@ WRONG = {
     "simulate(schedule": (pipeline.simulate, ["1F1B", None, 3]),
     "simulate(costs": (lambda v: pipeline.simulate(pipeline.gpipe(2, 3), v), [{}, 0]),
     "Costs(forward": (lambda v: costs(forward=v), ["9", None, {}, [[1], "a"], 1j]),
-    "Costs(overhead": (lambda v: costs(overhead=v), ["9", None, {}, b"1"]),
     "Costs(bandwidth": (lambda v: costs(bandwidth=v), ["9", None, ("a", "b")]),
     "records": (pipeline.Timeline.from_records, [3, None, "ab", [1], [("a", "b")]]),
     "Profile(layers": (lambda v: Profile(v, ()), [None, 3, "ab", ["l0"]]),

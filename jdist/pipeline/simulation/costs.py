@@ -30,7 +30,6 @@ class Costs:
       backward: Seconds of a B without a W.
       backward_inputs: Seconds of a B with a W; None: half of `backward`.
       backward_params: Seconds of a W; None: half of `backward`.
-      overhead: Seconds that each action takes in addition.
       message_bytes: Bytes of an activation from stage j to j + 1, and of its cotangent.
       latency: Seconds that a message takes besides its time on the link. It does not
         delay the next message.
@@ -46,15 +45,14 @@ class Costs:
       weight_bytes: Bytes of one version of a stage's weights.
 
     Raises:
-      ValueError: A cost is negative or NaN, a bandwidth 0, or the overhead not a single
-        number. The lengths are checked by `simulate`.
+      ValueError: A cost is negative or NaN, or a bandwidth 0. Lengths are checked by
+        `simulate`.
     """
 
     forward: Cost = 1.0
     backward: Cost = 2.0
     backward_inputs: Cost | None = None
     backward_params: Cost | None = None
-    overhead: float = 0.0
     message_bytes: Cost = 0.0
     latency: Cost = 0.0
     bandwidth: Cost = float("inf")
@@ -79,11 +77,8 @@ class Costs:
             array = array.astype(np.float64)
             least = "above 0" if field.name == "bandwidth" else "finite and at least 0"
             fine = array > 0 if field.name == "bandwidth" else np.isfinite(array)
-            # The overhead is not of a stage: a list would be taken for one per action.
-            number = field.name == "overhead"
-            if not (fine & (array >= 0)).all() or array.ndim > (0 if number else 2):
-                shape = "a number" if number else "a number, one per stage, or a table"
-                rule = f"must be {least}: {shape}"
+            if not (fine & (array >= 0)).all() or array.ndim > 2:
+                rule = f"must be {least}: a number, one per stage, or a table"
                 raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
         # For a matrix product both halves of a backward pass are products of one size.
         half = np.asarray(self.backward, np.float64) / 2

@@ -1,10 +1,10 @@
 """The simulator: time and memory of a schedule under given costs.
 
 A worker executes its actions in the schedule's order, each as soon as the worker is
-free and the action's input has arrived. An action takes its cost plus the overhead. Its
-result is sent to the neighbouring stage while the worker continues: if that stage is on
-another worker, the message occupies the link between the two workers (one for each
-direction), after earlier messages, for bytes / bandwidth, and arrives `latency` later.
+free and the action's input has arrived. Its result is sent to the neighbouring stage
+while the worker continues: if that stage is on another worker, the message occupies the
+link between the two workers (one for each direction), after earlier messages, for
+bytes / bandwidth, and arrives `latency` later.
 Updates of weights, reductions between replicas and waiting buffers cost nothing here;
 add them to `backward` where they matter. Memory is what workers hold between two
 actions (`jdist.pipeline.schedule.memory`), without temporary buffers of an action and
@@ -95,7 +95,7 @@ def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
     for kind, table in tables:
         own = np.flatnonzero(columns.kind == kind)
         seconds[own] = table[columns.stage[own], columns.micro_batch[own]]
-    return seconds + costs.overhead
+    return seconds
 
 
 def _links(schedule: Schedule, costs: Costs) -> Links | None:

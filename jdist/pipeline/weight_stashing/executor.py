@@ -42,14 +42,16 @@ from jdist.pipeline.run.update import (
     static_loss_scale_of,
 )
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
+from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
 from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
-from jdist.pipeline.weight_stashing.policy import schedule_of_step
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
     VersionRule,
@@ -379,6 +381,24 @@ class EpochExecutor(Executor):
             own = jax.tree.map(jnp.copy, there)
             stashed[worker, j] = StashedStage(run, rule_of_stage, own)
         return stashed
+
+
+def schedule_of_step(schedule: Schedule) -> Schedule:
+    """The schedule of a synchronous step, from that of an epoch.
+
+    Example:
+      >>> schedule_of_step(pipedream(3, 4, policy="flush")) == one_f_one_b(3, 4)
+      True
+    """
+    policy, shape = schedule.update_policy, (schedule.stages, schedule.micro_batches)
+    assert policy is not None
+    # A flush schedule drains only for its updates: without them each drain would be a
+    # needless bubble.
+    if policy.rule == "flush" and schedule == pipedream(
+        *shape, policy="flush", update_every=policy.every
+    ):
+        return one_f_one_b(*shape)
+    return schedule.synchronous()
 
 
 def check_epochs(

@@ -65,7 +65,7 @@ def one_by_one(schedule, cost):
                 "backward_inputs" if (stage, i) in with_weights else "backward"
             )
             begin = max(free[worker], arrived[needs] if needs else 0.0)
-            end = begin + (cost(name, stage, i) + cost("overhead", 0, 0))
+            end = begin + cost(name, stage, i)
             found[worker, action] = (begin, end)
             free[worker], turn[worker] = end, turn[worker] + 1
             to = stage + {"F": 1, "B": -1, "W": stages}[kind]
@@ -92,12 +92,8 @@ def test_every_time_is_that_of_a_plain_simulation(name, case, rng):
     tables["message_bytes"] = rng.uniform(1e3, 4e3, between)
     tables["latency"] = rng.uniform(0, 0.3, between)
     tables["bandwidth"] = rng.uniform(1e3, 4e3, between)
-    tables["overhead"] = 0.125
     found = simulate(schedule, Costs(**tables))
-    expected = one_by_one(
-        schedule, lambda key, j, i: np.broadcast_to(tables[key], shape)[j, i]
-        if key == "overhead" else tables[key][j, i],
-    )  # fmt: skip
+    expected = one_by_one(schedule, lambda key, j, i: tables[key][j, i])
     got = {(r.worker, r[1:4]): (r.start, r.end) for r in found.records()}
     assert got == {(w, tuple(a)): times for (w, a), times in expected.items()}
     assert found.makespan == max(end for _, end in expected.values())
@@ -140,9 +136,8 @@ def test_any_order_that_works(rng):
         assert Schedule.from_csv(schedule.to_csv()) == schedule
         tables = {key: rng.uniform(0.5, 2, (stages, m)) for key in SECONDS}
         tables |= {key: rng.uniform(0.5, 2, (stages - 1, m)) for key in BETWEEN}
-        tables["overhead"] = np.zeros((1, 1))
         expected = one_by_one(schedule, lambda key, j, i, t=tables: t[key][j, i])
-        found = simulate(schedule, Costs(**{**tables, "overhead": 0.0}))
+        found = simulate(schedule, Costs(**tables))
         got = {(r.worker, r[1:4]): (r.start, r.end) for r in found.records()}
         assert got == {(w, tuple(a)): times for (w, a), times in expected.items()}
 
@@ -359,8 +354,6 @@ def test_costs_of_the_wrong_length_are_refused(costs, match):
     [
         ({"forward": -1.0}, r"Costs\(forward=...\).*at least 0.*Got -1.0"),
         ({"backward": float("nan")}, r"backward=...\).*finite"),
-        ({"overhead": float("inf")}, r"overhead=...\).*finite"),
-        ({"overhead": [0.5, 0.25]}, r"overhead=...\).*at least 0: a number. Got \[0.5"),
         ({"bandwidth": 0.0}, r"bandwidth=...\).*above 0"),
         ({"bandwidth": [1.0, float("nan")]}, r"bandwidth=...\).*above 0"),
         ({"latency": np.ones((1, 1, 1))}, "a number, one per stage"),

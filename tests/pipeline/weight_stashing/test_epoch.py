@@ -13,7 +13,7 @@ from jdist.pipeline.weight_stashing.epoch import (
     _check_alike,
     contributions,
 )
-from jdist.pipeline.weight_stashing.policy import schedule_of_step
+from jdist.pipeline.weight_stashing.executor import schedule_of_step
 from tests.pipeline.epochs import epoch_schedule
 
 
