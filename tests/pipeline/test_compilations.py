@@ -168,13 +168,12 @@ def squares(y, batch):
     return ((y - batch["target"]) ** 2).sum(-1)
 
 
-def branching(schedule, names, reduction="mean", **options):
+def branching(schedule, places, reduction="mean", **options):
     stages = [
         pipeline.Stage(around, ("x",), ("h", "skip"), **options),
         pipeline.Stage(masked, ("h",), ("m", "best"), **options),
         pipeline.Stage(joined_values, ("m", "skip", "best"), ("y",), **options),
     ]
-    places = pipeline.Workers(names)
     return pipeline.Pipeline(stages, squares, schedule, places, reduction=reduction)
 
 
@@ -217,7 +216,7 @@ def first_call(names, case):
 
     def work(name):
         with rpc.use_worker(name):
-            pipe = branching(schedule, names, **options)
+            pipe = branching(schedule, pipeline.Workers(names), **options)
             if case == "evaluation":
                 return np.asarray(pipe.evaluate(pipe.place(params), batch).loss)
             loss, grads = pipe.value_and_grad(pipe.place(params), batch)

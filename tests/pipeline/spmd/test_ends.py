@@ -118,7 +118,7 @@ def test_ends_of_one_stage_share_a_table(place):
     opt, bound = optim.sgd(lr=0.5, momentum=0.9), 0.3
     pipe = model.pipeline_of(
         pipeline.gpipe(1, 3),
-        None if place == "device" else mesh,
+        None if place == "device" else pipeline.OneProgram(mesh),
         optimizer=opt,
         max_norm=bound,
     )
