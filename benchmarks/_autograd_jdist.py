@@ -17,7 +17,7 @@ from jdist import autograd, optim, rpc
 def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """Jobs of two workers: both run the end-to-end script, worker0 all others."""
     rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
-    t1, t2, t4 = (autograd.Variable(models.small(i)) for i in (1, 2, 4))
+    t1, t2, t4 = (autograd.variable(models.small(i)) for i in (1, 2, 4))
     x = jnp.asarray(models.small(1))
     calls = {
         models.ECHO: partial(rpc.rpc_sync, "worker1", echo, args=(x,)),
@@ -75,7 +75,7 @@ def _product_sum(t3: Any, t4: Any) -> Any:
 
 def random_variable(seed: int) -> autograd.Variable:
     """Makes a variable on the worker that is called."""
-    return autograd.Variable(models.small(seed))
+    return autograd.variable(models.small(seed))
 
 
 def _end_to_end(other: str, rank: int) -> Any:
@@ -95,7 +95,7 @@ class Layer:
 
     def __init__(self, seed: int) -> None:
         """Makes its weight a variable on the worker."""
-        self._weight = autograd.Variable(
+        self._weight = autograd.variable(
             models.numbers(seed, models.WIDTH, models.WIDTH)
         )
 

@@ -103,7 +103,7 @@ def _worker(rank: int, folder: str) -> None:
     wrap_stations()
     rpc.init_rpc(f"worker{rank}", allow=("benchmarks",))
     if rank == 0:
-        t1, t2, t4 = (autograd.Variable(models.small(i)) for i in (1, 2, 4))
+        t1, t2, t4 = (autograd.variable(models.small(i)) for i in (1, 2, 4))
         for _ in range(WARMUP):
             _example(t1, t2, t4)
         rpc.rpc_sync("worker1", forget)

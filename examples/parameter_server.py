@@ -57,7 +57,7 @@ class ParameterServer:
     def __init__(self) -> None:
         """Makes the net."""
         # The counterpart of torch's Parameter, here for a whole tree of arrays.
-        self.net = autograd.Variable(initial_net())
+        self.net = autograd.variable(initial_net())
 
     def forward(self, x: np.ndarray) -> Any:
         """Returns the scores; the call carries the trainer's autograd context."""

@@ -30,7 +30,7 @@ class EmbeddingTable:
 
     def __init__(self) -> None:
         """Makes its weights on the server."""
-        self.table = autograd.Variable(
+        self.table = autograd.variable(
             uniform(np.random.default_rng(1), TOKENS, EMBEDDING)
         )
 
@@ -49,7 +49,7 @@ class Decoder:
     def __init__(self) -> None:
         """Makes its weights on the server."""
         weight = uniform(np.random.default_rng(2), HIDDEN, TOKENS)
-        self.linear = autograd.Variable({"w": weight, "b": jnp.zeros(TOKENS)})
+        self.linear = autograd.variable({"w": weight, "b": jnp.zeros(TOKENS)})
 
     def forward(self, hidden: Any) -> Any:
         """Returns the scores of the next token."""
@@ -94,7 +94,7 @@ class RNNModel:
         """Creates the remote parts on the server and the LSTM's weights here."""
         self.embedding = rpc.remote(server, EmbeddingTable)
         rng = np.random.default_rng(3)
-        self.lstm = autograd.Variable(
+        self.lstm = autograd.variable(
             [
                 {
                     "input": uniform(rng, inputs, 4 * HIDDEN),

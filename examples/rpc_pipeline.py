@@ -64,7 +64,7 @@ class Shard:
     def __init__(self, half: int) -> None:
         """Makes its weights on the worker."""
         self.function = (first_half, second_half)[half]
-        self.weights = autograd.Variable(initial_weights(half))
+        self.weights = autograd.variable(initial_weights(half))
 
     def forward(self, x: rpc.RRef[Any]) -> Any:
         """The output for a micro-batch, which `to_here` fetches from its owner."""

@@ -77,7 +77,7 @@ def run(settings: Settings, progress: Progress) -> Result:
 
 def random_variable(seed: Sequence[int]) -> autograd.Variable:
     """Makes a random variable on the worker that is called."""
-    return autograd.Variable(jnp.asarray(random_numbers(seed)))
+    return autograd.variable(jnp.asarray(random_numbers(seed)))
 
 
 def train(rank: int, steps: int, seed: int) -> Trained:

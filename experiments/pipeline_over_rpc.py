@@ -121,7 +121,7 @@ class Stage:
 
     def __init__(self, number: int, seed: int) -> None:
         """Makes its parameters on the worker."""
-        self._variable = autograd.Variable(initial(seed)[number])
+        self._variable = autograd.variable(initial(seed)[number])
 
     def parameters(self) -> rpc.RRef[autograd.Variable]:
         """A reference to its variable."""

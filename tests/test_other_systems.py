@@ -102,7 +102,7 @@ np.testing.assert_allclose(metrics.loss, losses(w, batch).mean(), rtol=1e-5)
 
 with rpc.local_cluster(["a", "b"]):
     assert rpc.rpc_sync("b", max, args=(3, 5)) == 5
-    v = autograd.Variable(w)
+    v = autograd.variable(w)
     with autograd.context() as context:
         y = rpc.rpc_sync("b", jnp.tanh, args=(v,))
         autograd.backward(context, [autograd.apply(jnp.sum, y)])

@@ -64,7 +64,7 @@ def product(a, b):
 def over_workers(_, matrix, vector, x):
     """A call, a backward pass, an optimizer's step, and a call that JAX derives."""
     with rpc.local_cluster(["w0", "w1"], allow=(__name__,)), rpc.use_worker("w0"):
-        leaf, other = autograd.Variable(x), autograd.Variable(matrix)
+        leaf, other = autograd.variable(x), autograd.variable(matrix)
         with autograd.context() as context_id:
             y = rpc.rpc_sync("w1", product, args=(leaf, other))
             loss = autograd.apply(lambda y: (y * y).sum(), y)

@@ -76,7 +76,7 @@ def call():
 
 def gradient():
     """One call forwards, and backwards."""
-    x = autograd.Variable(jnp.arange(6.0).reshape(2, 3))
+    x = autograd.variable(jnp.arange(6.0).reshape(2, 3))
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", jnp.sin, args=(x,))
         autograd.backward(context_id, [(y * y).sum()])

@@ -2,7 +2,7 @@
 
     from jdist import autograd, rpc
 
-    w = autograd.Variable(jnp.ones((3, 3)))
+    w = autograd.variable(jnp.ones((3, 3)))
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", jnp.tanh, args=(w,))
         loss = autograd.apply(jnp.sum, y)
@@ -46,7 +46,7 @@ from jdist.autograd.recording.errors import (
 from jdist.autograd.recording.padding import pad_to
 from jdist.autograd.recording.pure import eager
 from jdist.autograd.recording.recorded import Recorded, detach
-from jdist.autograd.recording.variable import Variable
+from jdist.autograd.recording.variable import Variable, variable
 from jdist.rpc.extension import extend as _extend
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "replicated",
     "retrieve_context",
     "unreplicate",
+    "variable",
 ]
 
 # Every worker of this process records, those that exist and those to come.

@@ -695,7 +695,7 @@ def context() -> AbstractContextManager[int]:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd, rpc
       >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     w = autograd.Variable(3.0)
+      ...     w = autograd.variable(3.0)
       ...     with autograd.context() as context_id:
       ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
       ...     y
@@ -801,7 +801,7 @@ class _Gradients(dict[Variable, PyTree]):
     def __getitem__(self, variable: object) -> PyTree:
         call = "get_gradients(context_id)[...]"
         if not isinstance(variable, Variable):
-            remedy = "Keep what `autograd.Variable(array)` returns: gradients are its."
+            remedy = "Keep what `autograd.variable(array)` returns: gradients are its."
             rule, got = "must be looked up by a Variable", type_name(variable)
             raise TypeError(requirement(call, rule, got, remedy))
         if variable not in self:

@@ -43,7 +43,7 @@ def _row(forward: Forward, mode: str, loss_fn: LossFn, reduction: str) -> Candid
         count = examples_in(batch, "candidate")
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)
-        variable = autograd.Variable(params)
+        variable = autograd.variable(params)
         # A cluster for each gradient: other rows create workers in this process too.
         with (
             precision_of_caller(),

@@ -23,7 +23,7 @@ def numbers(*seed, shape=(3, 3), dtype=np.float64):
 
 def leaves(count, *seed, **kind):
     """So many variables of distinct values."""
-    return [autograd.Variable(numbers(*seed, k, **kind)) for k in range(count)]
+    return [autograd.variable(numbers(*seed, k, **kind)) for k in range(count)]
 
 
 def call(mode, to, fn, *args):
@@ -178,7 +178,7 @@ def own(name, *seed):
     """A variable of this worker, by name; made the first time."""
     with _lock:
         if name not in _own:
-            _own[name] = autograd.Variable(numbers(*seed))
+            _own[name] = autograd.variable(numbers(*seed))
         return _own[name]
 
 

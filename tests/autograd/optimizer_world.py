@@ -52,7 +52,7 @@ def tree(*seed, dtype=np.float32):
 
 
 def make(value):
-    return autograd.Variable(jax.tree.map(jnp.asarray, value))
+    return autograd.variable(jax.tree.map(jnp.asarray, value))
 
 
 def value_of(rref):

@@ -31,7 +31,7 @@ def numbers(seed, shape=(3, 4), dtype=np.float64):
 
 
 def leaf(seed, shape=(3, 4), dtype=np.float64):
-    return autograd.Variable(numbers(seed, shape, dtype))
+    return autograd.variable(numbers(seed, shape, dtype))
 
 
 def rank():

@@ -179,7 +179,7 @@ def two_layers(first, second, x):
     return layer(second, layer(first, x)["h"][:, :3])
 
 
-GLOBAL = autograd.Variable(3.0)
+GLOBAL = autograd.variable(3.0)
 
 
 def reads_a_global(x):

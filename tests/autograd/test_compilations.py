@@ -80,7 +80,7 @@ def test_nothing_compiles_after_the_first_step(
 def steps(compilations, optimizer, compute, params_at, data_at):
     rng = np.random.default_rng(7)
     made = [rng.normal(size=s).astype(np.float32) for s in ((4, 3), (3,))]
-    variable = autograd.Variable([params_at(x) for x in made])
+    variable = autograd.variable([params_at(x) for x in made])
     x = data_at(rng.normal(size=(5, 4)).astype(np.float32))
     factory, options = OPTIMIZERS[optimizer]
     dist_opt = autograd.DistributedOptimizer(factory, [rpc.RRef(variable)], **options)
@@ -101,7 +101,7 @@ def wide(params, x):
 def test_each_program_is_compiled_once(compilations):
     """Both halves of two functions, and the update: a root's cotangent takes none."""
     with rpc.local_cluster(["a"]):
-        variable = autograd.Variable([np.ones((2, 9), "f4"), np.full(9, 3, "f4")])
+        variable = autograd.variable([np.ones((2, 9), "f4"), np.full(9, 3, "f4")])
         factory, options = OPTIMIZERS["sgd"]
         refs = [rpc.RRef(variable)]
         dist_opt = autograd.DistributedOptimizer(factory, refs, **options)
@@ -118,7 +118,7 @@ def test_a_gradient_is_committed_if_its_variable_is(committed):
     """Whatever the data, the cotangent and the hooks are."""
     put = here if committed else jaxs
     with rpc.local_cluster(["a"]):
-        x, y = (autograd.Variable(put(np.float32([k, 2, 5]))) for k in (3, 7))
+        x, y = (autograd.variable(put(np.float32([k, 2, 5]))) for k in (3, 7))
         y.register_hook(lambda gradient: here(np.asarray(gradient) * 2))
         with autograd.context() as context_id:
             root = x * here(np.float32([1, 4, 6])) + y

@@ -45,7 +45,7 @@ def test_the_next_pass_works(replicas):
     start = jnp.array([2.0, 3.0, 4.0])
     with rpc.local_cluster(["only"]):
         made = autograd.replicated(start, ["only"]) if replicas else None
-        variable = autograd.Variable(start) if made is None else made
+        variable = autograd.variable(start) if made is None else made
         for _ in range(2):  # compiled now
             check_a_pass(variable)
         number = 0

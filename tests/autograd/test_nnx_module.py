@@ -398,7 +398,7 @@ def test_what_would_be_lost_is_refused(what, text):
 def test_it_is_no_part_of_a_pure_function():
     module = autograd.TrainableModule(Body(3))
     with pytest.raises(TypeError, match="a call of the module Body"):
-        autograd.apply(lambda x: module(x), autograd.Variable(rows()))
+        autograd.apply(lambda x: module(x), autograd.variable(rows()))
 
 
 # --- methods ---
@@ -454,7 +454,7 @@ def refused():
     fixed = rpc.RemoteModule("worker1", Head, (3,))
     remedy = r"RemoteModule\(.*trainable=True\)"
     with autograd.context(), pytest.raises(TypeError, match=f"a Head that .*{remedy}"):
-        fixed(autograd.Variable(np.ones((2, 7))))
+        fixed(autograd.variable(np.ones((2, 7))))
     with pytest.raises(ExceptionGroup, match=f"Got a Parameter. .*{remedy}"):
         autograd.DistributedOptimizer(optim.sgd, fixed.remote_parameters(), lr=0.1)
     moved = rpc.RemoteModule("worker1", Head, (3,), trainable=True)

@@ -39,7 +39,7 @@ def body(rank):
         assert not has_it()
         from jdist import autograd  # after the worker was made
         assert not rpc.rpc_sync("worker1", has_it)
-        w = autograd.Variable(np.arange(3.0))
+        w = autograd.variable(np.arange(3.0))
         with autograd.context() as context_id:
             y = rpc.rpc_sync("worker1", double, args=(w,))
             assert isinstance(y, autograd.Recorded), y

@@ -21,7 +21,7 @@ def places():
 
 def placed(name, also_here):
     place = places()[name]
-    x = autograd.Variable(jax.device_put(numbers(1, shape=(8, 3)), place))
+    x = autograd.variable(jax.device_put(numbers(1, shape=(8, 3)), place))
     y = numbers(2, shape=(8, 3))
     with autograd.context() as context_id:
         product = rpc.rpc_sync("worker2", world.mul, args=(x, y))
@@ -44,7 +44,7 @@ def test_a_gradient_has_the_place_of_its_variable(cluster, name, also_here):
 
 def on_each_worker():
     """In one process the workers have a device each, and values go to and fro."""
-    x = autograd.Variable(numbers(3))
+    x = autograd.variable(numbers(3))
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", world.sine, args=(x,))
         z = rpc.rpc_sync("worker2", world.mul, args=(y, x))
@@ -58,7 +58,7 @@ def on_each_worker():
 
 def nowhere():
     """A value that is not committed is used here with one that is, and elsewhere."""
-    x, far = autograd.Variable(numbers(4)), jax.device_put(numbers(5), jax.devices()[6])
+    x, far = autograd.variable(numbers(4)), jax.device_put(numbers(5), jax.devices()[6])
     with autograd.context() as context_id:
         here = autograd.apply(world.mul, x, far)
         there = rpc.rpc_sync("worker1", world.sine, args=(x,))

@@ -43,7 +43,7 @@ def check(program, inputs):
 
 def gradients(program, inputs, run):
     """Gradients of the inputs, after a first and a second pass."""
-    variables = [autograd.Variable(x) for x in inputs]
+    variables = [autograd.variable(x) for x in inputs]
     with autograd.context() as context_id:
         roots = roots_of(run(program, *variables))
         found = []
@@ -85,7 +85,7 @@ def test_random_programs_over_four_processes(processes, program, seed):
 
 def fast_too(program, inputs):
     """FAST equals SMART when every send is used, and says so when one is not."""
-    variables = [autograd.Variable(x) for x in inputs]
+    variables = [autograd.variable(x) for x in inputs]
     with autograd.context() as context_id:
         roots = roots_of(world.run(program, *variables))
         autograd.backward(context_id, roots, retain_graph=True)

@@ -84,7 +84,7 @@ def test_integers_and_numbers_among_the_arguments(cluster, way):
 def dtypes(way):
     kinds = (jnp.float32, jnp.float64, jnp.bfloat16, jnp.complex64)
     tree = [jnp.asarray(numbers(k), kind) for k, kind in enumerate(kinds)]
-    w = autograd.Variable({"floating": tree, "whole": np.arange(4)})
+    w = autograd.variable({"floating": tree, "whole": np.arange(4)})
     with autograd.context():
         out = call(way, name(1), doubled, w)
         found = [(str(x.dtype), type(x).__name__) for x in out["floating"]]
@@ -196,7 +196,7 @@ def test_async_execution(cluster, way):
 
 
 def to_variable():
-    rref = rpc.remote(name(1), autograd.Variable, args=(numbers(3),))
+    rref = rpc.remote(name(1), autograd.variable, args=(numbers(3),))
     plain = rref.to_here()
     with autograd.context() as context_id:
         here = rref.to_here()
@@ -227,7 +227,7 @@ def test_a_reference_to_a_variable(cluster):
 
 def to_variable_at_home():
     """On its owner: what another worker would get."""
-    variable = autograd.Variable(numbers(3))
+    variable = autograd.variable(numbers(3))
     rref, listed = rpc.RRef(variable), rpc.RRef([variable])
     plain = rref.to_here()
     assert isinstance(plain, jax.Array)
@@ -275,7 +275,7 @@ class Averages:
     """Keeps what it computes from what it is sent, from context to context."""
 
     def __init__(self):
-        self.w, self.mean = autograd.Variable(numbers(4)), jnp.zeros(())
+        self.w, self.mean = autograd.variable(numbers(4)), jnp.zeros(())
 
     def __call__(self, x):
         y, self.mean = autograd.apply(averaged, self.w, self.mean, x)
@@ -315,7 +315,7 @@ def before_the_context():
 
 
 def slow_variable(x, y):
-    return autograd.Variable(x + y)
+    return autograd.variable(x + y)
 
 
 def test_a_reference_that_is_older_than_the_context(cluster):
@@ -324,7 +324,7 @@ def test_a_reference_that_is_older_than_the_context(cluster):
 
 def through_references(callee, owner):
     """The callee adds what it fetches from the owner to what the caller gives."""
-    rref = rpc.remote(owner, autograd.Variable, args=(numbers(5),))
+    rref = rpc.remote(owner, autograd.variable, args=(numbers(5),))
     t2 = leaf(6)
     with autograd.context() as context_id:
         out = rpc.remote(callee, fetch_and_add, args=(rref, t2)).to_here()
@@ -356,7 +356,7 @@ def test_references_as_arguments(cluster, steps):
 
 
 def kept_by_the_callee():
-    rref = rpc.remote(name(1), autograd.Variable, args=(numbers(5),))
+    rref = rpc.remote(name(1), autograd.variable, args=(numbers(5),))
     with autograd.context() as context_id:
         out = rpc.remote(name(1), fetch_and_add, args=(rref, leaf(6)))
         out.to_here()
@@ -437,7 +437,7 @@ def test_a_pure_function_must_not_use_variables_of_its_own(cluster):
 
 def test_values_are_on_the_device_of_the_worker_that_has_them(threads):
     devices = jax.devices()
-    x = autograd.Variable(jax.device_put(numbers(1), devices[0]))
+    x = autograd.variable(jax.device_put(numbers(1), devices[0]))
     with autograd.context():
         there = rpc.remote("worker2", add, args=(x, x))
         assert there.to_here().value.devices() == {devices[0]}

@@ -71,7 +71,7 @@ def trained(name, with_second):
 
 
 def variable(seed):
-    return autograd.Variable(jnp.asarray(numbers(seed)))
+    return autograd.variable(jnp.asarray(numbers(seed)))
 
 
 # --- three of torch ---

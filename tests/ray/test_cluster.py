@@ -77,7 +77,7 @@ def test_calls_references_gradients_and_a_pipeline_over_two_machines(machines):
         x = jnp.asarray(bodies.BATCH["x"])
         weights = [jnp.asarray(w) for w in bodies.PARAMS]
         with autograd.context() as context:
-            variables = [autograd.Variable(w) for w in weights]
+            variables = [autograd.variable(w) for w in weights]
             y = x
             for name, w in zip(bodies.NAMES, variables, strict=True):
                 y = rpc.remote(name, bodies.layer, args=(w, y)).to_here()

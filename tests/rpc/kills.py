@@ -19,7 +19,7 @@ def negative(x):
 
 
 def parameter():
-    return autograd.Variable(jnp.array([0.5, -1.25, 2.0]))
+    return autograd.variable(jnp.array([0.5, -1.25, 2.0]))
 
 
 @autograd.eager
@@ -42,7 +42,7 @@ def transfer(victim):
 
 
 def backward(victim):
-    w = _kept.setdefault("w", autograd.Variable(jnp.array([1.0, 2.0, 3.0])))
+    w = _kept.setdefault("w", autograd.variable(jnp.array([1.0, 2.0, 3.0])))
     with autograd.context() as context:
         y = rpc.rpc_sync(victim, scale, args=(w, jnp.array([3.0, 5.0, 7.0])))
         autograd.backward(context, [autograd.apply(jnp.sum, y)])
@@ -54,7 +54,7 @@ def step(victim):
         made = autograd.DistributedOptimizer(optim.sgd, [_kept["parameter"]], lr=1e-3)
         _kept["optimizer"] = made
     with autograd.context() as context:
-        x = autograd.Variable(jnp.array([3.0, 5.0, 7.0]))
+        x = autograd.variable(jnp.array([3.0, 5.0, 7.0]))
         y = rpc.rpc_sync(victim, use, args=(_kept["parameter"], x))
         autograd.backward(context, [autograd.apply(jnp.sum, y)])
         try:

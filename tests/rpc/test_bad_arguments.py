@@ -51,7 +51,7 @@ OUTSIDE = {
 
 def backward(context_id=None, **change):
     with autograd.context() as own:
-        root = autograd.apply(jnp.square, autograd.Variable(3.0))
+        root = autograd.apply(jnp.square, autograd.variable(3.0))
         autograd.backward(own, [root], **change)
 
 

@@ -81,7 +81,7 @@ def backward(
       >>> from jdist import autograd, rpc
       >>> import jax.numpy as jnp
       >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     w = autograd.Variable(jnp.array([3.0, 4.0]))
+      ...     w = autograd.variable(jnp.array([3.0, 4.0]))
       ...     with autograd.context() as context_id:
       ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
       ...         loss = autograd.apply(jnp.sum, y)

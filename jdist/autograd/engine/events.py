@@ -54,7 +54,7 @@ def record_events() -> Iterator[list[Event]]:
       >>> from jdist import autograd, rpc
       >>> import jax.numpy as jnp
       >>> with rpc.local_cluster(["worker0"]), autograd.context() as context_id:
-      ...     x = autograd.Variable(jnp.float32(3.0))
+      ...     x = autograd.variable(jnp.float32(3.0))
       ...     loss = autograd.apply(lambda x: x * x, x)
       ...     with autograd.record_events() as events:
       ...         autograd.backward(context_id, [loss])

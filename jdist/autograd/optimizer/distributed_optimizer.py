@@ -70,8 +70,8 @@ class DistributedOptimizer:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd, optim, rpc
       >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     there = rpc.remote("worker1", autograd.Variable, args=(jnp.ones(2),))
-      ...     here = autograd.Variable(jnp.zeros(2))
+      ...     there = rpc.remote("worker1", autograd.variable, args=(jnp.ones(2),))
+      ...     here = autograd.variable(jnp.zeros(2))
       ...     dist_opt = DistributedOptimizer(
       ...         optim.sgd, [there, rpc.RRef(here)], lr=0.5)
       ...     with autograd.context() as context_id:

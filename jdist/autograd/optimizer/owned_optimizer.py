@@ -328,7 +328,7 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
         argument = f"DistributedOptimizer(params_rrefs[{position}])"
         if not isinstance(value, Variable):
             rule = "must refer to a variable"
-            remedy = "Make one with `autograd.Variable(value)` where the value is."
+            remedy = "Make one with `autograd.variable(value)` where the value is."
             if isinstance(value, Parameter):
                 remedy = "Make the module with `RemoteModule(..., trainable=True)`."
             elif isinstance(value, TrainableModule):

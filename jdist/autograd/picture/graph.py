@@ -141,7 +141,7 @@ def graph(
       >>> import jax.numpy as jnp
       >>> from jdist import autograd, rpc
       >>> with rpc.local_cluster(["w0", "w1"]), autograd.context() as context_id:
-      ...     x = autograd.Variable(2.0)
+      ...     x = autograd.variable(2.0)
       ...     y = rpc.rpc_sync("w1", jnp.sin, args=(x,))
       ...     found = autograd.graph(context_id, [y], names={x: "x"})
       >>> [node.worker for node in found.nodes]

@@ -38,7 +38,7 @@ def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd
-      >>> w = autograd.Variable(jnp.array([1.0, 2.0, 4.0]))
+      >>> w = autograd.variable(jnp.array([1.0, 2.0, 4.0]))
       >>> total, half = autograd.apply(lambda w, n: (w[:n].sum(), n / 2), w, 2)
       >>> total.value.item(), half.item()
       (3.0, 1.0)

@@ -104,7 +104,7 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
     Example:
       >>> import numpy as np
       >>> from jdist import autograd
-      >>> w = autograd.Variable(np.float32(2))
+      >>> w = autograd.variable(np.float32(2))
       >>> def losses(w, x):
       ...     return (w * x).sum(1)
       >>> for rows in (3, 5, 8):  # compiled once

@@ -85,7 +85,7 @@ def detach(tree: PyTree) -> PyTree:
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd
-      >>> w = autograd.Variable(jnp.array([1.0, 2.0]))
+      >>> w = autograd.variable(jnp.array([1.0, 2.0]))
       >>> autograd.detach({"n": 1, "y": w * 3})
       {'n': 1, 'y': Array([3., 6.], dtype=float32)}
     """
@@ -398,7 +398,7 @@ class Recorded(Operators):
     Example:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd
-      >>> w = autograd.Variable(jnp.array([1.0, 2.0]))
+      >>> w = autograd.variable(jnp.array([1.0, 2.0]))
       >>> y = (3.0 * w).sum()
       >>> y, y.value.item()
       (Recorded(float32[] of sum), 9.0)

@@ -18,6 +18,7 @@ from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
     ONE,
     DifferentiatedTree,
+    eager,
     refuse_in_pure,
 )
 from jdist.autograd.recording.recorded import Operators, Recorded
@@ -83,26 +84,6 @@ class Variable(Operators):
     worker. Operators and methods work on it as on a recorded value. Gradients are never
     kept here, but in contexts: `autograd.get_gradients(context_id)[variable]`.
 
-    Args:
-      tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
-        numbers become JAX's. Leaves that are not floating are passed on, and have no
-        gradient.
-
-    Raises:
-      TypeError: A leaf is no array, or is recorded or traced; a Flax NNX module in it
-        holds more than `nnx.Param`, such as statistics or streams of random numbers:
-        these would never change.
-      ValueError: No leaf is floating.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jdist import autograd
-      >>> w = autograd.Variable({"scale": 2.0, "shift": jnp.zeros(3)})
-      >>> w
-      Variable({'scale': float32[], 'shift': float32[3]})
-      >>> autograd.apply(lambda w, x: w["scale"] * x + w["shift"], w, jnp.arange(3.0))
-      Recorded(float32[3] of <lambda>)
-
     Attributes:
       value: The tree. Another one of the same structure, shapes and dtypes may be put
         in its place. A backward pass uses the one that its forward pass has used.
@@ -112,11 +93,11 @@ class Variable(Operators):
     __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
     def __init__(self, tree: PyTree) -> None:
-        refuse_state("Variable(tree)", tree)
+        refuse_state("variable(tree)", tree)
         self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
-            raise ValueError(requirement("Variable(tree)", rule, tree))
+            raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
         self.step_lock = InterruptSafeLock()
@@ -150,7 +131,7 @@ class Variable(Operators):
 
     def _refuse_copy(self) -> NoReturn:
         rule = "must not be given a variable: gradients would go to the original"
-        remedy = "Make another one: `autograd.Variable(x.value)`."
+        remedy = "Make another one: `autograd.variable(x.value)`."
         raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
 
     @property
@@ -271,6 +252,33 @@ class Variable(Operators):
         return f"Variable({shown})"
 
 
+@eager
+def variable(tree: PyTree) -> Variable:
+    """Makes a variable, a leaf with a gradient.
+
+    Args:
+      tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
+        numbers become JAX's. Leaves that are not floating are passed on, and have no
+        gradient.
+
+    Raises:
+      TypeError: A leaf is no array, or is recorded or traced; a Flax NNX module in it
+        holds more than `nnx.Param`, such as statistics or streams of random numbers:
+        these would never change.
+      ValueError: No leaf is floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable({"scale": 2.0, "shift": jnp.zeros(3)})
+      >>> w
+      Variable({'scale': float32[], 'shift': float32[3]})
+      >>> autograd.apply(lambda w, x: w["scale"] * x + w["shift"], w, jnp.arange(3.0))
+      Recorded(float32[3] of <lambda>)
+    """
+    return Variable(tree)
+
+
 def holding(
     locks: Sequence[InterruptSafeLock], busy: str, action: Callable[[], T]
 ) -> T:
@@ -308,7 +316,7 @@ def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
             return _copied(array)
     rule = "must be made of arrays"
     shown = f"{leaf!r} at {path_of(keys)}"
-    raise TypeError(requirement("Variable(tree)", rule, shown))
+    raise TypeError(requirement("variable(tree)", rule, shown))
 
 
 def _copied(array: np.ndarray) -> jax.Array:

@@ -18,7 +18,7 @@ TERMS = 20
 
 
 def variable_on(to, *seed):
-    return rpc.remote(to, autograd.Variable, args=(functions.params(*seed),))
+    return rpc.remote(to, autograd.variable, args=(functions.params(*seed),))
 
 
 def gradient_of(rref, context_id):
@@ -223,7 +223,7 @@ def test_other_references_are_refused(threads):
 
 
 def test_recorded_values_are_refused_with_the_way_out(threads):
-    own = autograd.Variable(functions.params(20))
+    own = autograd.variable(functions.params(20))
     match = r"remote_call\(\*args\)` must not be recorded.*Pass the value of a variable"
     with pytest.raises(TypeError, match=match):
         autograd.remote_call("worker1", functions.layer, own, functions.rows(21))

@@ -92,7 +92,7 @@ SCENES = {
     "dimensions": (
         dimensions,
         lambda: [
-            autograd.Variable(numbers(4, *shape, shape=shape))
+            autograd.variable(numbers(4, *shape, shape=shape))
             for shape in ((4, 6), (6, 5), (5, 7), (7, 2))
         ],
     ),
@@ -143,7 +143,7 @@ def test_gradients_over_workers_are_those_of_the_same_graph_here(
 
 def dtypes():
     x, y = leaves(2, 20, dtype=np.float32), leaves(2, 21, dtype=np.float64)
-    low = autograd.Variable(numbers(22).astype(jnp.bfloat16))
+    low = autograd.variable(numbers(22).astype(jnp.bfloat16))
     with autograd.context() as context_id:
         first = rpc.rpc_sync(after(), world.mul, args=tuple(x))
         second = rpc.rpc_sync(after(), world.mul, args=tuple(y))
@@ -199,7 +199,7 @@ def test_a_callee_knows_which_arguments_are_recorded(cluster):
 
 
 def embedding():
-    weights = autograd.Variable(numbers(25, shape=(7, 4)))
+    weights = autograd.variable(numbers(25, shape=(7, 4)))
     indices = np.array([[1, 5], [2, 5], [1, 1]])
     with autograd.context() as context_id:
         for _ in range(2):
@@ -285,7 +285,7 @@ def test_roots_of_any_shape_with_given_cotangents(cluster):
 
 def trees():
     params = {"w": numbers(30, shape=(3, 2)), "b": numbers(31, shape=(1, 2))}
-    variable = autograd.Variable({**params, "unused": numbers(32), "step": 3})
+    variable = autograd.variable({**params, "unused": numbers(32), "step": 3})
     x = numbers(33, shape=(4, 3))
     with autograd.context() as context_id:
         y = rpc.rpc_sync(after(), _affine, args=(variable, x))
@@ -358,7 +358,7 @@ def test_a_gradient_may_be_donated():
     """Also one that is the cotangent with which the pass began."""
     with rpc.local_cluster(["a"]):
         for _ in range(2):
-            x, y = (autograd.Variable(np.float32(k)) for k in (2, 3))
+            x, y = (autograd.variable(np.float32(k)) for k in (2, 3))
             with autograd.context() as context_id:
                 autograd.backward(context_id, [x + y])
                 gradient = autograd.get_gradients(context_id)[x]

@@ -69,7 +69,7 @@ def own_tokens():
 
 
 def make_table():
-    return autograd.Variable(TABLE)
+    return autograd.variable(TABLE)
 
 
 def with_a_server(rounds):
@@ -120,7 +120,7 @@ def two(*weights):
 
 def clipped():
     a, b = two(1.0, 2.0, 3.0)
-    c = autograd.Variable(np.float32([3, 2, 5]))
+    c = autograd.variable(np.float32([3, 2, 5]))
     refs = [rpc.RRef(v) for v in (a, b, c)]
     shared, mixed = (
         autograd.DistributedOptimizer(optim.sgd, some, lr=1.0)
@@ -163,7 +163,7 @@ def test_the_order_of_use_does_not_matter(cluster):
 
 def some_use_nothing():
     a, b = two()
-    c = autograd.Variable(np.float32(3))
+    c = autograd.variable(np.float32(3))
     with autograd.context() as context_id:
         root = (a * 6.0).sum() if rank() == 1 else c * 2.0
         for retain in (True, False):
@@ -336,7 +336,7 @@ def alone():
 
 def from_elsewhere():
     ref = rpc.remote("worker2", alone)
-    x = autograd.Variable(np.float32(2))
+    x = autograd.variable(np.float32(2))
     with autograd.context() as context_id:
         root = rpc.rpc_sync("worker2", times, args=(x, ref))
         with pytest.raises(

@@ -86,7 +86,7 @@ def test_steps_run_as_the_worker_of_the_queue():
 def test_a_step_that_waits_runs_what_is_ready():
     """The step before it leaves the nodes to it, also if it only asks for the end."""
     with rpc.local_cluster(["only"]), autograd.context() as context_id:
-        x = autograd.Variable(jnp.array([2.0, 3.0], jnp.float32))
+        x = autograd.variable(jnp.array([2.0, 3.0], jnp.float32))
         root = Root((x * x).sum().edge, jnp.float32(1.0))
         context = here().retrieve(context_id)
         started = engines.of(here()).begin(context, [root], [], False, NEVER)

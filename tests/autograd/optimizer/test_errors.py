@@ -161,7 +161,7 @@ def wrong_arguments():
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         make(optim.sgd, [], lr=0.5)
     with pytest.raises(TypeError, match=r"params_rrefs\[1\]\)` must be a reference"):
-        make(optim.sgd, [rref, autograd.Variable(jnp.ones(2))], lr=0.5)
+        make(optim.sgd, [rref, autograd.variable(jnp.ones(2))], lr=0.5)
     with pytest.raises(ExceptionGroup, match=r"refer to a variable. Got a list"):
         make(optim.sgd, [rref, rpc.remote("worker1", list)], lr=0.5)
     with pytest.raises(ExceptionGroup, match="Got a dict from it"):

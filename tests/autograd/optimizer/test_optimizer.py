@@ -307,7 +307,7 @@ def several_devices():
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")),
     ]
     variables = [
-        autograd.Variable(jax.device_put(world.numbers(i, shape=(4, 2)), place))
+        autograd.variable(jax.device_put(world.numbers(i, shape=(4, 2)), place))
         for i, place in enumerate(where)
     ]
     rrefs = [rpc.RRef(variable) for variable in variables]

@@ -83,7 +83,7 @@ def train(server, rounds):
     if me().name == server:
         return
     for number in range(rounds):
-        x = autograd.Variable(numbers(me().id, number))
+        x = autograd.variable(numbers(me().id, number))
         with autograd.context() as context_id:
             args = ("weights", 5, x)
             product = rpc.rpc_sync(server, world.times_own, args=args)

@@ -171,7 +171,7 @@ def test_leaves_stay_where_they_are(tmp_path):
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         value = jax.device_put(world.numbers(1, shape=(4, 2)), place)
-        variable = autograd.Variable(value)
+        variable = autograd.variable(value)
         rref = rpc.RRef(variable)
         dist_opt = autograd.DistributedOptimizer(optim.adam, [rref], lr=0.5)
         grad = jax.device_put(world.numbers(2, shape=(4, 2)), place)

@@ -23,7 +23,7 @@ def normal(*shape, seed=0, dtype=np.float64):
 
 
 def leaf(*shape, seed=0, dtype=np.float64):
-    return autograd.Variable(normal(*shape, seed=seed, dtype=dtype))
+    return autograd.variable(normal(*shape, seed=seed, dtype=dtype))
 
 
 def compare(fn, *variables):
@@ -105,7 +105,7 @@ def test_a_numpy_array_on_the_left_leaves_it_to_us():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])
 def test_dtypes_are_kept(dtype):
-    x = autograd.Variable(jnp.asarray(normal(5), dtype))
+    x = autograd.variable(jnp.asarray(normal(5), dtype))
     y = (x * 2 + 1) ** 2
     assert y.dtype == dtype
     assert pull(y, jnp.ones(5, dtype))[x].dtype == dtype
@@ -166,7 +166,7 @@ def test_absent_cotangents_stay_absent():
 
 
 def test_a_variable_is_given_as_its_tree():
-    w = autograd.Variable({"a": normal(3), "n": np.arange(3), "c": 2.0})
+    w = autograd.variable({"a": normal(3), "n": np.arange(3), "c": 2.0})
     y = autograd.apply(lambda w, x: _weighted(w, x), w, normal(3))
     d = y.edge.node.pull([jnp.array(1.0)])
     assert [edge and edge.index for edge in y.edge.node.inputs] == [0, 1, None, None]

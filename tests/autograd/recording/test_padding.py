@@ -32,8 +32,8 @@ def losses(w, x, y):
 
 
 def gradients(x, y, at, **options):
-    w = autograd.Variable(whole(4, 3, seed=9))
-    inputs = autograd.Variable(x)
+    w = autograd.variable(whole(4, 3, seed=9))
+    inputs = autograd.variable(x)
     with autograd.context() as context_id:
         found = autograd.apply(losses, w, inputs * 2.0, y, **options)
         values = jax.tree.map(lambda leaf: np.asarray(leaf.value), found)
@@ -59,7 +59,7 @@ def ones_per_row(w, x):
 
 def test_a_repeated_example_brings_no_nan(alone):
     """A row of zeros would: its logarithm's derivative is infinite."""
-    w, x = autograd.Variable(np.float32(3)), autograd.Variable(whole(3, 2) ** 2 + 1)
+    w, x = autograd.variable(np.float32(3)), autograd.variable(whole(3, 2) ** 2 + 1)
     with autograd.context() as context_id:
         out = autograd.apply(ones_per_row, w, x.value, pad=autograd.pad_to(8))
         autograd.backward(context_id, [out.sum()])
@@ -73,7 +73,7 @@ def shifted(w, x):
 
 def test_few_programs_for_many_sizes(alone, compilations):
     """Both halves once for each padded size, and nothing for any other."""
-    w, counts = autograd.Variable(whole(6, seed=1)), []
+    w, counts = autograd.variable(whole(6, seed=1)), []
     for rows in (5, 3, 8, 7, 12, 9, 1, 16):
         before = len(compilations)
         with autograd.context() as context_id:
@@ -86,7 +86,7 @@ def test_few_programs_for_many_sizes(alone, compilations):
 
 
 def test_placement_stays(alone):
-    w = autograd.Variable(whole(6, seed=1))
+    w = autograd.variable(whole(6, seed=1))
     x = jax.device_put(whole(3, 6), jax.devices()[4])
     out = autograd.apply(shifted, w, x, pad=autograd.pad_to(4))
     assert (out.value.devices(), out.value.committed) == ({jax.devices()[4]}, True)
@@ -99,7 +99,7 @@ def table_of(w, table, x):
 
 
 def test_arguments_that_are_no_batch(alone):
-    w, table, x = autograd.Variable(whole(6)), whole(3, 6, seed=2), whole(5, 6, seed=3)
+    w, table, x = autograd.variable(whole(6)), whole(3, 6, seed=2), whole(5, 6, seed=3)
     pad = autograd.pad_to(4, args=[2])
     out = autograd.apply(table_of, w, table, x, pad=pad)
     expected = x * np.asarray(w.value) + table[:2].sum(0)
@@ -116,8 +116,8 @@ def test_across_workers(threads):
 
 def away():
     """Values from another worker, of other sizes than are compilations here."""
-    w = autograd.Variable(whole(6, seed=1))
-    x = autograd.Variable(whole(5, 6, seed=2))
+    w = autograd.variable(whole(6, seed=1))
+    x = autograd.variable(whole(5, 6, seed=2))
     for options in ({}, {"pad": autograd.pad_to(4)}):
         with autograd.context() as context_id:
             rows = rpc.rpc_sync("worker1", world.sine, args=(x,))
@@ -136,7 +136,7 @@ def own_pad(x, pad):
 
 
 def test_a_function_with_an_argument_of_that_name(alone):
-    x = autograd.Variable(np.float32([1, 2]))
+    x = autograd.variable(np.float32([1, 2]))
     out = autograd.apply(own_pad, x, pad=3.0)
     assert out.value.tolist() == [3, 6]
 
@@ -148,7 +148,7 @@ def test_a_function_with_an_argument_of_that_name(alone):
 )
 def test_a_reduction_over_the_batch_is_refused(alone, fn, shape):
     """For every size, also one that needs no padding."""
-    w = autograd.Variable(whole(6))
+    w = autograd.variable(whole(6))
     for rows in (3, 4):
         with pytest.raises(ValueError, match=f"output of shape {shape} at .* for 4"):
             autograd.apply(fn, w, whole(rows, 6), pad=autograd.pad_to(4))
@@ -166,14 +166,14 @@ def normalized(w, x):
 @pytest.mark.parametrize(("fn", "path"), [(centered, "root"), (normalized, "n")])
 def test_a_function_that_mixes_examples_is_refused(alone, fn, path):
     """Once examples can tell; a single one, or equal ones, cannot."""
-    w, pad = autograd.Variable(whole(6)), autograd.pad_to(8)
+    w, pad = autograd.variable(whole(6)), autograd.pad_to(8)
     for rows in (whole(1, 6), np.ones((5, 6), np.float32)):
         autograd.apply(fn, w, rows, pad=pad)
     match = rf"independently. Got an output at .*{path}.* example 0 depends on other"
     for _ in range(2):
         with pytest.raises(ValueError, match=match):
             autograd.apply(fn, w, whole(5, 6), pad=pad)
-    recorded = autograd.Variable(whole(5, 6)) * 2.0
+    recorded = autograd.variable(whole(5, 6)) * 2.0
     with pytest.raises(ValueError, match=match):
         autograd.apply(fn, w, recorded, pad=pad)
     assert autograd.apply(fn, w, whole(8, 6), pad=pad) is not None  # nothing is padded
@@ -186,7 +186,7 @@ def dropped(w, x, key, rate):
 
 def test_dropout_is_no_mixing(alone):
     """Its mask is that of the padded batch, whatever is repeated."""
-    w, pad = autograd.Variable(whole(6, seed=2)), autograd.pad_to(8, args=[1])
+    w, pad = autograd.variable(whole(6, seed=2)), autograd.pad_to(8, args=[1])
     for seed in range(3):
         out = autograd.apply(
             dropped, w, whole(5, 6, seed=seed), jax.random.key(seed), 0.5, pad=pad
@@ -202,14 +202,14 @@ def test_mixing_that_begins_later_is_refused(alone):
     """With a gate of zero, as many are initialized, no output tells."""
     pad = autograd.pad_to(8)
     autograd.apply(
-        gated, autograd.Variable(np.zeros(6, np.float32)), whole(5, 6), pad=pad
+        gated, autograd.variable(np.zeros(6, np.float32)), whole(5, 6), pad=pad
     )
     with pytest.raises(ValueError, match="example 0 depends on other"):
-        autograd.apply(gated, autograd.Variable(whole(6)), whole(5, 6), pad=pad)
+        autograd.apply(gated, autograd.variable(whole(6)), whole(5, 6), pad=pad)
 
 
 def test_outputs_without_a_history_are_checked(alone):
-    w = autograd.Variable(whole(6))
+    w = autograd.variable(whole(6))
     with pytest.raises(ValueError, match="example 0 depends on other"):
         autograd.apply(
             lambda w, x: jax.lax.stop_gradient(centered(w, x)), w, whole(5, 6),
@@ -226,10 +226,10 @@ def test_an_extreme_of_the_batch_has_its_gradient(alone, largest):
     """Repeated examples change no output, and share the gradient of the extreme."""
     rows = whole(3, 6)
     rows[largest] += 10
-    w = autograd.Variable(whole(6))
+    w = autograd.variable(whole(6))
     found = []
     for options in ({}, {"pad": autograd.pad_to(8)}):
-        x = autograd.Variable(rows)
+        x = autograd.variable(rows)
         with autograd.context() as context_id:
             out = autograd.apply(relative_to_largest, w, x * 1.0, **options)
             autograd.backward(context_id, [(out * out).sum()])
@@ -239,7 +239,7 @@ def test_an_extreme_of_the_batch_has_its_gradient(alone, largest):
 
 
 def test_a_function_runs_twice_at_uses_1_2_4_of_each_size(alone, monkeypatch):
-    w, pad, runs = autograd.Variable(whole(6)), autograd.pad_to(8), []
+    w, pad, runs = autograd.variable(whole(6)), autograd.pad_to(8), []
     record = padding.record
 
     def counted(fn, args, kwargs):
@@ -253,7 +253,7 @@ def test_a_function_runs_twice_at_uses_1_2_4_of_each_size(alone, monkeypatch):
 
 
 def test_a_function_that_is_not_deterministic_proves_nothing(alone):
-    w, runs = autograd.Variable(whole(6)), iter(range(100))
+    w, runs = autograd.variable(whole(6)), iter(range(100))
 
     def noise(x):
         return x + np.float32(next(runs))
@@ -267,7 +267,7 @@ def test_a_function_that_is_not_deterministic_proves_nothing(alone):
 
 
 def test_batches_that_cannot_be_padded(alone):
-    w = autograd.Variable(whole(6))
+    w = autograd.variable(whole(6))
     with pytest.raises(ValueError, match=r"largest is 8\. Got a batch of 9 examples"):
         autograd.apply(shifted, w, whole(9, 6), pad=autograd.pad_to([8, 4]))
     with pytest.raises(ValueError, match="a batch of 0 examples"):
@@ -303,7 +303,7 @@ def total_of(w, x):
 
 def test_ragged_batches_are_warned_of(alone):
     """With the name of the function, the shapes and what to do; not where padded."""
-    w = autograd.Variable(whole(6))
+    w = autograd.variable(whole(6))
     for rows in range(1, 8):
         autograd.apply(total_of, w, whole(rows, 6))
     expected = r"apply compiles total_of .* float32\[7,6\] then float32\[8,6\]"

@@ -68,14 +68,14 @@ NAMED = {
 def test_a_variable_holds_parameters_only(kind):
     text = "must hold no state but nnx.Param: it would never change. Got .*"
     with pytest.raises(TypeError, match=text + NAMED.get(kind, "") + ".*" + REMEDY):
-        autograd.Variable(STATEFUL[kind]())
+        autograd.variable(STATEFUL[kind]())
 
 
 def test_modules_of_parameters_are_trees():
     linear = nnx.Linear(3, 4, rngs=rngs())
     for tree in (linear, nnx.state(linear), nnx.state(Noisy(rngs()), nnx.Param)):
-        assert autograd.Variable(tree).structure == jax.tree.structure(tree)
-    w, x = autograd.Variable(linear), inputs()
+        assert autograd.variable(tree).structure == jax.tree.structure(tree)
+    w, x = autograd.variable(linear), inputs()
     y = autograd.apply(lambda w, x: w(x), w, x)
     np.testing.assert_allclose(y.value, linear(x), rtol=1e-6)
 
@@ -93,7 +93,7 @@ def test_the_remedy_moves_the_state():
     """Its masks differ from call to call, and its statistics are Flax's own."""
     module, x = Noisy(rngs()), inputs()
     graph, params, rest = nnx.split(module, nnx.Param, ...)
-    w, run = autograd.Variable(params), in_the_way_of_the_remedy(graph)
+    w, run = autograd.variable(params), in_the_way_of_the_remedy(graph)
     found = []
     for _ in range(2):
         y, rest = autograd.apply(run, w, rest, x)
@@ -126,7 +126,7 @@ def test_a_module_beside_a_variable_is_not_changed_in_vain(kind):
         r"`apply\(use\)` must not change a module that it is given: the change would "
     )
     with pytest.raises(TypeError, match=text + f"be lost. Got .*{paths}.*" + REMEDY):
-        autograd.apply(use, autograd.Variable(jnp.float32(2.0)), make(), inputs())
+        autograd.apply(use, autograd.variable(jnp.float32(2.0)), make(), inputs())
 
 
 def test_a_module_that_only_reads_its_state_is_an_input():
@@ -134,14 +134,14 @@ def test_a_module_that_only_reads_its_state_is_an_input():
     module, x = Noisy(rngs()), inputs()
     module(x)
     module.eval()
-    w = autograd.Variable(jnp.float32(2.0))
+    w = autograd.variable(jnp.float32(2.0))
     y = autograd.apply(use, w, module, x)
     np.testing.assert_allclose(y.value, 2 * module(x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_module_that_is_returned_may_be_changed():
     module, x = nnx.BatchNorm(3, rngs=rngs()), inputs()
-    w = autograd.Variable(jnp.float32(2.0))
+    w = autograd.variable(jnp.float32(2.0))
 
     def run(w, module, x):
         return module(x) * w, module
@@ -156,7 +156,7 @@ def test_a_module_that_is_returned_may_be_changed():
 
 def test_flax_is_not_imported():
     program = (
-        "import sys; from jdist import autograd; w = autograd.Variable(1.0); "
+        "import sys; from jdist import autograd; w = autograd.variable(1.0); "
         "autograd.apply(abs, w); sys.exit('flax' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -19,11 +19,11 @@ COMPARISONS = (
 
 
 def leaf(array=ONE):
-    return autograd.Variable(array)
+    return autograd.variable(array)
 
 
 def tree():
-    return autograd.Variable({"a": ONE, "b": OTHER[:2]})
+    return autograd.variable({"a": ONE, "b": OTHER[:2]})
 
 
 def is_plain(found, expected):

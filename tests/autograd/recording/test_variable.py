@@ -24,7 +24,7 @@ def tree():
 
 def test_its_value_is_a_tree_of_jax_arrays():
     given = tree()
-    w = autograd.Variable(given)
+    w = autograd.variable(given)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(w.value))
     kinds = jax.tree.map(lambda leaf: (str(leaf.dtype), leaf.weak_type), w.value)
     assert kinds == {
@@ -45,12 +45,12 @@ def test_its_value_is_a_tree_of_jax_arrays():
 @pytest.mark.parametrize("shape", [(), (1,), (2, 0)])
 def test_any_floating_array_will_do(shape):
     for dtype in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.complex64):
-        assert autograd.Variable(jnp.zeros(shape, dtype)).value.dtype == dtype
+        assert autograd.variable(jnp.zeros(shape, dtype)).value.dtype == dtype
 
 
 def test_a_jax_array_is_kept_itself():
     array = jnp.arange(3.0)
-    assert autograd.Variable(array).value is array
+    assert autograd.variable(array).value is array
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -72,7 +72,7 @@ def test_other_arrays_become_what_jax_makes_of_them(array, x64):
     with jax.enable_x64(x64):
         native = np.asarray(array).dtype.newbyteorder("=")
         expected = jnp.array(np.asarray(array, native))
-        found = autograd.Variable([array, 1.0]).value[0]
+        found = autograd.variable([array, 1.0]).value[0]
         assert found.dtype == expected.dtype
         assert found.weak_type == expected.weak_type
         assert found.committed == expected.committed
@@ -82,7 +82,7 @@ def test_other_arrays_become_what_jax_makes_of_them(array, x64):
 def test_a_numpy_array_may_be_written_to_afterwards():
     for array in (np.arange(64.0), np.arange(64.0).reshape(8, 8).T):
         expected = array.copy()
-        w = autograd.Variable(array)
+        w = autograd.variable(array)
         array[...] = -1.0
         assert np.array_equal(w.value, expected)
 
@@ -93,24 +93,24 @@ def test_a_numpy_array_may_be_written_to_afterwards():
     ids=lambda leaf: type(leaf).__name__,
 )
 def test_what_is_no_array_is_refused(leaf):
-    found = [leaf] if leaf is not None else [autograd.Variable(1.0)]
-    with pytest.raises(TypeError, match=r"`Variable\(tree\)` must be made of arrays"):
-        autograd.Variable({"a": found, "b": 1.0})
+    found = [leaf] if leaf is not None else [autograd.variable(1.0)]
+    with pytest.raises(TypeError, match=r"`variable\(tree\)` must be made of arrays"):
+        autograd.variable({"a": found, "b": 1.0})
 
 
 def test_so_is_what_is_traced():
     with pytest.raises(TypeError, match="must be made of arrays"):
-        jax.jit(autograd.Variable)(jnp.ones(3))
+        jax.jit(autograd.variable)(jnp.ones(3))
 
 
 @pytest.mark.parametrize("nothing", [3, True, (), {"a": np.arange(3)}])
 def test_something_must_be_floating(nothing):
     with pytest.raises(ValueError, match="must have at least one floating array"):
-        autograd.Variable(nothing)
+        autograd.variable(nothing)
 
 
 def test_the_value_may_be_replaced_by_one_like_it():
-    w = autograd.Variable({"a": jnp.arange(3.0), "n": 2})
+    w = autograd.variable({"a": jnp.arange(3.0), "n": 2})
     w.value = {"a": np.full(3, 7.0), "n": 5}
     assert w.value["a"].tolist() == [7.0, 7.0, 7.0]
     for wrong, message in [
@@ -126,7 +126,7 @@ def test_the_value_may_be_replaced_by_one_like_it():
 
 
 def test_backward_uses_the_value_that_forward_used():
-    w = autograd.Variable(jnp.array([2.0, 3.0]))
+    w = autograd.variable(jnp.array([2.0, 3.0]))
     y = w * w
     w.value = jnp.array([100.0, 100.0])
     d_left, d_right = y.edge.node.pull([jnp.array([1.0, 10.0])])
@@ -134,7 +134,7 @@ def test_backward_uses_the_value_that_forward_used():
 
 
 def test_each_variable_has_one_node_while_a_history_leads_to_it():
-    w = autograd.Variable(jnp.arange(3.0))
+    w = autograd.variable(jnp.arange(3.0))
     one, other = w * 2.0, w + 1.0
     node = one.edge.node.inputs[0].node
     assert isinstance(node, LeafNode)
@@ -144,7 +144,7 @@ def test_each_variable_has_one_node_while_a_history_leads_to_it():
 
 
 def test_nothing_keeps_it_alive_but_its_histories():
-    w = autograd.Variable(jnp.arange(3.0))
+    w = autograd.variable(jnp.arange(3.0))
     gone, node = weakref.ref(w), weakref.ref(w.node)
     y = w * 2.0
     del w
@@ -159,7 +159,7 @@ def test_nothing_keeps_it_alive_but_its_histories():
 
 
 def test_recorded_is_its_tree():
-    w = autograd.Variable(tree())
+    w = autograd.variable(tree())
     found = w.recorded()
     assert isinstance(found["steps"], jax.Array)
     leaves = [found["b"][0], found["b"][1], found["w"]]
@@ -170,7 +170,7 @@ def test_recorded_is_its_tree():
 
 
 def test_hooks_are_kept_in_order_and_removed():
-    w = autograd.Variable(1.0)
+    w = autograd.variable(1.0)
     first, second = (lambda g: g), (lambda g: None)
     remove = w.register_hook(first)
     w.register_hook(second)

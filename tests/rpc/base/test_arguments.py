@@ -56,7 +56,7 @@ NO_ARGUMENTS = {
     "a generator": lambda: (value for value in (3.0,)),
     "a range": lambda: range(2),
     "a named tuple": lambda: Point(3.0, 4.0),
-    "a variable": lambda: autograd.Variable(jnp.array([0.0])),
+    "a variable": lambda: autograd.variable(jnp.array([0.0])),
 }
 
 NO_KEYWORDS = {
