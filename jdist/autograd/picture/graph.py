@@ -9,9 +9,8 @@ from typing import Any
 from jdist._errors import check_choice, check_sequence, check_type
 from jdist.autograd.contexts import Container, Context, here
 from jdist.autograd.engine import engine as engines
+from jdist.autograd.picture.drawing import mermaid, svg
 from jdist.autograd.picture.graph_node import (
-    FUNCTION,
-    LEAF,
     RECEIVE,
     SEND,
     GraphNode,
@@ -74,39 +73,12 @@ class Graph:
         ]
 
     def mermaid(self) -> str:
-        """Draws the graph as a Mermaid flow chart, from variables to roots.
+        """Draws the graph as a Mermaid flow chart, from variables to roots."""
+        return mermaid(self.nodes, self.labels(), self.arcs())
 
-        Each worker has a box, and messages are dashed arrows.
-        """
-        lines, labels = ["flowchart LR"], list(map(_escaped, self.labels()))
-        # A dict, not a set: workers come in the order of the nodes, in every run.
-        workers = dict.fromkeys(node.worker for node in self.nodes)
-        for number, worker in enumerate(workers):
-            lines.append(f'  subgraph w{number}["{_escaped(worker)}"]')
-            for place, node in enumerate(self.nodes):
-                if node.worker == worker:
-                    left, right = _SHAPES[node.kind]
-                    lines.append(f'    n{place}{left}"{labels[place]}"{right}')
-            lines.append("  end")
-        for source, target in self.arcs():
-            # A receive function has no other arc than its message.
-            arrow = "-.->" if self.nodes[target].kind == RECEIVE else "-->"
-            lines.append(f"  n{source} {arrow} n{target}")
-        return "\n".join(lines) + "\n"
-
-
-_SHAPES = {
-    LEAF: ("([", "])"),
-    FUNCTION: ("[", "]"),
-    SEND: ("[/", "/]"),
-    RECEIVE: ("[\\", "\\]"),
-}
-
-
-def _escaped(text: str) -> str:
-    """Escape a text by Mermaid's entities."""
-    # `#` begins an entity, so it is escaped itself.
-    return "".join(f"#{ord(c)};" if c in '"<>#' else c for c in text)
+    def svg(self) -> str:
+        """Draws the graph as an SVG picture, from variables on the left to roots."""
+        return svg(self.nodes, self.labels(), self.arcs())
 
 
 def graph(
