@@ -307,6 +307,6 @@ def test_a_variable_is_not_copied():
     """Gradients of a copy would go to the original, or nowhere."""
     for make in (copy.copy, copy.deepcopy, lambda w: copy.deepcopy([w])):
         with pytest.raises(
-            TypeError, match=r"another one: `autograd\.Variable\(x\.val"
+            TypeError, match=r"another one: `autograd\.variable\(x\.val"
         ):
             make(tree())
