@@ -439,7 +439,7 @@ class Recording:
 
     Args:
       context: The context.
-      message_id: Of the request that is being executed; 0 where the context was made.
+      message_id: Id of the request that is executed; 0 where the context was made.
     """
 
     __slots__ = ("_message_id", "_tokens", "context")
@@ -780,7 +780,7 @@ def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
     change the mapping.
 
     Args:
-      context_id: Of the context.
+      context_id: Id of the context.
 
     Raises:
       ContextNotFound: There is no such context on this worker.

@@ -3,7 +3,7 @@
 from jdist.autograd import nnx_module
 from jdist.autograd.call_primitive import callee, caller
 from jdist.autograd.contexts import STATE, Container
-from jdist.autograd.engine import backward, engine
+from jdist.autograd.engine import backward, engine, replicated
 from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.picture import graph
 from jdist.autograd.recording.recorded import Recorded
@@ -27,6 +27,7 @@ def install(agent: Agent) -> None:
     agent.extension_state[callee.STATE] = callee.ServedFunctions()
     agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)
+    replicated.install(container)
     backward.install(container)
     graph.install(container)
     owned_optimizer.install(agent)

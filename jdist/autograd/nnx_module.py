@@ -313,7 +313,7 @@ def _function(name: str, call: ModuleMethod, code: tuple[object, ...]) -> Module
     """Builds the function that is compiled: from a module's arrays to output and state.
 
     Args:
-      name: Of the module's class.
+      name: Name of the module's class.
       call: Its `__call__`, whose source line messages name.
       code: Classes and functions on which the module's behaviour depends.
     """

@@ -134,7 +134,7 @@ def describe(
     Args:
       function: The function.
       skeleton: Its arguments `(args, kwargs)`, with places in place of arrays.
-      kinds: Of these arrays.
+      kinds: Shapes and dtypes of these arrays.
       references: To variables among the arguments.
 
     Returns:
@@ -181,7 +181,7 @@ def perform(
       leaves: The arrays.
       host: Whether the results are to be NumPy arrays.
       references: To variables among the arguments.
-      context_id: Of the context to which their gradients go; None without one.
+      context_id: Id of the context to which their gradients go; None without one.
 
     Raises:
       UnknownFunction: The number is to be asked for again.
@@ -246,9 +246,9 @@ def _compiled(
     Args:
       program: The function.
       made: Its transforms.
-      contents: Of the function.
+      contents: Contents of the function.
       key: The rest of its key in the cache.
-      arguments: Of the call.
+      arguments: Arguments of the call.
     """
     function = _transformed(program, made)
     if contents.complete:
@@ -297,8 +297,7 @@ def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
 
 
 def _programs(agent: Agent) -> ServedFunctions:
-    found = agent.extension_state[STATE]
-    assert isinstance(found, ServedFunctions)
+    found: ServedFunctions = agent.extension_state[STATE]
     return found
 
 

@@ -173,8 +173,7 @@ class RemoteFunctions:
 
 def caller_of(agent: Agent) -> RemoteFunctions:
     """Returns a worker's descriptions of functions on others."""
-    found = agent.extension_state[STATE]
-    assert isinstance(found, RemoteFunctions)
+    found: RemoteFunctions = agent.extension_state[STATE]
     return found
 
 

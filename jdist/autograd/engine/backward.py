@@ -51,7 +51,7 @@ def backward(
     arrival, so results repeat bit for bit.
 
     Args:
-      context_id: Of the context in which the roots were computed.
+      context_id: Id of the context in which the roots were computed.
       roots: Recorded values of this worker. Their sum is differentiated.
       mode: "smart" waits for what the roots depend on. "fast" takes for granted that
         they depend on every message of the context, as torch does; where they do not,

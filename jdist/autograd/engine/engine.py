@@ -792,9 +792,9 @@ class Engine:
         """Finds the ids of all send functions, on any worker, that these nodes reach.
 
         Args:
-          context_id: Of the context.
+          context_id: Id of the context.
           starts: Nodes of this worker.
-          timeout: Of each question, in seconds.
+          timeout: Seconds to wait for each answer.
 
         Raises:
           RpcTimeout, WorkerLost: A worker that had to be asked did not answer.
@@ -945,6 +945,5 @@ def install(container: Container) -> None:
 
 def of(container: Container) -> Engine:
     """Return the engine of the worker with these contexts."""
-    found = container.agent.extension_state[STATE]
-    assert isinstance(found, Engine)
+    found: Engine = container.agent.extension_state[STATE]
     return found

@@ -27,7 +27,7 @@ class Event(NamedTuple):
       name: Name of the function.
       message_id: Message id of the send or recv function; 0 for another one.
       peer: Name of the worker on the other side of that function, or empty.
-      counts: Of a "counted" event, the name of each function and how many gradients it
+      counts: For a "counted" event, the name of each function and how many gradients it
         waits for.
     """
 

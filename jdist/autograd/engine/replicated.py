@@ -126,9 +126,7 @@ def replicated(
     """
     container = here()
     agent = container.agent
-    groups = agent.extension_state.setdefault(STATE, ReplicaGroups(container))
-    assert isinstance(groups, ReplicaGroups)
-    return groups.group(_names(agent, group)).add(params, weight, timeout)
+    return _groups(agent).group(_names(agent, group)).add(params, weight, timeout)
 
 
 def unreplicate(variable: Variable) -> None:
@@ -146,8 +144,7 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    groups = current_agent().extension_state.get(STATE)
-    if not isinstance(groups, ReplicaGroups) or not groups.remove(variable):
+    if not _groups(current_agent()).remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
 
@@ -175,7 +172,7 @@ class ReplicaGroup:
 
     Args:
       container: That of the worker.
-      names: Of the trainers, by rank.
+      names: Names of the trainers, by rank.
 
     Attributes:
       names: The argument of the same name.
@@ -419,8 +416,7 @@ class ReplicaReduction:
     """
 
     def __init__(self, agent: Agent) -> None:
-        groups = agent.extension_state.get(STATE)
-        self._groups = groups.alive() if isinstance(groups, ReplicaGroups) else []
+        self._groups = _groups(agent).alive()
         self._left: list[ReplicaGroup] = []
         self.found: dict[Variable, PyTree] = {}
 
@@ -468,6 +464,16 @@ class ReplicaReduction:
             finally:
                 group.end()
         return gradients
+
+
+def install(container: Container) -> None:
+    """Gives the worker with these contexts its groups of trainers."""
+    container.agent.extension_state[STATE] = ReplicaGroups(container)
+
+
+def _groups(agent: Agent) -> ReplicaGroups:
+    found: ReplicaGroups = agent.extension_state[STATE]
+    return found
 
 
 # --- arguments ---

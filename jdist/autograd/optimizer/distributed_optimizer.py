@@ -50,8 +50,8 @@ class DistributedOptimizer:
         wrapped as `rpc.RRef(variable)`. Those of a trainable module on another worker
         are `module.remote_parameters()`. They hold full precision: of an optimizer with
         masters they are rounded to its compute copies.
-      *args: Of the constructor.
-      **kwargs: Likewise. A schedule is a function that travels by name, too.
+      *args: Arguments of the constructor.
+      **kwargs: Its keyword arguments. A schedule travels by name, too.
 
     Raises:
       TypeError: `optimizer` is no function, or something that cannot travel; or what is
@@ -134,7 +134,7 @@ class DistributedOptimizer:
         gradient keeps its value, its state and its count.
 
         Args:
-          context_id: Of the context, after its backward pass.
+          context_id: Id of the context, after its backward pass.
           max_norm: If given, gradients are scaled down together so that their norm over
             all owners is at most this, as `optim.clip_by_global_norm` does. Their
             squares are added in the order of `params_rrefs`, so the norm does not

@@ -95,10 +95,10 @@ def graph(
     that it sent; on this worker also that of `roots` and `values`.
 
     Args:
-      context_id: Of the context.
+      context_id: Id of the context.
       roots: Where a backward pass would begin, which defines the dependency counts.
       values: Other values to show.
-      names: Of this worker's variables; the others are shown as dtype and shape.
+      names: Names of this worker's variables; others are shown as dtype and shape.
       mode: "fast": a pass waits for all sends; "smart": for those that the roots reach.
       timeout: Seconds for each worker to answer; as for `rpc.rpc_sync`.
 

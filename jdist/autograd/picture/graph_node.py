@@ -50,7 +50,7 @@ def graph_nodes(
       context: Its sends and receptions, and all that leads to them, are listed.
       roots: Where a backward pass would begin on this worker.
       values: Functions to be listed too.
-      names: Of variables of this worker.
+      names: Names of this worker's variables.
       marks: Message ids of the sends that the pass waits for; None for all.
     """
     sends = context.send_functions()

@@ -22,7 +22,7 @@ def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
       *args: Pytrees of recorded values, variables, arrays, and Python values. Arrays
         and floating numbers are inputs; integers, booleans, strings and functions are
         part of the compiled function, so that shapes and axes can be given.
-      **kwargs: Likewise. One of them, `pad=autograd.pad_to(...)`, is not given to the
+      **kwargs: As `args`. One of them, `pad=autograd.pad_to(...)`, is not given to the
         function: it compiles for few batch sizes only, see there.
 
     Returns:

@@ -173,7 +173,7 @@ class SegmentNode(Node):
     """A call of a pure function, with the residuals of its forward half.
 
     Args:
-      name: Of the function.
+      name: Name of the function.
       inputs: An edge or None for each array that it was given.
       order: See `Node`.
       segment: The function as a forward and a backward half.
@@ -229,7 +229,7 @@ class SendNode(Node):
     sends back; `pull` moves it to the device of the value.
 
     Args:
-      message_id: Of the message.
+      message_id: Id of the message.
       worker: The receiver.
       label: Describes the message as a text, for error messages.
       order: See `Node`.
@@ -313,8 +313,8 @@ class RecvNode(Node):
     send function of the same message id on `worker`.
 
     Args:
-      context_id: Of the context in which the message was sent.
-      message_id: Of the message.
+      context_id: Id of the context in which the message was sent.
+      message_id: Id of the message.
       worker: The sender.
       outputs: Number of recorded values in the message.
       reach: The sender's send function and all send functions below it.

@@ -178,7 +178,7 @@ def _check_independence(
     Args:
       fn: The function.
       run: `run(number)` returns the outputs where that example is repeated.
-      outputs: Of `run(-1)`.
+      outputs: What `run(-1)` returned.
       rows: Number of given examples.
       batches: The batches among the arguments.
 
@@ -245,7 +245,7 @@ class ResizedNode(Node):
 
     Args:
       name: Shown in messages and pictures.
-      edge: Of the value.
+      edge: Edge of the value.
       rows: Its length.
       repeated: Which of its rows the added ones repeat.
     """

@@ -103,8 +103,8 @@ def call(
 
     Args:
       fn: A pure function.
-      leaves: Of `(args, kwargs)`, recorded values and variables among them.
-      structure: Of `(args, kwargs)`.
+      leaves: Leaves of `(args, kwargs)`, recorded values and variables among them.
+      structure: Tree structure of `(args, kwargs)`.
       numbers: Types of Python's numbers that are inputs.
 
     Raises:

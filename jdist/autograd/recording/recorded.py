@@ -360,7 +360,7 @@ def _loss_of_history(name: str, value: Operators) -> str:
 
 
 def _refuse_as_argument(value: Operators) -> NoReturn:
-    # Of a TypeError JAX would drop the message.
+    # JAX would drop the message of a TypeError.
     raise AutogradError(_loss_of_history("jnp.f", value))
 
 

@@ -293,7 +293,7 @@ def holding(
       RpcTimeout: The deadline of the call came first.
       RuntimeError: This very thread holds one: it was interrupted meanwhile.
     """
-    # The caller's deadline: a lock without one could hold up a worker for good.
+    # The caller's deadline: a lock without one could hold up a worker for ever.
     limit = current.deadline()
 
     def act() -> T:

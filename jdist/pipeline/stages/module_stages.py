@@ -67,7 +67,7 @@ class FromModules(NamedTuple):
 
         Args:
           params: One tree for each stage, such as those of a training state.
-          states: Likewise.
+          states: As `params`.
 
         Returns:
           New modules with these parameters and states, of the kind that was given: Flax

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jdist import autograd, optim, rpc
 from jdist.autograd.contexts import here
-from jdist.autograd.engine.replicated import STATE
+from jdist.autograd.engine import replicated
 from tests.autograd.engine_world import numbers
 from tests.cotangents import rule
 from tests.rpc.hosts import become_worker, results
@@ -42,7 +42,7 @@ def outcome(body, *args):
     except Exception as error:  # noqa: BLE001 - it is what the test is about
         return error
     finally:  # What a test has replicated is not the next one's.
-        here().agent.extension_state.pop(STATE)
+        replicated.install(here())
         here().replicated.clear()
 
 
