@@ -55,14 +55,6 @@ class LRUCache(Generic[Key, Entry]):
         with self._lock:
             return self._entries.pop(key, None)
 
-    def drop(self, entry: Entry) -> None:
-        """Removes an entry from all its keys."""
-        with self._lock:
-            # Listed first: a dict must not change while it is walked through.
-            keys = [key for key, other in self._entries.items() if other is entry]
-            for key in keys:
-                del self._entries[key]
-
     def clear(self) -> None:
         """Removes all entries."""
         with self._lock:

@@ -72,7 +72,7 @@ from jdist.pipeline.weight_stashing.executor import (
     check_epochs,
 )
 from jdist.reduction import check_reduction
-from jdist.segment.internal import GuardedContents
+from jdist.segment.internal import Watched
 
 __all__ = ["Pipeline"]
 
@@ -217,17 +217,17 @@ class Pipeline:
         return found
 
     @cached_property
-    def _contents(self) -> GuardedContents:
+    def _contents(self) -> Watched:
         """What the functions read."""
         reads: dict[str, object] = {"loss_fn": self._loss.fn}
         for j, stage in enumerate(self.stages):
             reads[f"stage {j}"] = stage.fn, stage.in_evaluation
-        return GuardedContents(reads, "Pipeline")
+        return Watched(reads, "Pipeline")
 
     @cached_property
-    def _updates(self) -> GuardedContents:
+    def _updates(self) -> Watched:
         """What the optimizers read, such as a schedule of the user's."""
-        return GuardedContents({"optimizer": self._optimizer}, "Pipeline")
+        return Watched({"optimizer": self._optimizer}, "Pipeline")
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -351,23 +351,27 @@ class Pipeline:
     def _opened(self, kind: str) -> Iterator[StageChannels]:
         """A call of all processes that runs the stages, if they are as compiled."""
         with outside_mesh(), self.communicator.opened(kind) as channels:
-            self._check_functions()
+            unchanged = self._check_functions()
             yield channels
             # After the traces, which may write to what they read.
-            for each in (self._contents, self._updates):
-                if not each.holds():
-                    each.take()
+            if not unchanged:
+                self._contents.note()
+            if not self._updates.holds():
+                self._updates.note()
 
-    def _check_functions(self) -> None:
+    def _check_functions(self) -> bool:
+        """Checks that functions are as compiled; whether nothing at all has changed."""
+        unchanged = self._contents.holds()
         # Before the first call nothing is compiled.
-        if self._contents.taken and not self._contents.holds():
+        if not unchanged and self._contents.contents is not None:
             self.executor.check_functions()
-        if self._updates.taken and not self._updates.holds():
+        if self._updates.contents is not None and not self._updates.holds():
             rule = "must read what it read when its update was first compiled"
             remedy = "Override what changes in `train_step`, or make the optimizer and "
             remedy += "the pipeline anew."
             argument, got = "Pipeline(optimizer=...)", "one that reads something else"
             raise ValueError(requirement(argument, rule, got, remedy))
+        return unchanged
 
     @called_outside_mesh
     def init(

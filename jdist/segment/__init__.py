@@ -11,7 +11,7 @@ once for each call in flight; its pull-back cannot be split; and a lambda writte
 loop is compiled in every iteration.
 
 - `_programs`: the traced program of a function, cut into forward and backward programs.
-- `_lookup`: lookup of compiled functions by contents or by program.
+- `_lookup`: compiled functions found again, by identity or by program.
 - `_residuals`, `_segment`: the values that pass between the halves; the compiled
   halves, and `segment` itself.
 - `internal`: further names for the other packages of jdist.

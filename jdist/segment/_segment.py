@@ -4,13 +4,14 @@ All decisions are taken while JAX traces. The forward function makes the plan an
 returns it in the tree structure of its residuals, where the backward function finds it
 without a lookup. A call therefore costs as much as a call of a jitted function.
 
-If the traced program turns out to be one that other halves have compiled, the call is
-forwarded to those halves; forwarded calls are looked up by their shapes.
+The first call traces the function. If its program is one that other halves have
+compiled, the call is forwarded to those halves; forwarded calls are looked up by their
+shapes.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,9 @@ from jdist.segment._lookup.cache import (
     VERSIONS,
     FunctionCache,
 )
-from jdist.segment._lookup.contents import Contents, contents_of, value_of
-from jdist.segment._lookup.guards import Guards
+from jdist.segment._lookup.contents import Contents, contents_of
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
-    Changed,
     Static,
     StaticValue,
     Traced,
@@ -78,18 +77,6 @@ class Fold(NamedTuple):
     given: Any = None
 
 
-class Elsewhere(Exception):
-    """Raised while tracing a program that other halves have already compiled.
-
-    Attributes:
-      home: Those halves.
-    """
-
-    def __init__(self, home: "Halves") -> None:
-        super().__init__(home)
-        self.home = home
-
-
 class Halves:
     """Jitted forward and backward functions of one user function.
 
@@ -99,13 +86,11 @@ class Halves:
       fn: The user function.
       policy: Recomputation policy, one of `POLICIES`.
       user: Name of the public function that compiles, for error messages.
-      contents: The contents of `fn`, from `contents_of`.
       label: Further part of the cache key; halves of different labels share nothing.
       patience: Number of versions of the function's code that cause a warning.
-      before: The halves that these replace for `fn`; see `aside`.
-      alone: See `Traced`.
 
     Attributes:
+      traced: The function as its traced programs.
       owner: Identity token shared by the residuals of these halves and no others.
       forward: `(params, inputs, static) -> (outputs, residuals)`; the residuals lack
         the arrays that are inputs or outputs.
@@ -128,119 +113,100 @@ class Halves:
         fn: Callable[..., Any],
         policy: Policy,
         user: str,
-        contents: Contents,
         label: Hashable = None,
         patience: int = PATIENCE,
-        before: "Halves | None" = None,
-        alone: bool = False,
     ) -> None:
         # Compared by identity: residuals carry it in their tree structure, which JAX
         # compares.
         self.owner = object()
-        self._user = user
-        self._policy = policy
-        self._contents = contents
-        self._label = label
-        self._patience = patience
-        self._before = before
-        self._traced: Traced = (
-            before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
-        )
-        # By signature: halves in which the program of these shapes was compiled first.
-        self._elsewhere: dict[Any, Halves] = {}
-        name = getattr(fn, "__name__", type(fn).__name__)
-        compiled = functools.partial(_compiled, name)
-        self.forward = compiled(self._run_forward, static_argnums=2)
-        self.outputs = compiled(self._run_outputs, static_argnums=2)
-        # The fold and the layout select the program; the carry is not read again.
-        folding = {"static_argnums": (0, 6), "donate_argnums": 1}
-        ending = {"static_argnums": (0, 4), "donate_argnums": 1}
-        deferring, joined = _deferring_and_joined()
-        # Without a fold nothing is donated: JAX keeps the tree structure of arguments
-        # that may be donated, and with it the plan, alive longer than the function.
-        self.backward = compiled(_backward, static_argnums=(0, 6))
-        self.second = compiled(_second, static_argnums=(0, 4))
-        self.folding_backward = compiled(_backward, **folding)
-        self.folding_second = compiled(_second, **ending)
-        self.first = compiled(_first, static_argnums=3)
-        self.deferring = compiled(deferring, **folding)
-        self.joined = compiled(joined, **ending)
+        self.traced = Traced(fn, user)
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._user, self._policy = user, policy
+        self._label, self._patience = label, patience
+        # By signature: the halves in which the program of these shapes is compiled.
+        self._homes: dict[Any, Halves] = {}
+        self._is_home = False
+        self._deferring, self._joined = _deferring_and_joined()
 
-    def aside(self, fn: Callable[..., Any]) -> "Halves":
-        """Halves for `fn` alone, after another function that shares these has changed.
+    # Made when first used: other halves may have compiled all programs of this
+    # function. The fold and the layout select the program; the carry is not read again.
+    # Without a fold nothing is donated: JAX keeps the tree structure of arguments that
+    # may be donated, and with it the plan, alive longer than the function.
+    forward = cached_property(lambda x: x._jitted(x._run_forward, 2))
+    outputs = cached_property(lambda x: x._jitted(x._run_outputs, 2))
+    backward = cached_property(lambda x: x._jitted(_backward, 0, 6))
+    first = cached_property(lambda x: x._jitted(_first, 3))
+    second = cached_property(lambda x: x._jitted(_second, 0, 4))
+    folding_backward = cached_property(
+        lambda x: x._jitted(_backward, 0, 6, donate_argnums=1)
+    )
+    folding_second = cached_property(
+        lambda x: x._jitted(_second, 0, 4, donate_argnums=1)
+    )
+    deferring = cached_property(
+        lambda x: x._jitted(x._deferring, 0, 6, donate_argnums=1)
+    )
+    joined = cached_property(lambda x: x._jitted(x._joined, 0, 4, donate_argnums=1))
 
-        Programs compiled here stay in use; for new shapes `fn` itself is traced.
-        """
-        made_of = self._policy, self._user, self._contents, self._label
-        return Halves(fn, *made_of, self._patience, before=self)
+    def _jitted(
+        self, half: Callable[..., Any], *static: int, **options: PyTree
+    ) -> Callable[..., Any]:
+        """Jits a half under the user function's name, which profiles show."""
 
-    def check(self, fn: Callable[..., Any]) -> "Halves":
-        """These halves, or others for `fn`; see `Traced.check`."""
-        traced = self._traced.check(fn)
-        if traced is self._traced:
-            return self
-        own = self.aside(fn)
-        own._traced = traced
-        return own
+        def run(*arguments: PyTree) -> PyTree:
+            return half(*arguments)
+
+        # JAX names the compiled program by the function.
+        suffix = half.__name__.removeprefix("_run_").lstrip("_")
+        run.__name__ = f"{self._name}_{suffix}"
+        return jax.jit(run, static_argnums=static, **options)
 
     @property
-    def traces(self) -> int:
-        """The number of times that the function was traced for these halves."""
-        return self._traced.count
+    def contents(self) -> Contents:
+        """What the function read when it was traced last; see `Traced`."""
+        return self.traced.contents
 
     def home_of(self, owner: object) -> "Halves | None":
         """The halves with this `owner` among these and related ones; else None."""
         if owner is self.owner:
             return self
-        # Residuals may come from the halves that these have replaced, or from those to
-        # which calls are forwarded.
-        others = [*self._elsewhere.values(), *([self._before] if self._before else [])]
-        for other in others:
-            home = other.home_of(owner)
-            if home is not None:
-                return home
-        return None
+        # Residuals may come from the halves to which calls are forwarded.
+        homes = self._homes.values()
+        return next((home for home in homes if home.owner is owner), None)
 
     def call(
         self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
         """Calls `forward` or `outputs` of the halves that compile the program."""
-        # Computed only if some program is elsewhere: it costs more than a small call.
-        signature = None
-        if self._elsewhere:
-            signature = signature_of((params, *inputs), static)
-            home = self._elsewhere.get(signature)
-            if home is not None:
-                return home.call(invoke, half, params, inputs, static)
-        try:
-            return invoke(getattr(self, half), params, inputs, static)
-        except Elsewhere as found:
-            home = found.home
-        signature = signature or signature_of((params, *inputs), static)
-        self._elsewhere[signature] = home
-        return home.call(invoke, half, params, inputs, static)
+        home = self
+        # Where the first program was compiled here, the others are too, and JAX finds
+        # them: a signature costs more than a small call.
+        if not self._is_home:
+            home = self._home((params, *inputs), static)
+            self._is_home = home is self
+        return invoke(getattr(home, half), params, inputs, static)
+
+    def _home(self, arguments: tuple[Any, ...], static: Static) -> "Halves":
+        """The halves that have compiled the program for these shapes; else these."""
+        signature = signature_of(arguments, static)
+        home = self._homes.get(signature)
+        if home is None:
+            program = self.traced.program(arguments, static)
+            case = (self._policy, self._label, signature)
+            key = program.outputs, identity_of(program.closed)
+            home = self._homes[signature] = VERSIONS.get(
+                self._user, self.contents, case, key, self, self._patience
+            )
+        return home
 
     def _program(self, params: PyTree, inputs: PyTree, static: Static) -> TracedProgram:
-        """Traces the function; returns its program if it is to be compiled here.
-
-        Raises:
-          Elsewhere: Other halves have compiled it.
-        """
+        """The traced program, about to be compiled."""
         arguments = (params, *inputs)
-        program = self._traced.program(arguments, static)
-        case = (self._policy, self._label, signature_of(arguments, static))
-        key = program.outputs, identity_of(program.closed)
-        home: Halves = VERSIONS.get(
-            self._user, self._contents, case, key, self, self._patience
-        )
-        if home is not self:
-            # Raised through JAX's trace, which aborts it: nothing is compiled a second
-            # time.
-            raise Elsewhere(home)
+        self._home(arguments, static)
         # Here, and not in `call`: JAX traces once for each set of shapes.
         kinds = [jax.typeof(x) for x in jax.tree.leaves(arguments)]
-        VERSIONS.note_sizes(self._user, self._contents, self._label, kinds)
-        return program
+        VERSIONS.note_sizes(self._user, self.contents, self._label, kinds)
+        return self.traced.program(arguments, static)
 
     def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
         program = self._program(params, inputs, static)
@@ -252,19 +218,6 @@ class Halves:
 
     def _run_outputs(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
         return self._program(params, inputs, static).run(params, *inputs)
-
-
-def _compiled(
-    name: str, half: Callable[..., Any], **options: PyTree
-) -> Callable[..., Any]:
-    """Jits a half under the user function's name, which profiles show."""
-
-    def run(*arguments: PyTree) -> PyTree:
-        return half(*arguments)
-
-    # JAX names the compiled program by the function.
-    run.__name__ = f"{name}_{half.__name__.removeprefix('_run_').lstrip('_')}"
-    return jax.jit(run, **options)
 
 
 def _backward(
@@ -402,7 +355,7 @@ class Segment:
     """A pure function compiled into a forward and a backward half; made by `segment`.
 
     The halves are compiled when first called, once per set of shapes and per pattern
-    of absent cotangents, and are shared by all segments of the same code and contents.
+    of absent cotangents, and are shared by all segments of the same program.
     A segment may be used by several threads at a time, and inside JAX's
     transformations: under `jax.grad` its outputs differentiate as `fn` does.
 
@@ -410,24 +363,22 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_guards", "_halves", "_invoke", "_own", "_static", "fn")
+    __slots__ = ("_guarded", "_halves", "_invoke", "_static", "fn")
 
     def __init__(
         self,
         fn: Callable[..., Any],
         halves: Halves,
-        static: tuple[int, ...],
-        own: bool = True,
+        static: tuple[int, ...] = (),
         invoke: Invoke = operator.call,
-        guards: Guards | None = None,
+        guarded: bool = False,
     ) -> None:
         self.fn = fn
         self._halves = halves
         self._static = static
         self._invoke = invoke
-        self._own = own  # Whether `fn` is the caller's, not one of equal contents.
-        # What `fn` reads; None where the caller checks, once for many calls.
-        self._guards = guards
+        # Whether each call checks what `fn` reads; else the caller does, once for many.
+        self._guarded = guarded
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
@@ -439,9 +390,7 @@ class Segment:
           invoke: `invoke(function, *arguments)` replaces `function(*arguments)`; it may
             compile ahead of time, and return shapes for shapes.
         """
-        return Segment(
-            self.fn, self._halves, self._static, self._own, invoke, self._guards
-        )
+        return Segment(self.fn, self._halves, self._static, invoke, self._guarded)
 
     def forward(self, params: PyTree, *inputs: PyTree) -> tuple[PyTree, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -498,7 +447,7 @@ class Segment:
         Raises:
           ValueError: It would now be compiled to another program.
         """
-        self._halves = self._halves.check(self.fn)
+        self._halves.traced.check()
 
     def backward(
         self,
@@ -627,42 +576,13 @@ class Segment:
     def _call(
         self, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
-        given = self._invoke, half, params, inputs, static
-        if self._guards is None:
-            return self._called(half, given)
-        if not self._guards.hold():
+        if self._guarded and not self._halves.traced.reads.holds():
             self.check()
-            self._guards = self._seen()
-        count = self._halves.traces
-        found = self._called(half, given)
-        # A trace may write to what it reads, as one that counts traces does.
-        if self._halves.traces != count:
-            self._guards = self._seen()
-        return found
-
-    def _seen(self) -> Guards:
-        guards = Guards()
-        contents_of(self.fn, "segment", guards)
-        return guards
-
-    def _called(self, half: str, given: tuple[Any, ...]) -> PyTree:
         try:
-            return self._halves.call(*given)
+            return self._halves.call(self._invoke, half, params, inputs, static)
         except TypeError as error:
-            _, _, params, inputs, _ = given
             explain(f"Segment.{half}", error, {"params": params, "inputs": inputs})
             raise
-        except Changed:
-            # The caller has found the function in a cache of its own, and looks it up
-            # again there.
-            if not self._own:
-                raise
-        # Another function of equal contents has changed: this segment continues with
-        # its own. The entry is dropped, or each new function of these contents would
-        # end here too.
-        CACHE.drop(self._halves)
-        self._halves = self._halves.aside(self.fn)
-        return self._halves.call(*given)
 
     def _pull_back(
         self,
@@ -713,7 +633,6 @@ def forward_arrays(
       arrays: The inputs. NumPy arrays are kept without a copy: they must not be written
         to afterwards.
     """
-    # Not through `Segment._call`: on `Changed` the caller looks the function up again.
     outputs, saved = segment._halves.call(segment._invoke, "forward", (), arrays, ())
     plan = saved.plan
     kept: tuple[Any, ...] = ()
@@ -820,7 +739,7 @@ def _static(place: int, value: PyTree) -> StaticValue:
     if type(value) in (bool, int, str, type(None)):
         return StaticValue(place, value, (type(value), value))
     # By contents, so that equal values made twice compile once.
-    contents = value_of(value, call)
+    contents = contents_of(value, call)
     if not contents.complete:
         rule = "must be readable where an argument is static: what it holds may change"
         got = f"{value!r} as argument {place}, with {', '.join(contents.unread)}"
@@ -868,8 +787,8 @@ def segment(
     Args:
       fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Other
         values that it reads (closure, globals, defaults, attributes) count as they are
-        at this call; a call after a change that matters is refused. Segments of one
-        code object share compiled programs where these are certain to be equal.
+        when it is first traced; a call after a change that matters is refused. Segments
+        of one code object share compiled programs where these are equal.
       recompute: What the backward pass may recompute instead of reading it from the
         residuals. False: element-wise arithmetic, which costs next to nothing. "dots":
         all but matrix products, convolutions and the like. True: everything; only
@@ -919,22 +838,15 @@ def segment(
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
         )
-    guards = Guards()
-    halves = _halves_of(fn, recompute, label, guards)
-    return Segment(fn, halves, static, guards=guards)
+    patience = PATIENCE if label is None else PATIENCE_WITH_MODELS
+    halves = CACHE.get(
+        fn,
+        (recompute, label),
+        lambda _: Halves(fn, recompute, "segment", label, patience),
+    )
+    return Segment(fn, halves, static, guarded=True)
 
 
 def unguarded(segment: Segment) -> Segment:
     """The same segment for a caller who checks by itself, once for many calls."""
     return Segment(segment.fn, segment._halves, segment._static)
-
-
-def _halves_of(
-    fn: Callable[..., Any], recompute: Policy, label: Hashable, guards: Guards
-) -> Halves:
-    patience = PATIENCE if label is None else PATIENCE_WITH_MODELS
-
-    def build(contents: Contents) -> Halves:
-        return Halves(fn, recompute, "segment", contents, label, patience)
-
-    return CACHE.get(fn, (recompute, label), build, guards)

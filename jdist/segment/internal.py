@@ -12,15 +12,13 @@ from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, Function
 from jdist.segment._lookup.contents import (
     READS,
     Contents,
-    GuardedContents,
+    Watched,
     contents_of,
     is_fixed,
-    value_of,
 )
 from jdist.segment._lookup.guarded_jit import GuardedJit
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import (
-    Changed,
     Traced,
     TracedProgram,
     refuse_hidden,
@@ -46,17 +44,16 @@ __all__ = [
     "POLICIES",
     "READS",
     "VERSIONS",
-    "Changed",
     "Contents",
     "Deferred",
     "Fold",
     "ForwardPlan",
     "FunctionCache",
-    "GuardedContents",
     "GuardedJit",
     "Invoke",
     "Traced",
     "TracedProgram",
+    "Watched",
     "backward_arrays",
     "backward_deferring",
     "contents_of",
@@ -70,27 +67,15 @@ __all__ = [
     "refuse_hidden",
     "signature_of",
     "unguarded",
-    "value_of",
 ]
 
 
-def pure_segment(
-    fn: Callable[..., Any],
-    user: str,
-    contents: Contents,
-    label: Hashable = None,
-    *,
-    alone: bool = False,
-) -> Segment:
-    """Builds a segment of a function whose contents the caller has already read.
+def pure_segment(fn: Callable[..., Any], user: str, label: Hashable = None) -> Segment:
+    """Builds a segment of a function whose changes the caller looks for.
 
     Args:
       fn: As for `segment`.
       user: Name of the public function that compiles, for error messages.
-      contents: The contents of `fn`, from `contents_of`.
       label: Further part of the cache key; see `segment`.
-      alone: Whether only `fn` uses the segment, not all functions of equal contents.
     """
-    halves = Halves(fn, False, user, contents, label, alone=alone)
-    # `own=False`: if `fn` has changed, the caller looks it up again in its own cache.
-    return Segment(fn, halves, (), own=False)
+    return Segment(fn, Halves(fn, False, user, label))

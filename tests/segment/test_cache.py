@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jdist.segment import RecompilationWarning, segment
+from jdist.segment._lookup import traced
 from jdist.segment._lookup.cache import FunctionCache, ProgramVersions
 from jdist.segment._lookup.contents import contents_of
 
@@ -43,15 +44,34 @@ def closing_over(value):
     return lambda x: (x, value)
 
 
-def test_a_lambda_in_a_loop_compiles_once(rng):
-    """Ten lambdas of equal contents share their halves."""
+def test_a_lambda_in_a_loop_compiles_once(rng, compilations):
+    """Ten lambdas of one program share their halves."""
     x = jnp.asarray(rng.standard_normal(3))
-    made = [segment(lambda p, x, n=2: jnp.sin(p * x) * n) for _ in range(10)]
-    for seg in made:
+    compilations.clear()
+    for _ in range(10):
+        seg = segment(lambda p, x, n=2: jnp.sin(p * x) * n)
         _, residuals = seg.forward(x, x)
         seg.backward(x, residuals, x)
-    assert len({id(seg._halves) for seg in made}) == 1
-    assert made[0]._halves.forward._cache_size() == 1
+    assert len(compilations) == 2
+
+
+def test_one_function_is_traced_once(rng, monkeypatch):
+    """However often a segment of it is made, for each value that it reads."""
+    x = jnp.asarray(rng.standard_normal(3))
+    config, found = {"scale": 2.0}, []
+    trace = traced.trace_whole
+    monkeypatch.setattr(
+        traced, "trace_whole", lambda *given: (found.append(given), trace(*given))[1]
+    )
+
+    def fn(p, x):
+        return p * x * config["scale"]
+
+    for scale in (2.0, 2.0, 3.0, 3.0, 2.0):
+        config["scale"] = scale
+        y, _ = segment(fn).forward(x, x)
+        np.testing.assert_allclose(y, x * x * scale, rtol=1e-6)
+    assert len(found) == 2
 
 
 def test_traced_once(rng):
@@ -281,20 +301,23 @@ def test_cache_is_bounded():
         def __init__(self, contents):
             self.contents = contents
 
-    made = {n: cache.get(closing_over(n), n, Entry) for n in (1, 2)}
-    assert cache.get(closing_over(1), 1, Entry) is made[1]
-    cache.get(closing_over(3), 3, Entry)
+    fns = {n: closing_over(n) for n in (1, 2, 3)}
+    made = {n: cache.get(fns[n], n, Entry) for n in (1, 2)}
+    assert cache.get(fns[1], 1, Entry) is made[1]
+    cache.get(fns[3], 3, Entry)
     assert len(cache) == 2
     gone = weakref.ref(made.pop(2))
     gc.collect()
     assert gone() is None
-    assert cache.get(closing_over(1), 1, Entry) is made[1]
+    assert cache.get(fns[1], 1, Entry) is made[1]
+    # Another function of equal contents may change apart.
+    assert cache.get(closing_over(1), 1, Entry) is not made[1]
 
 
 def test_options_are_part_of_the_key():
     """One function under two policies is two entries, and no version too many."""
-    cache = FunctionCache("apply", size=8)
-    made = [cache.get(closing_over(1), n, lambda _: object()) for n in range(4)]
+    cache, fn = FunctionCache("apply", size=8), closing_over(1)
+    made = [cache.get(fn, n, lambda _: object()) for n in range(4)]
     assert len(set(map(id, made))) == 4
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import RecompilationWarning
-from jdist.segment._lookup.contents import guarded
+from jdist.segment._lookup.contents import Watched
 from jdist.segment.internal import GuardedJit
 from tests.segment.referents import KINDS
 
@@ -27,10 +27,10 @@ def test_guards_notice_a_change(name):
     """Of all that can be read; and nothing where nothing has changed."""
     fn, change = KINDS[name](2.0)
     change(2.0)
-    contents, guards = guarded({"fn": fn}, "f")
-    assert guards.hold()
+    contents = Watched({"fn": fn}, "f").note()
+    assert contents.hold()
     change(3.0)
-    assert not (guards.hold() and contents.complete)
+    assert not (contents.hold() and contents.complete)
 
 
 @pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
@@ -40,7 +40,7 @@ def test_a_call_computes_with_the_present_value(name, arguments):
     p, x = arguments
     fn, change = KINDS[name](2.0)
     change(2.0)
-    contents, _ = guarded({"fn": fn}, "f")
+    contents = Watched({"fn": fn}, "f").note()
     call = made(fn)
     np.testing.assert_allclose(call(p, x), p * x * 2, rtol=1e-6)
     for k, rows in ((3.0, 5), (2.0, 6)):

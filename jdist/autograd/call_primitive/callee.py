@@ -2,8 +2,8 @@
 
 A function is described once (`describe`): it is traced here, which gives the caller the
 shapes of its results, and gets a number. Calls (`perform`) then carry the number, the
-transforms and arrays. Compiled functions are found again by code and contents, so they
-are shared by all callers, and compiled again when something changes that the function
+transforms and arrays. Compiled functions are found again by identity or by program, so
+that all callers share them, and compiled again when something changes that the function
 refers to. Nothing of a call is kept: a backward pass brings the arguments again.
 """
 
@@ -40,16 +40,13 @@ from jdist.rpc import RRef
 from jdist.rpc.extension import Agent, current, current_agent
 from jdist.segment.internal import (
     VERSIONS,
-    Changed,
     Contents,
     FunctionCache,
-    contents_of,
     identity_of,
     refuse_hidden,
     signature_of,
 )
 
-CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
 STATE = "jdist.autograd.call_primitive.callee"
 """The key under which a worker keeps the functions that it runs for others."""
 
@@ -198,20 +195,16 @@ def perform(
         held.structures, shifted(operations, len(held.leaves), also), len(also)
     )
     # Functions that it calls remotely are called as this worker: hence the name.
-    key = (agent.info.name, program.structure, made)
     arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
     arguments = (*held.leaves, *arrays)
-
-    def build(contents: Contents) -> Flat:
-        return _compiled(program, made, contents, key, arguments)
-
     with use_abstract_mesh(_NO_MESH):
-        compiled = CACHE.get(program.function, key, build)
-        try:
-            results = compiled(*arguments)
-        except Changed:  # A function that was equal to this one when it was compiled.
-            CACHE.drop(compiled)
-            results = CACHE.get(program.function, key, build)(*arguments)
+        case = agent.info.name, program.structure, made, signature_of(arguments)
+        compiled = CACHE.get(
+            program.function,
+            case,
+            lambda contents: _compiled(program, made, contents, case, arguments),
+        )
+        results = compiled.run(*arguments)
     # Errors of the computation are this call's, also where arrays are only shared.
     jax.block_until_ready(results)
     if also and context_id is not None:
@@ -234,41 +227,37 @@ class TransformedFunction(NamedTuple):
     gradients: int
 
 
+class _Compiled(NamedTuple):
+    """The compiled program of a function, and what the function read."""
+
+    contents: Contents
+    run: Flat
+
+
+CACHE: FunctionCache[_Compiled] = FunctionCache("remote_call", size=256)
+
+
 def _compiled(
     program: ServedFunction,
     made: TransformedFunction,
     contents: Contents,
-    key: Hashable,
+    case: Hashable,
     arguments: tuple[PyTree, ...],
-) -> Flat:
-    """Compiles a transformed function; by its equations if contents are unknown.
+) -> _Compiled:
+    """Traces a transformed function, and compiles it if its program is new.
 
     Args:
       program: The function.
       made: Its transforms.
       contents: Contents of the function.
-      key: The rest of its key in the cache.
+      case: All else on which the program depends.
       arguments: Arguments of the call.
     """
-    function = _transformed(program, made)
-    if contents.complete:
-        VERSIONS.note(CACHE.user, contents, key)
-
-        def unchanged(*leaves: jax.Array) -> list[jax.Array]:
-            # Runs only while JAX traces for new shapes: what the function refers to may
-            # have changed since the look-up by contents.
-            if contents_of(program.function, CACHE.user) != contents:
-                raise Changed
-            return function(*leaves)
-
-        return jax.jit(unchanged)
-    # The function's contents are not fully known, so each call traces it, and compiles
-    # only if the traced program is new.
-    closed, _ = trace_whole(function, *arguments)
+    closed, _ = trace_whole(_transformed(program, made), *arguments)
     refuse_hidden(CACHE.user, closed)
-    case = (key, signature_of(arguments))
     found = jax.jit(lambda *leaves: evaluate(closed, leaves))
-    return VERSIONS.get(CACHE.user, contents, case, identity_of(closed), found)
+    key = identity_of(closed)
+    return _Compiled(contents, VERSIONS.get(CACHE.user, contents, case, key, found))
 
 
 def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:

@@ -17,7 +17,7 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, type_name
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.internal import loss_scaling, scaled
-from jdist.segment.internal import FunctionCache, GuardedJit
+from jdist.segment.internal import Contents, FunctionCache, GuardedJit
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
 
@@ -27,6 +27,7 @@ class CompiledOptimizer:
     """An optimizer, and its step in two forms.
 
     Attributes:
+      contents: What its constructor reads.
       optimizer: The optimizer.
       init: The compiled function that makes its state for parameters on the default
         device.
@@ -36,6 +37,7 @@ class CompiledOptimizer:
         devices, which no single program can have.
     """
 
+    contents: Contents
     optimizer: Optimizer
     init: Callable[..., Any]
     compiled: Callable[..., Any]
@@ -82,7 +84,8 @@ def _by_contents(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> CompiledOptimizer:
     make = partial(factory, *args, **kwargs)
-    return _CACHE.get(make, (), lambda _: _program(make))
+    reads = factory, *args, *kwargs.items()
+    return _CACHE.get(reads, (), lambda contents: _program(make, contents))
 
 
 _CACHE: FunctionCache[CompiledOptimizer] = FunctionCache(
@@ -90,7 +93,7 @@ _CACHE: FunctionCache[CompiledOptimizer] = FunctionCache(
 )
 
 
-def _program(make: Callable[[], Any]) -> CompiledOptimizer:
+def _program(make: Callable[[], Any], contents: Contents) -> CompiledOptimizer:
     optimizer = _optimizer(make())
 
     def step(
@@ -107,7 +110,8 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
 
     # A schedule is the user's code, and may read something that changes.
     compiled = GuardedJit(step, _CACHE.user, {"optimizer": optimizer})
-    return CompiledOptimizer(optimizer, jax.jit(optimizer.init), compiled, step)
+    init = jax.jit(optimizer.init)
+    return CompiledOptimizer(contents, optimizer, init, compiled, step)
 
 
 def _optimizer(made: object) -> Optimizer:

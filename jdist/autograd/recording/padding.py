@@ -190,7 +190,7 @@ def _check_independence(
     # Without a history, as of an `argmax`, the code stands for the function.
     function: Hashable = getattr(fn, "__code__", fn)
     if isinstance(node, SegmentNode):
-        function = node.segment
+        function = node.plan
     shapes = [(len(x), *x.shape[1:]) for x in leaves]
     case = (function, *shapes, *[(x.shape[1:], x.dtype) for x in batches])
     # Equal examples in both places prove nothing, and count as no use.

@@ -1,8 +1,8 @@
 """Pure functions of recorded values: compiled once, run forward, and recorded.
 
-Compiled functions are cached by code and contents of the closure, so that a lambda in a
-loop is compiled once. Each call makes one node. An argument of the function is one of
-three kinds:
+A function is traced once for all that it reads, and a lambda in a loop in each
+iteration; either is compiled once. Each call makes one node. An argument of the
+function is one of three kinds:
 
 - arrays of recorded values and variables: differentiated;
 - other arrays, and Python's floating numbers: inputs without a derivative, so that
@@ -19,7 +19,6 @@ batch statistics) is lost with the copy, unless the function returns it.
 import contextlib
 import enum
 import functools
-import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
@@ -32,20 +31,20 @@ from jax.typing import ArrayLike
 
 from jdist._compat import called_outside_mesh, is_traced, part_of, without_unread
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, is_inexact, type_name
 from jdist.autograd.recording.module_state import state_kept
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
 from jdist.rpc.extension import is_asynchronous
 from jdist.segment import Segment
 from jdist.segment.internal import (
-    Changed,
+    Contents,
     ForwardPlan,
     FunctionCache,
     contents_of,
     forward_arrays,
     is_fixed,
     pure_segment,
-    value_of,
 )
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -133,14 +132,7 @@ def call(
     # As a plain tuple, which equals the spec and is made in a fifth of its time.
     known, given = (structure, tuple(kinds)), tuple(arrays)
     segment = function.segments.get(known) or function.segment(ArgumentSpec(*known))
-    try:
-        outputs, residuals = forward_arrays(segment, given)
-    except Changed:
-        # It was found by the contents of another function, which have changed since.
-        # The entry goes: a function of these contents would find the changed one again.
-        _COMPILED.drop(function)
-        segment = function.alone(fn).segment(ArgumentSpec(*known))
-        outputs, residuals = forward_arrays(segment, given)
+    outputs, residuals = forward_arrays(segment, given)
     inputs = tuple(edges)
     recorded = (True,) * len(edges)  # without a list of its own in the common case
     if None in edges:
@@ -154,15 +146,14 @@ def call(
 
 
 def _function_of(fn: PureCallable) -> "PureFunction":
-    """Finds or makes the compiled function, by code and contents."""
+    """Finds or makes the compiled function."""
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         # A function of a library cannot change, so its contents are not read.
-        found = _LIBRARY[id(fn)] = PureFunction(fn, fn)
-        if len(_LIBRARY) > _MOST_OF_LIBRARIES:
-            _LIBRARY.pop(next(iter(_LIBRARY)), None)
+        found = PureFunction(fn, contents_of(fn, "apply"))
+        _LIBRARY.put(id(fn), found)
         return found
     _refuse_closure(fn)
-    return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents.code))
+    return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents))
 
 
 class PureFunction:
@@ -170,43 +161,30 @@ class PureFunction:
 
     Args:
       fn: The function.
-      code: Its code, by which versions of it are counted.
-      alone: See `Traced`.
+      contents: What it reads.
 
     Attributes:
-      fn: The argument of the same name.
+      fn, contents: The arguments of these names.
       name: Its name, for nodes.
       segments: The function of the arrays alone, as two halves, by `ArgumentSpec`.
     """
 
-    def __init__(self, fn: PureCallable, code: Hashable, alone: bool = False) -> None:
+    def __init__(self, fn: PureCallable, contents: Contents) -> None:
         self.fn = fn
+        self.contents = contents
         self.name = _name(fn)
-        self._code = code
-        self._alone = alone
-        self._lock = threading.Lock()
         # One function with the spec as a static argument would have JAX compare the
         # spec in each call.
-        self.segments: dict[tuple[Any, ...], Segment] = {}
+        self.segments: LRUCache[tuple[Any, ...], Segment] = LRUCache(_SPECS)
 
     def segment(self, spec: "ArgumentSpec") -> Segment:
         """Makes and keeps the segment for this spec, if there is none."""
-        with self._lock:
-            made = _segment(self.fn, self._code, spec, self._alone)
-            found = self.segments.setdefault(spec, made)
-            # The oldest goes: segments that were handed out stay valid.
-            if len(self.segments) > _SPECS:
-                del self.segments[next(iter(self.segments))]
-        return found
-
-    def alone(self, fn: PureCallable) -> "PureFunction":
-        """Makes a version for one function of equal contents, in its current state."""
-        return PureFunction(fn, self._code, alone=True)
+        return self.segments.get_or_make(
+            spec, lambda: _segment(self.fn, self.contents.code, spec)
+        )
 
 
-def _segment(
-    fn: PureCallable, code: Hashable, spec: "ArgumentSpec", alone: bool
-) -> Segment:
+def _segment(fn: PureCallable, code: Hashable, spec: "ArgumentSpec") -> Segment:
     name = _name(fn)
 
     def run(_: tuple[()], *arrays: jax.Array) -> PyTree:
@@ -217,8 +195,7 @@ def _segment(
         return returned[0]
 
     run.__name__ = name
-    contents = contents_of(run, "apply")
-    return pure_segment(run, "apply", contents, (code, spec.case), alone=alone)
+    return pure_segment(run, "apply", (code, spec.case))
 
 
 class ArgumentSpec(NamedTuple):
@@ -297,10 +274,9 @@ ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
 _COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
-_LIBRARY: dict[int, PureFunction] = {}
+_LIBRARY: LRUCache[int, PureFunction] = LRUCache(1024)
 """Functions of libraries by their ids, which are theirs as long as they are here."""
 
-_MOST_OF_LIBRARIES = 1024
 _SPECS = 256
 """Number of argument specs of each function whose compiled segments are kept."""
 
@@ -341,10 +317,9 @@ def _take(
 def _static_by_contents(leaf: PyTree) -> _StaticArgument:
     """Makes a function or class part of the compiled function."""
     _refuse_closure(leaf)
-    read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
-    contents = read(leaf, "apply")
-    # Contents that cannot be read equal no others, so each call compiles.
-    key = contents if contents.complete else object()
+    contents = contents_of(leaf, "apply")
+    # Contents that cannot be read equal no others, so each call traces.
+    key = (contents, contents.places) if contents.complete else object()
     return _StaticArgument(leaf, key, contents.code)
 
 

@@ -57,7 +57,7 @@ from jdist.data_parallel.replicas.shards import (
 )
 from jdist.reduction import Partial
 from jdist.segment import Segment, segment
-from jdist.segment.internal import GuardedContents, GuardedJit, Invoke, unguarded
+from jdist.segment.internal import GuardedJit, Invoke, Watched, unguarded
 
 # The extreme of all replicas is not known before the backward pass.
 REDUCTIONS = ("mean", "sum")
@@ -254,7 +254,7 @@ class _Driver:
         self.rows, self.whole = placement.rows, placement.whole
         self._layers = tuple(layers)
         reads = {f"layer {n}": layer for n, layer in enumerate(layers)}
-        self._contents = GuardedContents(reads, "reducer")
+        self._contents = Watched(reads, "reducer")
         self.find_layers()
 
         def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
@@ -342,7 +342,7 @@ class _Driver:
                     on_reduce(len(sums) - 1, sums[-1])
         if not self._contents.holds():
             # After the traces, which may write to what they read.
-            self._contents.take()
+            self._contents.note()
         found: tuple[jax.Array, PyTree]
         found = self.finish(plan.static, sums, scalars, params)
         paced(self.mesh, found[0])

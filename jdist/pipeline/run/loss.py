@@ -20,7 +20,6 @@ from jdist.reduction import Partial
 from jdist.segment.internal import (
     PATIENCE_WITH_MODELS,
     VERSIONS,
-    Changed,
     Contents,
     FunctionCache,
     Invoke,
@@ -48,31 +47,19 @@ class _Compiled:
 
     Args:
       fn: The loss function.
-      contents: The contents by which it was found.
 
     Attributes:
       fn: The loss function as its traced programs.
     """
 
-    def __init__(self, fn: Callable[..., PyTree], contents: Contents) -> None:
-        self.fn = Traced(fn, _CACHE.user, contents)
-        self._contents = contents
+    def __init__(self, fn: Callable[..., PyTree]) -> None:
+        self.fn = Traced(fn, _CACHE.user)
         self._passes: dict[Hashable, LossPasses] = {}
 
-    def aside(self, fn: Callable[..., PyTree]) -> "_Compiled":
-        """See `Traced.aside`."""
-        made = _Compiled(fn, self._contents)
-        made.fn = self.fn.aside(fn)
-        return made
-
-    def check(self, fn: Callable[..., PyTree]) -> "_Compiled":
-        """See `Traced.check`."""
-        traced = self.fn.check(fn)
-        if traced is self.fn:
-            return self
-        made = _Compiled(fn, self._contents)
-        made.fn = traced
-        return made
+    @property
+    def contents(self) -> Contents:
+        """See `Traced.contents`."""
+        return self.fn.contents
 
     def passes(
         self,
@@ -86,7 +73,7 @@ class _Compiled:
         options = (names, kind, has_aux, unread, structure)
         made = self._passes.get(options)
         if made is None:
-            VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
+            VERSIONS.note(_CACHE.user, self.contents, options, PATIENCE_WITH_MODELS)
             made = _compiled(self.fn, *options)
             self._passes[options] = made
         return made
@@ -125,7 +112,7 @@ class PipelineLoss:
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._made: dict[Any, LossPasses] = {}
         self.fn = fn
-        self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
+        self._compiled = _CACHE.get(fn, (), lambda _: _Compiled(fn))
         self.kind = kind
         self.has_aux = has_aux
 
@@ -171,7 +158,7 @@ class PipelineLoss:
         def losses_of(entries: PyTree, values: PyTree) -> PyTree:
             return _called(self._compiled.fn, self._names, values, entries)
 
-        program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
+        program, _ = trace(losses_of, entries, values)
         sizes = [len(jax.tree.leaves(batch[name])) for name in names]
         _, read = without_unread(program, sum(sizes))
         found, start = [], 0
@@ -206,33 +193,9 @@ class PipelineLoss:
         self, unread: tuple[ArraySpec, ...], structure: jax.tree_util.PyTreeDef
     ) -> LossPasses:
         made_of = self._names, self.kind, self.has_aux, unread, structure
-        source, found = self._compiled, self._compiled.passes(*made_of)
-
-        def current() -> LossPasses:
-            nonlocal source, found
-            # Another one after a change of the function; see `_unchanged`.
-            if source is not self._compiled:
-                source, found = self._compiled, self._compiled.passes(*made_of)
-            return found
-
-        def both(*given: PyTree) -> PyTree:
-            return self._unchanged(lambda: self._invoke(current().both, *given))
-
-        def losses(*given: PyTree) -> PyTree:
-            return self._unchanged(lambda: self._invoke(current().losses, *given))
-
-        return LossPasses(both, losses)
-
-    def _unchanged(self, run: Callable[[], PyTree]) -> PyTree:
-        """Runs a function that may trace the loss function, again if that changed."""
-        try:
-            return run()
-        except Changed:
-            # The contents of the function have changed since its programs were found:
-            # they serve other pipelines no more, and this one traces its own.
-            _CACHE.drop(self._compiled)
-            self._compiled = self._compiled.aside(self.fn)
-            return run()
+        found = self._compiled.passes(*made_of)
+        both = functools.partial(self._invoke, found.both)
+        return LossPasses(both, functools.partial(self._invoke, found.losses))
 
     def check(self) -> None:
         """Checks that the function reads what it read when it was first compiled.
@@ -240,7 +203,7 @@ class PipelineLoss:
         Raises:
           ValueError: It would now be compiled to another program.
         """
-        self._compiled = self._compiled.check(self.fn)
+        self._compiled.fn.check()
 
     def _with_scale(self, made: LossPasses) -> LossPasses:
         def both(values: PyTree, entries: PyTree, weights: jax.Array) -> PyTree:

@@ -93,7 +93,7 @@ class OneProgramExecutor(Executor):
         check_stages(wiring)
         check_shares(places.schedule)
         self._places = places
-        self._stages = wiring.stages
+        self._wiring, self._stages = wiring, wiring.stages
         # The first stage stands for all, which were checked to be equal.
         first, self._block, _ = parts_of(wiring.stages[0])
         *_, last = parts_of(wiring.stages[-1])
@@ -118,6 +118,8 @@ class OneProgramExecutor(Executor):
 
     def check_functions(self) -> None:
         """See `Executor`."""
+        # The others are not traced, and may have changed apart.
+        check_stages(self._wiring)
         for part in (self._compiled, *self._ends):
             if part is not None:
                 part.check()

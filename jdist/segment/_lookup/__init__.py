@@ -1,10 +1,11 @@
-"""Lookup of compiled functions by a function's contents or by its traced program.
+"""Compiled functions found again: the same function, or the same program.
 
 - `bytecode`: the variables and attributes that a function's code can read.
-- `contents`: a function's code, and all that it refers to, as a key.
+- `guards`, `contents`: all that a function reads, and whether it is still the same.
 - `program_key`: a traced program as a key.
 - `traced`: the traced programs of one version of a function.
-- `cache`: bounded maps from contents and programs to compiled functions.
+- `cache`: bounded maps from functions and programs to what is compiled of them.
+- `guarded_jit`: `jax.jit` with present values.
 """
 
 __all__: list[str] = []

@@ -10,14 +10,17 @@ correctness.
 import dis
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
 
 Path = tuple[str, ...]
 """A chain of attributes: ("a", "b") for `value.a.b`; empty for the whole value."""
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
+_LOADS = (
+    *_GLOBAL, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST", "LOAD_FAST_BORROW",
+)  # fmt: skip
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 # Constants, and instructions that set variables up for nested functions.
 _NO_READ = (
@@ -26,8 +29,7 @@ _NO_READ = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
+class Reads(NamedTuple):
     """What a code object, and those nested in it, read from outside.
 
     Attributes:
@@ -37,70 +39,48 @@ class Reads:
       imports: Names of modules that are imported when it runs.
     """
 
-    names: Mapping[str, frozenset[Path]]
-    free: Mapping[str, frozenset[Path]]
-    first: frozenset[Path]
-    imports: frozenset[str]
+    names: dict[str, set[Path]]
+    free: dict[str, set[Path]]
+    first: set[Path]
+    imports: set[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> Reads:
     """The reads of a code object, memoized."""
-    found = _CodeReads(code)
+    found = Reads(defaultdict(set), defaultdict(set), set(), set())
     for opname, variable, path in _uses(code):
-        found.add(opname, variable, path)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            # A nested function may be called, so that its reads count too.
-            found.include(reads_of(inner))
-    return found.reads()
-
-
-class _CodeReads:
-    """Collects the reads of one code object."""
-
-    def __init__(self, code: types.CodeType) -> None:
-        # In a method that is `self`, of which only some attributes may be read.
-        self._first = code.co_varnames[0] if code.co_argcount else None
-        self._outside = code.co_freevars
-        self._names: dict[str, set[Path]] = {}
-        self._free: dict[str, set[Path]] = {}
-        self._own: set[Path] = set()
-        self._imports: set[str] = set()
-
-    def add(self, opname: str, variable: str, path: Path) -> None:
-        """Adds the read of one instruction."""
         if opname == "IMPORT_NAME":
-            self._imports.add(variable)
+            found.imports.add(variable)
         elif opname in _GLOBAL or "GLOBAL" in opname:  # Also LOAD_FROM_DICT_OR_GLOBALS.
-            self._names.setdefault(variable, set()).add(path)
+            found.names[variable].add(path)
         else:
-            self._variable(variable, {path})
-
-    def include(self, inner: Reads) -> None:
-        """Adds the reads of a nested function."""
-        self._imports |= inner.imports
-        for variable, paths in inner.names.items():
-            self._names.setdefault(variable, set()).update(paths)
-        for variable, paths in inner.free.items():
-            self._variable(variable, paths)
-
-    def _variable(self, variable: str, paths: Iterable[Path]) -> None:
-        if variable == self._first:
-            self._own.update(paths)
-        elif variable in self._outside:
-            self._free.setdefault(variable, set()).update(paths)
-
-    def reads(self) -> Reads:
-        """All reads collected so far."""
-        # `super()` reads the first argument without naming it.
-        own = {*self._own, ()} if "super" in self._names else self._own
-        names, free = _frozen(self._names), _frozen(self._free)
-        return Reads(names, free, frozenset(own), frozenset(self._imports))
+            _add_local(found, code, variable, {path})
+    # A nested function may be called, so that its reads count too.
+    for inner in code.co_consts:
+        nested = reads_of(inner) if isinstance(inner, types.CodeType) else _NOTHING
+        found.imports.update(nested.imports)
+        for variable, paths in nested.names.items():
+            found.names[variable].update(paths)
+        for variable, paths in nested.free.items():
+            _add_local(found, code, variable, paths)
+    if "super" in found.names:  # It reads the first argument without naming it.
+        found.first.add(())
+    return found
 
 
-def _frozen(paths: Mapping[str, set[Path]]) -> dict[str, frozenset[Path]]:
-    return {variable: frozenset(found) for variable, found in paths.items()}
+_NOTHING = Reads({}, {}, set(), set())
+
+
+def _add_local(
+    found: Reads, code: types.CodeType, variable: str, paths: set[Path]
+) -> None:
+    # The first argument is `self` in a method, of which only some attributes may be
+    # read.
+    if code.co_argcount and variable == code.co_varnames[0]:
+        found.first.update(paths)
+    elif variable in code.co_freevars:
+        found.free[variable].update(paths)
 
 
 def _uses(code: types.CodeType) -> Iterator[tuple[str, str, Path]]:
@@ -117,12 +97,8 @@ def _uses(code: types.CodeType) -> Iterator[tuple[str, str, Path]]:
                 # and both count as read as a whole.
                 yield opname, variable, ()
         elif isinstance(named, str):
-            path = _attributes(instructions, place + 1) if _loads(opname) else ()
-            yield opname, named, path
-
-
-def _loads(opname: str) -> bool:
-    return opname in _GLOBAL + _FREE or opname in ("LOAD_FAST", "LOAD_FAST_BORROW")
+            loads = opname in _LOADS
+            yield opname, named, _attributes(instructions, place + 1) if loads else ()
 
 
 def _attributes(instructions: list[dis.Instruction], start: int) -> Path:

@@ -1,14 +1,15 @@
-"""Caches of compiled functions, keyed by what a function *is*, not by its identity.
+"""Compiled functions found again: by the function itself, or by its program.
 
 A lambda written in a loop is a new object in each iteration, and `jax.jit` compiles
 each new object. Here compiled functions are found in two ways:
 
-1. `FunctionCache`: by the function's code and the contents of all that the code refers
-   to (`contents`), without running it, if these can be read completely.
-2. `ProgramVersions`: by the program that the function is traced to (`program_key`).
-   A trace costs a thousandth of a compilation and cannot be wrong, since the program
-   contains all that the trace has read. Neither a value that cannot be read nor a
-   change of one that the function does not use causes a recompilation.
+1. `FunctionCache`: the same function, which reads the same values (`contents`), is not
+   traced again.
+2. `ProgramVersions`: any other function is traced, and is compiled only if its program
+   is a new one (`program_key`). A trace costs a thousandth of a compilation and cannot
+   be wrong, since the program contains all that the trace has read. Neither a value
+   that cannot be read nor a change of one that the function does not use causes a
+   recompilation.
 
 If the program changes in each iteration, each iteration compiles, which costs a
 thousand times the call. The third version of one code object therefore causes one
@@ -23,16 +24,15 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
 from jdist._lru_cache import LRUCache
 from jdist._tree import Shaped, abbreviated
 from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
-from jdist.segment._lookup.guards import Guards
 
-Entry = TypeVar("Entry")
+Entry = TypeVar("Entry", bound="Compiled")
 Shapes = tuple[tuple[int, ...], ...]
 PATIENCE = 3
 """Number of versions of one code object at which a recompilation warning is issued."""
@@ -60,20 +60,20 @@ class _History:
     last: Contents
 
 
+class Compiled(Protocol):
+    """What is compiled of a function, by what the function read at its last trace."""
+
+    @property
+    def contents(self) -> Contents:
+        """What the function read."""
+
+
 class FunctionCache(Generic[Entry]):
     """A bounded, thread-safe map from functions to entries built for them.
 
     Args:
       user: Name of the public function that compiles, for error messages.
       size: Largest number of entries.
-
-    Example:
-      >>> cache = FunctionCache("apply", size=2)
-      >>> made = [cache.get(lambda x: x + 1, (), lambda _: object()) for _ in range(3)]
-      >>> made[0] is made[1] is made[2]
-      True
-      >>> len(cache)
-      1
     """
 
     def __init__(self, user: str, size: int) -> None:
@@ -82,28 +82,30 @@ class FunctionCache(Generic[Entry]):
 
     def get(
         self,
-        fn: Callable[..., Any],
+        fn: object,
         options: Hashable,
         build: Callable[[Contents], Entry],
-        found: Guards | None = None,
     ) -> Entry:
         """The entry of a function and options; `build(contents)` makes a new one.
 
-        A function that cannot be read completely gets a new one each time. `found` is
-        told what is read, if given.
+        In place of a function, a tuple of values may be given, a function the first. A
+        function is the same if all that it reads has equal values, and is held by the
+        same objects: one that changes, changes for all who have found it. A function
+        that cannot be read completely gets a new entry each time.
 
         Raises:
           TypeError: `fn` refers to a traced value.
         """
-        contents = contents_of(fn, self.user, found)
-        # Equal contents prove nothing then; `ProgramVersions` compares the program.
+        contents = contents_of(fn, self.user)
         if not contents.complete:
             return build(contents)
-        return self._entries.get_or_make((contents, options), lambda: build(contents))
-
-    def drop(self, entry: Entry) -> None:
-        """Removes an entry whose function no longer has the contents of its key."""
-        self._entries.drop(entry)
+        key = contents, contents.places, options
+        found = self._entries.get(key)
+        # It may have been traced first after a change.
+        if found is None or found.contents != contents:
+            found = build(contents)
+            self._entries.put(key, found)
+        return found
 
     def __len__(self) -> int:
         return len(self._entries)

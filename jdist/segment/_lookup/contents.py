@@ -1,42 +1,45 @@
-"""The contents of a function as a key: equal keys, equal behaviour.
+"""What a function reads besides its arguments: noted completely, or known to be not.
 
-Code alone is not enough. A lambda in a loop at the top of a script reads the loop's
-variable as a *global*, one inside a function as a *closure*; both must count. So do
-defaults, the `self` of a method, the arguments of a `functools.partial`, and, to any
-depth, the functions among these.
+Code alone does not make a function. A lambda in a loop at the top of a script reads the
+loop's variable as a *global*, one inside a function as a *closure*; both count. So do
+defaults, attributes of the function, the `self` of a method, the arguments of a
+`functools.partial`, and, to any depth, the functions among these. While JAX traces,
+Python can only find values by these ways, and each of them is looked at:
 
-A key is complete, or says what could not be read. It is complete where everything that
-the code can reach is of these kinds:
-
-- numbers, strings, and what is made of them in lists, tuples, sets, dicts and deques:
-  by value, and type (1 is not 1.0 is not True);
+- numbers, strings and other constants: by value and type (1 is not 1.0 is not True);
 - JAX arrays, which never change: by identity (to compare values would wait for them);
 - NumPy arrays, which can be written to: by their bytes;
-- functions and classes: by their code and all that it refers to, module by module;
+- functions: by their code, and all that it names: variables of closures, globals,
+  builtins' absence among the globals, defaults;
+- classes: by their body and that of their bases, function by function;
 - functions, classes and modules of `FIXED_PACKAGES`: by identity;
+- dicts, lists, sets, deques, tuples: by their elements;
 - objects of classes written in Python: by their attributes and their class, and by
-  identity unless the class defines an equality.
-  Where code reads an object at attributes only (`config.scale`, `self.width`), by these
-  attributes alone, so that others may change;
+  identity unless the class defines an equality. Where code reads an object at
+  attributes only (`config.scale`, `self.width`), by these attributes alone, so that
+  others may change;
 - modules: by the attributes that code reads of them.
 
-Everything else (objects of C extensions, files, locks, iterators; `globals()`, `open`,
-an `import` inside), and everything too large to be read in every call, is listed in
-`Contents.unread`: such a function is never looked up by its key.
+Nothing else can change a traced program unseen, because everything else is listed in
+`Contents.unread`: objects of C extensions, files, locks, iterators; `globals()`,
+`open`, an `import` inside; a module that is passed on; and all that is too large to be
+read in every call. A function of which something is unread is never found again: it is
+traced, and its program is compared.
 
-The key holds a reference to each object compared by identity, so that no other object
-can reuse its address.
+Each place whose value can be replaced (a closure's variable, a global, an attribute, an
+element) is guarded; see `guards`. Contents hold a reference to each object compared by
+identity, so that no other object can reuse its address.
 """
 
 import collections
-import enum
 import functools
 import hashlib
+import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path as FilePath
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from os.path import basename
 from typing import Any, Generic
 
 import jax
@@ -58,27 +61,26 @@ FIXED_PACKAGES = frozenset((
 ))  # fmt: skip
 """Packages whose functions, classes and modules do not change while a program runs."""
 
-MOST_VALUES = 1000
-"""Largest number of objects read per lookup; reading more takes longer than a trace."""
-
 READS = "__jdist_reads__"
 """The attribute by which a function of jdist's says which values of users it reads; all
 others in its closure are its own and do not change."""
 
+MOST_VALUES = 1000
+"""Largest number of objects read at once; reading more takes longer than a trace."""
+
 MOST_BYTES = 1 << 20
-"""Largest number of bytes of NumPy arrays and strings read per lookup."""
+"""Largest number of bytes of NumPy arrays and strings read at once."""
 
 _EXACT = (bool, int, str, bytes, type(None), type(...), type(NotImplemented))
 _BY_EQUALITY = (
     range, slice, np.dtype, jax.ShapeDtypeStruct, jax.tree_util.PyTreeDef,
     jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.PartitionSpec,
 )  # fmt: skip
-_BY_IDENTITY = (jax.Array, jax.Device, np.ufunc)
-_ATTRIBUTE_OF_C = (
-    types.MemberDescriptorType,
-    types.GetSetDescriptorType,
+_BY_IDENTITY = (
+    jax.Array, jax.Device, np.ufunc, re.Pattern,
+    types.MemberDescriptorType, types.GetSetDescriptorType,
     type(vars(collections.namedtuple("_Pair", "first second"))["first"]),
-)
+)  # fmt: skip
 _METHOD_OF_C = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
@@ -97,58 +99,9 @@ _ABOUT_CLASS = frozenset((
     "__match_args__", "__abstractmethods__", "_abc_impl", "__orig_bases__",
     "__firstlineno__", "__static_attributes__",
 ))  # fmt: skip
+_JDIST = __file__.removesuffix("segment/_lookup/contents.py")
 _NO_EQUALITY = vars(object)["__eq__"]
 _IDENTITY_HASH = vars(object)["__hash__"]
-Part = tuple[str, Hashable]
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A function's code and the contents of all that it refers to.
-
-    Attributes:
-      code: The code object, or the key of the callable if it has none.
-      parts: Pairs of a reference (such as "closure variable `scale`") and the key of
-        its value.
-      unread: References that could not be read; if any, equal keys prove nothing.
-    """
-
-    code: Hashable
-    parts: tuple[Part, ...]
-    unread: tuple[str, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether functions of equal contents behave alike."""
-        return not self.unread
-
-    @property
-    def name(self) -> str:
-        """Name and place of the function, for messages."""
-        if not isinstance(self.code, types.CodeType):
-            return _shown(self.code)
-        # Inside a wrapper of jdist's own, the user's function is to be named.
-        for _, key in self.parts if "jdist" in self.code.co_filename else ():
-            if isinstance(key, Contents) and isinstance(key.code, types.CodeType):
-                return key.name
-        file = FilePath(self.code.co_filename).name
-        return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
-
-    def changes_since(self, before: "Contents") -> list[str]:
-        """The differences, such as "closure variable `scale` from 1 to 2"."""
-        old, new = dict(before.parts), dict(self.parts)
-        changes = []
-        for part in dict.fromkeys([*old, *new]):
-            was, now = old.get(part), new.get(part)
-            if was == now:
-                continue
-            if isinstance(was, Contents) and isinstance(now, Contents):
-                changes += now.changes_since(was)
-            else:
-                was, now = _innermost(was, now)
-                changes.append(f"{part} from {_shown(was)} to {_shown(now)}")
-        # Equal parts, and yet compiled anew: what could not be read must have changed.
-        return changes or [f"something within {part}" for part in self.unread]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,15 +120,108 @@ class SameObject:
         return f"{type(self.held).__name__} at {id(self.held):#x}"
 
 
-def contents_of(
-    fn: Callable[..., Any], user: str, found: Guards | None = None
-) -> Contents:
-    """The contents of a function.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What functions and other values read; equal contents have equal values.
+
+    Attributes:
+      code: The code object of the first function, or itself if it has none.
+      values: Pairs of a reference (such as "closure variable `scale`") and a value
+        found there, in the order of the reading.
+      places: The objects in which one of these values can be replaced. Functions of
+        equal values and places are one function.
+      unread: References that could not be read; if any, equal contents prove nothing.
+    """
+
+    code: Hashable
+    values: tuple[tuple[str, Hashable], ...]
+    places: tuple[SameObject, ...] = field(compare=False)
+    unread: tuple[str, ...] = field(compare=False)
+    _guards: Guards = field(compare=False, repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether functions of equal contents behave alike."""
+        return not self.unread
+
+    def hold(self) -> bool:
+        """Whether nothing of what was read has been replaced; cheap."""
+        return self._guards.hold()
+
+    @property
+    def name(self) -> str:
+        """Name and place of the function, for messages."""
+        codes = [self.code, *[x for _, x in self.values]]
+        # Inside a wrapper of jdist's own, the user's function is to be named.
+        users = (
+            code
+            for code in codes
+            if isinstance(code, types.CodeType)
+            and not code.co_filename.startswith(_JDIST)
+        )
+        return _shown(next(users, self.code))
+
+    def changes_since(self, before: "Contents") -> list[str]:
+        """The differences, such as "closure variable `scale` from 1 to 2"."""
+        changes: dict[str, str] = {}
+        for (was_at, was), (part, now) in zip(before.values, self.values, strict=False):
+            if was_at != part:  # Something appeared or went: the others do not align.
+                changes.setdefault(part, part)
+                break
+            if was != now:
+                change = f"{part} from {_shown(was)} to {_shown(now)}"
+                changes.setdefault(part, change)
+        # Equal values, and yet compiled anew: what could not be read must have changed.
+        return [*changes.values()] or [f"something within {x}" for x in self.unread]
+
+
+class Watched:
+    """What functions and other values read, and whether it is still the same.
+
+    Values that are being traced may be among it, and count by identity.
 
     Args:
-      fn: Any callable.
+      reads: The values by name, the function that names the whole first.
       user: Name of the public function that compiles, for error messages.
-      found: Is told what is read of things that may change, if given.
+
+    Attributes:
+      contents: What they read when it was last noted; None before that.
+    """
+
+    def __init__(self, reads: Mapping[str, object], user: str) -> None:
+        self._reads, self._user = reads, user
+        self.contents: Contents | None = None
+
+    def holds(self) -> bool:
+        """Whether it was noted, and nothing that can be read has changed since."""
+        contents = self.contents
+        if contents is None:
+            return False
+        if contents.hold():
+            return True
+        # Another object may have the same value.
+        now = self.read()
+        if not now.complete or now != contents:
+            return False
+        self.contents = now
+        return True
+
+    def note(self) -> Contents:
+        """Notes what they read now."""
+        self.contents = self.read()
+        return self.contents
+
+    def read(self) -> Contents:
+        """What they read now."""
+        return _read(self._reads, self._user, traced=True)
+
+
+def contents_of(fn: object, user: str) -> Contents:
+    """The contents of a function or another value.
+
+    Args:
+      fn: Any callable or value; a tuple of values is named by its first.
+      user: Name of the public function that compiles, for error messages.
 
     Raises:
       TypeError: `fn` refers to a value that is being traced: a compiled function would
@@ -188,74 +234,18 @@ def contents_of(
       >>> contents_of(make(3), "f").changes_since(contents_of(make(2), "f"))
       ['closure variable `scale` from 2 to 3']
     """
-    reader = _ContentsReader(user, found)
-    own = reader.callable("the function", fn)
-    return Contents(own.code, own.parts, tuple(dict.fromkeys(reader.unread)))
+    return _read({"the function": fn}, user, traced=False)
 
 
-def value_of(value: object, user: str) -> Contents:
-    """The contents of a static argument; errors as those of `contents_of`."""
-    reader = _ContentsReader(user)
-    part = "the argument"
-    key = reader.key(part, value)
-    return Contents(key, ((part, key),), tuple(dict.fromkeys(reader.unread)))
-
-
-def guarded(reads: Mapping[str, object], user: str) -> tuple[Contents, Guards]:
-    """The contents of functions and other values, and guards over them.
-
-    Args:
-      reads: The values by name, the function that names the whole first.
-      user: Name of the public function that compiles, for error messages.
-
-    A value that is being traced is compared by identity.
-    """
-    found = Guards()
-    # A function that JAX jits may read what is being traced: it is found nowhere else.
-    reader = _ContentsReader(user, found, traced=True)
-    parts: list[Part] = []
+def _read(reads: Mapping[str, object], user: str, traced: bool) -> Contents:
+    reader = _Reader(user, traced)
     for name, value in reads.items():
-        read = reader.callable if callable(value) else reader.key
-        parts.append((f"`{name}`", read(f"`{name}`", value)))  # type: ignore[arg-type]
-    first = parts[0][1]
-    code = first.code if isinstance(first, Contents) else first
+        reader.outermost(name, value)
+    code = _code_of(next(iter(reads.values())))
     unread = tuple(dict.fromkeys(reader.unread))
-    return Contents(code, tuple(parts), unread), found
-
-
-class GuardedContents:
-    """What functions and other values read, and whether it is still the same.
-
-    Args:
-      reads: As for `guarded`.
-      user: As for `guarded`.
-    """
-
-    def __init__(self, reads: Mapping[str, object], user: str) -> None:
-        self._reads, self._user = reads, user
-        self._contents: Contents | None = None
-        self._guards: Guards | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether it was taken."""
-        return self._guards is not None
-
-    def holds(self) -> bool:
-        """Whether it was taken, and nothing that can be read has changed since."""
-        if self._guards is None:
-            return False
-        if self._guards.hold():
-            return True
-        contents, found = guarded(self._reads, self._user)
-        same = contents.complete and contents == self._contents
-        if same:
-            self._guards = found
-        return same
-
-    def take(self) -> None:
-        """Notes what they read now."""
-        self._contents, self._guards = guarded(self._reads, self._user)
+    return Contents(
+        code, tuple(reader.values), tuple(reader.places), unread, reader.guards
+    )
 
 
 def is_fixed(fn: Callable[..., Any]) -> bool:
@@ -265,468 +255,375 @@ def is_fixed(fn: Callable[..., Any]) -> bool:
     return _fixed(fn) and getattr(fn, "__closure__", None) is None
 
 
-class _ContentsReader:
-    """Reads the contents of one function, and of all that it refers to.
+class _Reader:
+    """Reads functions and values, and all that they refer to.
 
     Args:
       user: Name of the public function that compiles, for error messages.
-      found: Is told what is read of things that may change, if given.
-      traced: Whether values that are being traced may be read, by identity.
-
-    Attributes:
-      unread: References that could not be read so far.
+      traced: Whether values that are being traced may be read.
     """
 
-    def __init__(
-        self, user: str, found: Guards | None = None, traced: bool = False
-    ) -> None:
-        self._user = user
-        self._guards = found
-        self._takes_traced = traced
-        # Whether what is read belongs to a value that does not change.
+    def __init__(self, user: str, traced: bool) -> None:
+        self._user, self._takes_traced = user, traced
+        # With a reference to each object, or another could get its id.
+        self._met: dict[Hashable, tuple[int, Any]] = {}
+        # Whether the object that is being read, and its containers, never change.
         self._settled = False
-        self._met: dict[Any, tuple[int, Any]] = {}
-        self._values = MOST_VALUES
-        self._bytes = MOST_BYTES
+        self._left, self._bytes = MOST_VALUES, MOST_BYTES
+        self.values: list[tuple[str, Hashable]] = []
+        self.places: list[SameObject] = []
         self.unread: list[str] = []
+        self.guards = Guards()
 
-    def _see(self, read: Read, owner: Any) -> None:
-        """Guards what `read` finds at a thing that may change."""
-        if self._guards is not None and not self._settled:
-            self._guards.see(read, owner)
+    def outermost(self, part: str, value: object) -> None:
+        """Reads a function or another value; `part` names it."""
+        call = in_class(type(value), "__call__")
+        if isinstance(call, types.FunctionType) and not _fixed(call):
+            # Of an object that is called, only what its code reads of `self`.
+            self._see(guards.at_name, (value, "__call__"))
+            self._function(part, call, value)
+        else:
+            self._value(part, value)
+
+    def _found(self, part: str, value: Hashable) -> None:
+        self.values.append((part, value))
+
+    def _not_read(self, part: str, value: object) -> None:
+        self.unread.append(f"{part} (a {type(value).__name__})")
+        self._found(part, SameObject(value))
+
+    def _see(self, read: Read, thing: Any) -> Iterable[Any]:
+        """Finds and guards what can be replaced at a thing."""
+        if self._settled:
+            return read(thing)
+        self.places.append(SameObject(thing[0] if type(thing) is tuple else thing))
+        return self.guards.see(guards.in_things, (read, thing))
+
+    def _first_time(self, part: str, met: Hashable, held: object) -> bool:
+        """Whether it was not met yet; later its number stands for it."""
+        # Numbered before it is read, so that a reference cycle ends.
+        if met in self._met:
+            self._found(part, ("met", self._met[met][0]))
+            return False
+        self._met[met] = len(self._met), held
+        return True
 
     # --- functions ---
 
-    def callable(self, part: str, fn: Callable[..., Any]) -> Contents:
-        """The contents of a callable of any kind."""
-        if isinstance(fn, types.FunctionType):
-            return self._function(fn)
-        if isinstance(fn, types.MethodType):
-            return self._method(fn)
-        if isinstance(fn, functools.partial):
-            self._see(guards.in_partial, fn)
-            # The code is that of the inner function, by which versions are counted and
-            # named.
-            own = self.callable(part, fn.func)
-            given: dict[Any, Any] = {**dict(enumerate(fn.args)), **fn.keywords}
-            names = {f"argument {name} of partial": x for name, x in given.items()}
-            return Contents(own.code, (*own.parts, *self._named(names)))
-        if isinstance(fn, _JITTED):
-            own = self.callable(part, fn.__wrapped__)
-            return Contents(
-                own.code, (*own.parts, ("the jitted function", SameObject(fn)))
-            )
-        self._see(guards.at_name, (fn, "__call__"))
-        call = in_class(type(fn), "__call__")
-        if isinstance(call, types.FunctionType) and not _fixed(call):
-            return self._function(call, first=fn)
-        return Contents(self.key(part, fn), ())
-
-    def _method(self, fn: types.MethodType) -> Contents:
-        if not isinstance(fn.__func__, types.FunctionType):
-            own = self.callable("the method", fn.__func__)
-            bound = ("the object `self`", self.key("the object `self`", fn.__self__))
-            return Contents(own.code, (*own.parts, bound))
-        return self._function(fn.__func__, first=fn.__self__)
-
-    def _function(self, fn: types.FunctionType, first: object = MISSING) -> Contents:
-        outer, self._settled = self._settled, False
-        found = Contents(fn.__code__, tuple(self._parts(fn, first)))
-        self._settled = outer
-        return found
-
-    def _parts(self, fn: types.FunctionType, first: object) -> Iterator[Part]:
+    def _function(
+        self, part: str, fn: types.FunctionType, first: object = MISSING
+    ) -> None:
+        """Reads a function, and what it reads of its first argument if it is bound."""
         code, reads, fixed = fn.__code__, reads_of(fn.__code__), _fixed(fn)
+        self._found(part, code)
         if fixed and READS in vars(fn):
-            yield from self._named({"what it reads": vars(fn)[READS]})
+            self._value("what it reads", vars(fn)[READS])
             return
+        outer, self._settled = self._settled, False
+        cells = fn.__closure__ or ()
         if not fixed:
-            self._see(guards.in_function, fn)
+            self.places.append(SameObject(fn))
+            self.guards.see(guards.in_functions, fn)
             if fn.__kwdefaults__:
                 self._see(guards.in_mapping, fn.__kwdefaults__)
-        positional = code.co_varnames[: code.co_argcount]
-        defaults = fn.__defaults__ or ()
-        named = dict(zip(positional[::-1], defaults[::-1], strict=False))
-        named.update(fn.__kwdefaults__ or {})
-        yield from self._named({f"default of `{name}`": x for name, x in named.items()})
-        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            if not fixed:
-                self._see(guards.in_cell, cell)
-            (value,) = guards.in_cell(cell)
-            if value is MISSING:  # A variable that is not assigned yet.
-                continue
+            self._globals(fn)
+            for cell in cells:
+                self.guards.see(guards.in_cells, cell)
+        whole: set[Path] = {()}
+        for name, value in _defaults(fn).items():
+            self._value(f"default of `{name}`", value)
+        for name, value in zip(
+            code.co_freevars, guards.in_cells([*cells]), strict=True
+        ):
             # A library may read its variables in ways that its code does not show.
-            paths = frozenset([()]) if fixed else reads.free.get(name, frozenset())
-            yield from self._at(f"closure variable `{name}`", f"{name}", value, paths)
+            paths = whole if fixed else reads.free.get(name, set())
+            self._variable("closure variable", name, value, paths)
         if first is not MISSING:
-            paths = frozenset([()]) if fixed else reads.first
-            yield from self._at("the object `self`", "self", first, paths)
-        if not fixed:
-            yield from self._surroundings(fn)
-
-    def _surroundings(self, fn: types.FunctionType) -> Iterator[Part]:
-        """Globals and attributes of the function itself; notes what cannot be read."""
-        reads = reads_of(fn.__code__)
-        for name, paths in reads.names.items():
-            if self._guards is not None:
-                self._guards.see_name(fn.__globals__, name)
-            if name in fn.__globals__:
-                value = fn.__globals__[name]
-                yield from self._at(f"global `{name}`", name, value, paths)
-            elif name in _BEYOND:
-                self.unread.append(f"what `{name}` gives")
-        for module in reads.imports:
-            if not _fixed_name(module):
-                self.unread.append(f"the import of `{module}`")
-        for name, value in vars(fn).copy().items():
+            paths = whole if fixed else reads.first
+            self._variable("the object", "self", first, paths)
+        for name, value in () if fixed else [*vars(fn).items()]:
             # `functools.wraps` puts the wrapped function there, which the closure has
             # too.
             if name != "__wrapped__":
-                yield f"attribute `{name}`", self.key(f"attribute `{name}`", value)
+                self._value(f"attribute `{name}`", value)
+        self._settled = outer
 
-    def _named(self, values: dict[str, Any]) -> Iterator[Part]:
-        for name, value in values.items():
-            yield name, self.key(name, value)
+    def _globals(self, fn: types.FunctionType) -> None:
+        """Reads the globals that code names; notes what it reads beside them."""
+        reads, names = reads_of(fn.__code__), fn.__globals__
+        found = self.guards.see(guards.at_names, (names, tuple(reads.names)))
+        for (name, paths), value in zip(reads.names.items(), found, strict=True):
+            if value is MISSING and name in _BEYOND:
+                self.unread.append(f"what `{name}` gives")
+            self._variable("global", name, value, paths)
+        for module in reads.imports:
+            if not _fixed_name(module):
+                self.unread.append(f"the import of `{module}`")
 
-    # --- what code reads of a variable ---
-
-    def _at(
-        self, part: str, name: str, value: object, paths: frozenset[Path]
-    ) -> Iterator[Part]:
-        """Parts for a variable that is read at some attributes, or as a whole."""
-        if () in paths or self._whole(value):
-            yield part, self.key(part, value)
+    def _variable(self, kind: str, name: str, value: object, paths: set[Path]) -> None:
+        """Reads a variable: as a whole, or at some attributes."""
+        if value is MISSING:  # Not assigned yet; or a builtin.
+            self._found(f"{kind} `{name}`", "missing")
             return
-        kind = part.removesuffix(f"`{name}`")
-        for path in sorted(paths):
-            shown = f"{kind}`{'.'.join((name, *path))}`"
-            yield shown, self._attribute(shown, value, path)
-
-    def _whole(self, value: object) -> bool:
-        """Whether a value must be read as a whole, not only at the attributes used."""
-        if isinstance(value, types.ModuleType | type):
-            return _fixed(value)
-        kind: Any = type(value)
-        plain = kind.__getattribute__ in _PLAIN_ACCESS
-        return not plain or not _in_python(kind) or _is_known(value)
-
-    def _attribute(self, part: str, value: object, path: Path) -> Hashable:
-        """The key of `value.a.b`, found without running code of the user's."""
-        if not path or self._whole(value):
-            return self.key(part, value)
-        if isinstance(value, types.ModuleType):
-            if self._guards is not None:
-                self._guards.see_name(vars(value), path[0])
-            if path[0] not in vars(value):
-                return self._not_read(part, value)
-            return self._attribute(part, vars(value)[path[0]], path[1:])
-        if isinstance(value, type):
-            return self._of_class(part, value, path)
-        return self._of_object(part, value, path)
-
-    def _of_object(self, part: str, value: object, path: Path) -> Hashable:
-        name, rest = path[0], path[1:]
-        self._see(guards.at_name, (value, name))
-        kind, own = type(value), getattr(value, "__dict__", {})
-        raw = in_class(kind, name)
-        # The order in which Python itself looks: data descriptors before the object's
-        # dict.
-        if name in own and not _is_data_descriptor(raw):
-            return self._attribute(part, own[name], rest)
-        if raw is MISSING:
-            # A `__getattr__` may compute its result from anything in the object.
-            computed = in_class(kind, "__getattr__") is not MISSING
-            return self.key(part, value) if computed else "missing"
-        code = _code_behind(raw)
-        if code is not None:
-            return self._bound(part, code, value)
-        if isinstance(raw, types.MemberDescriptorType):
-            return self._attribute(part, in_slot(raw, value), rest)
-        return self._of_entry(part, value, kind, raw, rest)
-
-    def _of_class(self, part: str, kind: type, path: Path) -> Hashable:
-        self._see(guards.in_class_at_name, (kind, path[0]))
-        raw = in_class(kind, path[0])
-        if type(kind) is not type or raw is MISSING:
-            return self.key(part, kind)  # The metaclass may have it.
-        if isinstance(raw, types.FunctionType):
-            return self._attribute(part, raw, path[1:])
-        return self._of_entry(part, kind, kind, raw, path[1:])
-
-    def _of_entry(
-        self, part: str, owner: object, kind: type, raw: object, rest: Path
-    ) -> Hashable:
-        """The key of a class attribute, accessed through an object or the class."""
-        if isinstance(raw, staticmethod):
-            return self._attribute(part, raw.__func__, rest)
-        if isinstance(raw, classmethod):
-            return self._bound(part, raw.__func__, kind)
-        # A descriptor runs code that is not read here, and may read all of its owner.
-        if hasattr(type(raw), "__get__"):
-            return self.key(part, owner)
-        return self._attribute(part, raw, rest)
-
-    def _bound(self, part: str, fn: object, first: object) -> Hashable:
-        """The key of a function and of what it reads of its first argument."""
-        if not isinstance(fn, types.FunctionType):
-            return self._not_read(part, fn)
-        return self._once(
-            ("bound", id(fn), id(first)), (fn, first), lambda: self._function(fn, first)
+        at_attributes = () not in paths and (
+            isinstance(value, types.ModuleType) or _has_plain_attributes(value)
         )
+        for path in sorted(paths) if at_attributes else [()]:
+            self._attribute(f"{kind} `{'.'.join((name, *path))}`", value, path)
+
+    # --- attributes ---
+
+    def _attribute(self, part: str, value: object, path: Path) -> None:
+        """Reads `value.a.b`, without running code of the user's."""
+        if path and isinstance(value, types.ModuleType) and not _fixed(value):
+            (found,) = self.guards.see(guards.at_names, (vars(value), path[:1]))
+            if found is MISSING:
+                self._not_read(part, value)
+            else:
+                self._attribute(part, found, path[1:])
+        elif path and _has_plain_attributes(value):
+            self._of_object(part, value, path[0], path[1:])
+        else:
+            self._value(part, value)
+
+    def _of_object(self, part: str, value: object, name: str, rest: Path) -> None:
+        self._see(guards.at_name, (value, name))
+        own = getattr(value, "__dict__", {})
+        raw = in_class(type(value), name)
+        code = raw.fget if isinstance(raw, property) else raw
+        described = type(raw)
+        if isinstance(code, types.FunctionType) and name not in own:
+            self._bound(part, code, value)
+        elif isinstance(raw, types.MemberDescriptorType):
+            self._attribute(part, in_slot(raw, value), rest)
+        elif name in own and not (
+            hasattr(described, "__set__") or hasattr(described, "__delete__")
+        ):
+            self._attribute(part, own[name], rest)
+        elif raw is MISSING or hasattr(described, "__get__"):
+            # What a descriptor or `__getattr__` computes may come from all of it.
+            self._value(part, value)
+        else:
+            self._attribute(part, raw, rest)
+
+    def _bound(self, part: str, fn: object, first: object) -> None:
+        """Reads a function and what it reads of its first argument."""
+        if not isinstance(fn, types.FunctionType):
+            self._not_read(part, fn)
+        elif self._first_time(part, (id(fn), id(first)), (fn, first)):
+            self._function(part, fn, first)
 
     # --- values ---
 
-    def key(self, part: str, value: object) -> Hashable:
-        """The key of a value; `part` is how the outermost function refers to it."""
-        self._values -= 1
+    def _value(self, part: str, value: Any) -> None:
+        """Reads a value; `part` is how the outermost function refers to it."""
+        self._left -= 1
         kind: Any = type(value)
         if kind in _EXACT:
             if isinstance(value, str | bytes):
                 self._bytes -= len(value)
-            return kind, value
-        # Beyond these bounds a lookup takes longer than the trace that it saves.
-        if self._values < 0 or self._bytes < 0:
-            return self._not_read(part, value)
-        read = _SIMPLE.get(_sort(kind))
-        if read is not None:
-            return read(self, part, value)
-        return self._once(id(value), value, lambda: self._structure(part, value))
+            self._found(part, (kind, value))
+        # Beyond these bounds reading takes longer than the trace that it saves.
+        elif self._left < 0 or self._bytes < 0:
+            self._not_read(part, value)
+        elif simple := _simple(kind):
+            simple(self, part, value)
+        elif self._first_time(part, id(value), value):
+            self._structure(part, value)
 
-    def _traced(self, part: str, value: object) -> Hashable:
+    def _structure(self, part: str, value: Any) -> None:
+        """Reads a value that refers to other values."""
+        kind = type(value)
+        if isinstance(value, types.MethodType):
+            self._same(part, kind)
+            self._bound(part, value.__func__, value.__self__)
+        elif isinstance(value, types.FunctionType) and not is_fixed(value):
+            self._function(part, value)
+        elif isinstance(value, type) and not _fixed(value):
+            self._class(part, value)
+        elif isinstance(value, _BY_NAME) and not _is_bound(value):
+            self._same(part, value) if _fixed(value) else self._not_read(part, value)
+        elif kind in _READERS:
+            if kind is _JITTED:
+                self._same(part, value)
+            read = _READERS[kind]
+            inside = read(value) if kind in _CONSTANT else self._see(read, value)
+            self._elements(part, value, inside)
+        else:
+            self._object(part, value)
+
+    def _elements(self, part: str, value: Any, inside: Iterable[Any]) -> None:
+        inside = list(inside)
+        if len(inside) > self._left:
+            self._not_read(part, value)
+            return
+        self._found(part, (type(value), len(inside)))
+        for each in inside:
+            self._value(part, each)
+
+    def _object(self, part: str, value: object) -> None:
+        """Reads an object: all of its attributes, and its class."""
+        kind: Any = type(value)
+        if not _in_python(kind):
+            self._not_read(part, value)
+            return
+        outer, self._settled = self._settled, _is_settled(value)
+        if not _is_frozen(kind):
+            self._see(guards.in_object, value)
+        # With an `__eq__` of their own, objects of equal state behave alike. Without
+        # one, code may distinguish them by identity.
+        alike = in_class(kind, "__eq__") is not _NO_EQUALITY
+        attributes = guards.state_of(value)
+        self._found(part, (alike or SameObject(value), *attributes))
+        for name, x in attributes.items():
+            self._value(f"{part}, attribute `{name}`", x)
+        if isinstance(value, dict):
+            self._elements(part, value, [*value, *dict.values(value)])
+        elif isinstance(value, list | tuple | set | frozenset):
+            self._elements(part, value, value)
+        elif isinstance(value, int | float | str):
+            self._found(part, repr(value))
+        self._settled = outer
+        self._value(part, kind)
+
+    def _class(self, part: str, kind: type) -> None:
+        """Reads a class: all that its code, and that of its bases, refers to."""
+        self._same(part, kind)
+        # A metaclass of the user's may change what a class does.
+        if not _fixed(type(kind)) or not _in_python(kind):
+            self._not_read(part, kind)
+            return
+        outer, self._settled = self._settled, False
+        for each in kind.__mro__:
+            if _fixed(each):
+                continue
+            self._see(guards.in_class_body, each)
+            for name, raw in vars(each).copy().items():
+                if name not in _ABOUT_CLASS:
+                    self._found(part, name)
+                    self._value(f"{part}, attribute `{name}`", raw)
+        self._settled = outer
+
+    # --- values that refer to no others ---
+
+    def _tracer(self, part: str, value: object) -> None:
         if self._takes_traced:
-            return SameObject(value)
+            self._same(part, value)
+            return
         rule = f"must not refer to values that are being traced; {part} is one"
         remedy = "Pass it as an input; only inputs and parameters are differentiated."
         call = f"{self._user}(fn)"
         raise TypeError(requirement(call, rule, str(value), remedy))
 
-    def _array(self, part: str, value: object) -> Hashable:
+    def _array(self, part: str, value: Any) -> None:
         # Bytes, because the caller may write to the array between two calls.
         array = np.asarray(value)
         self._bytes -= array.nbytes
         if array.dtype.hasobject or self._bytes < 0:
-            return self._not_read(part, value)
-        if self._guards is not None and isinstance(value, np.ndarray):
-            self._guards.see_array(value)
+            self._not_read(part, value)
+            return
+        if isinstance(value, np.ndarray):
+            self.places.append(SameObject(value))
+            self.guards.see_array(value)
         digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
-        return array.dtype.str, array.shape, digest
+        self._found(part, (type(value), array.dtype.str, array.shape, digest))
 
-    def _equal(self, part: str, value: object) -> Hashable:
-        return (type(value), value) if _hashable(value) else self._not_read(part, value)
+    def _number(self, part: str, value: object) -> None:
+        # `repr` distinguishes -0.0 from 0.0, and makes NaN equal to NaN.
+        self._found(part, (type(value), repr(value)))
 
-    def _once(
-        self, met: object, held: object, read: Callable[[], Hashable]
-    ) -> Hashable:
-        """Reads a value the first time; afterwards its number stands for it."""
-        # Numbered before it is read, so that a reference cycle ends.
-        if met in self._met:
-            return "met", self._met[met][0]
-        self._met[met] = len(self._met), held
-        return read()
+    def _same(self, part: str, value: object) -> None:
+        self._found(part, SameObject(value))
 
-    def _structure(self, part: str, value: object) -> Hashable:
-        """The key of a value that refers to other values."""
-        kind = type(value)
-        read = _CONTAINERS.get(kind)
-        if read is None:
-            read = next(read for kinds, read in _OTHERS if isinstance(value, kinds))
-        return read(self, part, value)
-
-    def _mapping(self, part: str, value: Mapping[object, object]) -> Hashable:
-        self._see(guards.in_mapping, value)
-        # A defaultdict calls it for missing keys.
-        factory = self.key(part, getattr(value, "default_factory", None))
-        return type(value), factory, self._items(part, value)
-
-    def _sequence(self, part: str, value: Collection[object]) -> Hashable:
-        if type(value) is not tuple:
-            self._see(tuple, value)
-        # Two deques of the same elements differ by what they drop next.
-        length = getattr(value, "maxlen", None)
-        return type(value), length, self._keys(part, value)
-
-    def _set(self, part: str, value: Collection[object]) -> Hashable:
-        if type(value) is not frozenset:
-            self._see(tuple, value)
-        keys = self._keys(part, value)
-        return type(value), frozenset(keys) if isinstance(keys, tuple) else keys
-
-    def _keys(self, part: str, values: Collection[object]) -> Hashable:
-        if len(values) > self._values:
-            return self._not_read(part, values)
-        # `list` copies at once: another thread may be changing the container.
-        return tuple([self.key(part, value) for value in list(values)])
-
-    def _items(self, part: str, values: Mapping[object, object]) -> Hashable:
-        if len(values) > self._values:
-            return self._not_read(part, values)
-        pairs = zip(list(values), list(values.values()), strict=False)
-        return self._keys(part, [x for pair in pairs for x in pair])
-
-    def _plain_function(self, part: str, fn: types.FunctionType) -> Hashable:
-        return SameObject(fn) if is_fixed(fn) else self._function(fn)
-
-    def _reference(self, part: str, value: weakref.ref[Any]) -> Hashable:
-        self._see(guards.in_reference, value)
-        return weakref.ReferenceType, self.key(part, value())
-
-    def _module(self, part: str, module: object) -> Hashable:
-        return SameObject(module) if _fixed(module) else self._not_read(part, module)
-
-    def _member(self, part: str, value: enum.Enum) -> Hashable:
-        return (
-            SameObject(value),
-            self.key(part, value._value_),
-            self.key(part, type(value)),
-        )
-
-    def _builtin(self, part: str, fn: types.BuiltinFunctionType) -> Hashable:
-        owner = fn.__self__
-        if owner is None or isinstance(owner, types.ModuleType):
-            fixed = _fixed_name(getattr(fn, "__module__", None) or "")
-            return SameObject(fn) if fixed else self._not_read(part, fn)
-        return fn.__name__, self.key(part, owner)
-
-    def _class(self, part: str, kind: type) -> Hashable:
-        """The key of a class: all that its code, and that of its bases, refers to."""
-        if _fixed(kind):
-            return SameObject(kind)
-        # A metaclass of the user's may change what a class does.
-        if not _fixed(type(kind)):
-            self._not_read(part, type(kind))
-        if not _in_python(kind):
-            return self._not_read(part, kind)
-        outer, self._settled = self._settled, False
-        for each in kind.__mro__:
-            if not _fixed(each):
-                self._see(guards.in_class_body, each)
-        entries = tuple(
-            (name, self._entry(f"{part}, attribute `{name}`", raw))
-            for each in kind.__mro__
-            if not _fixed(each)
-            for name, raw in vars(each).copy().items()
-            if name not in _ABOUT_CLASS
-        )
-        self._settled = outer
-        return SameObject(kind), entries
-
-    def _entry(self, part: str, raw: object) -> Hashable:
-        if isinstance(raw, staticmethod | classmethod):
-            return type(raw), self.key(part, raw.__func__)
-        if isinstance(raw, property):
-            return property, self._keys(part, [raw.fget, raw.fset, raw.fdel])
-        if isinstance(raw, functools.cached_property):
-            return functools.cached_property, self.key(part, raw.func)
-        # Such as an `object()` that serves as a marker: there is nothing in it to read.
-        inert = _fixed(type(raw)) and not guards.state_of(raw) and not callable(raw)
-        if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
-            return SameObject(raw)
-        return self.key(part, raw)
-
-    def _object(self, part: str, value: object) -> Hashable:
-        """The key of an object: all of its attributes, and its class."""
-        kind: Any = type(value)
-        if not _in_python(kind):
-            return self._not_read(part, value)
-        outer, self._settled = self._settled, _is_settled(value)
-        if not _is_frozen(kind):
-            self._see(guards.in_object(value), value)
-        attributes = tuple(
-            (name, self.key(f"{part}, attribute `{name}`", x))
-            for name, x in guards.state_of(value)
-        )
-        inside: Hashable = ()
-        if isinstance(value, dict):
-            inside = self._items(part, value)
-        elif isinstance(value, list | tuple | set | frozenset):
-            inside = self._keys(part, value)
-        elif isinstance(value, int | float | str):
-            inside = repr(value)
-        self._settled = outer
-        # With an `__eq__` of their own, objects of equal state behave alike. Without
-        # one, code may distinguish them by identity.
-        which = SameObject(value) if in_class(kind, "__eq__") is _NO_EQUALITY else ()
-        made_of = SameObject(kind) if _fixed(kind) else self.key(part, kind)
-        return which, attributes, inside, made_of
-
-    def _not_read(self, part: str, value: object) -> Hashable:
-        self.unread.append(f"{part} (a {type(value).__name__})")
-        return SameObject(value)
+    def _equal(self, part: str, value: Any) -> None:
+        if _hashable(value):
+            self._found(part, (type(value), value))
+        else:
+            self._not_read(part, value)
 
 
 _PLAIN_ACCESS: tuple[Any, ...] = (
     object.__getattribute__,
     types.SimpleNamespace.__getattribute__,
 )
-_Read = Callable[[_ContentsReader, str, Any], Hashable]
-
-_SIMPLE: dict[str, _Read] = {
-    "traced": _ContentsReader._traced,
-    "array": _ContentsReader._array,
-    # `repr` distinguishes -0.0 from 0.0, and makes NaN equal to NaN.
-    "number": lambda _, __, value: (type(value), repr(value)),
-    "identity": lambda _, __, value: SameObject(value),
-    "equality": _ContentsReader._equal,
+_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
+_BY_NAME = (types.FunctionType, types.ModuleType, type, *_OF_C)
+_READERS: dict[Any, Read] = {
+    dict: guards.in_mapping,
+    collections.OrderedDict: guards.in_mapping,
+    collections.defaultdict: guards.in_mapping,
+    types.MappingProxyType: guards.in_mapping,
+    list: tuple,
+    set: tuple,
+    tuple: tuple,
+    frozenset: tuple,
+    collections.deque: guards.in_deque,
+    functools.partial: guards.in_partial,
+    weakref.ReferenceType: guards.in_reference,
+    _JITTED: lambda fn: (fn.__wrapped__,),
+    staticmethod: lambda fn: (fn.__func__,),
+    classmethod: lambda fn: (fn.__func__,),
+    property: lambda x: (x.fget, x.fset, x.fdel),
+    **dict.fromkeys(_OF_C, lambda fn: (fn.__name__, fn.__self__)),
 }
+"""What values of these very types, which are written in C, refer to."""
+_CONSTANT = (tuple, frozenset, staticmethod, classmethod, property, _JITTED, *_OF_C)
 
-_CONTAINERS: dict[type, _Read] = {
-    dict: _ContentsReader._mapping,
-    collections.OrderedDict: _ContentsReader._mapping,
-    collections.defaultdict: _ContentsReader._mapping,
-    types.MappingProxyType: _ContentsReader._mapping,
-    list: _ContentsReader._sequence,
-    tuple: _ContentsReader._sequence,
-    collections.deque: _ContentsReader._sequence,
-    set: _ContentsReader._set,
-    frozenset: _ContentsReader._set,
-}
 
-_CALLABLE = (types.MethodType, functools.partial, _JITTED)
-_OTHERS: tuple[tuple[Any, _Read], ...] = (
-    (types.FunctionType, _ContentsReader._plain_function),
-    (_CALLABLE, _ContentsReader.callable),
-    ((types.BuiltinFunctionType, types.MethodWrapperType), _ContentsReader._builtin),
-    (weakref.ReferenceType, _ContentsReader._reference),
-    (types.ModuleType, _ContentsReader._module),
-    (type, _ContentsReader._class),
-    (enum.Enum, _ContentsReader._member),
-    (object, _ContentsReader._object),
-)
+def _code_of(fn: Any) -> Hashable:
+    """The code of a callable, by which its versions are counted and named."""
+    if isinstance(fn, tuple) and fn:
+        return _code_of(fn[0])
+    if isinstance(fn, functools.partial):
+        return _code_of(fn.func)
+    if isinstance(fn, _JITTED):
+        return _code_of(fn.__wrapped__)
+    if isinstance(fn, types.MethodType):
+        return _code_of(fn.__func__)
+    call = in_class(type(fn), "__call__")
+    if isinstance(call, types.FunctionType) and not _fixed(call):
+        fn = call
+    return fn.__code__ if isinstance(fn, types.FunctionType) else SameObject(fn)
+
+
+def _defaults(fn: types.FunctionType) -> dict[str, Any]:
+    positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    defaults = fn.__defaults__ or ()
+    named = dict(zip(positional[::-1], defaults[::-1], strict=False))
+    return {**named, **(fn.__kwdefaults__ or {})}
+
+
+def _is_bound(fn: Any) -> bool:
+    """Whether a function of C's is a method of an object."""
+    owner = getattr(fn, "__self__", None) if isinstance(fn, _OF_C) else None
+    return owner is not None and not isinstance(owner, types.ModuleType)
+
+
+def _has_plain_attributes(value: object) -> bool:
+    """Whether code that reads attributes of an object reads nothing else of it."""
+    kind: Any = type(value)
+    if (
+        not _in_python(kind)
+        or isinstance(value, type)
+        or _simple(kind)
+        or kind in _EXACT
+    ):
+        return False
+    return kind not in _READERS and kind.__getattribute__ in _PLAIN_ACCESS
 
 
 @functools.lru_cache(maxsize=4096)
-def _sort(kind: type) -> str:
-    """The key in `_SIMPLE` for values of a type; "" if the type is not simple."""
+def _simple(kind: type) -> Callable[[_Reader, str, Any], None] | None:
+    """How to read values of a type that refer to no others; else None."""
     if issubclass(kind, jax.core.Tracer):
-        return "traced"
+        return _Reader._tracer
     if issubclass(kind, np.ndarray | np.generic):
-        return "array"
+        return _Reader._array
     if kind in (float, complex):
-        return "number"
+        return _Reader._number
     if issubclass(kind, _BY_IDENTITY):
-        return "identity"
-    return "equality" if issubclass(kind, _BY_EQUALITY) else ""
-
-
-def _is_known(value: object) -> bool:
-    """Whether a value is of a kind that is always read as a whole."""
-    kind: Any = type(value)
-    if kind in _EXACT or _sort(kind):
-        return True
-    return isinstance(value, (types.FunctionType, *_CALLABLE, enum.Enum))
-
-
-def _code_behind(raw: object) -> Callable[..., object] | None:
-    """The function behind a method or property found in a class; else None."""
-    if isinstance(raw, property):
-        return raw.fget
-    if isinstance(raw, functools.cached_property):
-        return raw.func
-    return raw if isinstance(raw, types.FunctionType) else None
-
-
-def _is_data_descriptor(raw: object) -> bool:
-    return hasattr(type(raw), "__set__") or hasattr(type(raw), "__delete__")
+        return _Reader._same
+    return _Reader._equal if issubclass(kind, _BY_EQUALITY) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -786,21 +683,12 @@ def _hashable(value: object) -> bool:
     return True
 
 
-def _innermost(was: object, now: object) -> tuple[Any, Any]:
-    """The innermost pair of parts in which two keys differ first."""
-    if isinstance(was, Contents) and isinstance(now, Contents) and was.code == now.code:
-        was, now = was.parts, now.parts
-    if isinstance(was, tuple) and isinstance(now, tuple) and 0 < len(was) == len(now):
-        pairs = zip(was, now, strict=True)
-        return next(_innermost(a, b) for a, b in pairs if a != b)
-    return was, now
-
-
-def _shown(key: Hashable) -> str:
-    """A key as text for a message: the value, if the key holds one."""
-    if isinstance(key, Contents):
-        return key.name
-    if isinstance(key, tuple) and key and isinstance(key[0], type):
-        key = key[-1]
-    text = key if isinstance(key, str) else repr(key)
+def _shown(value: Any) -> str:
+    """A value that was read, for a message."""
+    if isinstance(value, types.CodeType):
+        file = basename(value.co_filename)
+        return f"{value.co_qualname} ({file}:{value.co_firstlineno})"
+    if isinstance(value, tuple) and value and isinstance(value[0], type):
+        value = value[-1]
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

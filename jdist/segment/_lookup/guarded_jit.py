@@ -23,8 +23,7 @@ import jax
 
 from jdist._lru_cache import LRUCache
 from jdist.segment._lookup.cache import VERSIONS
-from jdist.segment._lookup.contents import Contents, guarded
-from jdist.segment._lookup.guards import Guards
+from jdist.segment._lookup.contents import Watched
 from jdist.segment._lookup.program_key import identity_of
 from jdist.segment._lookup.traced import signature_of
 
@@ -60,9 +59,9 @@ class GuardedJit:
         self._fn, self._user, self._options = fn, user, options
         # Tells this function from others of the same code, whose versions do not count.
         self._which = object()
-        self._reads = {name: x for name, x in reads.items() if x is not None}
-        self._contents: Contents | None = None
-        self._guards: Guards | None = None
+        reads = {name: x for name, x in reads.items() if x is not None}
+        # A function that JAX jits may read what is being traced.
+        self._reads = Watched(reads, user)
         self._versions = [self._version()]
         # None as long as the contents are complete and as they were: then every trace
         # of the only version is of these contents.
@@ -72,8 +71,8 @@ class GuardedJit:
     def __call__(self, *arguments: Any) -> Any:
         """The result of the function."""
         # Written out for the common case, which takes no lock.
-        guards = self._guards
-        if self._by_signature is None and guards is not None and guards.hold():
+        contents = self._reads.contents
+        if self._by_signature is None and contents is not None and contents.hold():
             return self._versions[0](*arguments)
         return self._current(arguments)(*arguments)
 
@@ -93,8 +92,13 @@ class GuardedJit:
     def _current(self, arguments: tuple[Any, ...]) -> Any:
         """The jitted function for these arguments."""
         with self._lock:
-            if self._guards is None or not self._guards.hold():
-                self._reread()
+            before = self._reads.contents
+            if not self._reads.holds():
+                now = self._reads.note()
+                if before is None:
+                    VERSIONS.note(self._user, now, self._which)
+                if before is not None or not now.complete:
+                    self._by_signature = LRUCache(_SIGNATURES)
             if self._by_signature is None:
                 return self._versions[0]
             signature = signature_of(arguments)
@@ -103,14 +107,6 @@ class GuardedJit:
                 found = self._compared(arguments)
                 self._by_signature.put(signature, found)
             return found
-
-    def _reread(self) -> None:
-        before = self._contents
-        self._contents, self._guards = guarded(self._reads, self._user)
-        if before is None:
-            VERSIONS.note(self._user, self._contents, self._which)
-        if not self._contents.complete or before not in (None, self._contents):
-            self._by_signature = LRUCache(_SIGNATURES)
 
     def _compared(self, arguments: tuple[Any, ...]) -> Any:
         """The version, perhaps a new one, with the present program of these shapes."""
@@ -130,8 +126,8 @@ class GuardedJit:
                 if of_it == wanted:
                     return version
         self._versions = [fresh, *self._versions[: _MOST_VERSIONS - 1]]
-        assert self._contents is not None
-        VERSIONS.note(self._user, self._contents, self._which)
+        assert self._reads.contents is not None
+        VERSIONS.note(self._user, self._reads.contents, self._which)
         return fresh
 
     def _version(self) -> Any:
@@ -143,7 +139,7 @@ class GuardedJit:
             found = self._fn(*arguments)
             # After the trace, which may write to what it reads, as one that counts
             # traces does.
-            self._contents, self._guards = guarded(self._reads, self._user)
+            self._reads.note()
             return found
 
         return jax.jit(run, **self._options)

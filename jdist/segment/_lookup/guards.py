@@ -1,21 +1,23 @@
 """Guards: a cheap check that nothing has changed of what a function reads.
 
-To read the contents of a function in every call would take longer than a small step.
-Where they are read, each thing that may change is noted with what was found there. The
-check compares by identity, in some 0.4 us for each thing, and NumPy arrays, which can
-be written to, by their bytes. If it fails, the contents say whether a value changed.
+To read all that in every call would take longer than a small step. Where it is read
+once, each thing that may change is noted with what was found there. The check reads
+these things again, kind by kind, and compares by identity; NumPy arrays, which can be
+written to, by their bytes.
 """
 
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from operator import is_
 from typing import Any
 
 import numpy as np
 
-Read = Callable[[Any], tuple[Any, ...]]
+Read = Callable[[Any], Iterable[Any]]
 """Finds all that a function can read at one thing."""
 
 MISSING = object()
@@ -25,22 +27,21 @@ MISSING = object()
 class Guards:
     """What was found at each thing that may change."""
 
-    __slots__ = ("_arrays", "_found", "_names", "_things")
+    __slots__ = ("_arrays", "_kinds")
 
     def __init__(self) -> None:
-        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._things: list[tuple[Read, Any]] = []
-        self._found: list[Any] = []
+        # By function that reads many things of one kind: the things, and what was found
+        # at all of them together.
+        self._kinds: dict[Callable[[list[Any]], list[Any]], tuple[list[Any], ...]] = {}
         self._arrays: list[tuple[np.ndarray, tuple[Any, ...]]] = []
 
-    def see(self, read: Read, owner: Any) -> None:
-        """Notes what `read` finds at `owner`."""
-        self._things.append((read, owner))
-        self._found += read(owner)
-
-    def see_name(self, namespace: Mapping[str, Any], name: str) -> None:
-        """Notes the value of a global variable, or of a module's."""
-        self._names.append((namespace, name, namespace.get(name, MISSING)))
+    def see(self, read: Callable[[list[Any]], list[Any]], owner: Any) -> list[Any]:
+        """Notes and returns what `read([owner])` finds."""
+        owners, found = self._kinds.setdefault(read, ([], []))
+        now = read([owner])
+        owners.append(owner)
+        found += now
+        return now
 
     def see_array(self, array: np.ndarray) -> None:
         """Notes the bytes of an array."""
@@ -48,13 +49,10 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether the same objects, and arrays of the same bytes, are still there."""
-        # The most frequent kind, in a third of the time.
-        for namespace, name, value in self._names:
-            if namespace.get(name, MISSING) is not value:
+        for read, (owners, found) in self._kinds.items():
+            now = read(owners)
+            if len(now) != len(found) or not all(map(is_, now, found)):
                 return False
-        now = [x for read, owner in self._things for x in read(owner)]
-        if len(now) != len(self._found) or not all(map(is_, now, self._found)):
-            return False
         return all(_bytes_of(array) == found for array, found in self._arrays)
 
 
@@ -62,25 +60,48 @@ def _bytes_of(array: np.ndarray) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
 
 
-# --- what can be read at a thing ---
+# --- what can be read at things of one kind ---
 
 
-def in_function(fn: types.FunctionType) -> tuple[Any, ...]:
-    """Its code, defaults (not those of keywords, in a dict) and attributes."""
-    return fn.__code__, fn.__defaults__, fn.__kwdefaults__, *fn.__dict__.values()
+def at_names(owners: list[tuple[Mapping[str, Any], Iterable[str]]]) -> list[Any]:
+    """Global variables, or those of a module, by namespace and names."""
+    missing = repeat(MISSING)
+    return [x for space, names in owners for x in map(space.get, names, missing)]
 
 
-def in_partial(fn: "functools.partial[Any]") -> tuple[Any, ...]:
-    """Its function and arguments."""
-    return fn.func, *fn.args, *fn.keywords, *fn.keywords.values()
-
-
-def in_cell(cell: types.CellType) -> tuple[Any, ...]:
-    """The value of a closure's variable."""
+def in_cells(cells: list[types.CellType]) -> list[Any]:
+    """The values of closures' variables."""
     try:
-        return (cell.cell_contents,)
+        return [cell.cell_contents for cell in cells]
     except ValueError:  # A variable that is not assigned.
-        return (MISSING,)
+        return [_in_cell(cell) for cell in cells]
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def in_functions(functions: list[types.FunctionType]) -> list[Any]:
+    """Their code, defaults (not those of keywords, in a dict) and attributes."""
+    return [
+        x
+        for fn in functions
+        for x in (
+            fn.__code__,
+            fn.__defaults__,
+            fn.__kwdefaults__,
+            *fn.__dict__,
+            *fn.__dict__.values(),
+        )
+    ]
+
+
+def in_things(owners: list[tuple[Read, Any]]) -> list[Any]:
+    """What each `read(thing)` finds."""
+    return [x for read, thing in owners for x in read(thing)]
 
 
 def at_name(named: tuple[object, str]) -> tuple[Any, ...]:
@@ -105,8 +126,18 @@ def in_class_body(kind: type) -> tuple[Any, ...]:
 
 
 def in_mapping(value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Keys, values, and what makes missing values."""
+    """What makes missing values, keys, and values."""
     return getattr(value, "default_factory", None), *value, *value.values()
+
+
+def in_deque(value: "deque[Any]") -> tuple[Any, ...]:
+    """What it drops next depends on its length."""
+    return value.maxlen, *value
+
+
+def in_partial(fn: "functools.partial[Any]") -> tuple[Any, ...]:
+    """Its function and arguments."""
+    return fn.func, *fn.args, *fn.keywords, *fn.keywords.values()
 
 
 def in_reference(value: "weakref.ref[Any]") -> tuple[Any, ...]:
@@ -114,44 +145,34 @@ def in_reference(value: "weakref.ref[Any]") -> tuple[Any, ...]:
     return (value(),)
 
 
-def in_object(value: Any) -> Read:
-    """Finds the class and attributes of an object, and what it holds as a container."""
+def in_object(value: Any) -> tuple[Any, ...]:
+    """Attributes of an object, by name, and what it holds as a container."""
     kind: Any = type(value)
-    if _slots(kind) or isinstance(value, dict | list | set):
-        return _in_any_object
-    return _in_attributes
-
-
-def _in_attributes(value: Any) -> tuple[Any, ...]:
-    # Most objects, and in a quarter of the time.
     own = getattr(value, "__dict__", {})
-    return type(value), *own, *own.values()
-
-
-def _in_any_object(value: Any) -> tuple[Any, ...]:
-    kind: Any = type(value)
-    found = *_in_attributes(value), *[in_slot(x, value) for _, x in _slots(kind)]
+    slots = [in_slot(slot, value) for slot in _slots(kind).values()]
+    found = kind, *own, *own.values(), *slots
     if isinstance(value, dict):
         return *found, *value, *dict.values(value)
-    return (*found, *value) if isinstance(value, list | set) else found
+    inside = isinstance(value, list | tuple | set | frozenset)
+    return (*found, *value) if inside else found
 
 
-def state_of(value: object) -> list[tuple[str, Any]]:
+def state_of(value: object) -> dict[str, Any]:
     """The attributes that an object has: those in its dict and in its slots."""
-    found = list(getattr(value, "__dict__", {}).copy().items())
     kind: Any = type(value)
-    slots = [(name, in_slot(slot, value)) for name, slot in _slots(kind)]
-    return found + [each for each in slots if each[1] is not MISSING]
+    slots = {name: in_slot(slot, value) for name, slot in _slots(kind).items()}
+    found = {name: x for name, x in slots.items() if x is not MISSING}
+    return {**found, **getattr(value, "__dict__", {})}
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> list[tuple[str, Any]]:
-    return [
-        (name, raw)
-        for each in kind.__mro__
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        name: raw
+        for each in reversed(kind.__mro__)
         for name, raw in vars(each).items()
         if isinstance(raw, types.MemberDescriptorType)
-    ]
+    }
 
 
 def in_slot(slot: types.MemberDescriptorType, value: object) -> object:

@@ -5,19 +5,14 @@ part of the program. Programs can therefore be compared with certainty, function
 cannot, and everything compiled from a function (its halves, its evaluation) is compiled
 from one program.
 
-`Traced` also separates versions of a function. All programs of one `Traced` are of one
-version, that of the first. For a new set of shapes the function is traced again; if
-values that it reads may have changed since, it is traced for the old shapes as well,
-and refused if that program differs from the first.
-
-Programs compiled for one function serve others of equal contents. If the first function
-has changed, it cannot be traced for the others: `Changed` is raised, and each of them
-continues with its own function (`Traced.aside`).
+All programs of one `Traced` are of one version of the function, that of the first. For
+a new set of shapes the function is traced again; if values that it reads may have
+changed since, it is traced for the old shapes as well, and refused if that program
+differs from the first.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -32,8 +27,8 @@ from jdist._compat import (
 )
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.segment._lookup.contents import Contents, contents_of
-from jdist.segment._lookup.program_key import calls_user, likeness_of
+from jdist.segment._lookup.contents import Contents, Watched, contents_of
+from jdist.segment._lookup.program_key import likeness_of
 
 
 class StaticValue:
@@ -86,51 +81,39 @@ class TracedProgram:
         return jax.tree.unflatten(self.outputs, list(found))
 
 
-class Changed(Exception):
-    """Raised if a function to be traced no longer has the contents it was found by."""
-
-
 class Traced:
     """A callable equivalent to a function, which evaluates its traced programs.
 
     Args:
       fn: The function, pure.
       user: Name of the public function that compiles it, for error messages.
-      contents: The present contents of `fn`.
-      alone: Whether only `fn` itself uses these programs. Otherwise they are shared by
-        functions whose contents were equal to those of `fn` when they were looked up.
-      programs: Programs traced earlier from this version of `fn`, by signature.
 
     Attributes:
-      count: How often `fn` was traced.
+      reads: What `fn` reads.
 
     Raises:
-      TypeError: On calling: `fn` refers to a value that is being traced.
+      TypeError: `fn` refers to a value that is being traced; also on calling.
       ValueError: On calling: what `fn` reads has changed since its first program.
-      Changed: On calling: `fn` is to be traced and is not alone; and it has changed, or
-        calls functions on the host.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        user: str,
-        contents: Contents,
-        alone: bool = False,
-        programs: Mapping[Signature, TracedProgram] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], user: str) -> None:
         self._fn = fn
         self._user = user
-        self._contents = contents
-        # Incomplete contents are never looked up, so that no other function shares
-        # these programs.
-        self._alone = alone or not contents.complete
-        self._programs = dict(programs)
-        self.count = 0
+        self._programs: dict[Signature, TracedProgram] = {}
+        self.reads = Watched({"the function": fn}, user)
+        # Refuses what is being traced. A trace may leave such values where `fn` reads;
+        # `refuse_hidden` finds those that it computes with.
+        self.reads.contents = contents_of(fn, user)
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Computes the outputs; called only while JAX traces."""
         return self.program(arguments).run(*arguments)
+
+    @property
+    def contents(self) -> Contents:
+        """What `fn` read when it was traced last, or else when this was made."""
+        assert self.reads.contents is not None
+        return self.reads.contents
 
     def program(self, arguments: tuple[Any, ...], static: Static = ()) -> TracedProgram:
         """The program for arguments of these shapes.
@@ -142,34 +125,30 @@ class Traced:
         signature = signature_of(arguments, static)
         found = self._programs.get(signature)
         if found is None:
-            self._check(signature)
+            if not (self.contents.complete and self.reads.holds()):
+                # Under equal settings of JAX: other settings alone change the program.
+                alike = [x for x in self._programs if x[-1] == signature[-1]]
+                self._compare(alike[:1])
             found = self._programs[signature] = self._trace(signature)
+            # After the trace, which may write to what it reads, as one that counts
+            # traces does.
+            self.reads.note()
         return found
 
-    def aside(self, fn: Callable[..., Any]) -> "Traced":
-        """A `Traced` for `fn` alone, one of the functions that share these programs."""
-        return Traced(fn, self._user, self._contents, True, self._programs)
-
-    def check(self, fn: Callable[..., Any]) -> "Traced":
-        """The programs for `fn`, which must still be traced to them.
-
-        Args:
-          fn: One of the functions that share these programs.
+    def check(self) -> None:
+        """Checks that the function is still traced to the same programs.
 
         Raises:
           ValueError: What it reads has changed, and a program with it.
         """
-        now = contents_of(fn, self._user)
-        if now.complete and now == self._contents:
-            return self
-        own = self if self._alone and fn is self._fn else self.aside(fn)
+        if self.contents.complete and self.reads.holds():
+            return
         same = [x for x in self._programs if x[-1] == trace_context()]
         # Programs of other settings, as within a mapped function, cannot be compared.
         if len(same) < len(self._programs):
-            own._refuse(now)
-        for signature in same:
-            own._compare(signature, now)
-        return own
+            self._refuse()
+        self._compare(same)
+        self.reads.note()
 
     def _trace(self, signature: Signature) -> TracedProgram:
         structure, kinds, static, _ = signature
@@ -181,35 +160,21 @@ class Traced:
                 arguments[each.place] = each.value
             return self._fn(*arguments)
 
-        self.count += 1
         closed, shapes = trace_whole(called, *kinds)
         refuse_hidden(self._user, closed)
-        if not self._alone and calls_user(closed):
-            raise Changed  # A callback may write to an object: equality is not enough.
         return TracedProgram(closed, jax.tree.structure(shapes))
 
-    def _check(self, new: Signature) -> None:
-        """Raises if the function has changed since it was first traced."""
-        # Called only for a new set of shapes: existing programs cannot change.
-        now = contents_of(self._fn, self._user)
-        if now.complete and now == self._contents:
-            return
-        if not self._alone:
-            raise Changed
-        # Under equal settings of JAX: other settings alone change the program.
-        earlier = [x for x in self._programs if x[-1] == new[-1]]
-        if earlier:
-            self._compare(earlier[0], now)
+    def _compare(self, signatures: list[Signature]) -> None:
+        """Raises if the function is traced to other programs than before."""
+        for signature in signatures:
+            was, again = self._programs[signature], self._trace(signature)
+            if likeness_of(was.closed) != likeness_of(again.closed):
+                self._refuse()
 
-    def _compare(self, signature: Signature, now: Contents) -> None:
-        """Raises if the function is traced to another program than before."""
-        was, again = self._programs[signature], self._trace(signature)
-        if likeness_of(was.closed) != likeness_of(again.closed):
-            self._refuse(now)
-
-    def _refuse(self, now: Contents) -> NoReturn:
+    def _refuse(self) -> NoReturn:
+        now = self.reads.read()
         rule = "must stay what it was when it was first compiled"
-        changes = "; ".join(now.changes_since(self._contents))
+        changes = "; ".join(now.changes_since(self.contents))
         remedy = (
             "Pass what changes as an input, or make what holds the function (the "
             "segment, the pipeline) anew."

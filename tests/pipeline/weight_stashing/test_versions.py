@@ -178,6 +178,38 @@ def test_one_program_sees_a_change(given, monkeypatch):
         np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
+class Scale:
+    """A number that compares as numbers do."""
+
+    def __init__(self, k):
+        self.k = k
+
+    def __eq__(self, other):
+        return isinstance(other, Scale) and self.k == other.k
+
+    def __hash__(self):
+        return hash(self.k)
+
+
+def test_one_program_refuses_stages_that_change_apart(given):
+    """The first stage stands for all: a change of another would not be seen."""
+    params, batch = given
+    scales = [Scale(2.0), Scale(2.0)]
+    stages = [
+        Stage(lambda w, x, s=s: jnp.tanh(w * x) * s.k, (a,), (b,))
+        for s, (a, b) in zip(scales, (("x", "h"), ("h", "y")), strict=True)
+    ]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    pipe = Pipeline(stages, squares, pipeline.gpipe(2, 2), pipeline.OneProgram(mesh))
+    params = pipe.place([params[0]] * 2)
+    before, _ = pipe.value_and_grad(params, batch)
+    scales[1].k = 3.0
+    with pytest.raises(ValueError, match=r"same function.*another one in stage 1"):
+        pipe.value_and_grad(params, batch)
+    scales[1].k = 2.0
+    np.testing.assert_array_equal(pipe.value_and_grad(params, batch)[0], before)
+
+
 def test_stages_that_cannot_be_compared_are_no_one_program(given):
     """Two functions whose contents are not seen may differ."""
     held = types.SimpleNamespace()

@@ -308,7 +308,6 @@ FILES = {
 HARMLESS = {
     "jdist._errors:extra",  # Looks where jdist itself is installed.
     "jdist._checkpoint:_orbax",  # Imports one package, the same always.
-    "jdist.segment._lookup.contents:Contents.name",  # Shortens the name of a file.
 }
 """Of those that use such calls: nothing there is the caller's choice."""
 
