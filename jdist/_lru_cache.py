@@ -31,10 +31,10 @@ class LRUCache(Generic[Key, Entry]):
     def get(self, key: Key) -> Entry | None:
         """Returns the entry of a key and marks it as used; None if there is none."""
         with self._lock:
-            if key not in self._entries:
-                return None
-            self._entries.move_to_end(key)
-            return self._entries[key]
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
 
     def put(self, key: Key, entry: Entry) -> None:
         """Sets the entry of a key; evicts the least recently used one if full."""

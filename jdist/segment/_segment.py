@@ -576,7 +576,8 @@ class Segment:
     def _call(
         self, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
-        if self._guarded and not self._halves.traced.reads.holds():
+        # Written out for the common case.
+        if self._guarded and not self._halves.traced.contents.hold():
             self.check()
         try:
             return self._halves.call(self._invoke, half, params, inputs, static)

@@ -30,7 +30,12 @@ import jax
 
 from jdist._lru_cache import LRUCache
 from jdist._tree import Shaped, abbreviated
-from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
+from jdist.segment._lookup.contents import (
+    FIXED_PACKAGES,
+    Contents,
+    SameObject,
+    contents_of,
+)
 
 Entry = TypeVar("Entry", bound="Compiled")
 Shapes = tuple[tuple[int, ...], ...]
@@ -79,6 +84,9 @@ class FunctionCache(Generic[Entry]):
     def __init__(self, user: str, size: int) -> None:
         self.user = user
         self._entries: LRUCache[Hashable, Entry] = LRUCache(size)
+        # By function object, with its latest contents: to check its guards is cheaper than
+        # to read it. An entry that is used is never evicted from here.
+        self._latest: LRUCache[Hashable, Entry] = LRUCache(size)
 
     def get(
         self,
@@ -96,6 +104,10 @@ class FunctionCache(Generic[Entry]):
         Raises:
           TypeError: `fn` refers to a traced value.
         """
+        this = SameObject(fn), options
+        found = self._latest.get(this)
+        if found is not None and found.contents.complete and found.contents.hold():
+            return found
         contents = contents_of(fn, self.user)
         if not contents.complete:
             return build(contents)
@@ -105,6 +117,7 @@ class FunctionCache(Generic[Entry]):
         if found is None or found.contents != contents:
             found = build(contents)
             self._entries.put(key, found)
+        self._latest.put(this, found)
         return found
 
     def __len__(self) -> int:
@@ -113,6 +126,7 @@ class FunctionCache(Generic[Entry]):
     def clear(self) -> None:
         """Removes all entries; those handed out stay valid."""
         self._entries.clear()
+        self._latest.clear()
 
 
 class _Sizes:

@@ -131,22 +131,19 @@ class Contents:
       places: The objects in which one of these values can be replaced. Functions of
         equal values and places are one function.
       unread: References that could not be read; if any, equal contents prove nothing.
+      hold: Tells whether nothing of what was read has been replaced; cheap.
     """
 
     code: Hashable
     values: tuple[tuple[str, Hashable], ...]
     places: tuple[SameObject, ...] = field(compare=False)
     unread: tuple[str, ...] = field(compare=False)
-    _guards: Guards = field(compare=False, repr=False)
+    hold: Callable[[], bool] = field(compare=False, repr=False)
 
     @property
     def complete(self) -> bool:
         """Whether functions of equal contents behave alike."""
         return not self.unread
-
-    def hold(self) -> bool:
-        """Whether nothing of what was read has been replaced; cheap."""
-        return self._guards.hold()
 
     @property
     def name(self) -> str:
@@ -244,7 +241,7 @@ def _read(reads: Mapping[str, object], user: str, traced: bool) -> Contents:
     code = _code_of(next(iter(reads.values())))
     unread = tuple(dict.fromkeys(reader.unread))
     return Contents(
-        code, tuple(reader.values), tuple(reader.places), unread, reader.guards
+        code, tuple(reader.values), tuple(reader.places), unread, reader.guards.hold
     )
 
 
