@@ -106,7 +106,7 @@ def _processor() -> str:
     return f"{platform.machine()}-{digest[:12]}"
 
 
-# Of x86 and of ARM.
+# Names on x86 and on ARM.
 _DESCRIBES = ("vendor_id", "model", "flags", "CPU ", "Features")
 
 

@@ -206,7 +206,7 @@ def shares(
       weights: `(examples,)`, of one shard.
       reduction: Any but "mean" leaves the weights as they are.
       total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
-      dtype: Of the shares of a mean, from which losses take theirs in their own dtype.
+      dtype: Dtype of the shares of a mean; losses convert theirs to their own dtype.
         By default as wide as the precision in use allows.
 
     Returns:
@@ -227,7 +227,7 @@ def shares(
     # power of two rounds nothing.
     power = jnp.where(whole > 2.0**64, 2.0**-64, 1.0)
     found = jnp.where(usable, weights * power / (whole * power), jnp.nan)
-    # Of weights that are all 0; a negative one among them is NaN.
+    # For weights that are all 0; a negative one among them is NaN.
     return jnp.where((whole == 0) & (weights == 0), 0, found)
 
 
@@ -369,7 +369,7 @@ def rounded(
 
     Args:
       cotangents: `(examples,)`, float32 or wider, as `seeds` gives them.
-      dtype: Of the losses.
+      dtype: Dtype of the losses.
 
     Returns:
       The cotangents; and the scalar by which what they are pulled back to is to be

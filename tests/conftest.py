@@ -13,6 +13,7 @@ import pytest
 from jdist import rpc
 from tests import chaos
 from tests.data_parallel import group_runs
+from tests.rpc.fork_server import ForkServer
 from tests.rpc.hosts import (
     WORKERS,
     Cluster,
@@ -22,7 +23,6 @@ from tests.rpc.hosts import (
     in_threads,
     names,
 )
-from tests.rpc.nursery import Nursery
 
 
 def pytest_report_header():
@@ -54,17 +54,17 @@ def compilations():
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def fork_server():
     """Where processes come from."""
-    made = Nursery()
+    made = ForkServer()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def host_processes(nursery):
+def host_processes(fork_server):
     """Four processes for the tests of the session."""
-    started = Hosts(nursery, WORKERS)
+    started = Hosts(fork_server, WORKERS)
     yield started
     started.close()
 
@@ -77,12 +77,12 @@ def hosts(host_processes):
 
 
 @pytest.fixture
-def fresh_hosts(nursery):
+def fresh_hosts(fork_server):
     """`fresh_hosts(n)`: n processes of this test alone, to be killed as it likes."""
     with contextlib.ExitStack() as stack:
 
         def make(count):
-            made = Hosts(nursery, count)
+            made = Hosts(fork_server, count)
             stack.callback(made.close)
             return made
 
@@ -100,9 +100,9 @@ def processes(host_processes):
 
 
 @pytest.fixture(scope="module")
-def pair(nursery):
+def pair(fork_server):
     """Two processes that have joined by `jax.distributed`; they part in peace."""
-    hosts = Hosts(nursery, 2)
+    hosts = Hosts(fork_server, 2)
     try:
         hosts.joined = hosts.everywhere(group_runs.join)
         yield hosts

@@ -36,7 +36,7 @@ from examples import (
 from jdist import data_parallel, optim, pipeline, rpc
 from jdist.data_parallel import hooks
 from tests.newcomer import own_promotions
-from tests.rpc.witnesses import leftovers
+from tests.rpc.process_watch import leftovers
 
 ROOT = Path(__file__).parents[1]
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}  # float64; programs add up in another order

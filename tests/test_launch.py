@@ -14,15 +14,15 @@ import pytest
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import InterruptFolder, last_traceback
 from tests.plugin_notices import without_notices
-from tests.rpc.witnesses import Witnesses, await_gone
+from tests.rpc.process_watch import ProcessWatch, await_gone
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "jdist.launch"]
 
 
 @pytest.fixture
-def witnesses():
-    with Witnesses() as found:
+def watch():
+    with ProcessWatch() as found:
         yield found
 
 
@@ -147,7 +147,7 @@ def test_lines_bear_names_and_logs_do_not(launch, tmp_path):
 
 FAILING = """
 import os, sys
-from tests.rpc.witnesses import report_with_child, pause
+from tests.rpc.process_watch import report_with_child, pause
 report_with_child(int(sys.argv[1]), f"rank{os.environ['RANK']}")
 if os.environ["RANK"] == "0":
     pause()
@@ -158,11 +158,11 @@ except KeyError as error:
 """
 
 
-def test_the_first_failure_ends_the_rest_and_is_seen_last(start, witnesses, tmp_path):
+def test_the_first_failure_ends_the_rest_and_is_seen_last(start, watch, tmp_path):
     logs = tmp_path / "logs"
-    arguments = ["--nproc", 2, "--log-dir", logs, "program.py", witnesses.port]
+    arguments = ["--nproc", 2, "--log-dir", logs, "program.py", watch.port]
     launcher = start(arguments, FAILING)
-    pids = witnesses.expect(4)
+    pids = watch.expect(4)
     _, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 1
@@ -179,7 +179,7 @@ def test_the_first_failure_ends_the_rest_and_is_seen_last(start, witnesses, tmp_
 
 RESTARTED = """
 import os, sys
-from tests.rpc.witnesses import report, pause
+from tests.rpc.process_watch import report, pause
 rank, count = os.environ["RANK"], os.environ["JDIST_RESTART_COUNT"]
 print(os.environ["MASTER_PORT"], os.environ["JDIST_MAX_RESTARTS"], flush=True)
 report(int(sys.argv[1]), f"rank{rank}:{count}")
@@ -193,18 +193,18 @@ raise SystemExit(30 + int(count))
 
 @pytest.mark.parametrize(("succeeds", "starts"), [(1, 2), (9, 3)])
 def test_after_a_failure_all_are_started_again(
-    succeeds, starts, start, witnesses, tmp_path
+    succeeds, starts, start, watch, tmp_path
 ):
     """Up to so often; the last one's exit code counts."""
     logs = tmp_path / "logs"
     options = ["--nproc", 2, "--max-restarts", 2, "--log-dir", logs]
-    arguments = [*options, "program.py", witnesses.port, succeeds]
+    arguments = [*options, "program.py", watch.port, succeeds]
     launcher = start(arguments, RESTARTED)
     pids = {}
     for count in range(starts):
         # Those of before have ended when the next ones begin.
         await_gone(pids.values())
-        pids = witnesses.expect(2)
+        pids = watch.expect(2)
         assert set(pids) == {f"rank0:{count}", f"rank1:{count}"}
     output, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
@@ -232,11 +232,11 @@ def test_after_a_failure_all_are_started_again(
             assert (logs / f"worker{rank}{again}.log").read_text() == f"{port} 2\n"
 
 
-def test_an_interrupt_is_no_failure(start, witnesses):
+def test_an_interrupt_is_no_failure(start, watch):
     """Nothing is started again after Ctrl-C."""
-    arguments = ["--nproc", 1, "--max-restarts", 5, "program.py", witnesses.port, 0]
+    arguments = ["--nproc", 1, "--max-restarts", 5, "program.py", watch.port, 0]
     launcher = start(arguments, STUBBORN.replace("signal.SIGTERM", "signal.SIGHUP"))
-    witnesses.expect(1)
+    watch.expect(1)
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=240)
     assert launcher.returncode == 128 + signal.SIGTERM
@@ -275,7 +275,7 @@ def test_programs_that_are_not_python(launch):
 
 WAITING = """
 import os, sys
-from tests.rpc.witnesses import report_with_child, pause
+from tests.rpc.process_watch import report_with_child, pause
 try:
     report_with_child(int(sys.argv[1]), f"rank{os.environ['RANK']}")
     pause()
@@ -286,10 +286,10 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-def test_no_orphan_survives_the_launcher(name, start, witnesses):
+def test_no_orphan_survives_the_launcher(name, start, watch):
     number = signal.Signals[name]
-    launcher = start(["--nproc", 2, "program.py", witnesses.port], WAITING)
-    pids = witnesses.expect(4)
+    launcher = start(["--nproc", 2, "program.py", watch.port], WAITING)
+    pids = watch.expect(4)
     launcher.send_signal(number)
     output, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
@@ -306,7 +306,7 @@ def test_no_orphan_survives_the_launcher(name, start, witnesses):
 IN_TRAINING = """
 import os, sys
 from jdist import rpc
-from tests.rpc.witnesses import pause, report
+from tests.rpc.process_watch import pause, report
 rank = int(os.environ["RANK"])
 def work():
     report(int(sys.argv[1]), f"rank{rank}")
@@ -320,12 +320,12 @@ finally:
 """
 
 
-def test_ctrl_c_ends_a_training_with_one_line(start, witnesses, tmp_path):
+def test_ctrl_c_ends_a_training_with_one_line(start, watch, tmp_path):
     """What the workers write while they tidy up is shown; where they were is logged."""
     logs = tmp_path / "logs"
-    arguments = ["--nproc", 2, "--log-dir", logs, "program.py", witnesses.port]
+    arguments = ["--nproc", 2, "--log-dir", logs, "program.py", watch.port]
     launcher = start(arguments, IN_TRAINING)
-    pids = witnesses.expect(2)
+    pids = watch.expect(2)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
@@ -340,7 +340,7 @@ def test_ctrl_c_ends_a_training_with_one_line(start, witnesses, tmp_path):
 
 STUBBORN = """
 import signal, sys
-from tests.rpc.witnesses import report, pause
+from tests.rpc.process_watch import report, pause
 port = int(sys.argv[1])
 signal.signal(signal.SIGINT, lambda *_: report(port, "asked"))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -349,30 +349,30 @@ pause()
 """
 
 
-def test_a_second_interrupt_does_not_wait_for_the_stubborn(start, witnesses):
-    arguments = ["--nproc", 1, "--grace", 10**6, "program.py", witnesses.port]
+def test_a_second_interrupt_does_not_wait_for_the_stubborn(start, watch):
+    arguments = ["--nproc", 1, "--grace", 10**6, "program.py", watch.port]
     launcher = start(arguments, STUBBORN)
-    pids = witnesses.expect(1)
+    pids = watch.expect(1)
     launcher.send_signal(signal.SIGINT)
-    assert witnesses.expect(1) == {"asked": pids["stubborn"]}
+    assert watch.expect(1) == {"asked": pids["stubborn"]}
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 128 + signal.SIGTERM
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_workers(start, witnesses, tmp_path):
+def test_a_reader_that_goes_away_does_not_stop_the_workers(start, watch, tmp_path):
     program = (
         "import sys\n"
-        "from tests.rpc.witnesses import report\n"
+        "from tests.rpc.process_watch import report\n"
         "report(int(sys.argv[1]), 'ready')\n"
         "for number in range(100_000):\n"
         "    print(number)\n"
     )
-    arguments = ["--nproc", 1, "--log-dir", tmp_path, "program.py", witnesses.port]
+    arguments = ["--nproc", 1, "--log-dir", tmp_path, "program.py", watch.port]
     launcher = start(arguments, program, PYTHONUNBUFFERED="")
     launcher.stdout.close()
-    witnesses.expect(1)
+    watch.expect(1)
     errors = launcher.stderr.read().decode()
     assert launcher.wait(timeout=240) == 0
     assert "incomplete: standard output: [Errno 32] Broken pipe" in errors
@@ -496,16 +496,16 @@ def test_hosts_by_name_and_address(host):
     assert parse(["--nproc", "2", *where, "-m", "x"]).master_addr == host
 
 
-def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
+def test_what_cannot_start_says_why(launch, tmp_path, watch):
     where = ["--nnodes", 2, "--node-rank", 0, "--master-addr", "10.0.0.1"]
     status, _, errors = launch(["--nproc", 1, *where, "program.py"], "")
     assert status == 2
     assert "error: `JDIST_CLUSTER_KEY` must be set on every machine" in errors
-    arguments = ["--nproc", 1, "--master-port", witnesses.port, "program.py"]
+    arguments = ["--nproc", 1, "--master-port", watch.port, "program.py"]
     status, _, errors = launch(arguments, "")
     assert status == 2
     said = "error: `--master-port` must be a port that is free here. Got "
-    assert f"{said}{witnesses.port}: Address already in use. Without --ma" in errors
+    assert f"{said}{watch.port}: Address already in use. Without --ma" in errors
 
 
 TRACE = "Traceback (most recent call last):"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jdist import autograd, rpc
 from jdist.autograd.recording.node import RecvNode
 from tests.autograd.context_checks import is_valid_context
-from tests.autograd.engine_world import call
+from tests.autograd.engine_cases import call
 
 
 class Step(NamedTuple):

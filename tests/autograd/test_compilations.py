@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist import autograd, optim, rpc
-from tests.autograd import engine_world as world
+from tests.autograd import engine_cases as cases
 
 OPTIMIZERS = {
     "sgd": (optim.sgd, {"lr": 0.1, "momentum": 0.5}),
@@ -47,7 +47,7 @@ def at_home(variable, x):
 
 def away(variable, x):
     return rpc.rpc_sync(
-        "worker1", world.total, args=(autograd.apply(layer, variable, x),)
+        "worker1", cases.total, args=(autograd.apply(layer, variable, x),)
     )
 
 

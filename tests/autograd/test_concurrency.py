@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
-from tests.autograd.engine_world import after, leaves, me, numbers
+from tests.autograd import engine_cases as cases
+from tests.autograd.engine_cases import after, leaves, me, numbers
 from tests.rpc.hosts import PATIENCE
 from tests.rpc.rref.common import wait_for
 
@@ -19,16 +19,16 @@ def one_of_many(seed):
     """Four calls to worker 0, and the gradients of just these."""
     x, y = leaves(2, *seed)
     with autograd.context() as context_id:
-        a = rpc.rpc_sync("worker0", world.add, args=(x, y))
-        b = rpc.rpc_sync("worker0", world.mul, args=(a, x))
-        c = rpc.rpc_async("worker0", world.sine, args=(b,)).wait()
-        d = rpc.remote("worker0", world.matmul, args=(c, a)).to_here()
+        a = rpc.rpc_sync("worker0", cases.add, args=(x, y))
+        b = rpc.rpc_sync("worker0", cases.mul, args=(a, x))
+        c = rpc.rpc_async("worker0", cases.sine, args=(b,)).wait()
+        d = rpc.remote("worker0", cases.matmul, args=(c, a)).to_here()
         autograd.backward(context_id, [d.sum()])
         gradients = autograd.get_gradients(context_id)
     with autograd.context() as context_id:
-        a = autograd.apply(world.add, x, y)
-        c = autograd.apply(world.sine, autograd.apply(world.mul, a, x))
-        d = autograd.apply(world.matmul, c, a)
+        a = autograd.apply(cases.add, x, y)
+        c = autograd.apply(cases.sine, autograd.apply(cases.mul, a, x))
+        d = autograd.apply(cases.matmul, c, a)
         autograd.backward(context_id, [d.sum()])
         expected = autograd.get_gradients(context_id)
     for variable in (x, y):
@@ -57,7 +57,7 @@ def twenty_threads():
 
 def test_twenty_threads_on_each_of_three_workers(cluster):
     assert cluster.everywhere(twenty_threads) == [[], *[[True] * 20] * 3]
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def deep(hops, times):
@@ -67,7 +67,7 @@ def deep(hops, times):
 
     def run():
         with rpc.use_worker(name), autograd.context() as context_id:
-            total = rpc.rpc_sync(after(), world.nested, args=(x, y, hops)).sum()
+            total = rpc.rpc_sync(after(), cases.nested, args=(x, y, hops)).sum()
             autograd.backward(context_id, [total])
             done.append(autograd.get_gradients(context_id)[x])
 
@@ -102,7 +102,7 @@ def test_a_pass_takes_no_thread_of_the_callees(narrow):
 def backward_while_all_are_busy():
     x, y = leaves(2, 3)
     with autograd.context() as context_id:
-        total = rpc.rpc_sync("worker1", world.nested, args=(x, y, 6)).sum()
+        total = rpc.rpc_sync("worker1", cases.nested, args=(x, y, 6)).sum()
         # From here on no worker has a thread left for calls, and more calls wait.
         busy = [
             rpc.rpc_async(f"worker{rank}", hold, args=(rank,))
@@ -135,7 +135,7 @@ def hold(rank):
 def test_more_passes_than_threads(cluster):
     for found in cluster.everywhere(deep, 5, 8):
         assert found == [True] * 8
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 # --- nothing grows ---
@@ -144,7 +144,7 @@ def test_more_passes_than_threads(cluster):
 def repeated(times):
     x, y = leaves(2, 4)
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+        loss = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
         for number in range(times):
             retain = number < times - 1
             autograd.backward(context_id, [loss], retain_graph=retain)
@@ -168,7 +168,7 @@ def many_contexts(times):
     x, y = leaves(2, 5)
     for _ in range(times):
         with autograd.context() as context_id:
-            loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+            loss = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
             autograd.backward(context_id, [loss])
     return wait_for(lambda: rpc.debug_info()["num_autograd_contexts"] == 0)
 
@@ -190,15 +190,15 @@ def order_of_sums():
     for _ in range(5):
         with autograd.context() as context_id:
             pending = [
-                rpc.rpc_async(after(1 + k % 3), world.mul, args=(v, part))
+                rpc.rpc_async(after(1 + k % 3), cases.mul, args=(v, part))
                 for k, part in enumerate(parts)
                 for v in variables
             ]
-            total = autograd.apply(world.stack, *[p.wait() for p in pending]).sum()
+            total = autograd.apply(cases.stack, *[p.wait() for p in pending]).sum()
             autograd.backward(context_id, [total])
             gradients = autograd.get_gradients(context_id)
-        found.append(world.plain(gradients, variables))
-    return all(world.same(found[0], other) for other in found[1:])
+        found.append(cases.plain(gradients, variables))
+    return all(cases.same(found[0], other) for other in found[1:])
 
 
 def test_sums_have_the_same_bits_in_every_run(cluster):

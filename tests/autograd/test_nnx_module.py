@@ -15,9 +15,9 @@ from flax import nnx
 from jdist import autograd, optim, rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.current import NEVER, resolve
-from tests.autograd import nnx_world as world
-from tests.autograd.nnx_world import Body, Head
-from tests.autograd.recording_world import contexts, has_none
+from tests.autograd import nnx_cases as cases
+from tests.autograd.nnx_cases import Body, Head
+from tests.autograd.recording_cases import contexts, has_none
 from tests.rpc.rref.common import settle, wait_for
 from tests.rpc.sockets import Outcome
 
@@ -50,7 +50,7 @@ def train_remotely():
         "idle.bias", "idle.kernel", "norm.bias", "norm.scale",
     ]  # fmt: skip
     assert list(head.parameters()) == ["out.bias", "out.kernel"]
-    found = world.trained(
+    found = cases.trained(
         body, head, body.remote_parameters() + head.remote_parameters()
     )
     states = [numbers(each.rpc_sync().state()) for each in (body, head)]
@@ -60,7 +60,7 @@ def train_remotely():
 def train_locally():
     body, head = autograd.TrainableModule(Body(3)), autograd.TrainableModule(Head(4))
     variables = [*body.parameters().values(), *head.parameters().values()]
-    found = world.trained(body, head, [rpc.RRef(each) for each in variables])
+    found = cases.trained(body, head, [rpc.RRef(each) for each in variables])
     return found, [numbers(each.state()) for each in (body, head)]
 
 
@@ -78,7 +78,7 @@ def alone():
     """The same on one worker, and by `jax.value_and_grad` of the whole."""
     with rpc.local_cluster(["alone"], allow=["tests"]):
         found = train_locally()
-    return found, world.on_one_device(Body(3), Head(4))
+    return found, cases.on_one_device(Body(3), Head(4))
 
 
 def test_training_is_that_of_one_device(alone, cluster):
@@ -102,7 +102,7 @@ def test_training_is_that_of_one_device(alone, cluster):
         assert list(state) == list(moved)
         for path, leaf in numbers(moved).items():
             np.testing.assert_allclose(state[path], leaf, rtol=1e-12, err_msg=path)
-    assert states[0]["drop.rngs.count"] == states[1]["drop.rngs.count"] == world.STEPS
+    assert states[0]["drop.rngs.count"] == states[1]["drop.rngs.count"] == cases.STEPS
     assert all(cluster.everywhere(has_none))
     settle(cluster)
 

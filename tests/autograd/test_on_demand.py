@@ -13,7 +13,7 @@ from jdist.rpc.base import current
 from jdist.rpc.calls.callee import NEEDS
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.wire.frame import CALL
-from tests.autograd.recording_world import add
+from tests.autograd.recording_cases import add
 from tests.rpc.hosts import names
 
 SCRIPT = """

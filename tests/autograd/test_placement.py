@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
-from tests.autograd.engine_world import numbers
+from tests.autograd import engine_cases as cases
+from tests.autograd.engine_cases import numbers
 
 
 def places():
@@ -24,8 +24,8 @@ def placed(name, also_here):
     x = autograd.variable(jax.device_put(numbers(1, shape=(8, 3)), place))
     y = numbers(2, shape=(8, 3))
     with autograd.context() as context_id:
-        product = rpc.rpc_sync("worker2", world.mul, args=(x, y))
-        squares = autograd.apply(world.total, x * x)
+        product = rpc.rpc_sync("worker2", cases.mul, args=(x, y))
+        squares = autograd.apply(cases.total, x * x)
         roots = [product.sum(), squares] if also_here else [product.sum()]
         for retain in (True, False):
             autograd.backward(context_id, roots, retain_graph=retain)
@@ -46,8 +46,8 @@ def on_each_worker():
     """In one process the workers have a device each, and values go to and fro."""
     x = autograd.variable(numbers(3))
     with autograd.context() as context_id:
-        y = rpc.rpc_sync("worker1", world.sine, args=(x,))
-        z = rpc.rpc_sync("worker2", world.mul, args=(y, x))
+        y = rpc.rpc_sync("worker1", cases.sine, args=(x,))
+        z = rpc.rpc_sync("worker2", cases.mul, args=(y, x))
         autograd.backward(context_id, [(z * y).sum()])
         gradient = autograd.get_gradients(context_id)[x]
     assert gradient.sharding == x.value.sharding
@@ -60,8 +60,8 @@ def nowhere():
     """A value that is not committed is used here with one that is, and elsewhere."""
     x, far = autograd.variable(numbers(4)), jax.device_put(numbers(5), jax.devices()[6])
     with autograd.context() as context_id:
-        here = autograd.apply(world.mul, x, far)
-        there = rpc.rpc_sync("worker1", world.sine, args=(x,))
+        here = autograd.apply(cases.mul, x, far)
+        there = rpc.rpc_sync("worker1", cases.sine, args=(x,))
         roots = [here.sum(), there.sum()]
         for retain in (True, False):
             autograd.backward(context_id, roots, retain_graph=retain)

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdist import autograd, rpc, verify
-from tests.autograd import programs as world
-from tests.autograd.engine_world import at_rest, plain, same
+from tests.autograd import programs as cases
+from tests.autograd.engine_cases import at_rest, plain, same
 from tests.autograd.programs import Program, Step, programs
 
 ANY = {
@@ -34,8 +34,8 @@ def roots_of(results):
 
 def check(program, inputs):
     """SMART over workers against the same segments here; twice, the second adds."""
-    over = gradients(program, inputs, world.run)
-    here = gradients(program, inputs, world.run_here)
+    over = gradients(program, inputs, cases.run)
+    here = gradients(program, inputs, cases.run_here)
     for one, other in zip(over, here, strict=True):
         assert same(one, other), (program, one, other)
     return over[0]
@@ -57,7 +57,7 @@ def right(program, inputs, found):
     """Within the judge's bound of `jax.grad` of the whole program."""
 
     def loss(params):
-        return loss_of(world.run_plain(program, *params))
+        return loss_of(cases.run_plain(program, *params))
 
     expected = jax.grad(loss)([jnp.asarray(x) for x in inputs])
     given = [
@@ -65,21 +65,21 @@ def right(program, inputs, found):
         for x, gradient in zip(inputs, found, strict=True)
     ]
     # An entry of a product of matrices has three terms.
-    terms = 3 * world.calls(program) + len(program.results)
+    terms = 3 * cases.calls(program) + len(program.results)
     verify.compare(expected, given, terms=terms).raise_if_failed()
 
 
 @settings(max_examples=40, **ANY)
 @given(program=programs(inputs=3, workers=[0, 1, 2, 3]), seed=st.integers(0, 99))
 def test_random_programs_over_four_workers_of_one_process(threads, program, seed):
-    inputs = world.numbers(seed, 3)
+    inputs = cases.numbers(seed, 3)
     right(program, inputs, threads.run(0, check, program, inputs))
 
 
 @settings(max_examples=15, **ANY)
 @given(program=programs(inputs=2, workers=[0, 1, 2, 3]), seed=st.integers(0, 99))
 def test_random_programs_over_four_processes(processes, program, seed):
-    inputs = world.numbers(seed, 2)
+    inputs = cases.numbers(seed, 2)
     right(program, inputs, processes.run(0, check, program, inputs))
 
 
@@ -87,10 +87,10 @@ def fast_too(program, inputs):
     """FAST equals SMART when every send is used, and says so when one is not."""
     variables = [autograd.variable(x) for x in inputs]
     with autograd.context() as context_id:
-        roots = roots_of(world.run(program, *variables))
+        roots = roots_of(cases.run(program, *variables))
         autograd.backward(context_id, roots, retain_graph=True)
         smart = plain(autograd.get_gradients(context_id), variables)
-        if unused(context_id, world.marked_from(roots)):
+        if unused(context_id, cases.marked_from(roots)):
             with pytest.raises(autograd.UnusedSend, match="FAST mode waits"):
                 autograd.backward(context_id, roots, mode="fast")
             return
@@ -102,7 +102,7 @@ def fast_too(program, inputs):
 def unused(context_id, marked):
     """Send functions without a gradient on workers that take part."""
     sends = [
-        set(rpc.rpc_sync(rank, world.sends_of, args=(context_id,))) for rank in range(4)
+        set(rpc.rpc_sync(rank, cases.sends_of, args=(context_id,))) for rank in range(4)
     ]
     taking_part = [
         mine for rank, mine in enumerate(sends) if rank == 0 or mine & marked
@@ -113,7 +113,7 @@ def unused(context_id, marked):
 @settings(max_examples=40, **ANY)
 @given(program=programs(inputs=2, workers=[1, 2, 3], longest=3))
 def test_fast_mode_on_random_programs(threads, program):
-    threads.run(0, fast_too, program, world.numbers(1, 2))
+    threads.run(0, fast_too, program, cases.numbers(1, 2))
     assert all(threads.everywhere(at_rest))
 
 
@@ -145,7 +145,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_programs_worth_keeping(cluster, name, dtype):
     """Small arrays of 32 bits travel as NumPy's, and the bits are the same."""
-    inputs = [x.astype(dtype) for x in world.numbers(5, 2)]
+    inputs = [x.astype(dtype) for x in cases.numbers(5, 2)]
     found = cluster.run(0, check, EXAMPLES[name], inputs)
     right(EXAMPLES[name], inputs, found)
 
@@ -157,6 +157,6 @@ def test_bits_repeat_from_run_to_run(threads):
         (None, "sync", "three", (5, 6, 7)),
         results=(8, 10, 9),
     )
-    inputs = world.numbers(6, 2)
+    inputs = cases.numbers(6, 2)
     runs = [threads.run(0, check, program, inputs) for _ in range(5)]
     assert all(same(runs[0], other) for other in runs)

@@ -10,7 +10,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.recording.variable import LeafNode
-from tests.autograd.recording_world import (
+from tests.autograd.recording_cases import (
     WAYS,
     Model,
     add,

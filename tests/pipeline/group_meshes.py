@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import optim, pipeline, rpc
 from jdist.data_parallel import process_group
+from tests.pipeline import mesh_cases
 from tests.pipeline import mesh_models as models
-from tests.pipeline import mesh_worlds
-from tests.pipeline.mesh_worlds import on_host
+from tests.pipeline.mesh_cases import on_host
 from tests.rpc.hosts import become_worker
 
 WIDE = "PP x DP x TP"
@@ -76,7 +76,7 @@ def gradient(schedule, kind, dtype):
 
 def in_v_form():
     """DualPipeV: a worker has the first and the last stage, the other those between."""
-    loss, grads = mesh_worlds.replicas(places())
+    loss, grads = mesh_cases.replicas(places())
     return float(loss), whole(grads)
 
 

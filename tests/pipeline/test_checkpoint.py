@@ -16,7 +16,7 @@ from jdist.pipeline import PipelineCheckpoints
 from jdist.pipeline import checkpoint as module
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
 from jdist.pipeline.run.stage_channels import alone
-from tests.pipeline import worlds
+from tests.pipeline import worker_cases
 from tests.pipeline.trained import batch_of, made, numbers, same, start, steps
 
 ALONE = Saved(2, [0, 1], [0, 1], alone)
@@ -82,7 +82,7 @@ def test_workers_go_on_where_one_process_stopped(cluster, history, tmp_path):
     state, _ = steps(pipe, start(pipe), 2)
     with PipelineCheckpoints(tmp_path, pipe) as saved:
         saved.save(state)
-    tasks = [cluster.start(r, worlds.resumed, str(tmp_path)) for r in range(2)]
+    tasks = [cluster.start(r, worker_cases.resumed, str(tmp_path)) for r in range(2)]
     for rank, task in enumerate(tasks):
         found, numbers_there = task.result()
         assert found == losses[2:]
@@ -94,7 +94,7 @@ def test_workers_go_on_where_one_process_stopped(cluster, history, tmp_path):
 
 
 def test_replicas_read_what_the_first_of_them_wrote(cluster, tmp_path):
-    found = cluster.everywhere(worlds.restored_replicas, str(tmp_path))
+    found = cluster.everywhere(worker_cases.restored_replicas, str(tmp_path))
     for step, own, again in found:
         assert step == 1
         same(again, own)
@@ -283,7 +283,7 @@ def test_no_thread_stays_behind(tmp_path):
 
 
 def test_a_worker_that_does_not_save_is_named(cluster, tmp_path):
-    tasks = [cluster.start(r, worlds.one_saves, str(tmp_path)) for r in range(2)]
+    tasks = [cluster.start(r, worker_cases.one_saves, str(tmp_path)) for r in range(2)]
     assert tasks[1].result() == "left"
     assert "for the vote of 'worker1'" in tasks[0].result()
     with PipelineCheckpoints(tmp_path, made()) as saved:

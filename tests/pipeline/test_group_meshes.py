@@ -18,9 +18,9 @@ WIDE = "PP x DP x TP"
 
 
 @pytest.fixture(scope="module")
-def three(nursery):
+def three(fork_server):
     """Three processes: two of them are the first stage, one is the second."""
-    hosts = Hosts(nursery, 3)
+    hosts = Hosts(fork_server, 3)
     try:
         hosts.everywhere(group.join)
         yield hosts

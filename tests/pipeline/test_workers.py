@@ -11,7 +11,7 @@ from jdist.pipeline.run import replicas
 from jdist.pipeline.run.stage_channels import InProcessChannels
 from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.worker_channels import WorkerChannels
-from tests.pipeline import trained, worlds
+from tests.pipeline import trained, worker_cases
 from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.places import workers
 from tests.rpc import hosts as processes_of
@@ -36,11 +36,11 @@ def on_each(cluster, body, *args):
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("family", worlds.FAMILIES)
+@pytest.mark.parametrize("family", worker_cases.FAMILIES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_bits_are_those_of_one_process(cluster, family, reduction):
-    found = on_each(cluster, worlds.steps, family, reduction, 2)
-    schedule = worlds.FAMILIES[family](3, 3)
+    found = on_each(cluster, worker_cases.steps, family, reduction, 2)
+    schedule = worker_cases.FAMILIES[family](3, 3)
     for step in range(2):
         loss, grads = in_one_process(schedule, reduction, 7, step)
         for rank, (results, _) in enumerate(found):
@@ -61,7 +61,7 @@ def test_bits_are_those_of_one_process(cluster, family, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_replicas_of_a_stage_have_the_same_gradient(cluster, reduction):
-    found = cluster.everywhere(worlds.replicated, reduction)
+    found = cluster.everywhere(worker_cases.replicated, reduction)
     schedule = pipeline.gpipe(3, 4)
     loss, grads = in_one_process(schedule, reduction, 9, 0)
     for rank, stage in enumerate((0, 1, 1, 2)):
@@ -76,7 +76,7 @@ def test_replicas_of_a_stage_have_the_same_gradient(cluster, reduction):
 
 
 def test_a_stage_that_does_not_fit_is_named_on_all_workers(cluster):
-    found = on_each(cluster, worlds.refused_first_step, 4)
+    found = on_each(cluster, worker_cases.refused_first_step, 4)
     for rank, (text, notes) in enumerate(found):
         assert "ValueError" in text
         assert "stage 1 cannot take h: float32[3,5]" in text
@@ -85,7 +85,7 @@ def test_a_stage_that_does_not_fit_is_named_on_all_workers(cluster):
 
 
 def test_workers_with_other_schedules(cluster):
-    tasks = [cluster.start(r, worlds.other_schedules, r) for r in range(3)]
+    tasks = [cluster.start(r, worker_cases.other_schedules, r) for r in range(3)]
     for task in tasks:
         assert "must be the same on all workers" in task.result()
 
@@ -93,8 +93,8 @@ def test_workers_with_other_schedules(cluster):
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_on_meshes_compile_before_the_first_micro_batch(processes, size):
     """All of them, and no other programs than without that."""
-    found = on_each(processes, worlds.on_a_mesh, size, True)
-    expected = on_each(processes, worlds.on_a_mesh, size, False)
+    found = on_each(processes, worker_cases.on_a_mesh, size, True)
+    expected = on_each(processes, worker_cases.on_a_mesh, size, False)
     for rank, (names, own) in enumerate(found):
         later, same = expected[rank]
         assert names[-1] == "all"
@@ -104,7 +104,7 @@ def test_stages_on_meshes_compile_before_the_first_micro_batch(processes, size):
 
 
 def test_a_worker_that_does_not_come(cluster):
-    tasks = [cluster.start(r, worlds.abandoned, r) for r in range(3)]
+    tasks = [cluster.start(r, worker_cases.abandoned, r) for r in range(3)]
     assert tasks[0].result() == "left"
     for task in tasks[1:]:  # Who notices first tells the other.
         text = task.result()
@@ -119,8 +119,8 @@ def test_a_worker_killed_in_its_stage_is_named_on_the_others(fresh_hosts):
     """They are in the middle of the step, and wait for what it would have sent."""
     group = fresh_hosts(3)
     group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
-    tasks = {r: group.start(r, worlds.until_somebody_dies) for r in (0, 2)}
-    group.start(1, worlds.dies_in_the_second_step)
+    tasks = {r: group.start(r, worker_cases.until_somebody_dies) for r in (0, 2)}
+    group.start(1, worker_cases.dies_in_the_second_step)
     group.alive.discard(1)
     for task in tasks.values():
         name, text = task.result()
@@ -132,8 +132,8 @@ def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
     """It dies between two stages of a step: the step before is there, every bit."""
     group = fresh_hosts(2)
     group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
-    task = group.start(0, worlds.saves_each_step, str(tmp_path))
-    group.start(1, worlds.saves_each_step, str(tmp_path), 3)
+    task = group.start(0, worker_cases.saves_each_step, str(tmp_path))
+    group.start(1, worker_cases.saves_each_step, str(tmp_path), 3)
     group.alive.discard(1)
     assert task.result() == "worker1"
     assert (tmp_path / "stage0" / "3").exists()
@@ -147,8 +147,8 @@ def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
 
 def test_replicated_stages_train_alike(cluster):
     """Two workers for each part of the model: the same bits, and one process's."""
-    expected = worlds.two_by_two()
-    found = cluster.everywhere(worlds.two_by_two, workers(4))
+    expected = worker_cases.two_by_two()
+    found = cluster.everywhere(worker_cases.two_by_two, workers(4))
     for rank, stages_there in enumerate([{0}, {0}, {1, 2}, {1, 2}]):
         for stage in range(3):
             assert (found[rank][stage] is not None) == (stage in stages_there)
@@ -158,7 +158,7 @@ def test_replicated_stages_train_alike(cluster):
 
 def test_a_gradient_travels_in_buckets(threads, monkeypatch):
     """In as many as its size asks for; the same bits as in one."""
-    expected = worlds.two_by_two()
+    expected = worker_cases.two_by_two()
     tags = set()
     put = WorkerChannels.put
 
@@ -169,7 +169,7 @@ def test_a_gradient_travels_in_buckets(threads, monkeypatch):
 
     monkeypatch.setattr(WorkerChannels, "put", noted)
     monkeypatch.setattr(replicas, "LIMIT", 8)
-    found = threads.everywhere(worlds.two_by_two, workers(4))
+    found = threads.everywhere(worker_cases.two_by_two, workers(4))
     for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
         for stage in own:
             same_bits(found[rank][stage], expected[stage])
@@ -195,8 +195,8 @@ def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):
 
     monkeypatch.setattr(InProcessChannels, "put", noted_put)
     monkeypatch.setattr(Step, "_backward", noted_backward)
-    worlds.two_by_two(count=1)
-    for stage, ranks in enumerate(worlds.TWO_BY_TWO.placement):
+    worker_cases.two_by_two(count=1)
+    for stage, ranks in enumerate(worker_cases.TWO_BY_TWO.placement):
         for worker in ranks:
             sent = events.index(("sum", stage, worker))
             own = ("backward", stage, worker)

@@ -85,11 +85,11 @@ class Hosts:
     They are started once and may become workers of one group after the other.
 
     Args:
-      nursery: Where they come from.
+      fork_server: Where they come from.
       count: How many.
     """
 
-    def __init__(self, nursery, count):
+    def __init__(self, fork_server, count):
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         ports = [self._stack.enter_context(ReservedPort()).port for _ in range(2)]
@@ -101,7 +101,7 @@ class Hosts:
         with Listener(str(Path(folder) / "hosts"), authkey=key) as listener:
             for rank in range(count):
                 variables = dict(meeting.variables(rank))
-                nursery.fork(serve, listener.address, key, variables)
+                fork_server.fork(serve, listener.address, key, variables)
             for _ in range(count):
                 pipe = self._stack.enter_context(listener.accept())
                 rank, pid = pipe.recv()

@@ -5,7 +5,7 @@ import numpy as np
 
 from jdist import autograd, optim, rpc
 from jdist.rpc.base import current
-from tests.rpc import casualties
+from tests.rpc import lost_workers
 
 _kept = {}
 
@@ -91,7 +91,7 @@ def me():
 def until_lost(name, victim):
     """Does it until it fails; how it did."""
     while True:
-        seen = casualties.see(OPERATIONS[name], victim)
+        seen = lost_workers.see(OPERATIONS[name], victim)
         if seen.kind != "nothing":
             return seen
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.rpc.witnesses import pause, report_with_child
+from tests.rpc.process_watch import pause, report_with_child
 
 _FIGURES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")
 _FIGURES += ("fsmblks", "uordblks", "fordblks", "keepcost")

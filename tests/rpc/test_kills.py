@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.rpc import casualties, kills
+from tests.rpc import kills, lost_workers
 from tests.rpc.group.test_liveness import DEATH, FROST, Group, results
 
 DRAWS = int(os.environ.get("JDIST_KILLS", "3"))
@@ -44,7 +44,7 @@ def test_a_worker_is_lost_at_a_random_moment(fresh_hosts, number):
     ]
     assert ready == [None] * 3
     if name == "shutdown":
-        ending = group.start(casualties.shut_down)
+        ending = group.start(lost_workers.shut_down)
         wait(draw.uniform(0.0, 0.02))
         begun = group.hit()
         seen = group.end(ending)

@@ -16,9 +16,9 @@ from tests.verify import process_runs as runs
 
 
 @pytest.fixture(scope="module")
-def trio(nursery):
+def trio(fork_server):
     """Three processes of one run, which end as they stand."""
-    hosts = Hosts(nursery, 3)
+    hosts = Hosts(fork_server, 3)
     try:
         hosts.everywhere(group_runs.join)
         yield hosts

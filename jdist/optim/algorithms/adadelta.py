@@ -100,7 +100,7 @@ def adadelta(
         # more than twice as long.
         root = jax.lax.optimization_barrier(jnp.sqrt(square + h.eps))
         delta = jnp.sqrt(state.acc_delta + h.eps) / root * grad
-        # Of the step before lr, so that an override of lr does not change later steps.
+        # Averages the step before lr, so that an override of lr changes no later step.
         acc_delta = average_square(state.acc_delta, delta, h.rho)
         new = AdadeltaState(counted(state.step), square, acc_delta)
         return Update(-h.lr * delta), new

@@ -117,7 +117,7 @@ def adafactor(
     ) -> tuple[Update, AdafactorState]:
         grad = ascending(grad, h)
         eps1, eps2 = h.eps
-        # Of the dtype that the parameter is kept in, as in torch.
+        # In the dtype that the parameter is kept in, as in torch.
         eps1 = float(jnp.finfo(h.dtype).eps) if eps1 is None else eps1
         step = state.step + 1
         t = step.astype(param.dtype)

@@ -170,7 +170,7 @@ def _orthogonalized(
     whole = gathered(matrix)
     tall = whole.shape[0] > whole.shape[1]
     x = whole.T if tall else whole
-    # Of a norm of at most 1: the iteration diverges from singular values above 1.3.
+    # Scaled to a norm of at most 1: the iteration diverges for singular values > 1.3.
     x = x / jnp.maximum(jnp.linalg.norm(x), eps)
     for _ in range(steps):
         square = x @ x.T

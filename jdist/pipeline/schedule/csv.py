@@ -47,7 +47,7 @@ def csv_text(columns: Columns, clock: np.ndarray, split: np.ndarray) -> str:
 
     Args:
       columns: The actions.
-      clock: Of each action.
+      clock: Clock of each action.
       split: See `Schedule.split`.
     """
     rows = [[""] * (int(clock.max(initial=-1)) + 1) for _ in range(columns.workers)]

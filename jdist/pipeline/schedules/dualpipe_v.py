@@ -46,7 +46,7 @@ def dualpipe_v(n: int, m: int) -> Schedule:
 def _patterns(n: int, m: int, j: int) -> list[Phase]:
     # Workers behind this one on the way to the turn of the V.
     behind = n - j - 1
-    # Of the last 2 (j + 1) backward passes the second half is split.
+    # The second half of the last 2 (j + 1) backward passes is split.
     whole, odd = divmod(j + 1, 2)
     return [
         ("F0", 2 * behind),

@@ -171,7 +171,7 @@ class BatchStream:
         number = len(self.totals)
         batch, weights = self._supply.take()
         part = micro_batch_of(number, batch, weights, self._call)
-        # Of the data as the user gave it, before normalisation.
+        # The data as the user gave it, before normalisation.
         if self._compared:
             self.checksums = chained(self.checksums, part)
         # Most batches have no weights, and as many examples as those before them: to

@@ -20,7 +20,7 @@ __all__ = ["ThreadPool"]
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 _FEW_IDLE = 2
-# Of the threads beyond a few that a burst leaves.
+# For the threads beyond a few that a burst leaves.
 _SURPLUS_SECONDS = 2.0
 
 Task = Callable[[], None]
@@ -30,7 +30,7 @@ class ThreadPool:
     """A growing and shrinking set of threads.
 
     Args:
-      name: Of its threads.
+      name: Name of its threads.
       places: How many limited tasks run at a time.
 
     Attributes:

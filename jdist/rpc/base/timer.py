@@ -86,7 +86,7 @@ class Timer:
     """Calls functions at given moments.
 
     Args:
-      name: Of its thread.
+      name: Name of its thread.
       pool: Runs the actions of `later`.
 
     Example:

@@ -217,7 +217,7 @@ class Agent(CallingWorker):
         It returns a value, a `Reply` with metadata, or a Future of one.
 
         Args:
-          kind: Of the requests.
+          kind: Kind of the requests.
           handler: The function that answers them.
           limited: Whether it runs functions of the user's: no more of them run for
             programs at a time than `RpcOptions.threads` says. What the library sends

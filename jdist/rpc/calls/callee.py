@@ -495,7 +495,7 @@ class ServedConnection:
         """Executes a request and answers it.
 
         Args:
-          execution: Of the request.
+          execution: The execution of the request.
           frame: The request.
           before: A request that this one followed, and its answer, which is None and
             has not been sent.

@@ -129,10 +129,10 @@ class OutstandingCalls:
         """Waits until no call is under way; returns how many have ever begun.
 
         Args:
-          deadline: Of the wait.
+          deadline: Deadline of the wait.
           check: Called at the beginning and after each `wake`; ends the wait by raising
             an exception.
-          end: Of a call, the moment after which nothing waits for it; None for one
+          end: The moment of a call after which nothing waits for it; None for one
             that may take as long as it likes.
           begun: The moment from which it is overdue at the earliest; by default now.
           until: The moment at which to return None if calls are still under way.

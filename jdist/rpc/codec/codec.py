@@ -70,7 +70,7 @@ class MessageContext:
     Args:
       worker: The receiver of a message that is sent, the sender of one that came.
       meta: The message's metadata. Entries of encode hooks travel with it.
-      operation: Of a message that is sent: the call that it belongs to.
+      operation: The call that a sent message belongs to.
 
     Attributes:
       forks: The references that are sent in it.

@@ -58,7 +58,7 @@ def method(value: Any, name: str) -> Callable[..., Any] | None:
     """
     if name not in _METHODS or not is_module(value):
         return None
-    # Of the class, not of the object, which could have an attribute of this name.
+    # Read from the class: the object could have an attribute of this name.
     found = getattr(type(value), name, None)
     if found is None or not (own_name(found) or "").startswith("flax.nnx."):
         return None

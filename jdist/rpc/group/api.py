@@ -134,7 +134,7 @@ def debug_info() -> dict[str, Any]:
       waiting and being served (`agent.client_active_calls`,
       `agent.server_active_calls`, of these without a thread
       `agent.server_active_async_calls`), all of them in words (`agent.activity`: who
-      waits for whom), and the group (`group.workers`, `group.lost`). Of references:
+      waits for whom), and the group (`group.workers`, `group.lost`). For references:
       values here that others hold (`num_owner_rrefs`), how many times (`num_forks`),
       those of others that are held here (`num_user_rrefs`), not yet confirmed
       (`num_pending_users`), waited for by calls (`num_pending_futures`), and given away

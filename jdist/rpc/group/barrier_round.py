@@ -78,7 +78,7 @@ class BarrierRound:
     """Collects one contribution per worker and decides the common answer.
 
     Args:
-      names: Of the workers that take part.
+      names: Names of the workers that take part.
       numbered: Whether all must have the same number.
 
     Attributes:

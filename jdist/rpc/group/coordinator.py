@@ -60,7 +60,7 @@ class Coordinator:
 
     Args:
       transport: Where the workers reach it; owned by the coordinator.
-      membership: Of the group; owned likewise.
+      membership: Members of the group; owned likewise.
       options: For the heartbeat.
       beats: Whether to expect signs of life.
     """

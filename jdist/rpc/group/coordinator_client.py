@@ -165,7 +165,7 @@ class CoordinatorClient:
 
         Args:
           value: Anything that can be sent.
-          names: Of the workers that take part; None for all.
+          names: Names of the workers that take part; None for all.
           timeout: Seconds; -1 for the default, 0 for no limit.
           operation: The collective that all must call, see `barrier_round.Purpose`.
           tag: The caller's own, likewise.

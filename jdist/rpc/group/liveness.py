@@ -22,7 +22,7 @@ class Pace:
     """Calls a function at a steady pace, on threads of the timer's pool.
 
     Args:
-      timer: Of the worker, or of the coordinator.
+      timer: The timer of the worker, or of the coordinator.
       interval: Seconds.
       step: Called as `step(now, held_up)`. When this process was itself held up
         (stopped, swapped out), silence of others proves nothing: they may have spoken

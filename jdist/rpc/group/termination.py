@@ -79,7 +79,7 @@ def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None])
 
     Args:
       agent: The worker.
-      deadline: Of the wait.
+      deadline: Deadline of the wait.
       check: As for `OutstandingCalls.when_empty`.
 
     Returns:
@@ -213,7 +213,7 @@ class Stalemate:
 
         Args:
           member: The worker.
-          number: Of the round of questions.
+          number: Number of the round of questions.
           begun: How many calls have begun there; None if one is under way.
           now: The time.
 

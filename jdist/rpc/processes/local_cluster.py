@@ -53,7 +53,7 @@ def local_cluster(
     raised an exception.
 
     Args:
-      names: Of the workers, in the order of their ranks.
+      names: Names of the workers, in the order of their ranks.
       devices: One for each worker; by default JAX's devices in turn.
       options: For all of them; `key`, `host`, `tls` and the heartbeat have no meaning
         here.
@@ -108,7 +108,7 @@ def elastic_cluster(
     was called without a `world_size`. At the end of the block all workers leave.
 
     Args:
-      name: Of the worker of rank 0, which the coordinator is with.
+      name: Name of the worker of rank 0, which hosts the coordinator.
       options: As for `local_cluster`.
       allow: As for `init_rpc`.
 

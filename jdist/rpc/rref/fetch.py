@@ -78,7 +78,7 @@ def fetch(
     """Fetches a copy of another worker's value.
 
     Args:
-      handle: Of the reference.
+      handle: Handle of the reference.
       call: The call that interceptors see.
       timeout: Seconds; -1 for the default, 0 for no limit.
       asked: The request to create the value, if that was sent.

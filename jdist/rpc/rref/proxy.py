@@ -61,7 +61,7 @@ class Method(UnboundFunction):
 
     Args:
       rref: The reference.
-      name: Of the method, or "__call__" for the value itself.
+      name: Name of the method, or "__call__" for the value itself.
       functions: On the owner: what may be named.
     """
 
@@ -96,7 +96,7 @@ class Proxy:
       rref: The reference.
       worker: As which the call is made.
       call: Makes it: `rpc_sync`, `rpc_async` or `remote`.
-      timeout: Of each call.
+      timeout: Timeout of each call, in seconds.
     """
 
     __slots__ = ("_call", "_rref", "_timeout", "_worker")

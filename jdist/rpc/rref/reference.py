@@ -204,7 +204,7 @@ class RRef(Generic[T]):
         value to be created.
 
         Args:
-          timeout: Of each call, as for `rpc.rpc_sync`.
+          timeout: Timeout of each call, as for `rpc.rpc_sync`.
 
         Source: `torch.distributed.rpc.RRef.rpc_sync`.
 

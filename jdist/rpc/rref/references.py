@@ -320,7 +320,7 @@ class References:
         """Applies an event to the protocol and performs its effects.
 
         Args:
-          event: Of the protocol.
+          event: An event of the protocol.
           never: The exception of `Never`, where that is a particular one.
         """
         try:

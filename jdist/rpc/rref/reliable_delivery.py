@@ -98,7 +98,7 @@ class ReliableDelivery:
         """Registers the handler of messages of one kind.
 
         Args:
-          kind: Of the messages.
+          kind: Kind of the messages.
           unpack: Makes a message of a row that arrived, or raises ProtocolError.
           handler: `handler(sender, messages)` takes a batch in. It returns the answers,
             and a function that is called once these are noted, or None: all that may

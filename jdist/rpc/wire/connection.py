@@ -279,7 +279,7 @@ class Connection:
         except TimeoutError:
             pass
         with self._ending:
-            # Of a closed one, `receive` raises the reason.
+            # `receive` raises the reason for a closed one.
             self._is_silent = self._reason is None
         if self._is_silent:
             descriptor = self._stream.fileno()

@@ -98,7 +98,7 @@ class SilentConnections:
         """Has `read` called, on another thread, once the descriptor can be read.
 
         Args:
-          descriptor: Of a connection that this thread reads no longer.
+          descriptor: Descriptor of a connection that this thread no longer reads.
           read: See there.
           ended: Whether all that `read` would find is that the connection has closed.
           pool: Lends the threads that wait and read.

@@ -78,7 +78,7 @@ class SocketTransport:
     Listening begins with the constructor; `serve` begins to accept.
 
     Args:
-      name: Of this worker; proved to its peers together with the key.
+      name: Name of this worker; proved to its peers together with the key.
       key: The cluster's secret, random bytes.
       host: Interface to listen on.
       port: TCP port; 0 for any free one.

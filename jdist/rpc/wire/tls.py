@@ -114,7 +114,7 @@ class TlsStream:
 
     Args:
       stream: Connected; owned by this stream.
-      context: Of the side that this is.
+      context: The TLS context of this side.
       is_listener: Which side this is.
       deadline: For TLS's own handshake, which is done here.
 

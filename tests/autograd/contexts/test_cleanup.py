@@ -7,7 +7,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.contexts import here
-from tests.autograd.recording_world import (
+from tests.autograd.recording_cases import (
     PATIENCE,
     add,
     contexts,

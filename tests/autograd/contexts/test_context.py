@@ -10,7 +10,7 @@ import pytest
 from jdist import autograd, rpc
 from jdist.autograd.contexts import here
 from tests.autograd.context_checks import is_valid_context
-from tests.autograd.recording_world import (
+from tests.autograd.recording_cases import (
     add,
     current_id,
     has_none,

@@ -2,7 +2,7 @@
 
 from jdist import autograd, rpc
 from tests.autograd.context_checks import counts
-from tests.autograd.recording_world import leaf, mul, name, nested
+from tests.autograd.recording_cases import leaf, mul, name, nested
 
 _seen = []
 

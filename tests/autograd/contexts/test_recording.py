@@ -5,7 +5,7 @@ import pytest
 
 from jdist import autograd, rpc
 from tests.autograd.context_checks import is_valid_context
-from tests.autograd.recording_world import (
+from tests.autograd.recording_cases import (
     WAYS,
     add,
     back_to,

@@ -9,80 +9,80 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
-from tests.autograd.engine_world import after, call, leaves, me, numbers
+from tests.autograd import engine_cases as cases
+from tests.autograd.engine_cases import after, call, leaves, me, numbers
 
 REMOTE = ("sync", "async", "remote")
 CLOSE = 1e-12  # float64; the order of some sums differs from that of the local graph
 
 
 def add(mode, x, y):
-    return call(mode, after(), world.add, x, y).sum()
+    return call(mode, after(), cases.add, x, y).sum()
 
 
 def add_on_self(mode, x, y):
-    return call(mode, after(0), world.add, x, y).sum()
+    return call(mode, after(0), cases.add, x, y).sum()
 
 
 def round_trips(mode, *x):
-    a = call(mode, after(1), world.add, x[0], x[1])
-    b = call(mode, after(2), world.mul, a, x[2])
-    c = call(mode, after(3), world.stack, a, b, x[0])
-    d = call(mode, after(1), world.stack, b, a, x[2])
-    e = call(mode, after(2), world.batched, c, d)
-    return call(mode, after(3), world.total, e)
+    a = call(mode, after(1), cases.add, x[0], x[1])
+    b = call(mode, after(2), cases.mul, a, x[2])
+    c = call(mode, after(3), cases.stack, a, b, x[0])
+    d = call(mode, after(1), cases.stack, b, a, x[2])
+    e = call(mode, after(2), cases.batched, c, d)
+    return call(mode, after(3), cases.total, e)
 
 
 def dimensions(mode, x, y, *more):
-    product = call(mode, after(), world.matmul, x, y)
-    return call(mode, after(2), world.chain, product, *more).sum()
+    product = call(mode, after(), cases.matmul, x, y)
+    return call(mode, after(2), cases.chain, product, *more).sum()
 
 
 def unused_rows(mode, *x):
-    stacked = call(mode, after(), world.stack, *x)
+    stacked = call(mode, after(), cases.stack, *x)
     return (stacked[0:1].sum() * stacked[2:3]).sum()
 
 
 def some_outputs(mode, x):
-    parts = call(mode, after(), world.split, x, 5)
+    parts = call(mode, after(), cases.split, x, 5)
     return (parts[0] * parts[2] + parts[4]).sum()
 
 
 def integers_and_trees(mode, x, y):
-    power, place, tree = call(mode, after(), world.scaled, x, 3, y)
+    power, place, tree = call(mode, after(), cases.scaled, x, 3, y)
     assert not isinstance(place, autograd.Recorded)
     return (power * tree["rest"]).sum()
 
 
 def several_roots(mode, x, y):
-    first = call(mode, after(), world.add, x, y)
-    second = call(mode, after(2), world.mul, first, y)
-    third = call(mode, after(3), world.cosine, second)
+    first = call(mode, after(), cases.add, x, y)
+    second = call(mode, after(2), cases.mul, first, y)
+    third = call(mode, after(3), cases.cosine, second)
     return [first.sum(), second.sum(), third.sum(), (third / y).sum()]
 
 
 def nested(mode, x, y):
-    return call(mode, after(), world.nested, x, y, 0 if mode == "local" else 2).sum()
+    return call(mode, after(), cases.nested, x, y, 0 if mode == "local" else 2).sum()
 
 
 def both_uses(mode, x, y):
     if mode == "local":
         return ((x + y) * (x * y)).sum()
-    return call(mode, after(), world.product_of_nested, x, y).sum()
+    return call(mode, after(), cases.product_of_nested, x, y).sum()
 
 
 def calls_back(mode, x, y):
     if mode == "local":
         return (x * y + x).sum()
-    return call(mode, after(), world.back_and_forth, x, y, me().name).sum()
+    return call(mode, after(), cases.back_and_forth, x, y, me().name).sum()
 
 
 def one_argument_twice(mode, x, y):
-    return call(mode, after(), world.mul, x, x) @ y
+    return call(mode, after(), cases.mul, x, x) @ y
 
 
 def to_a_scalar(mode, x, y):
-    return call(mode, after(), world.total, x * y)
+    return call(mode, after(), cases.total, x * y)
 
 
 SCENES = {
@@ -114,7 +114,7 @@ SCENES = {
 def compare(name, mode, how):
     compute, make = SCENES[name]
     variables = make()
-    here, there = world.both(compute, variables, mode, how)
+    here, there = cases.both(compute, variables, mode, how)
     assert [x is None for x in here] == [x is None for x in there]
     for one, other in zip(here, there, strict=True):
         assert one.dtype == other.dtype
@@ -145,9 +145,9 @@ def dtypes():
     x, y = leaves(2, 20, dtype=np.float32), leaves(2, 21, dtype=np.float64)
     low = autograd.variable(numbers(22).astype(jnp.bfloat16))
     with autograd.context() as context_id:
-        first = rpc.rpc_sync(after(), world.mul, args=tuple(x))
-        second = rpc.rpc_sync(after(), world.mul, args=tuple(y))
-        third = rpc.rpc_sync(after(), world.sine, args=(low,))
+        first = rpc.rpc_sync(after(), cases.mul, args=tuple(x))
+        second = rpc.rpc_sync(after(), cases.mul, args=tuple(y))
+        third = rpc.rpc_sync(after(), cases.sine, args=(low,))
         roots = [first.sum(), second.sum(), third.sum()]
         autograd.backward(context_id, roots)
         gradients = autograd.get_gradients(context_id)
@@ -164,7 +164,7 @@ def test_each_gradient_has_its_variables_dtype(cluster):
 def mixed():
     (x,), y = leaves(1, 23), numbers(24)
     with autograd.context() as context_id:
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y))
+        product = rpc.rpc_sync(after(), cases.mul, args=(x, y))
         autograd.backward(context_id, [product.sum()])
         gradients = autograd.get_gradients(context_id)
         assert len(gradients) == 1
@@ -203,7 +203,7 @@ def embedding():
     indices = np.array([[1, 5], [2, 5], [1, 1]])
     with autograd.context() as context_id:
         for _ in range(2):
-            picked = rpc.rpc_sync(after(), world.select, args=(weights, indices))
+            picked = rpc.rpc_sync(after(), cases.select, args=(weights, indices))
             autograd.backward(context_id, [picked.sum()])
         gradient = autograd.get_gradients(context_id)[weights]
     expected = np.zeros((7, 4))
@@ -223,9 +223,9 @@ def accumulating(deep):
     with autograd.context() as context_id:
         args = (x, y, 2)
         product = (
-            rpc.rpc_sync(after(), world.nested, args=args)
+            rpc.rpc_sync(after(), cases.nested, args=args)
             if deep
-            else rpc.rpc_sync(after(), world.mul, args=(x, y))
+            else rpc.rpc_sync(after(), cases.mul, args=(x, y))
         )
         loss = (product * product).sum()
         autograd.backward(context_id, [loss], retain_graph=True)
@@ -267,8 +267,8 @@ def cotangents():
     x, y = leaves(2, 28)
     given = numbers(29)
     with autograd.context() as context_id:
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y))
-        second = rpc.rpc_sync(after(2), world.sine, args=(product,))
+        product = rpc.rpc_sync(after(), cases.mul, args=(x, y))
+        second = rpc.rpc_sync(after(2), cases.sine, args=(product,))
         autograd.backward(context_id, [product, second], cotangents=[given, 2 * given])
         gradients = autograd.get_gradients(context_id)
     weight = given + 2 * given * np.cos(x.value * y.value)
@@ -320,7 +320,7 @@ def hooks():
     remove = x.register_hook(lambda gradient: 2 * gradient)
     x.register_hook(lambda gradient: gradient + 1)
     with autograd.context() as context_id:
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y)) + x * y
+        product = rpc.rpc_sync(after(), cases.mul, args=(x, y)) + x * y
         autograd.backward(context_id, [product.sum()], retain_graph=True)
         gradients = autograd.get_gradients(context_id)
         np.testing.assert_array_equal(gradients[x], 2 * (y.value + y.value) + 1)
@@ -341,7 +341,7 @@ def wrong_hook():
     x, y = leaves(2, 35)
     remove = x.register_hook(lambda gradient: gradient[0])
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+        loss = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
         with pytest.raises(autograd.BackwardError, match="same structure, shapes"):
             autograd.backward(context_id, [loss], retain_graph=True)
         assert autograd.get_gradients(context_id) == {}

@@ -6,8 +6,8 @@ import numpy as np
 
 from jdist import autograd, rpc
 from jdist.autograd import Event
-from tests.autograd import engine_world as world
-from tests.autograd.engine_world import leaves
+from tests.autograd import engine_cases as cases
+from tests.autograd.engine_cases import leaves
 
 SEND1 = "send rpc_sync(add) to worker1"
 RECV1 = "receive from worker0"
@@ -28,8 +28,8 @@ def example():
     """t3 = remote add(t1, t2), t5 = mul(t3, t4): pictures (i) and (iv)."""
     t1, t2, t4 = leaves(3, 1)
     with autograd.context() as context_id, autograd.record_events() as events:
-        t3 = rpc.rpc_sync("worker1", world.add, args=(t1, t2))
-        t5 = autograd.apply(world.mul, t3, t4)
+        t3 = rpc.rpc_sync("worker1", cases.add, args=(t1, t2))
+        t5 = autograd.apply(cases.mul, t3, t4)
         (first,) = autograd.retrieve_context(context_id).send_functions()
         (second,) = autograd.retrieve_context(context_id).recv_functions()
         assert events == []  # the forward pass has none
@@ -100,7 +100,7 @@ def recorded():
 def over_processes():
     x, y = leaves(2, 2)
     with autograd.context() as context_id, autograd.record_events() as events:
-        args = (world.mul, x, y)
+        args = (cases.mul, x, y)
         product = rpc.rpc_sync("worker1", recording, args=args)
         autograd.backward(context_id, [product.sum()])
     there = rpc.rpc_sync("worker1", recorded)
@@ -120,8 +120,8 @@ def example_two():
     """d = a + b, e = b * c, backward from d: counts add 1, and mul none."""
     a, b, c = leaves(3, 3)
     with autograd.context() as context_id, autograd.record_events() as events:
-        d = autograd.apply(world.add, a, b)
-        autograd.apply(world.mul, b, c)
+        d = autograd.apply(cases.add, a, b)
+        autograd.apply(cases.mul, b, c)
         autograd.backward(context_id, [d], mode="fast", cotangents=[a.value])
     assert in_order(events[0]) == counted("worker0", ("add", 1), (LEAF, 1), (LEAF, 1))
     assert [event.name for event in events if event.kind == "ran"] == ["add"]

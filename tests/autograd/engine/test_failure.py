@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
+from tests.autograd import engine_cases as cases
 from tests.autograd.context_checks import counts, is_valid_context
-from tests.autograd.engine_world import after, leaves, me, numbers, own
+from tests.autograd.engine_cases import after, leaves, me, numbers, own
 from tests.rpc.hosts import PATIENCE, become_worker
 from tests.rpc.rref.common import close_gate, gate, open_gate, wait_for
 
@@ -48,7 +48,7 @@ def as_before():
     open_gate("go on")
     while _removers:
         _removers.pop()()
-    assert world.at_rest()
+    assert cases.at_rest()
     for name in ("go on", "arrived"):
         close_gate(name)
 
@@ -104,7 +104,7 @@ def raising(mode, times):
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 def test_an_error_names_its_worker_and_later_passes_work(cluster, mode):
     cluster.run(0, raising, mode, 3)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def test_many_failing_passes_and_as_many_that_work(threads):
@@ -116,7 +116,7 @@ def here():
     x, y = leaves(2, 19)
     remove = x.register_hook(lambda gradient: 1 / 0)
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+        loss = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
         said = f"^Error on worker {me().name}: division by zero$"
         with pytest.raises(autograd.BackwardError, match=said) as caught:
             autograd.backward(context_id, [loss], retain_graph=True)
@@ -166,7 +166,7 @@ def on_the_device():
 
 def test_an_error_of_the_device_surfaces_with_the_name_of_its_worker(cluster):
     cluster.run(0, on_the_device)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def interrupted():
@@ -177,7 +177,7 @@ def interrupted():
 
     remove = x.register_hook(interrupt)
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+        loss = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
         with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
             autograd.backward(context_id, [loss], retain_graph=True)
         remove()
@@ -187,7 +187,7 @@ def interrupted():
 
 def test_ctrl_c_ends_the_pass(cluster):
     cluster.run(0, interrupted)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 # --- while a pass is under way ---
@@ -205,7 +205,7 @@ def started(act, error, match, timeout=PATIENCE):
         acting.join()
     # Everybody's part has ended, but worker 3's is still held up in its function.
     for name in WAY[:2]:
-        assert rpc.rpc_sync(name, world.at_rest)
+        assert rpc.rpc_sync(name, cases.at_rest)
     rpc.rpc_sync("worker3", as_before)
     with autograd.context() as context_id:
         x, loss = chain("waiting")
@@ -229,7 +229,7 @@ def released_here():
 
 def test_a_context_that_is_released_meanwhile(cluster):
     cluster.run(0, released_here)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def too_late():
@@ -243,7 +243,7 @@ def too_late():
 
 def test_a_pass_that_takes_too_long(cluster):
     cluster.run(0, too_late)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def released_inside():
@@ -255,7 +255,7 @@ def released_inside():
         )
         product = x
         for _ in range(100):
-            product = rpc.rpc_sync(after(), world.add, args=(product, y))
+            product = rpc.rpc_sync(after(), cases.add, args=(product, y))
         assert len(autograd.retrieve_context(context_id).send_functions()) == 100
         missing = f"Could not find autograd context with id: {context_id}"
         with pytest.raises(autograd.AutogradError, match=missing):
@@ -269,7 +269,7 @@ def _ignore(future):
 
 def test_a_context_that_is_released_from_inside_the_pass(cluster):
     cluster.everywhere(released_inside)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def counted(context_id):
@@ -301,9 +301,9 @@ def dying():
         with pytest.raises(rpc.WorkerLost, match="Lost worker 'worker3'"):
             autograd.backward(context_id, [loss], retain_graph=True)
         for name in WAY[:2]:
-            assert rpc.rpc_sync(name, world.at_rest)
+            assert rpc.rpc_sync(name, cases.at_rest)
         # In the same context, over those that are left.
-        y = rpc.rpc_sync("worker1", world.mul, args=(x, x))
+        y = rpc.rpc_sync("worker1", cases.mul, args=(x, x))
         autograd.backward(context_id, [y.sum()])
         gradient = autograd.get_gradients(context_id)[x]
         np.testing.assert_allclose(gradient, 2 * x.value, rtol=1e-12)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
+from tests.autograd import engine_cases as cases
 from tests.autograd.context_checks import counts
-from tests.autograd.engine_world import after, leaves, me
+from tests.autograd.engine_cases import after, leaves, me
 from tests.rpc.rref.common import wait_for
 
 
@@ -22,7 +22,7 @@ def returns_nothing_recorded(x):
 def unused_result():
     x, y = leaves(2, 1)
     with autograd.context() as context_id:
-        rpc.rpc_sync(after(), world.add, args=(x, y))
+        rpc.rpc_sync(after(), cases.add, args=(x, y))
         loss = (x * y).sum()
         context = autograd.retrieve_context(context_id)
         (send,), (recv,) = context.send_functions(), context.recv_functions()
@@ -40,7 +40,7 @@ def unused_result():
         gradients = autograd.get_gradients(context_id)
         np.testing.assert_array_equal(gradients[x], y.value)
         np.testing.assert_array_equal(gradients[y], x.value)
-    assert world.at_rest()
+    assert cases.at_rest()
 
 
 def test_an_unused_result_is_named(cluster):
@@ -50,7 +50,7 @@ def test_an_unused_result_is_named(cluster):
 def unused_deeper():
     x, y = leaves(2, 2)
     with autograd.context() as context_id:
-        total = rpc.rpc_sync(after(), world.drops, args=(x, y))
+        total = rpc.rpc_sync(after(), cases.drops, args=(x, y))
         with pytest.raises(autograd.UnusedSend, match="none will come for") as caught:
             autograd.backward(context_id, [total.sum()], mode="fast", retain_graph=True)
         assert caught.value.worker == after()
@@ -64,13 +64,13 @@ def unused_deeper():
 
 def test_a_result_that_another_worker_does_not_use_is_named_too(cluster):
     cluster.run(0, unused_deeper)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def never_fetched():
     x, y = leaves(2, 3)
     with autograd.context() as context_id:
-        rref = rpc.remote(after(), world.add, args=(x, y))
+        rref = rpc.remote(after(), cases.add, args=(x, y))
         rref.creation().wait()
         autograd.backward(context_id, [(x * y).sum()], retain_graph=True)
         with pytest.raises(autograd.UnusedSend, match=r"send remote\(add\) to "):
@@ -102,22 +102,22 @@ def unasked():
     """The other worker waits for nothing as long as it is sent nothing."""
     (x,) = leaves(1, 5)
     with autograd.context() as context_id:
-        rpc.rpc_sync(after(), world.return_own, args=("fast", 6))
+        rpc.rpc_sync(after(), cases.return_own, args=("fast", 6))
         autograd.backward(context_id, [(x * x).sum()], mode="fast")
         assert len(autograd.get_gradients(context_id)) == 1
 
 
 def test_what_only_an_unasked_worker_could_wait_for_does_no_harm(cluster):
     cluster.run(2, unasked)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 def used_by_other_roots():
     """Each pass alone leaves a send unused; together they use both."""
     x, y = leaves(2, 7)
     with autograd.context() as context_id:
-        first = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
-        second = rpc.rpc_sync(after(2), world.sine, args=(x,)).sum()
+        first = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
+        second = rpc.rpc_sync(after(2), cases.sine, args=(x,)).sum()
         for root in (first, second):
             with pytest.raises(autograd.UnusedSend, match="none will come for"):
                 autograd.backward(context_id, [root], mode="fast", retain_graph=True)
@@ -128,14 +128,14 @@ def used_by_other_roots():
 
 def test_a_pass_that_uses_all_sends_works_after_some_that_did_not(cluster):
     cluster.run(0, used_by_other_roots)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def silent():
     """A failure leaves nothing behind: no part of a pass, no context."""
     x, y = leaves(2, 8)
     with autograd.context() as context_id:
-        rpc.rpc_sync(after(), world.add, args=(x, y))
+        rpc.rpc_sync(after(), cases.add, args=(x, y))
         for _ in range(20):
             with pytest.raises(autograd.UnusedSend, match="none will come for"):
                 autograd.backward(

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jdist import autograd, optim, rpc
 from jdist.autograd.contexts import here
 from jdist.autograd.engine import replicated
-from tests.autograd.engine_world import numbers
+from tests.autograd.engine_cases import numbers
 from tests.cotangents import rule
 from tests.rpc.hosts import become_worker, results
 

@@ -11,8 +11,8 @@ from jdist import autograd, rpc
 from jdist.autograd.engine.messages import GRADIENTS
 from jdist.autograd.recording import node
 from jdist.rpc.base import current
-from tests.autograd import engine_world as world
-from tests.autograd.engine_world import after, counting, leaves, numbers
+from tests.autograd import engine_cases as cases
+from tests.autograd.engine_cases import after, counting, leaves, numbers
 from tests.rpc.hosts import PATIENCE
 
 
@@ -20,11 +20,11 @@ def partly_used():
     """Of five calls two are used, one of them through another."""
     x, y = leaves(2, 1)
     with autograd.context() as context_id:
-        first = rpc.rpc_sync(after(), world.mul, args=(x, y))
-        rpc.rpc_sync(after(), world.add, args=(first, y))
-        rpc.rpc_sync(after(2), world.drops, args=(x, first))
-        second = rpc.rpc_sync(after(2), world.sine, args=(first,))
-        rpc.rpc_sync(after(3), world.nested, args=(second, x, 3))
+        first = rpc.rpc_sync(after(), cases.mul, args=(x, y))
+        rpc.rpc_sync(after(), cases.add, args=(first, y))
+        rpc.rpc_sync(after(2), cases.drops, args=(x, first))
+        second = rpc.rpc_sync(after(2), cases.sine, args=(first,))
+        rpc.rpc_sync(after(3), cases.nested, args=(second, x, 3))
         autograd.backward(context_id, [second.sum()])
         gradients = autograd.get_gradients(context_id)
     product = x.value * y.value
@@ -34,16 +34,16 @@ def partly_used():
 
 def test_results_that_are_not_used_are_not_waited_for(cluster):
     cluster.everywhere(partly_used)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def one_after_the_other():
     """Passes over different parts of one context's graph; each has its own marks."""
     x, y = leaves(2, 2)
     with autograd.context() as context_id:
-        first = rpc.rpc_sync(after(), world.mul, args=(x, y))
-        second = rpc.rpc_sync(after(2), world.sine, args=(x,))
-        both = rpc.rpc_sync(after(3), world.mul, args=(first, second))
+        first = rpc.rpc_sync(after(), cases.mul, args=(x, y))
+        second = rpc.rpc_sync(after(2), cases.sine, args=(x,))
+        both = rpc.rpc_sync(after(3), cases.mul, args=(first, second))
         found = []
         for root in (first, second, both, first):
             before = autograd.get_gradients(context_id)
@@ -73,7 +73,7 @@ def test_one_round_trip_for_each_hop(threads):
     x, y = leaves(2, 3)
     for mode in ("smart", "fast"):
         with counting(threads.names) as traffic, autograd.context() as context_id:
-            total = rpc.rpc_sync("worker1", world.nested, args=(x, y, 2))
+            total = rpc.rpc_sync("worker1", cases.nested, args=(x, y, 2))
             autograd.backward(context_id, [total.sum()], mode=mode)
             assert len(autograd.get_gradients(context_id)) == 2
         came = {name: [who for who, *_ in t.requests] for name, t in traffic.items()}
@@ -91,7 +91,7 @@ def test_one_request_for_all_gradients_of_a_worker(threads):
     with counting(threads.names) as traffic, autograd.context() as context_id:
         results = [
             rpc.rpc_sync("worker1", function, args=(x, y))
-            for function in (world.mul, world.add, world.matmul)
+            for function in (cases.mul, cases.add, cases.matmul)
         ]
         autograd.backward(context_id, [sum(results, start=x).sum()])
     assert [len(t.requests) for t in traffic.values()] == [0, 1, 0, 0]
@@ -104,7 +104,7 @@ def test_a_call_back_to_the_caller_needs_no_request_of_its_own(threads):
     x, y = leaves(2, 5)
     with counting(threads.names) as traffic, autograd.context() as context_id:
         args = (x, y, "worker0")
-        total = rpc.rpc_sync("worker1", world.back_and_forth, args=args)
+        total = rpc.rpc_sync("worker1", cases.back_and_forth, args=args)
         autograd.backward(context_id, [total.sum()])
     # There: total's. Riding back: that of the product. There: those of x and y, and
     # on the answer those of the arguments.
@@ -114,7 +114,7 @@ def test_a_call_back_to_the_caller_needs_no_request_of_its_own(threads):
 def test_unused_outputs_take_no_bytes(threads):
     (x,) = leaves(1, 6, shape=(10, 3))
     with counting(threads.names) as traffic, autograd.context() as context_id:
-        parts = rpc.rpc_sync("worker1", world.split, args=(x, 5))
+        parts = rpc.rpc_sync("worker1", cases.split, args=(x, 5))
         autograd.backward(context_id, [(parts[0] * parts[3]).sum()])
         gradient = autograd.get_gradients(context_id)[x]
     assert traffic["worker1"].requests == [("worker0", 2, 2 * parts[0].size * 8)]
@@ -145,9 +145,9 @@ def test_an_absent_cotangent_stays_absent_on_its_way_through_workers(threads, mo
 def test_unused_calls_are_not_asked(threads):
     x, y = leaves(2, 8)
     with counting(threads.names) as traffic, autograd.context() as context_id:
-        used = rpc.rpc_sync("worker1", world.mul, args=(x, y))
-        rpc.rpc_sync("worker2", world.mul, args=(used, y))
-        rpc.rpc_sync("worker3", world.nested, args=(x, used, 4))
+        used = rpc.rpc_sync("worker1", cases.mul, args=(x, y))
+        rpc.rpc_sync("worker2", cases.mul, args=(used, y))
+        rpc.rpc_sync("worker3", cases.nested, args=(x, used, 4))
         autograd.backward(context_id, [used.sum()])
     assert [len(t.requests) for t in traffic.values()] == [0, 1, 0, 0]
 
@@ -168,10 +168,10 @@ def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
         return answer
 
     with autograd.context() as context_id:
-        first = rpc.rpc_sync("worker1", world.sine, args=(x,))
-        second = rpc.rpc_sync("worker1", world.cosine, args=(x,))
+        first = rpc.rpc_sync("worker1", cases.sine, args=(x,))
+        second = rpc.rpc_sync("worker1", cases.cosine, args=(x,))
         # Its gradient has to come from worker 2 before it can go to worker 1.
-        third = rpc.rpc_sync("worker2", world.mul, args=(second, y))
+        third = rpc.rpc_sync("worker2", cases.mul, args=(second, y))
         handlers[GRADIENTS] = out_of_order
         try:
             autograd.backward(context_id, [first.sum(), third.sum()])
@@ -193,8 +193,8 @@ def long(calls):
         y = x
         for number in range(calls):
             to = f"worker{1 + number % 3}"
-            y = rpc.rpc_sync(to, world.add, args=(y, factor / (1 + number)))
-            rpc.rpc_sync(to, world.sine, args=(y,))  # not used
+            y = rpc.rpc_sync(to, cases.add, args=(y, factor / (1 + number)))
+            rpc.rpc_sync(to, cases.sine, args=(y,))  # not used
         autograd.backward(context_id, [(y * y).sum()])
         gradient = autograd.get_gradients(context_id)[x]
     value = x.value
@@ -207,7 +207,7 @@ def long(calls):
 def test_a_chain_of_calls(cluster, calls):
     assert (2 * calls <= node.MAX_REACH) == (calls == 100)
     cluster.run(0, long, calls)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def too_far(monkeypatch, cluster, body):
@@ -227,10 +227,10 @@ def another_context(mode):
     """A value of an ended context leads nowhere, and says so."""
     x, y = leaves(2, 11)
     with autograd.context():
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y))
+        product = rpc.rpc_sync(after(), cases.mul, args=(x, y))
     with autograd.context() as context_id:
         # So that the other worker knows the new context.
-        other = rpc.rpc_sync(after(), world.sine, args=(x,))
+        other = rpc.rpc_sync(after(), cases.sine, args=(x,))
         root = autograd.apply(jnp.sum, product * other)
         with pytest.raises(
             autograd.BackwardError,

@@ -6,34 +6,34 @@ import numpy as np
 import pytest
 
 from jdist import autograd, optim
-from tests.autograd import optimizer_world as world
+from tests.autograd import optimizer_cases as cases
 
 GRADIENTS = [
-    world.tree(1),
-    world.numbers(2, shape=(501,)),
+    cases.tree(1),
+    cases.numbers(2, shape=(501,)),
     None,
-    {"w": world.numbers(3, dtype=np.float64), "b": None},
+    {"w": cases.numbers(3, dtype=np.float64), "b": None},
 ]
 VALUES = [
-    world.tree(4),
-    world.numbers(5, shape=(501,)),
-    world.numbers(6),
-    {"w": world.numbers(7, dtype=np.float64), "b": world.numbers(8, shape=(2,))},
+    cases.tree(4),
+    cases.numbers(5, shape=(501,)),
+    cases.numbers(6),
+    {"w": cases.numbers(7, dtype=np.float64), "b": cases.numbers(8, shape=(2,))},
 ]
 
 
 def clipped(owners, max_norm):
-    rrefs = world.remote_variables(list(zip(owners, VALUES, strict=True)))
+    rrefs = cases.remote_variables(list(zip(owners, VALUES, strict=True)))
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=0.5)
-    norm = world.step(dist_opt, rrefs, GRADIENTS, max_norm=max_norm)
-    return np.asarray(norm), world.values_of(rrefs)
+    norm = cases.step(dist_opt, rrefs, GRADIENTS, max_norm=max_norm)
+    return np.asarray(norm), cases.values_of(rrefs)
 
 
 def locally(max_norm):
     """By `optim.clip_by_global_norm`, on one device."""
     grads, norm = jax.jit(lambda g: optim.clip_by_global_norm(g, max_norm))(GRADIENTS)
     grads = [None if g is None else g for g in grads]
-    (found,) = world.local_steps(optim.sgd(lr=0.5), VALUES, [grads])
+    (found,) = cases.local_steps(optim.sgd(lr=0.5), VALUES, [grads])
     return np.asarray(norm), found
 
 
@@ -52,62 +52,62 @@ def test_it_is_the_norm_over_all(cluster, max_norm):
     for norm, values in found:
         assert norm.dtype == expected.dtype == np.float64
         np.testing.assert_allclose(norm, expected, rtol=1e-6)
-        world.assert_same_bits(norm, found[0][0])
-        world.assert_same_bits(values, found[0][1])
+        cases.assert_same_bits(norm, found[0][0])
+        cases.assert_same_bits(values, found[0][1])
         for one, other in zip(
             jax.tree.leaves(values), jax.tree.leaves(local), strict=True
         ):
             np.testing.assert_allclose(one, other, rtol=1e-6)
     if max_norm == 0.0:
-        world.assert_same_bits(found[0][1], VALUES)
+        cases.assert_same_bits(found[0][1], VALUES)
     if max_norm == 1e6:
         given = [GRADIENTS]
-        (unclipped,) = world.local_steps(optim.sgd(lr=0.5), VALUES, given)
-        world.assert_same_bits(found[0][1], unclipped)
+        (unclipped,) = cases.local_steps(optim.sgd(lr=0.5), VALUES, given)
+        cases.assert_same_bits(found[0][1], unclipped)
 
 
 def without_gradients():
-    rrefs = world.remote_variables([("worker1", VALUES[0]), ("worker2", VALUES[1])])
+    rrefs = cases.remote_variables([("worker1", VALUES[0]), ("worker2", VALUES[1])])
     dist_opt = autograd.DistributedOptimizer(optim.adam, rrefs, lr=0.5)
-    norm = world.step(dist_opt, rrefs, [None, None], max_norm=1.0)
-    return np.asarray(norm), world.values_of(rrefs)
+    norm = cases.step(dist_opt, rrefs, [None, None], max_norm=1.0)
+    return np.asarray(norm), cases.values_of(rrefs)
 
 
 def test_nothing_to_clip(cluster):
     """The norm of nothing is 0."""
     norm, found = cluster.run(0, without_gradients)
     assert norm == 0.0
-    world.assert_same_bits(found, VALUES[:2])
+    cases.assert_same_bits(found, VALUES[:2])
 
 
 def in_16_bits():
-    value = world.numbers(1, shape=(300,), dtype=jnp.bfloat16)
-    rrefs = world.remote_variables([("worker1", value)])
+    value = cases.numbers(1, shape=(300,), dtype=jnp.bfloat16)
+    rrefs = cases.remote_variables([("worker1", value)])
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=1.0)
-    gradient = world.numbers(2, shape=(300,), dtype=jnp.bfloat16)
-    norm = world.step(dist_opt, rrefs, [gradient], max_norm=3.0)
-    return np.asarray(norm), world.values_of(rrefs)
+    gradient = cases.numbers(2, shape=(300,), dtype=jnp.bfloat16)
+    norm = cases.step(dist_opt, rrefs, [gradient], max_norm=3.0)
+    return np.asarray(norm), cases.values_of(rrefs)
 
 
 def test_in_16_bits(cluster):
     """Squares are added in float32, and a gradient is rounded once."""
     norm, (found,) = cluster.run(0, in_16_bits)
-    gradient = world.numbers(2, shape=(300,), dtype=jnp.bfloat16)
+    gradient = cases.numbers(2, shape=(300,), dtype=jnp.bfloat16)
     grads, expected = optim.clip_by_global_norm(gradient, 3.0)
     assert norm.dtype == np.float32
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
-    value = world.numbers(1, shape=(300,), dtype=jnp.bfloat16)
-    ((local,),) = world.local_steps(optim.sgd(lr=1.0), [value], [[grads]])
+    value = cases.numbers(1, shape=(300,), dtype=jnp.bfloat16)
+    ((local,),) = cases.local_steps(optim.sgd(lr=1.0), [value], [[grads]])
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, local)
 
 
 def infinite():
-    rrefs = world.remote_variables([("worker1", VALUES[2]), ("worker2", VALUES[2])])
+    rrefs = cases.remote_variables([("worker1", VALUES[2]), ("worker2", VALUES[2])])
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=1.0)
     bad = np.full((3, 2), np.inf, np.float32)
-    norm = world.step(dist_opt, rrefs, [bad, world.numbers(1)], max_norm=1.0)
-    return float(norm), world.values_of(rrefs)
+    norm = cases.step(dist_opt, rrefs, [bad, cases.numbers(1)], max_norm=1.0)
+    return float(norm), cases.values_of(rrefs)
 
 
 def test_an_infinite_gradient(cluster):
@@ -119,16 +119,16 @@ def test_an_infinite_gradient(cluster):
 
 
 def fails_in_the_norm():
-    rrefs = world.remote_variables([("worker1", VALUES[2]), ("worker2", VALUES[2])])
+    rrefs = cases.remote_variables([("worker1", VALUES[2]), ("worker2", VALUES[2])])
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=1.0)
     broken = np.ones((3, 2), np.int32)
     with pytest.raises(
         ExceptionGroup, match=r"Error running optimizer, in the norm.*'worker2'"
     ):
-        world.step(dist_opt, rrefs, [world.numbers(1), broken], max_norm=1.0)
-    return world.values_of(rrefs)
+        cases.step(dist_opt, rrefs, [cases.numbers(1), broken], max_norm=1.0)
+    return cases.values_of(rrefs)
 
 
 def test_if_the_norm_fails_no_owner_steps(cluster):
     first, second = cluster.run(0, fails_in_the_norm)
-    world.assert_same_bits([first, second], [VALUES[2]] * 2)
+    cases.assert_same_bits([first, second], [VALUES[2]] * 2)

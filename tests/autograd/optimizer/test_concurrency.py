@@ -12,40 +12,40 @@ from jdist.autograd.optimizer.owned_optimizer import OwnedOptimizer
 from jdist.rpc.base import current
 from jdist.rpc.base.current import NEVER
 from jdist.rpc.calls.callee import Execution
-from tests.autograd import optimizer_world as world
+from tests.autograd import optimizer_cases as cases
 from tests.rpc.rref.common import close_gate, gate, settle, wait_for
 
 TURNS = 8
 
 
 def forget():
-    world.log.clear()
+    cases.log.clear()
 
 
 def one_holds():
     """`slow` is in its step; `same` wants the same variables, `other` does not."""
-    variables = [rpc.RRef(world.make(world.numbers(i))) for i in range(3)]
+    variables = [rpc.RRef(cases.make(cases.numbers(i))) for i in range(3)]
     sets = {"slow": [0, 1], "same": [1, 0], "overlap": [1, 2], "other": [2]}
     rrefs = {name: [variables[i] for i in indices] for name, indices in sets.items()}
     optimizers = {
-        name: autograd.DistributedOptimizer(world.watched, mine, name, name == "slow")
+        name: autograd.DistributedOptimizer(cases.watched, mine, name, name == "slow")
         for name, mine in rrefs.items()
     }
 
     def step(name):
         gradients = [np.ones((3, 2), np.float32)] * len(rrefs[name])
-        world.step(optimizers[name], rrefs[name], gradients)
+        cases.step(optimizers[name], rrefs[name], gradients)
 
-    slow = world.in_thread(step, "slow")
-    assert gate("slow is in").wait(world.PATIENCE)
-    waiting = [world.in_thread(step, "same")]
+    slow = cases.in_thread(step, "slow")
+    assert gate("slow is in").wait(cases.PATIENCE)
+    waiting = [cases.in_thread(step, "same")]
     step("other")
-    assert world.log == [("slow", "begins"), ("other", "begins"), ("other", "ends")]
-    waiting.append(world.in_thread(step, "overlap"))
+    assert cases.log == [("slow", "begins"), ("other", "begins"), ("other", "ends")]
+    waiting.append(cases.in_thread(step, "overlap"))
     gate("slow may end").set()
     for join in (slow, *waiting):
         assert join() == (None, None)
-    return list(world.log), world.values_of(variables)
+    return list(cases.log), cases.values_of(variables)
 
 
 def test_steps_that_share_a_variable_wait():
@@ -59,7 +59,7 @@ def test_steps_that_share_a_variable_wait():
     for name, begins in spans.items():
         assert log[begins + 1] == (name, "ends")
     for i, (found, steps) in enumerate(zip(values, (2, 3, 2), strict=True)):
-        expected = world.numbers(i)
+        expected = cases.numbers(i)
         for _ in range(steps):
             expected = expected - np.float32(1)
         np.testing.assert_array_equal(found, expected)
@@ -69,28 +69,28 @@ def test_steps_that_share_a_variable_wait():
 
 def gives_up():
     """A step that waits for another one longer than it may."""
-    rref = rpc.RRef(world.make(world.numbers(1)))
-    slow = autograd.DistributedOptimizer(world.watched, [rref], "holder", True)
+    rref = rpc.RRef(cases.make(cases.numbers(1)))
+    slow = autograd.DistributedOptimizer(cases.watched, [rref], "holder", True)
     other = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
     gradient = np.full((3, 2), 2.0, np.float32)
-    holder = world.in_thread(world.step, slow, [rref], [gradient])
-    assert gate("holder is in").wait(world.PATIENCE)
+    holder = cases.in_thread(cases.step, slow, [rref], [gradient])
+    assert gate("holder is in").wait(cases.PATIENCE)
     with pytest.raises(
         ExceptionGroup, match=r"Error running optimizer.*RpcTimeout"
     ) as caught:
-        world.step(other, [rref], [gradient], timeout=0.05)
+        cases.step(other, [rref], [gradient], timeout=0.05)
     assert isinstance(caught.value.exceptions[0], rpc.RpcTimeout)
     gate("holder may end").set()
     assert holder() == (None, None)
-    world.step(other, [rref], [gradient])  # a step that gave up has left no lock
-    return world.values_of([rref])
+    cases.step(other, [rref], [gradient])  # a step that gave up has left no lock
+    return cases.values_of([rref])
 
 
 def test_who_gives_up_steps_no_more():
     """Neither then nor later; the next one gets its turn."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         (found,) = gives_up()
-    expected = world.numbers(1) - np.float32(2) - np.float32(2)
+    expected = cases.numbers(1) - np.float32(2) - np.float32(2)
     np.testing.assert_array_equal(found, expected)
     for name in ("holder is in", "holder may end"):
         close_gate(name)
@@ -105,7 +105,7 @@ def train(variables, order):
         gradients = [
             np.full((2, 3), 100.0**rank * (turn + 1), np.float64) for _ in rrefs
         ]
-        world.step(dist_opt, rrefs, gradients)
+        cases.step(dist_opt, rrefs, gradients)
 
 
 def share(variables):
@@ -115,11 +115,11 @@ def share(variables):
         for rank, order in orders.items()
     ]
     rpc.wait_all(trainers)
-    return world.values_of(variables)
+    return cases.values_of(variables)
 
 
 def hogwild(start):
-    variables = world.remote_variables(
+    variables = cases.remote_variables(
         [(f"worker{i}", np.full((2, 3), start)) for i in (0, 1, 1)]
     )
     return share(variables)
@@ -139,18 +139,18 @@ def test_four_trainers_lose_no_step(cluster):
 
 def many_threads(threads):
     """One optimizer, many threads."""
-    rrefs = world.remote_variables([("worker1", np.zeros((2, 3)))])
+    rrefs = cases.remote_variables([("worker1", np.zeros((2, 3)))])
     dist_opt = autograd.DistributedOptimizer(optim.adam, rrefs, lr=0.5)
 
     def steps(number):
         for _ in range(4):
-            world.step(dist_opt, rrefs, [np.full((2, 3), 3.0)])
+            cases.step(dist_opt, rrefs, [np.full((2, 3), 3.0)])
         return number
 
-    joins = [world.in_thread(steps, number) for number in range(threads)]
+    joins = [cases.in_thread(steps, number) for number in range(threads)]
     assert [join() for join in joins] == [(number, None) for number in range(threads)]
     state = dist_opt.state()["worker1"]
-    return state["state/0/step"], world.values_of(rrefs)
+    return state["state/0/step"], cases.values_of(rrefs)
 
 
 def test_one_optimizer_in_many_threads(cluster):
@@ -159,13 +159,13 @@ def test_one_optimizer_in_many_threads(cluster):
     assert count == 24
     given = [[np.full((2, 3), 3.0)]] * 24
     opt = optim.adam(lr=0.5)
-    *_, (expected,) = world.local_steps(opt, [np.zeros((2, 3))], given)
+    *_, (expected,) = cases.local_steps(opt, [np.zeros((2, 3))], given)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_an_optimizer_keeps_no_variable_alive():
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        variable = world.make(world.numbers(1))
+        variable = cases.make(cases.numbers(1))
         rref = rpc.RRef(variable)
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
         alive = weakref.ref(variable)
@@ -176,7 +176,7 @@ def test_an_optimizer_keeps_no_variable_alive():
 def test_a_step_whose_caller_is_gone():
     """It had its turn too late: nothing changes."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        variable = world.make(world.numbers(1))
+        variable = cases.make(cases.numbers(1))
         owned = OwnedOptimizer(
             compiled_optimizer(optim.sgd, (), {"lr": 1.0}), {0: variable}
         )
@@ -189,9 +189,9 @@ def test_a_step_whose_caller_is_gone():
             with pytest.raises(
                 rpc.RpcTimeout, match="Nothing was changed: 'worker7' is gone"
             ):
-                owned.step({variable: world.numbers(2)}, None, {})
+                owned.step({variable: cases.numbers(2)}, None, {})
             with pytest.raises(rpc.RpcTimeout, match="Nothing was changed"):
                 owned.write(owned.read())
         finally:
             current.scope.reset(token)
-        np.testing.assert_array_equal(variable.value, world.numbers(1))
+        np.testing.assert_array_equal(variable.value, cases.numbers(1))

@@ -7,35 +7,35 @@ import optax
 import pytest
 
 from jdist import autograd, optim, rpc
-from tests.autograd import optimizer_world as world
+from tests.autograd import optimizer_cases as cases
 from tests.rpc.hosts import PATIENCE, become_worker
 from tests.rpc.rref.common import settle
 
 
 def three(value=None):
     """One variable on each of three workers."""
-    return world.remote_variables(
-        [(f"worker{i}", world.tree(i) if value is None else value) for i in (0, 1, 2)]
+    return cases.remote_variables(
+        [(f"worker{i}", cases.tree(i) if value is None else value) for i in (0, 1, 2)]
     )
 
 
 def of_owner(i, *seed):
     """No two owners' have the same shapes: each compiles its own step."""
-    return {"w": world.numbers(i, *seed, shape=(i + 2, 3))}
+    return {"w": cases.numbers(i, *seed, shape=(i + 2, 3))}
 
 
 def fails_on_worker1():
-    rrefs = world.remote_variables([(f"worker{i}", of_owner(i)) for i in range(3)])
+    rrefs = cases.remote_variables([(f"worker{i}", of_owner(i)) for i in range(3)])
     dist_opt = autograd.DistributedOptimizer(
-        world.failing, rrefs, "worker1", "Error running optimizer."
+        cases.failing, rrefs, "worker1", "Error running optimizer."
     )
     with pytest.raises(Exception, match="Error running optimizer") as caught:
-        world.step(dist_opt, rrefs, [of_owner(i, 7) for i in range(3)])
+        cases.step(dist_opt, rrefs, [of_owner(i, 7) for i in range(3)])
     (error,) = caught.value.exceptions
     assert type(error) is ArithmeticError
     assert error.remote_worker == "worker1"
     assert "Done on 'worker0', 'worker2'." in str(caught.value)
-    return world.values_of(rrefs)
+    return cases.values_of(rrefs)
 
 
 def test_an_error_of_one_owner(cluster):
@@ -44,16 +44,16 @@ def test_an_error_of_one_owner(cluster):
     expected = []
     for i in range(3):
         given = [[of_owner(i, 7) if i != 1 else None]]
-        ((value,),) = world.local_steps(optim.sgd(lr=0.25), [of_owner(i)], given)
+        ((value,),) = cases.local_steps(optim.sgd(lr=0.25), [of_owner(i)], given)
         expected.append(value)
-    world.assert_same_bits(found, expected)
+    cases.assert_same_bits(found, expected)
     settle(cluster)
 
 
 def fails_everywhere():
     rrefs = three()
     with pytest.raises(ExceptionGroup, match=r"Error creating optimizer\.") as caught:
-        autograd.DistributedOptimizer(world.fails_at_once, rrefs, "Simulated.")
+        autograd.DistributedOptimizer(cases.fails_at_once, rrefs, "Simulated.")
     errors = caught.value.exceptions
     assert [type(error) for error in errors] == [ValueError] * 3
     assert [error.remote_worker for error in errors] == [f"worker{i}" for i in range(3)]
@@ -74,30 +74,30 @@ def bad_rate():
     with pytest.raises(ExceptionGroup, match=r"sgd\(lr=...\)` must be at least 0"):
         autograd.DistributedOptimizer(optim.sgd, rrefs, lr=-1.0)
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=0.5)
-    given = [world.tree(1)] * 3
+    given = [cases.tree(1)] * 3
     with pytest.raises(ExceptionGroup, match=r"lr=...\)` must be at least 0"):
-        world.step(dist_opt, rrefs, given, lr=-2.0)
+        cases.step(dist_opt, rrefs, given, lr=-2.0)
     with pytest.raises(ExceptionGroup, match=r"no hyperparameter 'rate'.*It has lr"):
-        world.step(dist_opt, rrefs, given, rate=1.0)
+        cases.step(dist_opt, rrefs, given, rate=1.0)
     with pytest.raises(ExceptionGroup, match="cannot be overridden in a step: built"):
-        world.step(dist_opt, rrefs, given, momentum=0.5)
+        cases.step(dist_opt, rrefs, given, momentum=0.5)
     with pytest.raises(TypeError, match=r"step\(lr=...\)` must be a number or"):
-        world.step(dist_opt, rrefs, given, lr=world.halving)
+        cases.step(dist_opt, rrefs, given, lr=cases.halving)
     with pytest.raises(ValueError, match=r"step\(max_norm=...\)` must be at least 0"):
-        world.step(dist_opt, rrefs, given, max_norm=-1.0)
+        cases.step(dist_opt, rrefs, given, max_norm=-1.0)
     with pytest.raises(ValueError, match=r"step\(max_norm=...\)` must be at least 0"):
-        world.step(dist_opt, rrefs, given, max_norm=float("nan"))
-    return world.values_of(rrefs)
+        cases.step(dist_opt, rrefs, given, max_norm=float("nan"))
+    return cases.values_of(rrefs)
 
 
 def test_numbers_that_are_wrong(cluster):
     """At the owners, before anything moves."""
     found = cluster.run(0, bad_rate)
-    world.assert_same_bits(found, [world.tree(i) for i in range(3)])
+    cases.assert_same_bits(found, [cases.tree(i) for i in range(3)])
 
 
 def no_context():
-    (rref,) = world.remote_variables([("worker1", world.tree(1))])
+    (rref,) = cases.remote_variables([("worker1", cases.tree(1))])
     dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
     with pytest.raises(
         RuntimeError, match="Could not find autograd context with id: 123"
@@ -111,44 +111,44 @@ def no_context():
         dist_opt.step(context_id)
     with autograd.context() as context_id:
         dist_opt.step(context_id)  # in which no variable has a gradient
-    return world.values_of([rref])
+    return cases.values_of([rref])
 
 
 def test_a_context_that_is_not_there(cluster):
     """It is looked for on the worker that asks; the owner need not have it."""
     (found,) = cluster.run(0, no_context)
-    world.assert_same_bits(found, world.tree(1))
+    cases.assert_same_bits(found, cases.tree(1))
 
 
 def given_twice():
-    first, second = (rpc.RRef(world.make(world.tree(i))) for i in (1, 2))
+    first, second = (rpc.RRef(cases.make(cases.tree(i))) for i in (1, 2))
     again = rpc.RRef(first.local_value())
     with pytest.raises(
         ExceptionGroup,
         match=r"rrefs\[2\]\)` must .* not come twice. Got that of params_rrefs\[0\]",
     ):
         autograd.DistributedOptimizer(optim.sgd, [first, second, again], lr=0.5)
-    (far,) = world.remote_variables([("worker1", world.tree(3))])
+    (far,) = cases.remote_variables([("worker1", cases.tree(3))])
     with pytest.raises(ExceptionGroup, match=r"that of params_rrefs\[1\]"):
         autograd.DistributedOptimizer(optim.sgd, [first, far, far], lr=0.5)
     one, other = (
         autograd.DistributedOptimizer(optim.sgd, [far, first], lr=0.5) for _ in range(2)
     )
     for dist_opt in (one, other):
-        world.step(dist_opt, [far], [world.tree(4)])
-    return world.values_of([far])
+        cases.step(dist_opt, [far], [cases.tree(4)])
+    return cases.values_of([far])
 
 
 def test_a_variable_given_twice(cluster):
     """Refused within an optimizer, however it is referred to; not among several."""
     (found,) = cluster.run(0, given_twice)
-    given = [[world.tree(4)]] * 2
-    *_, (expected,) = world.local_steps(optim.sgd(lr=0.5), [world.tree(3)], given)
-    world.assert_same_bits(found, expected)
+    given = [[cases.tree(4)]] * 2
+    *_, (expected,) = cases.local_steps(optim.sgd(lr=0.5), [cases.tree(3)], given)
+    cases.assert_same_bits(found, expected)
 
 
 def wrong_arguments():
-    (rref,) = world.remote_variables([("worker1", world.tree(1))])
+    (rref,) = cases.remote_variables([("worker1", cases.tree(1))])
     make = autograd.DistributedOptimizer
     with pytest.raises(TypeError, match=r"must be a function.*`Dist.*\(optim.sgd, "):
         make(optim.sgd(lr=0.5), [rref])
@@ -165,9 +165,9 @@ def wrong_arguments():
     with pytest.raises(ExceptionGroup, match=r"refer to a variable. Got a list"):
         make(optim.sgd, [rref, rpc.remote("worker1", list)], lr=0.5)
     with pytest.raises(ExceptionGroup, match="Got a dict from it"):
-        make(world.no_optimizer, [rref], lr=0.5)
+        make(cases.no_optimizer, [rref], lr=0.5)
     with pytest.raises(ExceptionGroup, match="without a loss scale"):
-        make(world.scaled_loss, [rref])
+        make(cases.scaled_loss, [rref])
     with pytest.raises(ExceptionGroup, match="`sgd` has no hyperparameter 'rate'"):
         make(optim.sgd, [rref], rate=0.5)
 
@@ -178,7 +178,7 @@ def test_arguments_that_are_wrong(cluster):
 
 
 def a_value_that_failed():
-    rref = rpc.remote("worker1", world.fails_at_once, args=("No value.",))
+    rref = rpc.remote("worker1", cases.fails_at_once, args=("No value.",))
     with pytest.raises(ExceptionGroup, match=r"ValueError.*No value\."):
         autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
 
@@ -194,14 +194,14 @@ def loses_worker1():
     rrefs = three()
     dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=0.5)
     with autograd.context() as context_id:
-        world.give(context_id, rrefs, [world.tree(4)] * 3)
+        cases.give(context_id, rrefs, [cases.tree(4)] * 3)
         rpc.rpc_async("worker1", die)
         with pytest.raises(ExceptionGroup, match=r"'worker1': WorkerLost") as caught:
             until_it_fails(dist_opt, context_id)
     (error,) = caught.value.exceptions
     assert error.worker == "worker1"
     assert "Done on 'worker0', 'worker2'" in str(caught.value)
-    return world.values_of([rrefs[0], rrefs[2]])
+    return cases.values_of([rrefs[0], rrefs[2]])
 
 
 def until_it_fails(dist_opt, context_id):
@@ -219,4 +219,4 @@ def test_a_worker_that_is_lost(fresh_hosts):
     hosts.everywhere(become_worker)
     hosts.alive.discard(1)
     found = hosts.start(0, loses_worker1).result(PATIENCE)
-    world.assert_same_bits(found, [world.tree(0), world.tree(2)])
+    cases.assert_same_bits(found, [cases.tree(0), cases.tree(2)])

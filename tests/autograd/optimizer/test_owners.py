@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from tests.autograd import engine_world as world
+from tests.autograd import engine_cases as cases
 from tests.autograd.context_checks import is_valid_context
-from tests.autograd.engine_world import after, leaves, me, numbers, own
+from tests.autograd.engine_cases import after, leaves, me, numbers, own
 from tests.rpc.hosts import PATIENCE
 from tests.rpc.rref.common import wait_for
 
@@ -17,30 +17,30 @@ from tests.rpc.rref.common import wait_for
 @pytest.fixture(autouse=True)
 def _forgotten():
     yield
-    world.forget_own()
+    cases.forget_own()
 
 
 def only_on_the_result():
     """The callee returns its own variable; no argument is recorded."""
     name = f"result of {me().name}"
     with autograd.context() as context_id:
-        theirs = rpc.rpc_sync(after(), world.return_own, args=(name, 1))
+        theirs = rpc.rpc_sync(after(), cases.return_own, args=(name, 1))
         autograd.backward(context_id, [(theirs * theirs).sum()])
         assert autograd.get_gradients(context_id) == {}
         args = (context_id, name)
-        found = rpc.rpc_sync(after(), world.gradient_of_own, args=args)
+        found = rpc.rpc_sync(after(), cases.gradient_of_own, args=args)
     np.testing.assert_array_equal(found, 2 * numbers(1))
 
 
 def test_a_variable_that_only_the_result_brings(cluster):
     cluster.everywhere(only_on_the_result)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 @autograd.eager
 def add_to_reference(reference, y):
     """On the owner of the reference or elsewhere."""
-    return autograd.apply(world.mul, reference.to_here(), y)
+    return autograd.apply(cases.mul, reference.to_here(), y)
 
 
 def by_reference(callee_steps, owner, how):
@@ -48,7 +48,7 @@ def by_reference(callee_steps, owner, how):
     name = f"reference of {me().name}"
     (y,) = leaves(1, 2)
     with autograd.context() as context_id:
-        theirs = rpc.remote(owner, world.return_own, args=(name, 3))
+        theirs = rpc.remote(owner, cases.return_own, args=(name, 3))
         call = rpc.remote if how == "remote" else rpc.rpc_sync
         product = call(after(callee_steps), add_to_reference, args=(theirs, y))
         if how == "remote":
@@ -58,7 +58,7 @@ def by_reference(callee_steps, owner, how):
         assert len(gradients) == (2 if owner == me().name else 1)
         np.testing.assert_array_equal(gradients[y], numbers(3))
         args = (context_id, name)
-        found = rpc.rpc_sync(owner, world.gradient_of_own, args=args)
+        found = rpc.rpc_sync(owner, cases.gradient_of_own, args=args)
         np.testing.assert_array_equal(found, y.value)
 
 
@@ -67,12 +67,12 @@ def by_reference(callee_steps, owner, how):
 def test_a_variable_by_reference(cluster, steps, owner, how):
     """The callee owns it; and the callee fetches it from another one."""
     cluster.run(0, by_reference, steps, f"worker{owner}", how)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 def test_a_variable_of_one_worker_that_all_others_use(cluster):
     cluster.everywhere(by_reference, 2, "worker0", "remote")
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 # --- trainers and a parameter server ---
@@ -86,11 +86,11 @@ def train(server, rounds):
         x = autograd.variable(numbers(me().id, number))
         with autograd.context() as context_id:
             args = ("weights", 5, x)
-            product = rpc.rpc_sync(server, world.times_own, args=args)
+            product = rpc.rpc_sync(server, cases.times_own, args=args)
             autograd.backward(context_id, [(product * product).sum()])
             gradient = autograd.get_gradients(context_id)[x]
             args = (context_id, "weights")
-            theirs = rpc.rpc_sync(server, world.gradient_of_own, args=args)
+            theirs = rpc.rpc_sync(server, cases.gradient_of_own, args=args)
         weights = numbers(5)
         expected = 2 * x.value * weights
         np.testing.assert_allclose(gradient, expected * weights, rtol=1e-12)
@@ -99,7 +99,7 @@ def train(server, rounds):
 
 def test_contexts_keep_trainers_apart(cluster):
     cluster.everywhere(train, "worker0", 3)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 # --- RRef.backward ---
@@ -107,7 +107,7 @@ def test_contexts_keep_trainers_apart(cluster):
 
 @autograd.eager
 def loss_there(name, x):
-    return autograd.apply(world.total, own(name, 6) * x)
+    return autograd.apply(cases.total, own(name, 6) * x)
 
 
 @autograd.eager
@@ -128,7 +128,7 @@ def from_reference(given):
         loss.backward(context_id)
         gradients = autograd.get_gradients(context_id)
         args = (context_id, name)
-        theirs = rpc.rpc_sync(after(), world.gradient_of_own, args=args)
+        theirs = rpc.rpc_sync(after(), cases.gradient_of_own, args=args)
     np.testing.assert_array_equal(gradients[x], 2 * numbers(6))
     np.testing.assert_array_equal(theirs, 2 * x.value)
     assert rpc.rpc_sync(after(), gone, args=(context_id,))
@@ -139,7 +139,7 @@ def from_reference(given):
 @pytest.mark.parametrize("given", [True, False])
 def test_a_pass_that_begins_where_the_value_is(cluster, given):
     cluster.run(0, from_reference, given)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 def from_own_reference():
@@ -170,7 +170,7 @@ def wrong_reference():
 
 def test_references_that_are_no_roots(cluster):
     cluster.run(0, wrong_reference)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 # --- the context travels with the request, not with the thread ---
@@ -179,18 +179,18 @@ def test_references_that_are_no_roots(cluster):
 def begun_before():
     """The call is made before the context, its value is fetched within it."""
     name = f"early of {me().name}"
-    early = rpc.remote(after(), world.return_own, args=(name, 10))
+    early = rpc.remote(after(), cases.return_own, args=(name, 10))
     with autograd.context() as context_id:
         theirs = early.to_here()
         autograd.backward(context_id, [(theirs * theirs).sum()])
         args = (context_id, name)
-        found = rpc.rpc_sync(after(), world.gradient_of_own, args=args)
+        found = rpc.rpc_sync(after(), cases.gradient_of_own, args=args)
     np.testing.assert_array_equal(found, 2 * numbers(10))
 
 
 def test_a_value_that_was_asked_for_before_the_context(cluster):
     cluster.everywhere(begun_before)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)
 
 
 # --- two passes at a time, in one context ---
@@ -200,7 +200,7 @@ def two_at_a_time(count):
     """Passes of one context at the same time: each by itself, and all are added."""
     x, y = leaves(2, 11)
     with autograd.context() as context_id:
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y)).sum()
+        product = rpc.rpc_sync(after(), cases.mul, args=(x, y)).sum()
         errors, name = [], me().name
 
         def run():
@@ -223,7 +223,7 @@ def two_at_a_time(count):
 
 def test_passes_of_one_context_at_the_same_time(cluster):
     cluster.everywhere(two_at_a_time, 8)
-    assert all(cluster.everywhere(world.at_rest))
+    assert all(cluster.everywhere(cases.at_rest))
 
 
 def roots_on_two_workers():
@@ -232,7 +232,7 @@ def roots_on_two_workers():
     (x,) = leaves(1, 12)
     with autograd.context() as context_id:
         there = rpc.remote(after(), loss_there, args=(name, x))
-        back = rpc.rpc_sync(after(2), world.total, args=(x * x,))
+        back = rpc.rpc_sync(after(2), cases.total, args=(x * x,))
         worker = me().name
 
         def from_there():
@@ -245,11 +245,11 @@ def roots_on_two_workers():
         thread.join(PATIENCE)
         gradient = autograd.get_gradients(context_id)[x]
         args = (context_id, name)
-        theirs = rpc.rpc_sync(after(), world.gradient_of_own, args=args)
+        theirs = rpc.rpc_sync(after(), cases.gradient_of_own, args=args)
     np.testing.assert_allclose(gradient, numbers(6) + 2 * x.value, rtol=1e-12)
     np.testing.assert_array_equal(theirs, x.value)
 
 
 def test_passes_that_begin_on_two_workers_at_the_same_time(cluster):
     cluster.everywhere(roots_on_two_workers)
-    cluster.everywhere(world.forget_own)
+    cluster.everywhere(cases.forget_own)

@@ -10,40 +10,40 @@ import pytest
 
 from jdist import autograd, optim, rpc
 from jdist._errors import Unavailable
-from tests.autograd import optimizer_world as world
+from tests.autograd import optimizer_cases as cases
 from tests.rpc.rref.common import settle
 
-VALUES = [world.tree(1), world.numbers(2, dtype=jnp.bfloat16), world.numbers(3)]
+VALUES = [cases.tree(1), cases.numbers(2, dtype=jnp.bfloat16), cases.numbers(3)]
 OWNERS = ["worker1", "worker2", "worker1"]
 
 
 def gradient(turn):
     return [
         jax.tree.map(
-            lambda x, i=i: world.numbers(turn, i, shape=x.shape, dtype=x.dtype), value
+            lambda x, i=i: cases.numbers(turn, i, shape=x.shape, dtype=x.dtype), value
         )
         for i, value in enumerate(VALUES)
     ]
 
 
 def made(constructor, values, *args, **options):
-    rrefs = world.remote_variables(list(zip(OWNERS, values, strict=True)))
+    rrefs = cases.remote_variables(list(zip(OWNERS, values, strict=True)))
     return rrefs, autograd.DistributedOptimizer(constructor, rrefs, *args, **options)
 
 
 def steps(dist_opt, rrefs, turns):
     found = []
     for turn in turns:
-        world.step(dist_opt, rrefs, gradient(turn))
-        found.append(world.values_of(rrefs))
+        cases.step(dist_opt, rrefs, gradient(turn))
+        found.append(cases.values_of(rrefs))
     return found
 
 
 CONSTRUCTORS = {
     "adam": (optim.adam, (), {"lr": 0.05, "amsgrad": True}),
-    "schedule": (optim.sgd, (), {"lr": world.halving, "momentum": 0.5}),
-    "optax": (world.clipped, (0.05,), {}),
-    "keys": (world.noisy, (), {}),
+    "schedule": (optim.sgd, (), {"lr": cases.halving, "momentum": 0.5}),
+    "optax": (cases.clipped, (0.05,), {}),
+    "keys": (cases.noisy, (), {}),
 }
 
 
@@ -58,7 +58,7 @@ def resumed(name, folder):
     rrefs, dist_opt = made(constructor, others, *args, **options)
     steps(dist_opt, rrefs, [9])
     assert dist_opt.restore(folder) == 3
-    again = [world.values_of(rrefs)]
+    again = [cases.values_of(rrefs)]
     return straight, again + steps(dist_opt, rrefs, range(3, 6))
 
 
@@ -66,7 +66,7 @@ def resumed(name, folder):
 def test_the_curve_goes_on(cluster, name, tmp_path):
     """Bit for bit: values, moments, counts of steps, and random keys."""
     straight, again = cluster.run(0, resumed, name, tmp_path)
-    world.assert_same_bits(again, straight[2:])
+    cases.assert_same_bits(again, straight[2:])
     settle(cluster)
 
 
@@ -82,7 +82,7 @@ def by_hand():
 def test_without_a_file(cluster):
     """Named by worker and path."""
     state, straight, again = cluster.run(0, by_hand)
-    world.assert_same_bits(again, straight)
+    cases.assert_same_bits(again, straight)
     assert state.keys() == {"worker1", "worker2"}
     assert set(state["worker2"]) == {
         "params/0", "state/0/step", "state/0/exp_avg", "state/0/exp_avg_sq",
@@ -109,7 +109,7 @@ def others(folder):
         ValueError, match=r"no leaf at worker1/state/0/b/exp_avg\. Got float32"
     ):
         other.load_state(state)
-    shapes = [VALUES[0], VALUES[1], world.numbers(4, shape=(2, 3))]
+    shapes = [VALUES[0], VALUES[1], cases.numbers(4, shape=(2, 3))]
     _, wide = made(optim.adam, shapes, lr=0.05)
     with pytest.raises(
         ValueError, match=r"of shape \(2, 3\) at worker1/params/1. Got .*\(3, 2\)"
@@ -119,7 +119,7 @@ def others(folder):
     with pytest.raises(ValueError, match=r"at worker1/params/0/b\. Got no leaf"):
         dist_opt.load_state(state)
     # Nothing was written by what was refused.
-    world.assert_same_bits(other.state(), before)
+    cases.assert_same_bits(other.state(), before)
     for turn in (8, 9):
         dist_opt.save(folder, turn, keep=2)
     with pytest.raises(ValueError, match=r"that was saved, \[8, 9\]. Got 7"):
@@ -134,7 +134,7 @@ def test_a_state_of_another_optimizer(cluster, tmp_path):
 
 def test_an_empty_folder(tmp_path):
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(world.make(world.numbers(1)))
+        rref = rpc.RRef(cases.make(cases.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
         with pytest.raises(ValueError, match=r"and the folder has none\. Got None"):
             dist_opt.restore(tmp_path / "empty")
@@ -143,7 +143,7 @@ def test_an_empty_folder(tmp_path):
 def test_no_thread_stays_behind(tmp_path):
     """But what orbax keeps for the process, which grows when it likes."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(world.make(world.numbers(1)))
+        rref = rpc.RRef(cases.make(cases.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
         grown = []
         for turn in range(5):  # a thread left by each would be left in every one
@@ -157,7 +157,7 @@ def test_no_thread_stays_behind(tmp_path):
 def test_without_orbax(tmp_path, monkeypatch):
     """The error names what is missing, and how to get it."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(world.make(world.numbers(1)))
+        rref = rpc.RRef(cases.make(cases.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
         with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
@@ -170,15 +170,15 @@ def test_leaves_stay_where_they_are(tmp_path):
     mesh = jax.sharding.Mesh(np.array(devices[2:4]), ("rows",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        value = jax.device_put(world.numbers(1, shape=(4, 2)), place)
+        value = jax.device_put(cases.numbers(1, shape=(4, 2)), place)
         variable = autograd.variable(value)
         rref = rpc.RRef(variable)
         dist_opt = autograd.DistributedOptimizer(optim.adam, [rref], lr=0.5)
-        grad = jax.device_put(world.numbers(2, shape=(4, 2)), place)
-        world.step(dist_opt, [rref], [grad])
+        grad = jax.device_put(cases.numbers(2, shape=(4, 2)), place)
+        cases.step(dist_opt, [rref], [grad])
         after = np.asarray(variable.value)
         dist_opt.save(tmp_path, 1)
-        world.step(dist_opt, [rref], [grad])
+        cases.step(dist_opt, [rref], [grad])
         assert not np.array_equal(variable.value, after)
         dist_opt.restore(tmp_path)
         assert variable.value.sharding == place

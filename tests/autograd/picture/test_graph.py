@@ -7,7 +7,7 @@ import pytest
 from jdist import autograd, rpc
 from jdist.autograd.picture.drawing import layout
 from jdist.autograd.picture.graph_node import GraphNode, checked
-from tests.autograd.recording_world import add, leaf, mul, name, nested
+from tests.autograd.recording_cases import add, leaf, mul, name, nested
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,7 +8,7 @@ import pytest
 from jdist import autograd, rpc
 from jdist.autograd.recording import padding
 from jdist.segment import RecompilationWarning
-from tests.autograd import engine_world as world
+from tests.autograd import engine_cases as cases
 
 SIZES = (3, 8, 5, 1, 7)
 
@@ -120,9 +120,9 @@ def away():
     x = autograd.variable(whole(5, 6, seed=2))
     for options in ({}, {"pad": autograd.pad_to(4)}):
         with autograd.context() as context_id:
-            rows = rpc.rpc_sync("worker1", world.sine, args=(x,))
+            rows = rpc.rpc_sync("worker1", cases.sine, args=(x,))
             out = autograd.apply(shifted, w, rows, **options)
-            total = rpc.rpc_sync("worker2", world.total, args=(out,))
+            total = rpc.rpc_sync("worker2", cases.total, args=(out,))
             autograd.backward(context_id, [total])
             found = autograd.get_gradients(context_id)
             if not options:

@@ -153,10 +153,10 @@ class Group:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(nursery, tmp_path_factory):
+def uninterrupted(fork_server, tmp_path_factory):
     """What each order of sums has to give: parameters, if known, and losses."""
     made = {False: (None, dict(enumerate(map(float, exact_run(STEPS)[1]))))}
-    hosts = Hosts(nursery, 1)
+    hosts = Hosts(fork_server, 1)
     alone = Group(hosts, Drawn(True, 1, []), 0, tmp_path_factory.mktemp("alone"))
     made[True] = alone.live()[0]
     hosts.close()

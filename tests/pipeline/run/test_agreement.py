@@ -11,7 +11,7 @@ from jdist import optim, pipeline, rpc
 from jdist._checkpoint import StepFolder
 from jdist.pipeline.run.update import StageUpdates
 from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
-from tests.pipeline import refusals, shared, worlds
+from tests.pipeline import refusals, shared, worker_cases
 from tests.pipeline.epochs import asynchronous
 from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
@@ -218,7 +218,7 @@ def test_an_update_is_traced_once(monkeypatch):
 
 def test_shapes_are_exchanged_until_a_call_succeeds(cluster):
     """The first is refused by the second worker; the first one has passed its own."""
-    found = [cluster.start(rank, worlds.refused_then_right) for rank in range(3)]
+    found = [cluster.start(rank, worker_cases.refused_then_right) for rank in range(3)]
     params, batch, weights = problem(7)
     pipe = pipeline.Pipeline(stages(), losses, pipeline.one_f_one_b(3, 3))
     expected, _ = pipe.value_and_grad(params, batch, weights)

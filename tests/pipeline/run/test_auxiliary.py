@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from jdist import optim, pipeline
 from jdist.pipeline.run.loss import merged, stacked
-from tests.pipeline import aux_worlds as worlds
+from tests.pipeline import aux_cases as cases
 from tests.pipeline import models
-from tests.pipeline.aux_worlds import expected, made, problem
+from tests.pipeline.aux_cases import expected, made, problem
 from tests.pipeline.epochs import asynchronous
 from tests.pipeline.places import workers
 
@@ -96,10 +96,10 @@ def test_every_worker_has_them(cluster):
     """To the bit as one process has; two workers run the loss."""
     given = SCHEDULES["replicas"]
     tasks = [
-        cluster.start(rank, worlds.everything, given, workers(given.workers))
+        cluster.start(rank, cases.everything, given, workers(given.workers))
         for rank in range(given.workers)
     ]
-    alone = worlds.everything(given)
+    alone = cases.everything(given)
     for task in tasks:
         for a, b in zip(
             jax.tree.leaves(task.result()), jax.tree.leaves(alone), strict=True
@@ -109,7 +109,7 @@ def test_every_worker_has_them(cluster):
 
 def test_epochs_of_pipedream():
     """One array for all micro-batches."""
-    aux = worlds.asynchronous()
+    aux = cases.asynchronous()
     sizes = (4, 6, 4, 4, 4, 4)
     ids = [sum(range(rows)) + rows * i for i, rows in enumerate(sizes)]
     # Row i of batch i has weight 0: the first one that counts stands there.
@@ -117,7 +117,7 @@ def test_epochs_of_pipedream():
         ids[i] += (0 if i % rows else 1) - i % rows
     assert aux["ids"].tolist() == ids
     assert aux["worst"][0].shape == (6, 2)
-    replicated = worlds.asynchronous(replicas=(1, 1, 2))
+    replicated = cases.asynchronous(replicas=(1, 1, 2))
     assert replicated["ids"].tolist() == ids
     np.testing.assert_array_equal(replicated["worst"][0][0], aux["worst"][0][0])
 

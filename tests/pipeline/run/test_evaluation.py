@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jdist import pipeline
-from tests.pipeline import shared, trained, worlds
+from tests.pipeline import shared, trained, worker_cases
 from tests.pipeline.models import forward, losses, problem, stages, whole_losses
 
 SCHEDULES = {
@@ -145,7 +145,7 @@ def test_workers_find_what_one_process_finds(cluster):
     params, batch, weights = problem(7)
     pipe = pipeline.Pipeline(stages(), losses, pipeline.one_f_one_b(3, 3))
     expected = pipe.evaluate(params, batch, weights, outputs=True)
-    tasks = [cluster.start(r, worlds.evaluated) for r in range(3)]
+    tasks = [cluster.start(r, worker_cases.evaluated) for r in range(3)]
     for rank, task in enumerate(tasks):
         found, again = task.result()
         assert found.loss == np.asarray(expected.loss) == again.loss

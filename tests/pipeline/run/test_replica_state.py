@@ -9,7 +9,7 @@ import pytest
 
 from jdist import optim, pipeline
 from jdist.pipeline.run.replicas import joined_state
-from tests.pipeline import trained, worlds
+from tests.pipeline import trained, worker_cases
 from tests.pipeline.epochs import asynchronous
 
 SIZES = [2, 2, 2, 1]
@@ -125,8 +125,8 @@ def test_the_mean_of_states_is_rounded_to_their_dtype_alone(dtype, rng):
 
 
 def test_workers_leave_the_state_of_one_process(cluster):
-    expected = worlds.replicated_state(False)
-    found = cluster.everywhere(worlds.replicated_state, True)
+    expected = worker_cases.replicated_state(False)
+    found = cluster.everywhere(worker_cases.replicated_state, True)
     assert found[0][1] is None
     for rank in (1, 2):
         trained.same(trained.numbers(found[rank][1]), trained.numbers(expected[1]))

@@ -10,7 +10,7 @@ import pytest
 from jdist import pipeline
 from jdist.pipeline import Costs, Record, Timeline, simulate
 from jdist.pipeline.run.action_timer import ROUND_TRIPS, clock_offset
-from tests.pipeline import worlds
+from tests.pipeline import worker_cases
 from tests.pipeline.models import losses, problem, stages
 
 FAMILIES = {
@@ -58,7 +58,7 @@ def test_no_step_at_all():
 
 def test_of_all_workers(cluster):
     """Each gets the same timeline; no action begins before what it waits for ended."""
-    tasks = [cluster.start(rank, worlds.timed) for rank in range(3)]
+    tasks = [cluster.start(rank, worker_cases.timed) for rank in range(3)]
     found = [task.result() for task in tasks]
     assert found[0] == found[1] == found[2]
     records = [Record(*record) for record in found[0]]
@@ -70,7 +70,7 @@ def test_of_all_workers(cluster):
         ahead = ("F", r.stage - 1) if r.kind == "F" else ("B", r.stage + 1)
         if (*ahead, r.micro_batch) in ends:
             # The clock is wrong by half a round trip at most.
-            assert r.start > ends[*ahead, r.micro_batch] - worlds.ROUND_TRIP
+            assert r.start > ends[*ahead, r.micro_batch] - worker_cases.ROUND_TRIP
 
 
 # --- clocks ---

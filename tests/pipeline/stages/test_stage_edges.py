@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jdist import pipeline
 from jdist.pipeline import Stage
-from tests.pipeline import trained, worlds
+from tests.pipeline import trained, worker_cases
 from tests.pipeline.places import workers
 
 
@@ -77,13 +77,14 @@ def test_outputs_as_a_named_tuple_or_a_list(form):
 
 def test_a_key_between_stages(cluster):
     """A stage hands on what another one draws from; by messages too."""
-    expected = worlds.key_between()
+    expected = worker_cases.key_between()
     loss, grads = expected
     assert np.isfinite(loss)
     found = [
         task.result()
         for task in [
-            cluster.start(rank, worlds.key_between, workers(2)) for rank in range(2)
+            cluster.start(rank, worker_cases.key_between, workers(2))
+            for rank in range(2)
         ]
     ]
     for rank, (own_loss, own) in enumerate(found):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from tests.pipeline import joint_worlds as worlds
+from tests.pipeline import joint_cases as cases
 from tests.pipeline.epochs import asynchronous
-from tests.pipeline.joint_worlds import ADAM, made, problem
+from tests.pipeline.joint_cases import ADAM, made, problem
 from tests.pipeline.pipedream_rules import VERSIONS, adam, layer, losses
 from tests.pipeline.places import workers
 
@@ -112,8 +112,8 @@ def test_a_clipped_stage_with_replicas_alone():
 
 def test_workers_have_the_bits_of_one_process(cluster):
     """Clipped, tied, or summed, from a generator each."""
-    tasks = [cluster.start(rank, worlds.epochs, workers(3)) for rank in range(3)]
-    alone = worlds.epochs()
+    tasks = [cluster.start(rank, cases.epochs, workers(3)) for rank in range(3)]
+    alone = cases.epochs()
     for rank, own in enumerate(task.result() for task in tasks):
         for mine, whole in zip(own, alone, strict=True):
             assert [x is None for x in mine] == [j != rank for j in range(3)]
@@ -135,11 +135,11 @@ def test_workers_have_the_bits_of_one_process(cluster):
         ({"policy": "flush", "tied": True, "max_norm": 1.0}, "None with tied param"),
         ({"policy": "flush", "reduction": "max"}, "must be 'mean' or 'sum' .*Got max"),
         (
-            {"policy": "flush", "max_norm": 1.0, "optimizer": worlds.SCALED},
+            {"policy": "flush", "max_norm": 1.0, "optimizer": cases.SCALED},
             r"max_norm=...\)` must be None with a loss scale",
         ),
         (
-            {"policy": "flush", "tied": True, "optimizer": worlds.SCALED},
+            {"policy": "flush", "tied": True, "optimizer": cases.SCALED},
             r"\(stages\)` must not be tied with a loss scale",
         ),
     ],

@@ -11,6 +11,7 @@ import pytest
 from jdist import optim, pipeline, verify
 from jdist.pipeline.weight_stashing.epoch import EpochStep
 from tests.pipeline.epochs import asynchronous
+from tests.pipeline.pipedream_cases import SCALE, half_problem, scaled_optimizer
 from tests.pipeline.pipedream_rules import (
     SKIPPED,
     adam,
@@ -23,7 +24,6 @@ from tests.pipeline.pipedream_rules import (
     version,
     wide_losses,
 )
-from tests.pipeline.pipedream_worlds import SCALE, half_problem, scaled_optimizer
 
 IN_FLOAT64 = {
     change: scaled_optimizer(jnp.float64, change) for change in (momentum, adam)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.pipeline import pipedream_worlds as worlds
+from tests.pipeline import pipedream_cases as cases
 from tests.pipeline.pipedream_rules import problem
 from tests.pipeline.places import workers
 from tests.rpc import hosts as processes_of
@@ -28,9 +28,9 @@ def on_each(cluster, count, body, *args):
 @pytest.mark.parametrize(("kind", "n", "m"), CASES)
 def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
     cluster = request.getfixturevalue(kind)
-    found = on_each(cluster, n, worlds.every_policy, n, m, workers(n))
-    alone = worlds.every_policy(n, m)
-    for policy in worlds.POLICIES:
+    found = on_each(cluster, n, cases.every_policy, n, m, workers(n))
+    alone = cases.every_policy(n, m)
+    for policy in cases.POLICIES:
         trees, losses, passes, evaluated = alone[policy]
         for rank in range(n):
             own, own_losses, own_passes, own_evaluated = found[rank][policy]
@@ -44,8 +44,8 @@ def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
 def test_replicas_on_workers(cluster):
     """Two workers of stage 1: the same bits, and those of one process."""
     args = (3, 7, "stashing", 1)
-    found = cluster.everywhere(worlds.epoch, *args, workers(4), (1, 2, 1))
-    trees, losses, passes, evaluated = worlds.epoch(*args, None, (1, 2, 1))
+    found = cluster.everywhere(cases.epoch, *args, workers(4), (1, 2, 1))
+    trees, losses, passes, evaluated = cases.epoch(*args, None, (1, 2, 1))
     for rank, stage in enumerate((0, 1, 1, 2)):
         own, own_losses, own_passes, own_evaluated = found[rank]
         for mine, whole in zip(own, trees, strict=True):
@@ -56,7 +56,7 @@ def test_replicas_on_workers(cluster):
 
 def test_a_pipeline_that_was_refused_does_not_count(threads):
     """One worker alone was refused three; the next one is the same on both."""
-    tasks = [threads.start(rank, worlds.after_refusals, rank) for rank in range(2)]
+    tasks = [threads.start(rank, cases.after_refusals, rank) for rank in range(2)]
     (refused, first), (none, second) = (task.result() for task in tasks)
     rules = "must be 'mean' or 'sum'", "must be None with", "at two stages or more"
     for rule, text in zip(rules, refused, strict=True):
@@ -67,8 +67,8 @@ def test_a_pipeline_that_was_refused_does_not_count(threads):
 
 def test_skipped_updates_on_workers(processes):
     """Stages in 16 bits skip the updates that they skip in one process, bit for bit."""
-    found = on_each(processes, 4, worlds.planted_epoch, workers(4))
-    trees, losses, skipped = worlds.planted_epoch()
+    found = on_each(processes, 4, cases.planted_epoch, workers(4))
+    trees, losses, skipped = cases.planted_epoch()
     assert skipped == [1, 2, 0]
     for rank, stage in enumerate((0, 1, 1, 2)):
         own, own_losses, own_skipped = found[rank]
@@ -80,7 +80,7 @@ def test_skipped_updates_on_workers(processes):
 
 
 def test_epochs_that_are_not_the_same(cluster):
-    tasks = [cluster.start(rank, worlds.other_epochs, rank) for rank in range(2)]
+    tasks = [cluster.start(rank, cases.other_epochs, rank) for rank in range(2)]
     for task in tasks:
         text = task.result()
         assert "`train_epoch` must be called by all workers alike" in text
@@ -99,13 +99,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault):
     """One worker's data raise, end early, go on longer, or come in another order."""
-    tasks = [cluster.start(rank, worlds.bad_streams, rank, fault) for rank in range(3)]
+    tasks = [cluster.start(rank, cases.bad_streams, rank, fault) for rank in range(3)]
     found = [task.result() for task in tasks]
     for text, _ in found:
         assert re.search(FAULTS[fault], text), text
     if fault == "raises":
         assert ["'worker1'" in text for text, _ in found] == [True, False, True]
-    runtime = worlds.runtime_of(3)
+    runtime = cases.runtime_of(3)
     params, batches, weights = problem(3, 9, dtype=np.float32)
     after, _ = runtime.train_epoch(runtime.init(params), batches, weights)
     for rank, (_, own) in enumerate(found):
@@ -114,7 +114,7 @@ def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault
 
 def test_replicas_whose_batches_differ_in_number(cluster):
     """One waits for the other's share of an update that the other does not have."""
-    tasks = [cluster.start(rank, worlds.uneven_replicas, rank) for rank in range(2)]
+    tasks = [cluster.start(rank, cases.uneven_replicas, rank) for rank in range(2)]
     # Which of them notices first, and in whose words, depends on their speed.
     lengths = r"(3 on worker 1|4 on worker 0 of the schedule and 3 here)"
     expected = rf"must be equally many on all workers\. Got {lengths}"
@@ -124,11 +124,11 @@ def test_replicas_whose_batches_differ_in_number(cluster):
 
 def test_a_resumed_epoch_repeats_every_bit(cluster, tmp_path):
     """Drained and saved after every fourth batch, over workers and in one process."""
-    whole, losses = worlds.streamed(None, folder=tmp_path / "whole")
+    whole, losses = cases.streamed(None, folder=tmp_path / "whole")
     folder = tmp_path / "cut"
     for last, expected in ((8, losses[:8]), (None, losses[8:])):
         args = (workers(3), last, folder)
-        tasks = [cluster.start(rank, worlds.streamed, *args) for rank in range(3)]
+        tasks = [cluster.start(rank, cases.streamed, *args) for rank in range(3)]
         found = [task.result() for task in tasks]
         for _, own_losses in found:
             same_bits(own_losses, expected)
@@ -143,16 +143,16 @@ def test_a_killed_stage_is_named_and_its_checkpoints_go_on(
     group = fresh_hosts(3)
     group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
     folder, whole = str(tmp_path / "a"), str(tmp_path / "whole")
-    on_each(group, 3, worlds.some_epochs, 2, folder, workers(3))
-    tasks = [group.start(r, worlds.until_somebody_dies, workers(3)) for r in (0, 1, 2)]
+    on_each(group, 3, cases.some_epochs, 2, folder, workers(3))
+    tasks = [group.start(r, cases.until_somebody_dies, workers(3)) for r in (0, 1, 2)]
     assert not tasks[0].done(0.5)
     group.signal(1, signal.SIGKILL)
     for task in (tasks[0], tasks[2]):
         name, text = task.result(timeout=10.0)
         assert name == "worker1"
         assert "train_epoch, call " in text
-    curve, params = worlds.some_epochs(4, whole)
-    resumed = on_each(processes, 3, worlds.some_epochs, 2, folder, workers(3))
+    curve, params = cases.some_epochs(4, whole)
+    resumed = on_each(processes, 3, cases.some_epochs, 2, folder, workers(3))
     for rank, (own_curve, own) in enumerate(resumed):
         assert [step for step, _ in own_curve] == [3, 4]
         same_bits([x for _, x in own_curve], [x for _, x in curve[2:]])

@@ -168,8 +168,8 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_functions_that_must_not_run(caller, tmp_path, name):
-    witness = tmp_path / "witness"
-    command = f"touch {witness}"
+    call_log = tmp_path / "call_log"
+    command = f"touch {call_log}"
     for function in (
         [codes.REFERENCE, name],
         [codes.PARTIAL, [codes.REFERENCE, name], [codes.TUPLE], NO_KEYWORDS],
@@ -180,7 +180,7 @@ def test_functions_that_must_not_run(caller, tmp_path, name):
         assert isinstance(error, rpc.ForbiddenFunction | rpc.ProtocolError)
         error = caller.call([codes.REFERENCE, f"{HERE}:add"], function, "x")
         assert isinstance(error, rpc.ForbiddenFunction | rpc.ProtocolError)
-    assert not witness.exists()
+    assert not call_log.exists()
 
 
 class _Command:
@@ -192,12 +192,12 @@ class _Command:
 
 
 def test_pickles_that_nobody_asked_for(caller, tmp_path):
-    witness = tmp_path / "witness"
-    data = pickle.dumps(_Command(f"touch {witness}"))
+    call_log = tmp_path / "call_log"
+    data = pickle.dumps(_Command(f"touch {call_log}"))
     error = caller.call([codes.REFERENCE, f"{HERE}:add"], [codes.PICKLE, data], 1)
     assert isinstance(error, rpc.ForbiddenFunction)
     assert "allow_pickle=False" in str(error)
-    assert not witness.exists()
+    assert not call_log.exists()
 
 
 @pytest.mark.parametrize(

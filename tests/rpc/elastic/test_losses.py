@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jdist import rpc
-from tests.rpc import casualties
+from tests.rpc import lost_workers
 from tests.rpc.elastic.common import greet_all, infos, join, lost, who
 from tests.rpc.hosts import results
 from tests.rpc.rref.common import NOTHING, references, wait_for, wait_for_references
@@ -28,7 +28,7 @@ def take(rref):
 
 
 def use_kept():
-    return casualties.see(_kept[-1].to_here)
+    return lost_workers.see(_kept[-1].to_here)
 
 
 def has_lost(name):
@@ -67,7 +67,7 @@ def test_a_worker_that_dies_while_it_joins_is_replaced_at_once(mortal, port):
     group = mortal(6)
     group.join("worker1")
     for place in (2, 3, 4):
-        group.hosts.run(place, casualties.begin_to_join, "x", 2, port, 0, join)
+        group.hosts.run(place, lost_workers.begin_to_join, "x", 2, port, 0, join)
         group.hosts.signal(place, signal.SIGKILL)
     assert group.join("x", rank=2).id == 2
     group.everywhere(greet_all, group.names)
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_before_a_fixed_group_is_complete(fresh_hosts, port):
     hosts = fresh_hosts(5)
     first = hosts.start(0, join, "worker0", 0, port, size=3)
     for place in (2, 3):
-        hosts.run(place, casualties.begin_to_join, "worker2", 2, port, 3, join)
+        hosts.run(place, lost_workers.begin_to_join, "worker2", 2, port, 3, join)
         hosts.signal(place, signal.SIGKILL)
     replaced = hosts.start(4, join, "worker2", 2, port, size=3)
     others = hosts.start(1, join, "worker1", 1, port, size=3)
@@ -90,7 +90,7 @@ def test_a_worker_that_dies_before_a_fixed_group_is_complete(fresh_hosts, port):
 
 
 def call_directly(to):
-    return casualties.see(rpc.rpc_sync, to, who)
+    return lost_workers.see(rpc.rpc_sync, to, who)
 
 
 def test_a_frozen_worker_is_replaced_and_thaws(mortal):
@@ -141,7 +141,7 @@ def test_the_coordinator_is_lost(mortal, port):
     for name in ("worker1", "worker2"):
         group.join(name)
     group.run("worker2", keep, "worker1")
-    waiting = [group.start("worker2", casualties.see, rpc.barrier, None, 0)]
+    waiting = [group.start("worker2", lost_workers.see, rpc.barrier, None, 0)]
     group.run("worker1", rpc.rpc_sync, "worker0", has_arrived, (1,))
     group.signal("worker0", signal.SIGKILL)
     for seen in results(waiting):
@@ -152,7 +152,7 @@ def test_the_coordinator_is_lost(mortal, port):
     for name in group.names:
         group.run(name, has_lost, "worker0")
         group.run(name, greet_all, group.names)
-        seen = group.run(name, casualties.see, rpc.barrier)
+        seen = group.run(name, lost_workers.see, rpc.barrier)
         assert (seen.kind, seen.worker) == ("WorkerLost", "worker0")
     assert group.run("worker2", use_kept).text == "3"
     with pytest.raises(rpc.RpcTimeout, match="could not reach the coordinator"):
@@ -163,7 +163,7 @@ def test_the_coordinator_is_lost(mortal, port):
 
 
 def has_arrived(count):
-    casualties.has_arrived(count)
+    lost_workers.has_arrived(count)
 
 
 def test_what_a_dead_worker_had_counts_no_more(mortal):
@@ -179,24 +179,24 @@ def test_what_a_dead_worker_had_counts_no_more(mortal):
 
 def churn(port, turns):
     """Joins and leaves in one process, again and again; what is left."""
-    casualties.note_what_is_open()
+    lost_workers.note_what_is_open()
     for turn in range(turns):
         join("guest", 1, port)
         rref = rpc.remote("worker0", str, args=(turn,))
         assert rref.to_here() == str(turn)
         greet_all(["worker0", "guest"])
         rpc.shutdown()
-    return casualties.what_is_left()
+    return lost_workers.what_is_left()
 
 
 def open_here():
-    return casualties.what_is_left()
+    return lost_workers.what_is_left()
 
 
 def test_nothing_is_left_of_those_who_came_and_went(mortal, port):
     group = mortal(2)
     group.hosts.run(1, churn, port, 2)
-    group.run("worker0", casualties.note_what_is_open)
+    group.run("worker0", lost_workers.note_what_is_open)
     assert group.hosts.run(1, churn, port, 20) == []
     group.run("worker0", wait_for_references, **NOTHING)
     assert group.run("worker0", open_here) == []

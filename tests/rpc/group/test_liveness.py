@@ -20,11 +20,11 @@ from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from jdist.rpc.group import liveness
 from jdist.rpc.group.rendezvous import ReservedPort
-from tests.rpc import casualties, hosts
-from tests.rpc.casualties import PATIENCE
+from tests.rpc import hosts, lost_workers
 from tests.rpc.elastic.common import join
 from tests.rpc.hosts import be_one_of
-from tests.rpc.witnesses import await_gone
+from tests.rpc.lost_workers import PATIENCE
+from tests.rpc.process_watch import await_gone
 
 DEATH, FROST = signal.SIGKILL, signal.SIGSTOP
 OPTIONS = {
@@ -54,9 +54,9 @@ class Group:
         self.lost = self.names[victim]
         self.left = [rank for rank in sorted(made.alive) if rank != victim]
         self.names_left = [self.names[rank] for rank in self.left]
-        made.everywhere(casualties.note_what_is_open)
+        made.everywhere(lost_workers.note_what_is_open)
         made.everywhere(hosts.become_worker, **OPTIONS[blow])
-        self.sockets = set(made.everywhere(casualties.my_socket))
+        self.sockets = set(made.everywhere(lost_workers.my_socket))
 
     def start(self, body, *args, ranks=None):
         chosen = self.left if ranks is None else ranks
@@ -76,7 +76,7 @@ class Group:
 
     def end(self, ending=None):
         """All who are left shut down, told whom they miss, and leave nothing."""
-        ended = results(ending or self.start(casualties.shut_down))
+        ended = results(ending or self.start(lost_workers.shut_down))
         for seen, after in ended.values():
             shown = (seen.kind, seen.worker, seen.operation)
             assert shown == ("WorkerLost", self.lost, "shutdown")
@@ -88,15 +88,15 @@ class Group:
     def check_leftovers(self):
         if self.blow == FROST:
             self.hosts.signal(self.victim, signal.SIGCONT)
-            self.hosts.run(self.victim, casualties.let_go)
-            woken, _ = self.hosts.run(self.victim, casualties.shut_down)
+            self.hosts.run(self.victim, lost_workers.let_go)
+            woken, _ = self.hosts.run(self.victim, lost_workers.shut_down)
             assert woken.kind == "WorkerLost"
             self.left.append(self.victim)
         self.check_nothing_left()
 
     def check_nothing_left(self):
-        assert self.run(casualties.what_is_left) == {rank: [] for rank in self.left}
-        assert not self.sockets & casualties.sockets_by_name()
+        assert self.run(lost_workers.what_is_left) == {rank: [] for rank in self.left}
+        assert not self.sockets & lost_workers.sockets_by_name()
 
 
 def results(tasks):
@@ -181,20 +181,20 @@ def test_who_was_taken_for_lost_is_not_served():
 def test_a_worker_that_thaws_learns_that_it_was_taken_for_lost(group):
     """It does not blame those who have closed their connections to it."""
     group = group(FROST, victim=2)
-    asking = group.hosts.start(2, casualties.asked_by, "worker1")
-    group.hosts.run(1, casualties.await_caller)
+    asking = group.hosts.start(2, lost_workers.asked_by, "worker1")
+    group.hosts.run(1, lost_workers.await_caller)
     group.hit()
-    for seen in results(group.start(casualties.miss)).values():
+    for seen in results(group.start(lost_workers.miss)).values():
         assert (seen.kind, seen.worker) == ("WorkerLost", "worker2")
     group.hosts.signal(2, signal.SIGCONT)
     found = {"rpc_sync(hang)": asking.result()}
-    found |= group.hosts.run(2, casualties.after_thawing, "worker0")
+    found |= group.hosts.run(2, lost_workers.after_thawing, "worker0")
     for name, seen in found.items():
         shown = (name, seen.kind, seen.worker, seen.operation)
         assert shown == (name, "WorkerLost", "worker2", name)
         assert "this worker itself gave no sign of life for" in seen.text
         assert "the others have taken it for lost" in seen.text
-    group.hosts.run(1, casualties.let_go)
+    group.hosts.run(1, lost_workers.let_go)
     group.left.append(2)
     group.hosts.everywhere(hosts.be_no_worker)
     group.check_nothing_left()
@@ -204,10 +204,10 @@ def test_a_coordinators_worker_that_thaws_does_not_blame_the_others(group):
     """It hears itself, but the others have closed their connections to it."""
     group = group(FROST, victim=0)
     group.hit()
-    for seen in results(group.start(casualties.miss)).values():
+    for seen in results(group.start(lost_workers.miss)).values():
         assert (seen.kind, seen.worker) == ("WorkerLost", "worker0")
     group.hosts.signal(0, signal.SIGCONT)
-    for name, seen in group.hosts.run(0, casualties.after_thawing, "worker1").items():
+    for name, seen in group.hosts.run(0, lost_workers.after_thawing, "worker1").items():
         shown = (name, seen.kind, seen.worker, seen.operation)
         assert shown == (name, "WorkerLost", "worker0", name)
         assert "this worker itself gave no sign of life for" in seen.text
@@ -220,9 +220,9 @@ def test_a_coordinators_worker_that_thaws_does_not_blame_the_others(group):
 @pytest.mark.parametrize("victim", [2, 0], ids=["a worker", "the coordinator"])
 def test_everybody_who_needed_a_worker_is_told(group, blow, victim):
     group = group(blow, victim)
-    waiting = group.start(casualties.wait_for, group.lost)
-    parts = len(casualties.MEETINGS) * len(group.left)
-    group.hosts.run(victim, casualties.be_waited_for, group.names_left, parts)
+    waiting = group.start(lost_workers.wait_for, group.lost)
+    parts = len(lost_workers.MEETINGS) * len(group.left)
+    group.hosts.run(victim, lost_workers.be_waited_for, group.names_left, parts)
     begun = group.hit()
     found = [seen for each in results(waiting).values() for seen in each.items()]
     assert len(found) == len(group.left) * len(OPERATIONS)
@@ -233,21 +233,21 @@ def test_everybody_who_needed_a_worker_is_told(group, blow, victim):
     show("all are told", begun, [seen for _, seen in found])
     # What the lost worker had begun ends as well, however deep it waits.
     first, second = group.left[-2:]
-    for word in (casualties.SYNC, casualties.ASYNC):
+    for word in (lost_workers.SYNC, lost_workers.ASYNC):
         for rank, name in (
             (first, f"3 from the end, {word}"),
             (second, f"2 from the end, {word}"),
             (first, f"1 from the end, {word}"),
             (second, word),
         ):
-            ended = group.hosts.run(rank, casualties.how_it_ended, name)
+            ended = group.hosts.run(rank, lost_workers.how_it_ended, name)
             assert (name, ended) == (name, "RpcTimeout")
-    group.run(casualties.call_each, group.names_left, 3)
-    refused = group.run(casualties.see, casualties.sync, group.lost).values()
+    group.run(lost_workers.call_each, group.names_left, 3)
+    refused = group.run(lost_workers.see, lost_workers.sync, group.lost).values()
     assert {(seen.kind, seen.worker) for seen in refused} == {
         ("WorkerLost", group.lost)
     }
-    for told in group.run(casualties.lost).values():
+    for told in group.run(lost_workers.lost).values():
         assert list(told) == [group.lost]
     check_meetings(group, has_coordinator=victim != 0)
     group.end()
@@ -255,8 +255,8 @@ def test_everybody_who_needed_a_worker_is_told(group, blow, victim):
 
 def check_meetings(group, has_coordinator):
     """Who is left can meet; without a coordinator nobody can, and all are told so."""
-    missed = group.run(casualties.see, casualties.barrier, group.lost).values()
-    found = group.run(casualties.see, casualties.meet, group.names_left).values()
+    missed = group.run(lost_workers.see, lost_workers.barrier, group.lost).values()
+    found = group.run(lost_workers.see, lost_workers.meet, group.names_left).values()
     if has_coordinator:
         gathered = {group.names[rank]: rank * 11 + 1 for rank in group.left}
         assert [seen.text for seen in found] == [str(gathered)] * len(group.left)
@@ -274,27 +274,27 @@ def check_meetings(group, has_coordinator):
 def test_a_worker_is_lost_while_the_others_shut_down(group, blow, victim):
     group = group(blow, victim)
     # Nobody waits for what the lost worker wanted to know.
-    group.hosts.run(victim, casualties.call_and_forget, "worker1")
-    group.hosts.run(1, casualties.await_caller)
-    ending = group.start(casualties.shut_down)
-    group.hosts.run(victim, casualties.await_ends, group.names_left)
+    group.hosts.run(victim, lost_workers.call_and_forget, "worker1")
+    group.hosts.run(1, lost_workers.await_caller)
+    ending = group.start(lost_workers.shut_down)
+    group.hosts.run(victim, lost_workers.await_ends, group.names_left)
     begun = group.hit()
     show("all have ended", begun, group.end(ending))
 
 
 def test_a_worker_is_killed_while_it_shuts_down(group, port):
     group = group(DEATH, victim=2)
-    group.hosts.start(2, casualties.shut_down)
-    ending = group.start(casualties.shut_down, ranks=[0])
-    group.hosts.run(1, casualties.await_ends, ["worker2", "worker0"])
+    group.hosts.start(2, lost_workers.shut_down)
+    ending = group.start(lost_workers.shut_down, ranks=[0])
+    group.hosts.run(1, lost_workers.await_ends, ["worker2", "worker0"])
     begun = group.hit()
     show("the one who waited", begun, [ending[0].result()[0]])
-    group.hosts.run(1, casualties.call_each, ["worker1"], 5)
-    group.end(ending | group.start(casualties.shut_down, ranks=[1]))
+    group.hosts.run(1, lost_workers.call_each, ["worker1"], 5)
+    group.end(ending | group.start(lost_workers.shut_down, ranks=[1]))
     # Those who are left may form another group.
     again = [group.hosts.start(rank, be_one_of, rank, 2, port) for rank in (0, 1)]
     assert [task.result().id for task in again] == [0, 1]
-    assert group.run(casualties.meet, ["worker0", "worker1"]) == {
+    assert group.run(lost_workers.meet, ["worker0", "worker1"]) == {
         rank: {"worker0": 1, "worker1": 12} for rank in (0, 1)
     }
     group.run(rpc.shutdown)
@@ -302,15 +302,15 @@ def test_a_worker_is_killed_while_it_shuts_down(group, port):
 
 def test_a_worker_dies_before_all_have_come(fresh_hosts, port):
     hosts = fresh_hosts(3)
-    hosts.everywhere(casualties.note_what_is_open)
+    hosts.everywhere(lost_workers.note_what_is_open)
     waiting = [
-        hosts.start(rank, casualties.join_in_vain, rank, 4, port, join_timeout=4.0)
+        hosts.start(rank, lost_workers.join_in_vain, rank, 4, port, join_timeout=4.0)
         for rank in (0, 1)
     ]
-    hosts.run(2, casualties.begin_to_join, "worker2", 2, port, 4, join)
+    hosts.run(2, lost_workers.begin_to_join, "worker2", 2, port, 4, join)
     hosts.signal(2, DEATH)
     for task in waiting:
         seen = task.result()
         assert seen.kind == "RpcTimeout"
         assert "Missing ranks: [2, 3]. Here: " in seen.text
-    assert hosts.everywhere(casualties.what_is_left) == [[], []]
+    assert hosts.everywhere(lost_workers.what_is_left) == [[], []]

@@ -69,7 +69,7 @@ def start_callbacks_and_end(name, ttl):
 
 
 @pytest.mark.parametrize("begin", [start_chain_and_end, start_callbacks_and_end])
-def test_it_waits_for_what_calls_have_begotten(hosts, begin):
+def test_it_waits_for_what_calls_have_started(hosts, begin):
     for turn in range(5):
         name = f"{begin.__name__} {turn}"
         hosts.everywhere(become_worker)
@@ -78,7 +78,7 @@ def test_it_waits_for_what_calls_have_begotten(hosts, begin):
 
 
 @pytest.mark.parametrize("begin", [chain, callbacks])
-def test_it_waits_for_what_calls_have_begotten_in_process(begin):
+def test_it_waits_for_what_calls_have_started_in_process(begin):
     for turn in range(5):
         with rpc.local_cluster(names(), allow=["tests"]):
             begin(f"local {turn}", 20)

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jdist import rpc
-from tests.rpc import module_worlds
-from tests.rpc.module_worlds import Network, Silent, Table, inputs, same
+from tests.rpc import module_cases
+from tests.rpc.module_cases import Network, Silent, Table, inputs, same
 from tests.rpc.sockets import wait_until
 
 NAMES = [
@@ -129,7 +129,7 @@ def equal_cells(first, second):
 
 
 def identity():
-    there = rpc.RemoteModule("worker1", module_worlds.shared_layer, (8,))
+    there = rpc.RemoteModule("worker1", module_cases.shared_layer, (8,))
     one, same_one = there.parameters()["kernel"], there.parameters()["kernel"]
     other = there.parameters()["bias"]
     assert rpc.rpc_sync("worker1", equal_cells, args=(one, same_one)) == (True, 1)
@@ -143,7 +143,7 @@ def test_the_same_parameter_is_equal_to_itself(cluster):
 
 
 def wrong_values():
-    layer = rpc.RemoteModule("worker1", module_worlds.shared_layer, (9,))
+    layer = rpc.RemoteModule("worker1", module_cases.shared_layer, (9,))
     bias = layer.parameters()["bias"]
     before = bias.to_here().value
     for wrong, got in (
@@ -188,8 +188,8 @@ def test_training_and_evaluation_are_passed_through(cluster):
 
 
 def layer_of_flax():
-    here = module_worlds.shared_layer(11)
-    there = rpc.RemoteModule("worker1", module_worlds.shared_layer, (11,))
+    here = module_cases.shared_layer(11)
+    there = rpc.RemoteModule("worker1", module_cases.shared_layer, (11,))
     assert same(there(inputs()), here(inputs()))
     assert there.train().eval() is there
     assert list(there.parameters()) == ["bias", "kernel"]
@@ -213,7 +213,7 @@ def methods():
     refused(hidden.shell, AttributeError, "has no attribute 'shell'")
     refused(hidden.mode, rpc.ForbiddenFunction, "must be a method that its class")
     refused(hidden.absent, AttributeError, "has no attribute 'absent'")
-    shadowed = rpc.RemoteModule("worker1", module_worlds.Shadowed)
+    shadowed = rpc.RemoteModule("worker1", module_cases.Shadowed)
     assert shadowed.eval() is shadowed  # Flax's, not the attribute's.
 
 
@@ -239,7 +239,7 @@ def other_objects():
     refused(silent.parameters, TypeError, rule)
     refused(silent.train, AttributeError, "has no attribute 'train'")
     refused(silent, rpc.ForbiddenFunction, "must be a method that its class defines")
-    wrong = rpc.RemoteModule("worker1", module_worlds.Wrong)
+    wrong = rpc.RemoteModule("worker1", module_cases.Wrong)
     rule = "needs the method `parameters` of Wrong to return cells by their names. Got"
     refused(wrong.parameters, TypeError, rule)
 
@@ -252,7 +252,7 @@ def test_any_object_is_a_module(cluster):
 def failures(name):
     make = rpc.RemoteModule
     error = refused(
-        lambda: make("worker1", module_worlds.broken, (5,)),
+        lambda: make("worker1", module_cases.broken, (5,)),
         ValueError,
         "cannot make a network of 5",
     )
@@ -260,7 +260,7 @@ def failures(name):
     refused(lambda: make("worker1", Network), TypeError, "missing 1 required pos")
     refused(lambda: make("worker1", 5), TypeError, "that returns the module")
     refused(
-        lambda: make("worker1", module_worlds.later, (1,)), TypeError, "not a future"
+        lambda: make("worker1", module_cases.later, (1,)), TypeError, "not a future"
     )
     refused(lambda: make("worker1", lambda: 1), ValueError, "by its name")
     refused(
@@ -270,7 +270,7 @@ def failures(name):
     )
     refused(lambda: make("nobody", Network, (1,)), rpc.RpcError, "could not find")
     refused(
-        lambda: make("worker1", module_worlds.stuck, (name,), timeout=0.05),
+        lambda: make("worker1", module_cases.stuck, (name,), timeout=0.05),
         rpc.RpcTimeout,
         r"more than set timeout \(50 ms\)",
     )
@@ -280,7 +280,7 @@ def failures(name):
         rpc.RpcTimeout,
         r"more than set timeout \(50 ms\)",
     )
-    rpc.rpc_sync("worker1", module_worlds.open_gate, args=(name,))
+    rpc.rpc_sync("worker1", module_cases.open_gate, args=(name,))
 
 
 def test_what_goes_wrong_is_raised_here(cluster):
@@ -338,7 +338,7 @@ def owned():
 
 def living():
     assert rpc.rpc_sync("worker3", owned) == 0
-    there = rpc.RemoteModule("worker3", module_worlds.shared_layer, (15,))
+    there = rpc.RemoteModule("worker3", module_cases.shared_layer, (15,))
     bias = there.parameters()["bias"]
     wait_until(lambda: rpc.rpc_sync("worker3", owned) == 2)
     del there
@@ -364,7 +364,7 @@ def test_its_arrays_are_on_the_worker_s_device():
     """Also after a value came from elsewhere."""
     devices = jax.devices("cpu")[3:5]
     with rpc.local_cluster(["here", "there"], devices=devices, allow=["tests"]):
-        module = rpc.RemoteModule("there", module_worlds.shared_layer, (16,))
+        module = rpc.RemoteModule("there", module_cases.shared_layer, (16,))
         where = (place, (module.module_rref,))
         assert rpc.rpc_sync("there", *where) == [devices[1].id]
         y = module(jax.device_put(inputs(), devices[0]))

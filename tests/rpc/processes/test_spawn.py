@@ -18,7 +18,7 @@ from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.processes.spawn import spawn
 from tests.plugin_notices import without_notices
 from tests.rpc import spawn_cases as cases
-from tests.rpc.witnesses import Witnesses, await_gone, leftovers
+from tests.rpc.process_watch import ProcessWatch, await_gone, leftovers
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def _nothing_left():
 
 
 @pytest.fixture
-def witnesses():
-    with Witnesses() as found:
+def watch():
+    with ProcessWatch() as found:
         yield found
 
 
@@ -83,10 +83,10 @@ def test_a_program_may_join_jax_at_an_address_of_its_own():
         assert spawn(cases.join_jax, args=(own.port,), nprocs=2, timeout=120) == [2, 2]
 
 
-def test_a_failure_names_rank_and_line_and_ends_the_rest(witnesses, gate):
-    args = (witnesses.port, gate)
+def test_a_failure_names_rank_and_line_and_ends_the_rest(watch, gate):
+    args = (watch.port, gate)
     with spawn(cases.raise_beside, args, nprocs=2, join=False) as processes:
-        pids = witnesses.expect(4)
+        pids = watch.expect(4)
         assert processes.pids == (pids["rank0"], pids["rank1"])
         gate.write_text("go")
         with pytest.raises(ProcessFailed, match="rank 1 found nothing") as caught:
@@ -106,10 +106,10 @@ def test_a_failure_names_rank_and_line_and_ends_the_rest(witnesses, gate):
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_death_by_a_signal_is_named(name, witnesses, gate):
-    args = (witnesses.port, gate, signal.Signals[name])
+def test_death_by_a_signal_is_named(name, watch, gate):
+    args = (watch.port, gate, signal.Signals[name])
     with spawn(cases.die_by, args, nprocs=2, join=False) as processes:
-        pids = witnesses.expect(4)
+        pids = watch.expect(4)
         gate.write_text("go")
         what = f"Rank 1 .* was killed by {name} before its function returned"
         with pytest.raises(ProcessFailed, match=what) as caught:
@@ -138,21 +138,21 @@ def test_endings_without_a_result(how, message):
         spawn(cases.leave, args=(how,), nprocs=1)
 
 
-def test_who_does_not_end_when_asked_is_killed(witnesses, gate):
-    args = (witnesses.port, gate)
+def test_who_does_not_end_when_asked_is_killed(watch, gate):
+    args = (watch.port, gate)
     processes = spawn(cases.refuse_to_end, args, nprocs=2, grace=0.1, join=False)
-    pids = witnesses.expect(4)
+    pids = watch.expect(4)
     gate.write_text("go")
     with pytest.raises(ProcessFailed, match="rank 1 found nothing"):
         processes.join()
     await_gone(pids.values())
 
 
-def test_the_grace_period_is_for_tidying_up(witnesses, gate, tmp_path):
+def test_the_grace_period_is_for_tidying_up(watch, gate, tmp_path):
     note = tmp_path / "note"
-    args = (witnesses.port, gate, note)
+    args = (watch.port, gate, note)
     processes = spawn(cases.tidy_up, args, nprocs=2, grace=60, join=False)
-    pids = witnesses.expect(4)
+    pids = watch.expect(4)
     gate.write_text("go")
     with pytest.raises(ProcessFailed, match="rank 1 found nothing"):
         processes.join()
@@ -160,17 +160,17 @@ def test_the_grace_period_is_for_tidying_up(witnesses, gate, tmp_path):
     assert note.read_text() == "tidy"
 
 
-def test_what_a_process_started_ends_with_it(witnesses):
-    processes = spawn(cases.leave_a_child, (witnesses.port,), nprocs=2, join=False)
-    pids = witnesses.expect(4)
+def test_what_a_process_started_ends_with_it(watch):
+    processes = spawn(cases.leave_a_child, (watch.port,), nprocs=2, join=False)
+    pids = watch.expect(4)
     assert processes.join() == [0, 1]
     await_gone(pids.values())
 
 
-def test_a_timeout_names_the_late_and_ends_all(witnesses):
+def test_a_timeout_names_the_late_and_ends_all(watch):
     what = r"ran for more than set timeout of 0.5 s: rank 0, 1 had not ended"
     with pytest.raises(RpcTimeout, match=what):
-        spawn(cases.wait_for_ever, args=(witnesses.port,), nprocs=2, timeout=0.5)
+        spawn(cases.wait_for_ever, args=(watch.port,), nprocs=2, timeout=0.5)
 
 
 @pytest.mark.parametrize("seconds", [1e10, sys.float_info.max])
@@ -179,21 +179,21 @@ def test_a_timeout_of_centuries(seconds):
     assert spawn(math.pow, args=(2,), nprocs=1, timeout=seconds, grace=seconds) == [0.0]
 
 
-def test_join_has_a_timeout_of_its_own(witnesses):
-    args = (witnesses.port,)
+def test_join_has_a_timeout_of_its_own(watch):
+    args = (watch.port,)
     processes = spawn(cases.wait_for_ever, args, nprocs=1, timeout=60, join=False)
-    pids = witnesses.expect(2)
+    pids = watch.expect(2)
     with pytest.raises(RpcTimeout, match=r"set timeout of 0.01 s: rank 0 had"):
         processes.join(timeout=0.01)
     await_gone(pids.values())
 
 
-def test_processes_can_be_joined_twice_or_ended_early(witnesses):
+def test_processes_can_be_joined_twice_or_ended_early(watch):
     processes = spawn(math.pow, args=(2,), nprocs=2, join=False)
     assert processes.join() == [0.0, 1.0]
     assert processes.join() == [0.0, 1.0]
-    with spawn(cases.wait_for_ever, (witnesses.port,), nprocs=2, join=False) as ended:
-        pids = witnesses.expect(4)
+    with spawn(cases.wait_for_ever, (watch.port,), nprocs=2, join=False) as ended:
+        pids = watch.expect(4)
     await_gone(pids.values())
     with pytest.raises(RpcError, match="were ended before they had results"):
         ended.join()
@@ -289,18 +289,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
+def test_no_orphan_survives_the_parent(name, watch, tmp_path):
     """Neither Ctrl-C nor a parent that cannot do anything any more."""
     (tmp_path / "program.py").write_text(WAITING)
     parent = subprocess.Popen(
-        [sys.executable, "program.py", str(witnesses.port)],
+        [sys.executable, "program.py", str(watch.port)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": ROOT},
         stderr=subprocess.PIPE,
         text=True,
     )
     with parent:
-        pids = witnesses.expect(4)
+        pids = watch.expect(4)
         parent.send_signal(signal.Signals[name])
         _, errors = parent.communicate(timeout=280)
     await_gone(pids.values())

@@ -10,7 +10,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.rref.references import References
-from tests.rpc import casualties
+from tests.rpc import lost_workers
 from tests.rpc.hosts import Cluster, become_worker, in_threads, names, results
 from tests.rpc.rref.common import (
     NOTHING,
@@ -190,12 +190,12 @@ def hand_on(to):
 def use_in_all_ways():
     rref = _kept[-1]
     found = [
-        casualties.see(rref.to_here),
-        casualties.see(rref.rpc_sync().increment),
-        casualties.see(lambda: rref.rpc_async().increment().wait()),
-        casualties.see(rref.value_type),
-        casualties.see(rpc.rpc_sync, "worker1", identity, (rref,)),
-        casualties.see(lambda: rref.remote().increment().to_here()),
+        lost_workers.see(rref.to_here),
+        lost_workers.see(rref.rpc_sync().increment),
+        lost_workers.see(lambda: rref.rpc_async().increment().wait()),
+        lost_workers.see(rref.value_type),
+        lost_workers.see(rpc.rpc_sync, "worker1", identity, (rref,)),
+        lost_workers.see(lambda: rref.remote().increment().to_here()),
     ]
     return {(seen.kind, seen.worker) for seen in found}
 
@@ -203,7 +203,7 @@ def use_in_all_ways():
 def has_lost(name):
     wait = threading.Event()
     current.worker().group.on_lost(lambda lost, reason: lost == name and wait.set())
-    assert wait.wait(casualties.PATIENCE)
+    assert wait.wait(lost_workers.PATIENCE)
 
 
 def test_the_owner_dies(fresh_hosts):
@@ -267,7 +267,7 @@ def drop_in_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(casualties.PATIENCE)
+        thread.join(lost_workers.PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     gc.collect()
     assert sorted(log) == ["worker1"] * 40 + ["worker2"] * 40

@@ -61,7 +61,7 @@ def followed():
     return any(execution._followers for execution in served())
 
 
-def witness_once_followed(number):
+def value_once_followed(number):
     assert wait_for(followed)
     return Witness(number)
 
@@ -91,7 +91,7 @@ def pooled_connections():
 
 def test_the_thread_that_creates_the_value_answers_the_fetch():
     before = pooled_connections()
-    made = rpc.remote("worker1", witness_once_followed, args=(12,))
+    made = rpc.remote("worker1", value_once_followed, args=(12,))
     assert made.to_here().number == 12
     assert _threads["encoded"] == _threads["made"]
     assert pooled_connections() == before
@@ -120,7 +120,7 @@ def test_one_message_answers_both(monkeypatch):
     with rpc.use_worker("worker1"):
         other = current.worker()
     sent = answers_sent(monkeypatch, other)
-    made = rpc.remote("worker1", witness_once_followed, args=(12,))
+    made = rpc.remote("worker1", value_once_followed, args=(12,))
     assert made.to_here().number == 12
     assert made.creation().done()
     assert sent == [("reply", True)]

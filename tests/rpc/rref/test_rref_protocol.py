@@ -14,7 +14,7 @@ from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.ids import IdCounter
 from jdist.rpc.rref.messages import Accept, Delete, Take
 from jdist.rpc.rref.protocol import Protocol, Send
-from tests.rpc.reference_world import Call, Creation, OwnerValue, World
+from tests.rpc.simulated_workers import Call, Creation, OwnerValue, SimulatedWorkers
 
 SIZE = 4
 workers = st.integers(0, SIZE - 1)
@@ -25,52 +25,52 @@ class Program(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.world = World(SIZE)
+        self.workers = SimulatedWorkers(SIZE)
 
     def one_of(self, data, items):
         return data.draw(st.sampled_from(items)) if items else None
 
     @rule(worker=workers)
     def make(self, worker):
-        if worker in self.world.alive:
-            self.world.make(worker)
+        if worker in self.workers.alive:
+            self.workers.make(worker)
 
     @rule(worker=workers, owner=workers)
     def remote(self, worker, owner):
-        if worker in self.world.alive and worker != owner:
-            self.world.remote(worker, owner)
+        if worker in self.workers.alive and worker != owner:
+            self.workers.remote(worker, owner)
 
     @rule(data=st.data(), to=workers)
     def share(self, data, to):
-        handle = self.one_of(data, self.world.handles)
+        handle = self.one_of(data, self.workers.handles)
         if handle is not None:
-            self.world.share(handle, to)
+            self.workers.share(handle, to)
 
     @rule(data=st.data())
     def drop(self, data):
-        handle = self.one_of(data, self.world.handles)
+        handle = self.one_of(data, self.workers.handles)
         if handle is not None:
-            self.world.drop(handle)
+            self.workers.drop(handle)
 
     @rule(data=st.data())
     def deliver(self, data):
-        item = self.one_of(data, self.world.bag)
+        item = self.one_of(data, self.workers.bag)
         if item is not None:
-            self.world.deliver(item)
+            self.workers.deliver(item)
 
     @rule(data=st.data(), arrives_late=st.booleans())
     def fail(self, data, arrives_late):
-        carriers = [i for i in self.world.bag if isinstance(i, Call | Creation)]
+        carriers = [i for i in self.workers.bag if isinstance(i, Call | Creation)]
         item = self.one_of(data, carriers)
         if item is not None:
-            self.world.fail(item, arrives_late)
+            self.workers.fail(item, arrives_late)
 
     @invariant()
     def nothing_is_freed_too_early(self):
-        self.world.check()
+        self.workers.check()
 
     def teardown(self):
-        self.world.finish()
+        self.workers.finish()
 
 
 class ProgramWithLosses(Program):
@@ -78,14 +78,14 @@ class ProgramWithLosses(Program):
 
     @rule(worker=workers)
     def lose(self, worker):
-        if worker in self.world.alive and len(self.world.alive) > 2:
-            self.world.lose(worker)
+        if worker in self.workers.alive and len(self.workers.alive) > 2:
+            self.workers.lose(worker)
 
     @rule(worker=workers, data=st.data())
     def tell(self, worker, data):
-        lost = self.one_of(data, sorted(self.world.lost))
+        lost = self.one_of(data, sorted(self.workers.lost))
         if lost is not None:
-            self.world.tell(worker, lost)
+            self.workers.tell(worker, lost)
 
 
 @pytest.mark.parametrize("program", [Program, ProgramWithLosses])

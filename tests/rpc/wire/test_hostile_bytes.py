@@ -35,7 +35,7 @@ LIMITS = Limits(header_bytes=1 << 16, body_bytes=1 << 20, depth=50, leaves=64)
 TIMES = 5000
 
 
-class _Witness:
+class _CallLog:
     """Serves like `echo` and writes down every request."""
 
     def __init__(self):
@@ -55,14 +55,14 @@ class _Witness:
 
 @pytest.fixture(params=["unix", "tcp"])
 def besieged(request):
-    """Peers, their witness, and an honest caller who must be served throughout."""
-    witness = _Witness()
+    """Peers, their call_log, and an honest caller who must be served throughout."""
+    call_log = _CallLog()
     with (
         nothing_left(),
-        Peers(request.param, witness, limits=LIMITS) as peers,
+        Peers(request.param, call_log, limits=LIMITS) as peers,
         _honest_caller(peers),
     ):
-        yield peers, witness
+        yield peers, call_log
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def _damaged(data, rng):
 
 def test_strangers_say_what_they_like(besieged, rng):
     """Noise, damaged hellos, TLS's first byte, other protocols: nobody gets in."""
-    peers, witness = besieged
+    peers, call_log = besieged
     hello = handshake._pack_hello(Identity("here", KEY), "there")
     others = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x80\x04.", FIRST_BYTE * 99, b""]
     for number in range(TIMES):
@@ -137,7 +137,7 @@ def test_strangers_say_what_they_like(besieged, rng):
             if number % 100 == 0:  # The others do not even wait for an answer.
                 sock.shutdown(socket.SHUT_WR)
                 assert len(closed_by_peer(sock)) in (0, len(hello) + 32)
-    assert set(witness.calls) <= {"honest"}
+    assert set(call_log.calls) <= {"honest"}
     wait_until(lambda: peers.there.refused == TIMES)
     wait_until(lambda: not peers.there._strangers)
 
@@ -189,11 +189,11 @@ def test_a_peer_with_the_key_sends_damaged_frames(besieged, rng):
 )
 def test_an_announcement_beyond_the_limits(besieged, data):
     """The channel closes at once, before anything more is sent or allocated."""
-    peers, witness = besieged
+    peers, call_log = besieged
     with _mad_peer(peers) as sock:
         sock.sendall(data.ljust(24, b"x"))
         assert closed_by_peer(sock) == b""
-    assert set(witness.calls) <= {"honest"}
+    assert set(call_log.calls) <= {"honest"}
 
 
 def test_a_crowd_of_slow_strangers(besieged, rng):

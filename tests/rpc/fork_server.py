@@ -17,14 +17,14 @@ from pathlib import Path
 from jdist.rpc.processes.spawn import spawn
 
 
-class Nursery:
+class ForkServer:
     """The test's side of that process; with it all that it has forked end."""
 
     def __init__(self):
         key = secrets.token_bytes(16)
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            address = str(Path(folder) / "nursery")
+            address = str(Path(folder) / "fork_server")
             with Listener(address, authkey=key) as listener:
                 process = spawn(tend, (address, key), nprocs=1, join=False)
                 stack.enter_context(process)

@@ -16,7 +16,7 @@ from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
 from tests.pipeline import mesh_models as models
 from tests.pipeline.epochs import asynchronous
-from tests.pipeline.worlds import Compiled
+from tests.pipeline.worker_cases import Compiled
 from tests.rpc.hosts import become_worker
 
 NAMES = ["worker0", "worker1"]

@@ -21,7 +21,7 @@ signal.pause()
 """
 
 
-class Witnesses:
+class ProcessWatch:
     """The test's side: where processes report."""
 
     def __init__(self):

@@ -1,7 +1,7 @@
-"""A world of workers that only have the reference protocol: no threads, no sockets.
+"""A workers of workers that only have the reference protocol: no threads, no sockets.
 
 Whatever is under way lies in a bag, and the test says what happens to it next. The
-world knows which values must live, and checks it after every step.
+workers knows which values must live, and checks it after every step.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class Handle(NamedTuple):
     owner_value: OwnerValue | None
 
 
-class World:
+class SimulatedWorkers:
     """Workers 0 to `size` - 1 and what is under way between them."""
 
     def __init__(self, size):
