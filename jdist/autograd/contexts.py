@@ -21,6 +21,7 @@ import numpy as np
 
 from jdist._compat import placed
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees, type_name
 from jdist.autograd.recording.errors import AutogradError, ContextNotFound, no_context
 from jdist.autograd.recording.node import (
@@ -295,7 +296,7 @@ class Container:
         self.replicated: set[Variable] = set()
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._ended: dict[int, None] = {}  # the oldest first
+        self._ended: LRUCache[int, bool] = LRUCache(_MOST_ENDED)
         self.releases = Releases(self)
 
     # Once it was made it is looked up as any attribute: without a call.
@@ -405,9 +406,7 @@ class Container:
             found = self._contexts.pop(context_id, None)
             # Also a context that was never here: its first message may come after its
             # end.
-            self._ended[context_id] = None
-            if len(self._ended) > _MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
+            self._ended.put(context_id, True)
         return set() if found is None else found.end(reason)
 
 

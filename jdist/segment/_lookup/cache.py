@@ -84,8 +84,8 @@ class FunctionCache(Generic[Entry]):
     def __init__(self, user: str, size: int) -> None:
         self.user = user
         self._entries: LRUCache[Hashable, Entry] = LRUCache(size)
-        # By function object, with its latest contents: to check its guards is cheaper than
-        # to read it. An entry that is used is never evicted from here.
+        # By function object, with its latest contents: to check its guards is cheaper
+        # than to read it. An entry that is used is never evicted from here.
         self._latest: LRUCache[Hashable, Entry] = LRUCache(size)
 
     def get(
