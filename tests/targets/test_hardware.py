@@ -187,8 +187,8 @@ WRONG = {
         lambda v: targets.largest_batch(job, HERE, multiple=v),
         ["2", 2.0, True],
     ),
-    "largest_batch(within": (
-        lambda v: targets.largest_batch(job, HERE, within=v),
+    "largest_batch(tolerance": (
+        lambda v: targets.largest_batch(job, HERE, tolerance=v),
         [None, "0.1", [0.1]],
     ),
     "smallest_slice(job": (lambda v: targets.smallest_slice(v, "v5e"), [None, 3]),

@@ -16,9 +16,9 @@ from jdist.verify import LeafReport, Report, matrix
 from jdist.verify.matrix import Cell
 from jdist.verify.oracle import REDUCERS
 
-LEAF = LeafReport("mine", "w", "float32", (2,), 1e-8, 2.0, 0.125)
-SAME = LeafReport("mine", "w", "float32", (2,), 0.0, 0.0, 0.0)
-BAD = LeafReport("mine", "w", "float32", (2,), 1.0, 9e6, 3e5, "off by 3e5")
+LEAF = LeafReport("mine", "w", "float32", (2,), 1e-8, 1e-7, 2.0, 0.125, 1.0)
+SAME = LeafReport("mine", "w", "float32", (2,), 0.0, 0.0, 0.0, 0.0, 1.0)
+BAD = LeafReport("mine", "w", "float32", (2,), 1.0, 1.0, 9e6, 3e5, 0.1, "off by 3e5")
 
 
 def cell(strategy, reduction, dtype, *leaves, skipped=""):
@@ -50,7 +50,7 @@ def test_what_a_cell_shows(shown, text):
 
 def test_a_line_has_a_strategys_reductions_in_one_dtype():
     """Below their names, and within 80 columns whatever stands there."""
-    wide = LeafReport("m", "w", "float32", (2,), 1.0, 9.0, 1.2e-300, "off")
+    wide = LeafReport("m", "w", "float32", (2,), 1.0, 1.0, 9.0, 1.2e-300, 1.0, "off")
     cells = [
         cell("first", "mean", "bfloat16", LEAF),
         cell("first", "sum", "bfloat16", SAME),

@@ -18,8 +18,8 @@ from jdist.verify.tracing.fault_localization import (
 from jdist.verify.tracing.report import Difference, Trace, _list, ranges
 from jdist.verify.tracing.search import Findings
 
-RIGHT = LeafReport("candidate", "b", "float32", (3,), 0.0, 0.0, 0.0)
-WRONG = LeafReport("candidate", "w", "float32", (2, 3), 1.0, 9.0, 31.0,
+RIGHT = LeafReport("candidate", "b", "float32", (3,), 0.0, 0.0, 0.0, 0.0, 1.0)
+WRONG = LeafReport("candidate", "w", "float32", (2, 3), 1.0, 1.0, 9.0, 31.0, 0.5,
                    problem="off by 31 times the bound")  # fmt: skip
 HIDDEN = LeafReport("candidate", "v", "float32", (2,), unjudged="zero would pass too")
 HERE = Difference("forward", "block7/mlp", (12,), 31.25, "expected 1, got 2")
