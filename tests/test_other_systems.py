@@ -87,8 +87,8 @@ def losses(w, batch):
 w, rng = jnp.array([0.3, -0.4, 0.5]), np.random.default_rng(3)
 batch = {{"x": rng.normal(size=(7, 3)), "y": rng.normal(size=7)}}
 batch = jax.tree.map(np.float32, batch)
-split = data_parallel.value_and_grad(losses, 2)
-shards, weights = data_parallel.shard_batch(batch, 2, sizes=(5, 2))
+split = data_parallel.value_and_grad(losses, replicas=2)
+shards, weights = data_parallel.shard_batch(batch, replicas=2, sizes=(5, 2))
 uneven = {{"5 + 2": lambda w, _: split(w, shards, weights)}}
 assert verify.gradients(losses, w, batch, uneven).ok
 

@@ -118,15 +118,9 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
     check_function(f"{call}(loss_fn=...)", loss_fn)
     placement = Placement.of(call, mesh, replicas, data_axis)
     divided = check_mesh(call, placement)
+    options = (method, bucket_cap_mb, hook)
     communication = Communication(
-        call,
-        data_axis,
-        reduction,
-        method,
-        bucket_cap_mb,
-        hook,
-        divided=divided,
-        debug=debug,
+        call, data_axis, reduction, *options, divided=divided, debug=debug
     )
     run = _Programs(loss_fn, placement, communication)
 

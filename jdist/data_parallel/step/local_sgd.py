@@ -144,12 +144,7 @@ class LocalSGD:
             def part_of(params: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
                 return reductions.partial(loss_fn, params, batch, weights, "mean")
 
-            def summed(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
-                _, result = one_of(step < start, hooks, ((), ()), bucket)
-                return state, result
-
-            # Not `switch`, which would count steps a second time.
-            hook = Hook("LocalSGD", summed)
+            hook = _of_two(step < start, hooks)
             communication = Communication("LocalSGD", axis, hook=hook)
             if weights is None:
                 weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
@@ -278,6 +273,17 @@ def _check_options(
         raise ValueError(requirement(argument, rule, optimizer.name, remedy))
     for name, value, least in (("period", period, 1), ("start", start, 0)):
         check_at_least(f"LocalSGD({name}=...)", value, least)
+
+
+def _of_two(first: jax.Array, hooks: tuple[Hook, Hook]) -> Hook:
+    """The first of two hooks without a state where `first` holds, else the second."""
+
+    # Not `switch`, which would count steps a second time.
+    def summed(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
+        _, result = one_of(first, hooks, ((), ()), bucket)
+        return state, result
+
+    return Hook("LocalSGD", summed)
 
 
 def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:

@@ -42,7 +42,7 @@ class LossPasses(NamedTuple):
     losses: Callable[..., tuple[Partial, PyTree]]
 
 
-class _Compiled:
+class _CompiledLoss:
     """The programs of one loss function, shared by all pipelines that use it.
 
     Args:
@@ -79,7 +79,7 @@ class _Compiled:
         return made
 
 
-_CACHE: FunctionCache[_Compiled] = FunctionCache("Pipeline(loss_fn)", size=64)
+_CACHE: FunctionCache[_CompiledLoss] = FunctionCache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:
@@ -112,7 +112,7 @@ class PipelineLoss:
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._made: dict[Any, LossPasses] = {}
         self.fn = fn
-        self._compiled = _CACHE.get(fn, (), lambda _: _Compiled(fn))
+        self._compiled = _CACHE.get(fn, (), lambda _: _CompiledLoss(fn))
         self.kind = kind
         self.has_aux = has_aux
 

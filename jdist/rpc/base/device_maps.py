@@ -96,8 +96,8 @@ def placed(leaves: list[Any], meta: Mapping[str, Any]) -> list[Any]:
                 found[index] = jax.device_put(found[index], place)
             case _:
                 raise ProtocolError(
-                    f"Of {len(found)} arrays and {len(devices)} devices, array and "
-                    f"device {pair!r} cannot be meant."
+                    f"There is no array and device {pair!r}: the message has "
+                    f"{len(found)} values, and this process {len(devices)} devices."
                 )
     return found
 
