@@ -10,6 +10,7 @@ import numpy as np
 from jdist import data_parallel, optim, pipeline
 
 NAMES = [f"worker{i}" for i in range(4)]
+PLACES = pipeline.Workers(NAMES)
 WIDTHS = (3, 6, 4, 5, 2)
 BATCH = {
     "x": np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32),
@@ -49,8 +50,8 @@ def loss(y, batch):
     return ((y - batch["target"]) ** 2).sum(-1)
 
 
-def train_pipeline(params, steps, names=NAMES):
-    """Steps of a pipeline over these workers, or in this process if there are none.
+def train_pipeline(params, steps, places=PLACES):
+    """Steps of a pipeline over these workers, or in this process without places.
 
     Returns:
       The losses, and the parameters of the stages that this worker has; None for
@@ -62,7 +63,7 @@ def train_pipeline(params, steps, names=NAMES):
         stages,
         loss,
         pipeline.one_f_one_b(4, 3),
-        pipeline.Workers(names),
+        places,
         optimizer=optim.sgd(lr=0.1),
     )
     state, losses = pipe.init([jnp.asarray(w) for w in params]), []
