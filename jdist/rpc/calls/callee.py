@@ -303,8 +303,7 @@ class Callee:
         # leaks into the function.
         context = contextvars.Context()
         try:
-            run = called_outside_mesh(self._run)
-            result = context.run(run, execution, frame, depth, reading)
+            result = context.run(self._run, execution, frame, depth, reading)
             if isinstance(result, Future):
                 return self._defer(execution, frame.id, result)
             return self._success(execution, frame.id, result)
@@ -329,6 +328,7 @@ class Callee:
             tree, leaves = self.agent.codec.encode(described)
         return Frame(ERROR, number, {}, tree, leaves)
 
+    @called_outside_mesh
     def _run(
         self, execution: Execution, frame: Frame, depth: int, reading: bool
     ) -> Any:
