@@ -1,8 +1,5 @@
 """Functions and thread bodies for tests of recording."""
 
-import threading
-import time
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,6 +8,7 @@ from jdist.autograd.contexts import here
 from jdist.autograd.recording.node import RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode
 from tests.autograd.context_checks import is_valid_context
+from tests.rpc.rref.common import wait_for
 
 PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")
@@ -41,16 +39,6 @@ def rank():
 def name(steps=0):
     """The worker so many ranks after this one, among four."""
     return f"worker{(rank() + steps) % 4}"
-
-
-def wait_for(condition):
-    """Waits until `condition()` is true; whether it is."""
-    until, pause = time.monotonic() + PATIENCE, threading.Event()
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        pause.wait(0.005)
-    return True
 
 
 # --- looking at records ---

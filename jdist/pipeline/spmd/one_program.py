@@ -195,7 +195,7 @@ class OneProgramExecutor(Executor):
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """See `Executor`. The devices need not be attached."""
+        """See `Executor`. No device has to be attached."""
         _check_unscaled(update)
         batch, unrounded = given.batch, [False] * len(self._stages)
         if update is not None:

@@ -134,11 +134,12 @@ def debug_info() -> dict[str, Any]:
       waiting and being served (`agent.client_active_calls`,
       `agent.server_active_calls`, of these without a thread
       `agent.server_active_async_calls`), all of them in words (`agent.activity`: who
-      waits for whom), and the group (`group.workers`, `group.lost`). For references:
-      values here that others hold (`num_owner_rrefs`), how many times (`num_forks`),
-      those of others that are held here (`num_user_rrefs`), not yet confirmed
-      (`num_pending_users`), waited for by calls (`num_pending_futures`), and given away
-      but not yet arrived (`num_forks_under_way`).
+      waits for whom), and the group (`group.workers`, `group.lost`). It counts the
+      values here that others refer to (`num_owner_rrefs`) and these references
+      (`num_forks`); references to values elsewhere (`num_user_rrefs`), those that are
+      not confirmed yet (`num_pending_users`), those that calls wait for
+      (`num_pending_futures`), and those sent but not yet received
+      (`num_forks_under_way`).
 
     Source: `torch.distributed.rpc._get_debug_info`.
 

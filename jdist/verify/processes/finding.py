@@ -23,7 +23,7 @@ class Products(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Of the angle; 1 if both are 0, NaN if a number is not finite."""
+        """Cosine of the angle; 1 if both are 0, NaN if a number is not finite."""
         if self.reference == 0 or self.candidate == 0:
             return 1.0 if self.reference == self.candidate else 0.0
         # Divided in turn: the product of both norms may overflow or underflow.

@@ -15,12 +15,12 @@ from tests.autograd.recording_cases import (
     leaf,
     loses,
     numbers,
-    wait_for,
 )
 from tests.rpc.conformance.test_faulty import begin as begin  # a fixture
 from tests.rpc.conformance.test_faulty import struck
 from tests.rpc.faults import Rule
 from tests.rpc.hosts import be_no_worker, be_one_of, names, results
+from tests.rpc.rref.common import wait_for
 
 _scopes = []
 

@@ -11,7 +11,8 @@ from jdist.autograd.engine.messages import PassTerms
 from jdist.autograd.recording.node import SendNode
 from jdist.rpc.base import current
 from jdist.rpc.base.current import NEVER
-from tests.autograd.recording_cases import has, leaf, loses, numbers, wait_for
+from tests.autograd.recording_cases import has, leaf, loses, numbers
+from tests.rpc.rref.common import wait_for
 
 
 def doubled(x):
