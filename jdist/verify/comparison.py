@@ -153,7 +153,7 @@ def renamed(
     rule = "must be a mapping from the reference's paths"
     check_type(f"{call}(names=...)", names, Mapping, rule)
     for path, x in names.items():
-        _check_name(f"{call}(names={{{path!r}: ...}})", x)
+        check_name(f"{call}(names={{{path!r}: ...}})", x)
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]
@@ -186,8 +186,16 @@ def renamed(
     return renamed
 
 
-def _check_name(where: str, name: Any) -> None:
-    """Checks the form of an entry of `names`."""
+def check_name(where: str, name: Any) -> None:
+    """Checks the form of an entry of `names`.
+
+    Args:
+      where: The entry, for the error's text.
+      name: The entry.
+
+    Raises:
+      TypeError: It is neither a path nor a pair of a path and an order of axes.
+    """
     pair = isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str)
     if isinstance(name, str) or (pair and isinstance(name[1], Sequence)):
         return

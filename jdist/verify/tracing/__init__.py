@@ -2,7 +2,8 @@
 
 - `primitive`: the tap as a primitive of JAX.
 - `recording`: what taps see, and how it travels between processes.
-- `taps`: marks values; `module_taps`: every submodule of a Flax model.
+- `taps`: marks values; `module_taps`: every submodule of a Flax model;
+  `torch_taps`: those of a torch model.
 - `layout`: the axis of a value along which its examples are laid out.
 - `reference`: right values and cotangents, and their bounds.
 - `alignment`: which rows of a candidate are which examples.
@@ -17,6 +18,7 @@ from jdist.verify.tracing.module_taps import tapped
 from jdist.verify.tracing.recording import TapRecord, TapRecording, replay
 from jdist.verify.tracing.report import Difference, Trace
 from jdist.verify.tracing.taps import tap
+from jdist.verify.tracing.torch_taps import shown
 
 __all__ = [
     "Difference",
@@ -24,6 +26,7 @@ __all__ = [
     "TapRecording",
     "Trace",
     "replay",
+    "shown",
     "tap",
     "tapped",
     "trace",
