@@ -11,12 +11,10 @@ float32, 0.999 has a relative error of 3e-8, and 1 - 0.999 one of 3e-5.
 """
 
 import difflib
-import functools
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +23,6 @@ from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
 from jdist._errors import check_flags, check_type, requirement
-from jdist._tree import type_name
-
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -48,6 +42,13 @@ class Rule:
 A_NUMBER = Rule("must be a number", lambda x: x == x)
 AT_LEAST_0 = Rule("must be at least 0", lambda x: x >= 0)
 BELOW_1 = Rule("must be at least 0 and below 1", lambda x: x >= 0 and x < 1)
+UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
+
+NotNegative: TypeAlias = Annotated[Number, AT_LEAST_0]
+"""A number of at least 0."""
+
+Betas: TypeAlias = Annotated[tuple[Number, Number], BELOW_1, BELOW_1]
+"""The decays of two moving averages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Hyperparameter:
         return resolved
 
 
-_NUMERIC = (int, float, np.number, np.ndarray, jax.Array)
+NUMERIC = (int, float, np.number, np.ndarray, jax.Array)
 
 
 _ELSEWHERE = {
@@ -116,46 +117,7 @@ _ELSEWHERE = {
 """Names of hyperparameters in optax and other packages; jdist has torch's."""
 
 
-def constructor(function: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Makes wrong calls of an optimizer's constructor say how it is called.
-
-    Args:
-      function: Takes hyperparameters by name only.
-
-    Raises:
-      TypeError: In a call: a hyperparameter without its name, the parameters, or a name
-        that the optimizer does not have.
-
-    Example:
-      >>> @constructor
-      ... def descent(*, lr=0.1, momentum=0.0):
-      ...     return lr, momentum
-      >>> descent(learning_rate=0.5)
-      Traceback (most recent call last):
-        ...
-      TypeError: `descent` has no hyperparameter 'learning_rate'. Got learning_rate=0.5.
-      Say `lr=`.
-    """
-    name, known = function.__name__, tuple(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def made(*unnamed: Given.args, **given: Given.kwargs) -> Made:
-        if unnamed:
-            rule = "takes its hyperparameters by name"
-            remedy = f"Parameters are given to `init`: `{name}(...).init(params)`."
-            got = type_name(unnamed[0])
-            if callable(unnamed[0]) or isinstance(unnamed[0], _NUMERIC):
-                got, remedy = repr(unnamed[0]), f"Say `{name}({known[0]}=...)`."
-            raise TypeError(requirement(f"{name}(...)", rule, got, remedy))
-        for each, value in given.items():
-            if each not in known:
-                raise TypeError(_unknown(name, each, value, known))
-        return function(**given)  # type: ignore[call-arg]
-
-    return made
-
-
-def _unknown(
+def unknown(
     call: str, name: str, value: object, known: Collection[str], purpose: str = ""
 ) -> str:
     """The refusal of a hyperparameter that an optimizer does not have."""
@@ -189,7 +151,7 @@ def check_overrides(
     for name, value in overrides.items():
         if name not in specs:
             numeric = [n for n, spec in specs.items() if not spec.fixed]
-            raise TypeError(_unknown(call, name, value, numeric, " to override"))
+            raise TypeError(unknown(call, name, value, numeric, " to override"))
         # A flag selects the program, and another value may need a buffer that the state
         # does not have.
         if specs[name].fixed:
@@ -221,7 +183,7 @@ def _at(argument: str, value: Any, count: jax.Array | None, dtype: DTypeLike) ->
         # The leaf's own count, which does not advance where the gradient is None.
         value = value(count)
         rule = "must return a number or a scalar array"
-        check_type(f"{argument}, a schedule,", value, _NUMERIC, rule)
+        check_type(f"{argument}, a schedule,", value, NUMERIC, rule)
     # NumPy's scalars are strongly typed and would widen a float32 leaf.
     if isinstance(value, np.generic):
         value = value.item()
@@ -250,7 +212,7 @@ def check_scalar(
       ValueError: It is an array of several, or breaks its rule.
     """
     # `bool` is an int, and no number.
-    if isinstance(value, bool) or not isinstance(value, _NUMERIC):
+    if isinstance(value, bool) or not isinstance(value, NUMERIC):
         of_text = "`float` makes a number of a text." if isinstance(value, str) else ""
         raise TypeError(requirement(argument, kind, repr(value), of_text))
     if np.shape(value) != ():

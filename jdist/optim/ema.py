@@ -19,17 +19,15 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_none, type_name
 from jdist.optim._hyperparameters import (
+    UP_TO_1,
     Hyperparameter,
     Number,
-    Rule,
     check_overrides,
     resolved,
 )
 from jdist.optim._optimizer import Optimizer, check_optimizer, count_zero
 from jdist.optim.algorithms.terms import average
 from jdist.optim.master_weights import full_precision_copy
-
-UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 
 
 class EMAState(NamedTuple):

@@ -11,24 +11,15 @@ p   <- p - lr * d
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    Rule,
-    constructor,
-    flag,
-    scheduled,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import UP_TO_1, NotNegative, Number, scheduled
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average_square, counted, penalized
-
-UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 
 
 class AdadeltaState(NamedTuple):
@@ -45,15 +36,15 @@ class AdadeltaState(NamedTuple):
     """Moving average of the squared step, before lr."""
 
 
-@constructor
+@constructor("Adadelta")
 def adadelta(
     *,
-    lr: Number = 1.0,
-    rho: Number = 0.9,
-    eps: Number = 1e-6,
-    weight_decay: Number = 0.0,
+    lr: NotNegative = 1.0,
+    rho: Annotated[Number, UP_TO_1] = 0.9,
+    eps: NotNegative = 1e-6,
+    weight_decay: NotNegative = 0.0,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Adadelta, as `torch.optim.Adadelta` and `_FunctionalAdadelta`.
 
     Args:
@@ -105,15 +96,4 @@ def adadelta(
         new = AdadeltaState(counted(state.step), square, acc_delta)
         return Update(-h.lr * delta), new
 
-    return leafwise(
-        "adadelta",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("rho", rho, (UP_TO_1,)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)

@@ -18,20 +18,14 @@ parameter.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    Rule,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import AT_LEAST_0, NotNegative, Number, Rule
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import ascending, average, decay
 
 UP_TO_0 = Rule("must be at most 0", lambda x: x <= 0)
@@ -56,16 +50,16 @@ class AdafactorState(NamedTuple):
     """Moving average of the squared gradient; None for two dimensions or more."""
 
 
-@constructor
+@constructor("Adafactor")
 def adafactor(
     *,
-    lr: Number = 1e-2,
-    beta2_decay: Number = -0.8,
-    eps: tuple[Number | None, Number] = (None, 1e-3),
-    d: Number = 1.0,
-    weight_decay: Number = 0.0,
+    lr: NotNegative = 1e-2,
+    beta2_decay: Annotated[Number, UP_TO_0] = -0.8,
+    eps: Annotated[tuple[Number | None, Number], OR_NONE, AT_LEAST_0] = (None, 1e-3),
+    d: Annotated[Number, AT_LEAST_1] = 1.0,
+    weight_decay: NotNegative = 0.0,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Adafactor, as `torch.optim.Adafactor`.
 
     The update is that of the whole parameter, however it is sharded.
@@ -138,20 +132,7 @@ def adafactor(
         new = AdafactorState(step, row_var, col_var, variance)
         return Update(-size * update, decay(h)), new
 
-    return leafwise(
-        "adafactor",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("beta2_decay", beta2_decay, (UP_TO_0,)),
-            Hyperparameter("eps", eps, (OR_NONE, AT_LEAST_0)),
-            Hyperparameter("d", d, (AT_LEAST_1,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-        elementwise=False,
-    )
+    return LeafRule(init_leaf, step_leaf, elementwise=False)
 
 
 def _rms(array: jax.Array) -> jax.Array:

@@ -16,15 +16,13 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import (
     AT_LEAST_0,
-    Hyperparameter,
-    Number,
+    NotNegative,
     check_scalar,
-    constructor,
-    flag,
     known_zero,
     scheduled,
 )
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import counted, penalized
 
 
@@ -39,16 +37,16 @@ class AdagradState(NamedTuple):
     """Sum of squared gradients; shape and dtype of the parameter."""
 
 
-@constructor
+@constructor("Adagrad")
 def adagrad(
     *,
-    lr: Number = 1e-2,
-    lr_decay: Number = 0.0,
-    weight_decay: Number = 0.0,
-    initial_accumulator_value: Number = 0.0,
-    eps: Number = 1e-10,
+    lr: NotNegative = 1e-2,
+    lr_decay: NotNegative = 0.0,
+    weight_decay: NotNegative = 0.0,
+    initial_accumulator_value: NotNegative = 0.0,
+    eps: NotNegative = 1e-10,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Adagrad, as `torch.optim.Adagrad` and `_FunctionalAdagrad`.
 
     torch's functional class fails when a gradient is None; here, as everywhere, that
@@ -104,22 +102,7 @@ def adagrad(
         delta = -size * (grad / (jnp.sqrt(total) + h.eps))
         return Update(delta), AdagradState(counted(state.step), total)
 
-    no_count = "" if counts else "built with lr_decay 0, it counts no steps"
-    return leafwise(
-        "adagrad",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("lr_decay", lr_decay, (AT_LEAST_0,), no_count),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            Hyperparameter(
-                "initial_accumulator_value",
-                initial_accumulator_value,
-                (AT_LEAST_0,),
-                "only `init` uses it",
-            ),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    fixed = {"initial_accumulator_value": "only `init` uses it"}
+    if not counts:
+        fixed["lr_decay"] = "built with lr_decay 0, it counts no steps"
+    return LeafRule(init_leaf, step_leaf, fixed=fixed)

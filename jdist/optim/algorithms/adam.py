@@ -15,22 +15,15 @@ the same number with one division per element.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    BELOW_1,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import Betas, NotNegative
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
@@ -57,17 +50,17 @@ class AdamState(NamedTuple):
     """Largest v so far; None without amsgrad."""
 
 
-@constructor
+@constructor("Adam")
 def adam(
     *,
-    lr: Number = 1e-3,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
+    lr: NotNegative = 1e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
     amsgrad: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Adam, as `torch.optim.Adam` and `_FunctionalAdam`.
 
     Args:
@@ -96,30 +89,11 @@ def adam(
       `torch.optim.adam._single_tensor_adam`, torch 2.13; Kingma and Ba, Adam, ICLR
       2015, algorithm 1; Reddi et al., On the convergence of Adam and beyond, ICLR 2018.
     """
-    return adam_form(
-        "adam",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("amsgrad", amsgrad),
-            flag("maximize", maximize),
-            flag("decoupled_weight_decay", decoupled_weight_decay),
-        ],
-        amsgrad=amsgrad,
-        decoupled=decoupled_weight_decay,
-    )
+    return adam_form(amsgrad=amsgrad, decoupled=decoupled_weight_decay)
 
 
-def adam_form(
-    name: str,
-    hyperparameters: Sequence[Hyperparameter],
-    *,
-    amsgrad: bool,
-    decoupled: bool,
-) -> Optimizer:
-    """An optimizer by the rule of Adam or, if decoupled, of AdamW."""
+def adam_form(*, amsgrad: bool, decoupled: bool) -> LeafRule:
+    """The rule of Adam or, if decoupled, of AdamW."""
 
     def init_leaf(param: jax.Array) -> AdamState:
         # Not one array of zeros for both: a buffer can be donated once.
@@ -146,4 +120,4 @@ def adam_form(
         update = Update(-size * (m / denominator), decay(h) if decoupled else 0)
         return update, AdamState(step, m, v, largest)
 
-    return leafwise(name, hyperparameters, init_leaf, step_leaf)
+    return LeafRule(init_leaf, step_leaf)

@@ -15,15 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    BELOW_1,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import Betas, NotNegative
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average, one_minus_power, penalized
 
 
@@ -40,15 +34,15 @@ class AdamaxState(NamedTuple):
     """Decaying maximum of its magnitude, u."""
 
 
-@constructor
+@constructor("Adamax")
 def adamax(
     *,
-    lr: Number = 1e-3,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
+    lr: NotNegative = 1e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Adamax, as `torch.optim.Adamax` and `_FunctionalAdamax`.
 
     Args:
@@ -93,15 +87,4 @@ def adamax(
         size = h.lr / one_minus_power(beta1, step.astype(param.dtype))
         return Update(-size * (m / peak)), AdamaxState(step, m, peak)
 
-    return leafwise(
-        "adamax",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)

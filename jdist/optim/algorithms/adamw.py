@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    BELOW_1,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer
+from jdist.optim._hyperparameters import Betas, NotNegative
 from jdist.optim.algorithms.adam import adam_form
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 
 
-@constructor
+@constructor("AdamW")
 def adamw(
     *,
-    lr: Number = 1e-3,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
+    lr: NotNegative = 1e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 1e-2,
     amsgrad: bool = False,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """AdamW, as `torch.optim.AdamW` and `_FunctionalAdamW`.
 
     The parameter is multiplied by 1 - lr * weight_decay before the moments are updated,
@@ -54,16 +47,4 @@ def adamw(
       `torch.optim.adamw.AdamW`, torch 2.13; Loshchilov and Hutter, Decoupled weight
       decay regularization, ICLR 2019, algorithm 2.
     """
-    return adam_form(
-        "adamw",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("amsgrad", amsgrad),
-            flag("maximize", maximize),
-        ],
-        amsgrad=amsgrad,
-        decoupled=True,
-    )
+    return adam_form(amsgrad=amsgrad, decoupled=True)

@@ -25,14 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import NotNegative, Number
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import penalized
 
 
@@ -53,16 +48,16 @@ class ASGDState(NamedTuple):
     """The average; shape and dtype of the parameter."""
 
 
-@constructor
+@constructor("ASGD")
 def asgd(
     *,
-    lr: Number = 1e-2,
+    lr: NotNegative = 1e-2,
     lambd: Number = 1e-4,
     alpha: Number = 0.75,
     t0: Number = 1e6,
-    weight_decay: Number = 0.0,
+    weight_decay: NotNegative = 0.0,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Averaged SGD, as `torch.optim.ASGD`. (torch has no functional class of it.)
 
     Args:
@@ -116,16 +111,4 @@ def asgd(
         next_mu = 1 / jnp.maximum(1, t - h.t0)
         return update, ASGDState(step, next_eta, next_mu, ax)
 
-    return leafwise(
-        "asgd",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("lambd", lambd),
-            Hyperparameter("alpha", alpha),
-            Hyperparameter("t0", t0),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)

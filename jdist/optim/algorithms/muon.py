@@ -19,23 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist._compat import alike, gathered
 from jdist._errors import check_choice, check_number
-from jdist.optim._hyperparameters import (
-    A_NUMBER,
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-    scheduled,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import A_NUMBER, NotNegative, Number, scheduled
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average, counted, decay
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -52,18 +45,20 @@ class MuonState(NamedTuple):
     """Moving average of the gradient, of the parameter's shape and dtype."""
 
 
-@constructor
+@constructor("Muon")
 def muon(
     *,
-    lr: Number = 1e-3,
-    weight_decay: Number = 0.1,
-    momentum: Number = 0.95,
+    lr: NotNegative = 1e-3,
+    weight_decay: NotNegative = 0.1,
+    momentum: NotNegative = 0.95,
     nesterov: bool = True,
-    ns_coefficients: tuple[Number, Number, Number] = (3.4445, -4.7750, 2.0315),
-    eps: Number = 1e-7,
+    ns_coefficients: Annotated[
+        tuple[Number, Number, Number], A_NUMBER, A_NUMBER, A_NUMBER
+    ] = (3.4445, -4.7750, 2.0315),
+    eps: NotNegative = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
-) -> Optimizer:
+) -> LeafRule:
     """Muon, as `torch.optim.Muon`; for matrices only.
 
     The other parameters, and by custom embeddings and the output layer, have another
@@ -133,21 +128,7 @@ def muon(
             counted(state.step), buffer
         )
 
-    return leafwise(
-        "muon",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            Hyperparameter("momentum", momentum, (AT_LEAST_0,)),
-            flag("nesterov", nesterov),
-            Hyperparameter("ns_coefficients", ns_coefficients, (A_NUMBER,) * 3),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-        ],
-        init_leaf,
-        step_leaf,
-        elementwise=False,
-        dimensions=2,
-    )
+    return LeafRule(init_leaf, step_leaf, elementwise=False, dimensions=2)
 
 
 def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

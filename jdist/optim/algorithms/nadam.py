@@ -27,15 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    BELOW_1,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import Betas, NotNegative
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
@@ -63,17 +57,17 @@ class NAdamState(NamedTuple):
     """Moving average of its square, v."""
 
 
-@constructor
+@constructor("NAdam")
 def nadam(
     *,
-    lr: Number = 2e-3,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    momentum_decay: Number = 4e-3,
+    lr: NotNegative = 2e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
+    momentum_decay: NotNegative = 4e-3,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """NAdam, as `torch.optim.NAdam`. (torch has no functional class of it.)
 
     Args:
@@ -135,17 +129,4 @@ def nadam(
         update = Update(delta, decay(h) if decoupled else 0)
         return update, NAdamState(step, product, m, v)
 
-    return leafwise(
-        "nadam",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            Hyperparameter("momentum_decay", momentum_decay, (AT_LEAST_0,)),
-            flag("decoupled_weight_decay", decoupled_weight_decay),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)

@@ -28,15 +28,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    BELOW_1,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import Betas, NotNegative
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
@@ -61,16 +55,16 @@ class RAdamState(NamedTuple):
     """Moving average of its square, v."""
 
 
-@constructor
+@constructor("RAdam")
 def radam(
     *,
-    lr: Number = 1e-3,
-    betas: tuple[Number, Number] = (0.9, 0.999),
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
+    lr: NotNegative = 1e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """RAdam, as `torch.optim.RAdam`. (torch has no functional class of it.)
 
     Args:
@@ -124,19 +118,7 @@ def radam(
         update = Update(delta, decay(h) if decoupled else 0)
         return update, RAdamState(step, m, v)
 
-    return leafwise(
-        "radam",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("decoupled_weight_decay", decoupled_weight_decay),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)
 
 
 def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -22,16 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    constructor,
-    flag,
-    known_zero,
-    scheduled,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import NotNegative, known_zero, scheduled
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     average,
     average_square,
@@ -57,17 +50,17 @@ class RMSpropState(NamedTuple):
     """None when built with momentum 0."""
 
 
-@constructor
+@constructor("RMSprop")
 def rmsprop(
     *,
-    lr: Number = 1e-2,
-    alpha: Number = 0.99,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    momentum: Number = 0.0,
+    lr: NotNegative = 1e-2,
+    alpha: NotNegative = 0.99,
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
+    momentum: NotNegative = 0.0,
     centered: bool = False,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """RMSprop, as `torch.optim.RMSprop` and `_FunctionalRMSprop`.
 
     Args:
@@ -129,18 +122,7 @@ def rmsprop(
             counted(state.step), square, mean, buffer
         )
 
-    no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
-    return leafwise(
-        "rmsprop",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("alpha", alpha, (AT_LEAST_0,)),
-            Hyperparameter("eps", eps, (AT_LEAST_0,)),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            Hyperparameter("momentum", momentum, (AT_LEAST_0,), no_buffer),
-            flag("centered", centered),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    fixed = {}
+    if not has_buffer:
+        fixed["momentum"] = "built with momentum 0, it keeps no buffer"
+    return LeafRule(init_leaf, step_leaf, fixed=fixed)

@@ -13,20 +13,14 @@ The first step moves by lr. (`optax.rprop` makes no move there.)
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyperparameters import (
-    AT_LEAST_0,
-    Hyperparameter,
-    Number,
-    Rule,
-    constructor,
-    flag,
-)
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._hyperparameters import AT_LEAST_0, NotNegative, Number, Rule
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import ascending
 
 SHRINKS = Rule("must be above 0 and below 1", lambda x: x > 0 and x < 1)
@@ -46,14 +40,14 @@ class RpropState(NamedTuple):
     """The length of the next step, before its factor; 0 before the first step."""
 
 
-@constructor
+@constructor("Rprop")
 def rprop(
     *,
-    lr: Number = 1e-2,
-    etas: tuple[Number, Number] = (0.5, 1.2),
-    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
+    lr: NotNegative = 1e-2,
+    etas: Annotated[tuple[Number, Number], SHRINKS, GROWS] = (0.5, 1.2),
+    step_sizes: Annotated[tuple[Number, Number], AT_LEAST_0, AT_LEAST_0] = (1e-6, 50.0),
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Rprop, as `torch.optim.Rprop` and `_FunctionalRprop`.
 
     Args:
@@ -105,14 +99,4 @@ def rprop(
         sign = jnp.where(grad > 0, 1, jnp.where(grad < 0, -1, 0)).astype(param.dtype)
         return Update(-sign * length), RpropState(state.step + 1, grad, length)
 
-    return leafwise(
-        "rprop",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter("etas", etas, (SHRINKS, GROWS)),
-            Hyperparameter("step_sizes", step_sizes, (AT_LEAST_0, AT_LEAST_0)),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    return LeafRule(init_leaf, step_leaf)

@@ -20,20 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import (
-    A_NUMBER,
-    AT_LEAST_0,
-    Hyperparameter,
+    NotNegative,
     Number,
     Rule,
-    constructor,
-    flag,
     known_zero,
     scheduled,
 )
-from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim._optimizer import Update, count_zero
+from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import counted, penalized
 
-# As in torch: the look-ahead is a step of the momentum.
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
 EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
 
@@ -49,16 +45,16 @@ class SGDState(NamedTuple):
     """Shape and dtype of the parameter; None when built with momentum 0."""
 
 
-@constructor
+@constructor("SGD")
 def sgd(
     *,
-    lr: Number = 1e-2,
-    momentum: Number = 0.0,
+    lr: NotNegative = 1e-2,
+    momentum: NotNegative = 0.0,
     dampening: Number = 0.0,
-    weight_decay: Number = 0.0,
+    weight_decay: NotNegative = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-) -> Optimizer:
+) -> LeafRule:
     """Stochastic gradient descent, as `torch.optim.SGD` and `_FunctionalSGD`.
 
     Args:
@@ -120,26 +116,13 @@ def sgd(
             grad = grad + h.momentum * buffer if nesterov else buffer
         return Update(-h.lr * grad), SGDState(counted(state.step), buffer)
 
-    no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
-    no_count = "built with dampening 0, it cannot tell the first step apart"
-    return leafwise(
-        "sgd",
-        [
-            Hyperparameter("lr", lr, (AT_LEAST_0,)),
-            Hyperparameter(
-                "momentum", momentum, (ABOVE_0 if nesterov else AT_LEAST_0,), no_buffer
-            ),
-            Hyperparameter(
-                "dampening",
-                dampening,
-                (EXACTLY_0 if nesterov else A_NUMBER,),
-                # With nesterov the rule says it already.
-                "" if counts or nesterov or not has_buffer else no_count,
-            ),
-            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
-            flag("nesterov", nesterov),
-            flag("maximize", maximize),
-        ],
-        init_leaf,
-        step_leaf,
-    )
+    fixed = {}
+    if not has_buffer:
+        fixed["momentum"] = "built with momentum 0, it keeps no buffer"
+    elif not (counts or nesterov):  # With nesterov the rule says it already.
+        fixed["dampening"] = (
+            "built with dampening 0, it cannot tell the first step apart"
+        )
+    # As in torch: the look-ahead is a step of the momentum.
+    rules = {"momentum": ABOVE_0, "dampening": EXACTLY_0} if nesterov else {}
+    return LeafRule(init_leaf, step_leaf, rules=rules, fixed=fixed)
