@@ -28,18 +28,6 @@ from jdist._errors import (
 )
 from jdist._tree import first_difference
 
-__all__ = [
-    "Checkpoints",
-    "Closing",
-    "StepFolder",
-    "check_after",
-    "check_folder",
-    "check_keep",
-    "check_same",
-    "chosen",
-    "struct_of",
-]
-
 Arrays = Mapping[str, Mapping[str, Any]]
 """Arrays by name of their group, which can be left unread, and by name within it."""
 

@@ -24,15 +24,6 @@ from jdist._errors import (
 from jdist._tree import PyTree, owned, type_name
 from jdist.reduction import check_reduction
 
-__all__ = [
-    "Metrics",
-    "check_batches",
-    "check_saving",
-    "fitted",
-    "pair",
-    "progress",
-]
-
 State = TypeVar("State")
 
 

@@ -15,18 +15,6 @@ from typing import Any, NoReturn
 
 import jax
 
-__all__ = [
-    "STATIC_ARGUMENT",
-    "WRAPPED_FUNCTION",
-    "ArrayImpl",
-    "batched_device_put",
-    "distributed_state",
-    "effect_registries",
-    "let_go",
-    "refuse_as_argument",
-    "trace_context",
-]
-
 OLDEST = "0.10.2"
 
 

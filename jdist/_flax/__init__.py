@@ -13,9 +13,3 @@ from jdist._flax.library import check_module, is_module, loaded
 from jdist._flax.modules import ModuleParts, code_of, put_together, run, taken_apart
 from jdist._flax.streams import RandomStreams, may_draw
 from jdist._flax.variables import module_leaves, other_variables, parameters
-
-__all__ = [
-    "ModuleParts", "RandomStreams", "check_module", "code_of", "is_module", "loaded",
-    "may_draw", "module_leaves", "other_variables", "parameters", "put_together", "run",
-    "taken_apart",
-]  # fmt: skip

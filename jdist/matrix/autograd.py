@@ -16,8 +16,6 @@ from jdist._tree import PyTree, examples_in, is_inexact, is_none
 from jdist.autograd import Variable
 from jdist.matrix.row import Candidate, LossFn, Row, precision_of_caller
 
-__all__ = ["rows"]
-
 WORKERS = ("worker0", "worker1", "worker2", "worker3")
 
 Forward = Callable[[int, Variable, list[PyTree]], PyTree]

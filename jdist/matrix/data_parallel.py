@@ -16,8 +16,6 @@ from jdist._tree import PyTree, examples_in
 from jdist.data_parallel import Join, Metrics, Sharded, TrainState, hooks
 from jdist.matrix.row import Candidate, LossFn, Row, devices, recorder
 
-__all__ = ["rows"]
-
 MIB = 2**20
 
 

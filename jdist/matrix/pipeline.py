@@ -32,8 +32,6 @@ from jdist.matrix.row import (
 )
 from jdist.pipeline import OneProgram, Pipeline, Schedule, Stage, Workers
 
-__all__ = ["rows"]
-
 MICRO_BATCHES = 3
 
 _ONE_STAGE = pipeline.one_f_one_b(1, MICRO_BATCHES)

@@ -34,8 +34,6 @@ _ATTEMPT = 2.0
 
 _ALLOWED = [f"{__name__}:answer"]
 
-__all__ = ["rows"]
-
 
 def rows() -> dict[str, Row]:
     """Both methods, one replica in each of two processes."""

@@ -16,8 +16,6 @@ from jdist._errors import Unavailable
 from jdist._tree import PyTree, is_none
 from jdist.optim import Optimizer
 
-__all__ = ["Candidate", "LossFn", "Row", "devices", "precision_of_caller", "recorder"]
-
 LossFn = Callable[[PyTree, PyTree], jax.Array]
 """`(params, batch) -> losses`, one for each example."""
 

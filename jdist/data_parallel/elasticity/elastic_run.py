@@ -42,8 +42,6 @@ from jdist.optim.internal import loss_scaling, started
 if TYPE_CHECKING:
     from jdist.rpc.extension import Agent
 
-__all__ = ["Elastic"]
-
 
 class Elastic:
     """Training that stays exact while replicas come and go.

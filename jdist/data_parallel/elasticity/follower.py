@@ -8,8 +8,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from jdist.data_parallel.elasticity.leader import Directive, Part, ReplicaReport
 
-__all__ = ["Follower", "Snapshot", "Unreachable", "Work"]
-
 State = TypeVar("State")
 Sum = TypeVar("Sum")
 

@@ -26,18 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "Abandon",
-    "Commit",
-    "Directive",
-    "Effect",
-    "Leader",
-    "Order",
-    "Part",
-    "ReplicaReport",
-    "RunTerms",
-]
-
 
 class Part(NamedTuple):
     """A contiguous range of a step's units."""

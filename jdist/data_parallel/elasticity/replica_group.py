@@ -47,8 +47,6 @@ from jdist.rpc.extension import (
     incarnation_of,
 )
 
-__all__ = ["follow_leader"]
-
 _REPORT, _STATE = "elastic.report", "elastic.state"
 _PACKAGE = "jdist.data_parallel.elasticity"
 _META = {NEEDS: f"{_PACKAGE}.replica_group:install"}

@@ -30,8 +30,6 @@ from jdist.optim import Optimizer
 from jdist.reduction import Partial
 from jdist.segment.internal import GuardedJit
 
-__all__ = ["Batches", "Programs", "ReplicaWork"]
-
 
 class Programs:
     """The compiled functions of an elastic run; replicas of one process share them.

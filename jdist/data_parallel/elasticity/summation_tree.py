@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from jdist.data_parallel.elasticity.leader import Part
 
-__all__ = ["nodes_within", "tree_sum"]
-
 Value = TypeVar("Value")
 
 

@@ -11,8 +11,6 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree, descriptions, first_difference, named_leaves
 
-__all__ = ["check_hook_rows", "structured"]
-
 
 def check_hook_rows(argument: str, kept: PyTree, replicas: int) -> None:
     """Checks that a hook's state has a row for each replica.
