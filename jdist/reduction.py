@@ -66,29 +66,10 @@ from jdist._tree import (
 )
 
 __all__ = [
-    "REDUCTIONS",
-    "Partial",
-    "aligned",
-    "check_losses",
-    "check_reduction",
-    "combine",
-    "divided",
-    "empty",
-    "finish",
-    "host_weights",
-    "partial",
-    "partial_with_aux",
-    "rounded",
-    "scaled",
-    "seeds",
-    "shares",
-    "total_weight",
-    "weight_array",
-    "weighted_mean",
-    "wide_of",
-    "wide_weights",
-    "without_excluded",
-]
+    "REDUCTIONS", "Partial", "aligned", "combine", "empty", "finish", "partial",
+    "partial_with_aux", "shares", "weight_array",
+]  # fmt: skip
+"""What a trainer of one's own is made of; `weighted_mean` is `data_parallel`'s too."""
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 """The names of the reductions."""

@@ -13,7 +13,7 @@ from jdist._fit import Metrics
 from jdist.data_parallel import hooks
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.data.process_group import ProcessLost, process_group
-from jdist.data_parallel.data.sampler import Sampler, Shards
+from jdist.data_parallel.data.sampler import Sampler
 from jdist.data_parallel.elasticity.elastic_run import Elastic
 from jdist.data_parallel.gradient.buckets import assign_buckets
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
@@ -43,7 +43,6 @@ __all__ = [
     "ReplicasDiffer",
     "Sampler",
     "Sharded",
-    "Shards",
     "Synchronization",
     "TrainCheckpoints",
     "TrainState",

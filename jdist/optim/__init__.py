@@ -12,7 +12,7 @@ is its state of a parameter.
 
 from jdist.optim._hyperparameters import Hyperparameter
 from jdist.optim._loss_scale import DynamicLossScale
-from jdist.optim._optimizer import Optimizer, Update, check_optimizer, leafwise
+from jdist.optim._optimizer import Optimizer, Update, leafwise
 from jdist.optim.algorithms.adadelta import adadelta
 from jdist.optim.algorithms.adafactor import adafactor
 from jdist.optim.algorithms.adagrad import adagrad
@@ -30,7 +30,6 @@ from jdist.optim.clipping import clip_by_global_norm
 from jdist.optim.ema import with_ema
 from jdist.optim.labels import by_label
 from jdist.optim.master_weights import (
-    all_finite,
     compute_copies,
     with_master_weights,
 )
@@ -48,11 +47,9 @@ __all__ = [
     "adam",
     "adamax",
     "adamw",
-    "all_finite",
     "as_optax",
     "asgd",
     "by_label",
-    "check_optimizer",
     "clip_by_global_norm",
     "compute_copies",
     "from_optax",

@@ -6,11 +6,14 @@ place scales its own gradients.
 """
 
 from jdist.optim._hyperparameters import check_overrides
+from jdist.optim._optimizer import check_optimizer
 from jdist.optim._whole_arrays import copies_over
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
-from jdist.optim.master_weights import computed_in, loss_scaling, started
+from jdist.optim.master_weights import all_finite, computed_in, loss_scaling, started
 
 __all__ = [
+    "all_finite",
+    "check_optimizer",
     "check_overrides",
     "computed_in",
     "copies_over",

@@ -110,8 +110,8 @@ def with_master_weights(
     takes and returns compute copies. Gradients have the copies' dtype or a wider one,
     and are not rounded: a float32 sum over micro-batches reaches the masters unchanged.
     A None gradient leaves its master and its copy unchanged. Where a model is in
-    several places, each with its own optimizer, pass the conjunction of `all_finite`
-    over all places as `finite=flag` to each step, so that all of them skip together.
+    several places, each with its own optimizer, pass `finite=flag` to each step, False
+    where gradients of one place are not finite, so that all of them skip together.
 
     Args:
       optimizer: Steps the masters; any optimizer of jdist, `by_label` and `from_optax`

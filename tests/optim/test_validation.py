@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import optim
+from jdist.optim.internal import all_finite
 from tests.optim.cases import ALGORITHMS, BY_NAME, MATRICES
 from tests.wrong_types import FOREIGN, Tensor
 
@@ -400,16 +401,16 @@ def test_a_state_without_masters(state):
     with pytest.raises(ValueError, match=r"scale_loss\(state\)` must be what `init`"):
         mixed().scale_loss(jnp.float32(1), state)
     with pytest.raises(ValueError, match=r"all_finite\(state\)` must be what `init`"):
-        optim.all_finite(PARAMS, PARAMS, state)
+        all_finite(PARAMS, PARAMS, state)
 
 
 @pytest.mark.parametrize("tree", [None, {"w": 1.0}, [1.0, 2.0]])
 def test_finite_gradients_of_other_trees(tree):
     state = mixed().init(PARAMS)
     with pytest.raises(ValueError, match=r"all_finite\(grads=.* structure of params"):
-        optim.all_finite(PARAMS, tree, state)
+        all_finite(PARAMS, tree, state)
     with pytest.raises(ValueError, match=r"all_finite\(grads=.* structure of params"):
-        optim.all_finite(tree, PARAMS, state)
+        all_finite(tree, PARAMS, state)
 
 
 @pytest.mark.parametrize("dtype", [None, 16, "float33", {"w": "f4"}, ["f4"], jnp.ones])

@@ -36,8 +36,8 @@ from jdist.data_parallel.elasticity.leader import RunTerms
 from jdist.data_parallel.elasticity.replica_work import Batches, Programs, ReplicaWork
 from jdist.data_parallel.replicas.shards import check_one_per_row, check_weight_values
 from jdist.data_parallel.step.train_state import TrainState
-from jdist.optim import Optimizer, check_optimizer
-from jdist.optim.internal import loss_scaling, started
+from jdist.optim import Optimizer
+from jdist.optim.internal import check_optimizer, loss_scaling, started
 
 if TYPE_CHECKING:
     from jdist.rpc.extension import Agent

@@ -10,8 +10,8 @@ from dataclasses import replace
 import jax
 
 from jdist._tree import PyTree, wide_dtype
-from jdist.optim import Optimizer, check_optimizer
-from jdist.optim.internal import copies_over
+from jdist.optim import Optimizer
+from jdist.optim.internal import check_optimizer, copies_over
 from jdist.reduction import weighted_mean
 
 

@@ -51,8 +51,8 @@ from jdist.data_parallel.replicas.shards import (
     weights_given,
 )
 from jdist.data_parallel.step.nnx_loss import check_stateless
-from jdist.optim import Optimizer, check_optimizer
-from jdist.optim.internal import copies_over
+from jdist.optim import Optimizer
+from jdist.optim.internal import check_optimizer, copies_over
 from jdist.segment.internal import GuardedJit
 
 

@@ -65,8 +65,8 @@ from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import check_undivided, is_divided_over
-from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
-from jdist.optim.internal import computed_in
+from jdist.optim import Optimizer, clip_by_global_norm
+from jdist.optim.internal import check_optimizer, computed_in
 from jdist.segment.internal import GuardedJit
 
 

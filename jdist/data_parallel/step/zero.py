@@ -38,7 +38,8 @@ from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, is_inexact, is_none, named_leaves
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.placement import Placement
-from jdist.optim import Optimizer, check_optimizer
+from jdist.optim import Optimizer
+from jdist.optim.internal import check_optimizer
 
 
 @jax.tree_util.register_dataclass

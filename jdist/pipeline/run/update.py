@@ -24,13 +24,10 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.optim import (
-    DynamicLossScale,
-    Optimizer,
+from jdist.optim import DynamicLossScale, Optimizer
+from jdist.optim.internal import (
     all_finite,
     check_optimizer,
-)
-from jdist.optim.internal import (
     check_overrides,
     loss_scaling,
     scaled,
