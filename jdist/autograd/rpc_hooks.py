@@ -37,7 +37,7 @@ from jdist.autograd.recording.pure import is_pure, refuse_in_pure
 from jdist.autograd.recording.recorded import Recorded, record
 from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
-from jdist.rpc.extension import NEEDS, Invocation, MessageContext
+from jdist.rpc.extension import NEEDS, Invocation, MessageContext, unpacked
 
 META = "autograd"
 """The entry of a message's metadata that holds its `CrossingHeader`, as a list."""
@@ -87,10 +87,7 @@ class CrossingHeader(
         if row is None or type(row) is cls:
             return row
         malformed = "The autograd part of a message is malformed"
-        try:
-            header = msgspec.convert(row, cls)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"{malformed}: {error}.") from error
+        header: CrossingHeader = unpacked(row, cls, malformed)
         ids = (header.context, header.answers, header.message, *(header.reach or ()))
         if max(ids) >> 64:  # a bound that msgspec cannot express
             raise ProtocolError(f"{malformed}: ids have 64 bits.")

@@ -15,7 +15,7 @@ from jdist.autograd.contexts import are_ids
 from jdist.autograd.recording.errors import BackwardError
 from jdist.autograd.recording.node import Cotangent, Numbers, light
 from jdist.rpc import ProtocolError, RpcError
-from jdist.rpc.extension import Reply
+from jdist.rpc.extension import Reply, unpacked
 
 GRADIENTS = "autograd.backward"
 """Kind of the requests with gradients."""
@@ -106,12 +106,6 @@ class _AnswerHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     told: list[tuple[str, StarvationReport]]
 
 
-# msgspec reads the types of a class's fields at its first use, and another thread that
-# uses the class meanwhile ends the process (0.22). An import has one thread.
-for _header in (_RequestHeader, _AnswerHeader):
-    msgspec.msgpack.Decoder(_header)
-
-
 class PassFailure(NamedTuple):
     """An error and the worker on which it was raised; it travels as a value.
 
@@ -145,10 +139,15 @@ class PassFailure(NamedTuple):
         Raises:
           ProtocolError: The value is no failure.
         """
-        worker, error = value if type(value) is tuple and len(value) == 2 else (0, 0)
-        if type(worker) is not str or not isinstance(error, Exception):
-            raise ProtocolError("A failure has the name of a worker and an exception.")
-        return cls(worker, error)
+        rule = "A failure has the name of a worker and an exception"
+        found: PassFailure = unpacked(value, cls, rule)
+        return found
+
+
+# msgspec reads the types of a class's fields at its first use, and another thread that
+# uses the class meanwhile ends the process (0.22). An import has one thread.
+for _kind in (_RequestHeader, _AnswerHeader, PassFailure):
+    msgspec.msgpack.Decoder(_kind)
 
 
 class GradientRequest(msgspec.Struct, frozen=True):
@@ -183,10 +182,8 @@ class GradientRequest(msgspec.Struct, frozen=True):
         Raises:
           ProtocolError: The message is malformed.
         """
-        try:
-            header = msgspec.convert(meta.get(_FIELD), _RequestHeader)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"No request with gradients: {error}.") from error
+        found = meta.get(_FIELD)
+        header = unpacked(found, _RequestHeader, "No request with gradients")
         return cls(header.terms, header.marks, _restored(header.rows, body))
 
 
@@ -221,10 +218,7 @@ class GradientAnswer(msgspec.Struct, frozen=True):
         found = meta.get(_FIELD, ())
         if found is None:
             return cls((), {}, PassFailure.unpack(body))
-        try:
-            header = msgspec.convert(found, _AnswerHeader)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"No answer to gradients: {error}.") from error
+        header = unpacked(found, _AnswerHeader, "No answer to gradients")
         told = {worker: StarvationReport(*report) for worker, report in header.told}
         return cls(_restored(header.rows, body), told)
 

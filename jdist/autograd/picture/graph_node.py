@@ -1,9 +1,10 @@
 """One worker's part of a graph, as plain data that can be sent."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
+import msgspec
 
 from jdist._tree import abbreviated
 from jdist.autograd.contexts import Context
@@ -11,9 +12,12 @@ from jdist.autograd.engine.engine import dependencies
 from jdist.autograd.recording.node import Node, RecvNode, SendNode
 from jdist.autograd.recording.variable import LeafNode
 from jdist.rpc import ProtocolError
+from jdist.rpc.extension import unpacked
 
-LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"
-KINDS = (LEAF, FUNCTION, SEND, RECEIVE)
+LEAF: Final = "leaf"
+FUNCTION: Final = "function"
+SEND: Final = "send"
+RECEIVE: Final = "receive"
 
 
 class GraphNode(NamedTuple):
@@ -30,11 +34,15 @@ class GraphNode(NamedTuple):
     """
 
     worker: str
-    kind: str
+    kind: Literal["leaf", "function", "send", "receive"]
     name: str
     message_id: int
     inputs: tuple[int, ...]
     dependencies: int
+
+
+# As in `jdist.autograd.engine.messages`: read in the one thread of an import.
+msgspec.msgpack.Decoder(GraphNode)
 
 
 def graph_nodes(
@@ -81,19 +89,12 @@ def checked(rows: object) -> list[GraphNode]:
     Raises:
       ProtocolError: They are none.
     """
-    if type(rows) is not list:
-        raise ProtocolError("A part of a graph is a list of functions.")
-    found = []
-    for place, row in enumerate(rows):
+    found: list[GraphNode]
+    found = unpacked(rows, list[GraphNode], "A part of a graph is a list of functions")
+    for place, node in enumerate(found):
         # A peer may send anything; an index out of range would fail far from here.
-        fits = type(row) is tuple and len(row) == len(GraphNode._fields)
-        kinds = (str, str, str, int, tuple, int)
-        if not fits or not all(map(isinstance, row, kinds)) or row[1] not in KINDS:
-            raise ProtocolError("A function of a graph is malformed.")
-        found_node = GraphNode(*row)
-        if not all(type(n) is int and 0 <= n < place for n in found_node.inputs):
+        if not all(0 <= n < place for n in node.inputs):
             raise ProtocolError("A function uses only what comes before it.")
-        found.append(found_node)
     return found
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 
 from jdist._errors import requirement
 from jdist._scheduling import enter_batch_class
@@ -45,6 +46,7 @@ from jdist.rpc.extension import (
     current_agent,
     extend,
     incarnation_of,
+    unpacked,
 )
 
 _REPORT, _STATE = "elastic.report", "elastic.state"
@@ -67,11 +69,16 @@ class Message(NamedTuple):
     join_timeout: float
     """Seconds to wait for rank 0 to begin."""
 
-    report: tuple[Any, ...] | None
-    """The fields of a `ReplicaReport`; None if the replica leaves."""
+    report: ReplicaReport | None
+    """None if the replica leaves."""
 
     sums: list[list[jax.Array]]
     """The leaves of each part's sum."""
+
+
+# As in `jdist.autograd.engine.messages`: read in the one thread of an import.
+for _kind in (Message, Directive):
+    msgspec.msgpack.Decoder(_kind)
 
 
 class LeaderService:
@@ -131,9 +138,8 @@ class LeaderService:
                 error = ValueError(requirement("Elastic.run(...)", rule, str(there)))
                 answer.set_exception(error)
                 return
-        assert message.report is not None
-        report = ReplicaReport(*message.report)
-        report = report._replace(parts=tuple(Part(*part) for part in report.parts))
+        report = message.report
+        assert report is not None
 
         def reported(now: float) -> list[Effect]:
             # Here, where no departure is handled at the same time: this would give the
@@ -259,30 +265,16 @@ class LeaderService:
 
 def _unpacked(body: Any) -> Message:
     """Checks the types of a message, and unpacks it."""
-    match body:
-        case (str(), dict() as terms, float(), report, list() as sums):
-            texts = all(type(x) is str for x in (*terms, *terms.values()))
-            lists = all(type(leaves) is list for leaves in sums)
-            reported = (report is None and not sums) or _is_report(report, len(sums))
-            if texts and lists and reported:
-                return Message(*body)
-    rule = "A report of an elastic run has a name, terms, a time, numbers and sums."
-    raise ProtocolError(rule)
-
-
-def _is_report(row: Any, sums: int) -> bool:
-    """Whether a row has the fields of a `ReplicaReport` with `sums` parts."""
-    match row:
-        case (int(), *others) if len(row) == len(ReplicaReport._fields):
-            parts = others.pop(ReplicaReport._fields.index("parts") - 1)
-            numbers = all(x is None or type(x) is int for x in others)
-            ranges = isinstance(parts, tuple) and all(map(_is_part, parts))
-            return numbers and ranges and len(parts) == sums
-    return False
-
-
-def _is_part(row: Any) -> bool:
-    return isinstance(row, tuple) and [type(x) for x in row] == [int, int]
+    rule = "A report of an elastic run has a name, terms, a time, numbers and sums"
+    message: Message = unpacked(body, Message, rule)
+    whole, parts = True, tuple[Part, ...]()
+    if message.report is not None:
+        # Not fewer fields, which would have their defaults.
+        whole = len(body[3]) == len(ReplicaReport._fields)
+        parts = message.report.parts
+    if not whole or len(parts) != len(message.sums):
+        raise ProtocolError(f"{rule}, as many of these as parts.")
+    return message
 
 
 class ElasticRuns:
@@ -513,10 +505,10 @@ def _follow(
     structure = work.sum_structure
     report, sums = follower.first_report(), list[list[jax.Array]]()
     while not follower.over:
-        message = Message(name, agreed, terms.join_timeout, tuple(report), sums)
+        message = (name, agreed, terms.join_timeout, tuple(report), sums)
         try:
             # Without a timeout: the leader may be waiting for more replicas.
-            pending = agent.call_async(0, _REPORT, tuple(message), 0, _META)
+            pending = agent.call_async(0, _REPORT, message, 0, _META)
             row, totals = pending.wait(0)
         except RpcError:
             # If rank 0 is lost, its heir saves the last state for the next start.
@@ -526,14 +518,13 @@ def _follow(
                 work.write(held, state)
             raise
         given = {step: structure.unflatten(leaves) for step, leaves in totals.items()}
-        directive = Directive(*row)
-        parts = tuple(Part(*part) for part in directive.parts)
+        directive = unpacked(row, Directive, "Rank 0 answers by a directive")
         try:
-            report, found = follower.follow(directive._replace(parts=parts), given)
+            report, found = follower.follow(directive, given)
         except BaseException:
             if not agent.info.id:
                 raise  # The run ends with rank 0: its shares go to no other replica.
-            leaving = tuple(Message(name, agreed, terms.join_timeout, None, []))
+            leaving = (name, agreed, terms.join_timeout, None, [])
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)
             raise

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jdist.data_parallel.elasticity.leader import RunTerms
+from jdist.data_parallel.elasticity.leader import ReplicaReport, RunTerms
 from jdist.data_parallel.elasticity.replica_group import (
     ElasticRuns,
     LeaderService,
@@ -79,7 +79,7 @@ def begin(leader, answers):
 
 
 def message(generation, held):
-    report = (generation, held, None, (), None, None)
+    report = ReplicaReport(generation, held)
     return Message("run", {}, 9.0, report, [])
 
 
