@@ -1,15 +1,50 @@
-"""The variables of Flax modules, and of pytrees with modules in them, by path."""
+"""Flax NNX, which is looked up and never imported; variables of modules, by path.
 
+Flax is an optional dependency, and slow to import. A program that has a module has
+imported it.
+"""
+
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import KeyPath
 
-from jdist._flax.library import loaded
-from jdist._tree import PyTree, path_of
+from jdist._errors import requirement
+from jdist._tree import PyTree, path_of, type_name
 
 if TYPE_CHECKING:
     from flax import nnx
+
+
+def loaded() -> ModuleType | None:
+    """Returns `flax.nnx`, or None if the program has not imported it."""
+    found = sys.modules.get("flax.nnx")
+    # Another thread may be half-way through importing it.
+    return found if hasattr(found, "Module") and hasattr(found, "split") else None
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a Flax NNX module; no value is, where Flax is not imported."""
+    nnx = loaded()
+    return nnx is not None and isinstance(value, nnx.Module)
+
+
+def check_module(argument: str, value: object, remedy: str = "") -> None:
+    """Checks that a value is a Flax NNX module.
+
+    Args:
+      argument: Function and argument, as for `requirement`.
+      value: What was given.
+      remedy: As for `requirement`.
+
+    Raises:
+      TypeError: It is none.
+    """
+    if not is_module(value):
+        rule = "must be a Flax NNX module"
+        raise TypeError(requirement(argument, rule, type_name(value), remedy))
 
 
 def parameters(module: "nnx.Module") -> dict[str, "nnx.Param[Any]"]:

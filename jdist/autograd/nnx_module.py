@@ -25,7 +25,7 @@ from jdist._flax import (
     put_together,
     taken_apart,
 )
-from jdist._tree import PyTree, abbreviated, is_inexact, is_key
+from jdist._tree import PyTree, abbreviated, first_difference, is_inexact, is_key
 from jdist.autograd.recording.pure import Constant, eager, refuse_in_pure
 from jdist.autograd.recording.recorded import record
 from jdist.autograd.recording.variable import Variable, holding
@@ -173,12 +173,11 @@ class TrainableModule(StandIn):
             here = self.state()
             given = {path: jnp.asarray(leaf) for path, leaf in state.items()}
             shown = [{p: abbreviated(x) for p, x in d.items()} for d in (here, given)]
-            for path in sorted(here.keys() | given.keys()):
-                is_here, is_given = (d.get(path, "no leaf") for d in shown)
-                if is_here != is_given:
-                    rule = f"must have {is_here} at {path}, as the module"
-                    call = "TrainableModule.load_state(state)"
-                    raise ValueError(requirement(call, rule, is_given))
+            if found := first_difference(*shown):
+                path, is_here, is_given = found
+                rule = f"must have {is_here} at {path}, as the module"
+                call = "TrainableModule.load_state(state)"
+                raise ValueError(requirement(call, rule, is_given))
             self._state = tuple([placed_as(given[p], x) for p, x in here.items()])
 
         self._alone(act)

@@ -23,7 +23,14 @@ from jax.experimental import multihost_utils
 from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import listed, requirement
-from jdist._tree import PyTree, abbreviated, is_key, named_leaves, wide_dtype
+from jdist._tree import (
+    PyTree,
+    abbreviated,
+    first_difference,
+    is_key,
+    named_leaves,
+    wide_dtype,
+)
 from jdist.autograd.contexts import Container, here
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
@@ -512,12 +519,11 @@ def _like(array: jax.Array | np.ndarray, own: jax.Array) -> jax.Array:
 def _check_alike(
     kinds: Mapping[str, str], others: Mapping[str, str], first: str, name: str
 ) -> None:
-    for path in sorted(kinds.keys() | others.keys()):
-        one, other = (found.get(path, "no leaf") for found in (kinds, others))
-        if one != other:
-            rule = f"must be alike on all trainers: {one} at {path} on {first!r}"
-            got = f"{other} on {name!r}"
-            raise ValueError(requirement(f"{_CALL}(params)", rule, got))
+    if found := first_difference(kinds, others):
+        path, one, other = found
+        rule = f"must be alike on all trainers: {one} at {path} on {first!r}"
+        got = f"{other} on {name!r}"
+        raise ValueError(requirement(f"{_CALL}(params)", rule, got))
 
 
 def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:

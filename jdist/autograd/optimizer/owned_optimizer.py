@@ -17,7 +17,15 @@ import numpy as np
 
 from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, named_leaves, type_name, unworded, words
+from jdist._tree import (
+    PyTree,
+    described,
+    first_difference,
+    named_leaves,
+    type_name,
+    unworded,
+    words,
+)
 from jdist.autograd.contexts import here
 from jdist.autograd.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import (
@@ -202,12 +210,11 @@ class OwnedOptimizer:
 
 def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:
     """Checks that a state has the paths, dtypes and shapes of the one it replaces."""
-    for path in sorted(saved.keys() | here.keys()):
-        there, found = (d.get(path, "no leaf") for d in (here, saved))
-        if there != found:
-            rule = f"must be like the optimizer's own, {there} at {at}{path}"
-            argument = "DistributedOptimizer.load_state(state)"
-            raise ValueError(requirement(argument, rule, found))
+    if difference := first_difference(here, saved):
+        path, there, found = difference
+        rule = f"must be like the optimizer's own, {there} at {at}{path}"
+        argument = "DistributedOptimizer.load_state(state)"
+        raise ValueError(requirement(argument, rule, found))
 
 
 _square = jax.jit(square)

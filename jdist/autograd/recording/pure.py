@@ -31,9 +31,9 @@ from jax.typing import ArrayLike
 
 from jdist._compat import called_outside_mesh, is_traced, part_of, without_unread
 from jdist._errors import requirement
+from jdist._flax import module_leaves
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, is_inexact, type_name
-from jdist.autograd.recording.module_state import state_kept
 from jdist.autograd.recording.node import Edge, SegmentNode, next_order
 from jdist.rpc.extension import is_asynchronous
 from jdist.segment import Segment
@@ -190,7 +190,7 @@ def _segment(fn: PureCallable, code: Hashable, spec: "ArgumentSpec") -> Segment:
     def run(_: tuple[()], *arrays: jax.Array) -> PyTree:
         args, kwargs = spec.arguments(arrays)
         call = f"apply({name})"
-        with tracing(call), state_kept(call, (args, kwargs)) as returned:
+        with tracing(call), _state_kept(call, (args, kwargs)) as returned:
             returned.append(fn(*args, **kwargs))
         return returned[0]
 
@@ -438,6 +438,40 @@ def tracing(call: str) -> Iterator[None]:
         yield
     finally:
         _tracing.reset(token)
+
+
+KEEPS_STATE = (
+    "`autograd.TrainableModule(module)` keeps its state from call to call. By hand: "
+    "`graph, params, rest = nnx.split(module, nnx.Param, ...)`. Make the "
+    "variable of `params`, give `rest` to the function as an input, and have it return "
+    "the new one as an output: `module = nnx.merge(graph, params, rest)`, and "
+    "`nnx.state(module, nnx.Not(nnx.Param))`."
+)
+"""What to do with a Flax module whose state changes."""
+
+
+@contextlib.contextmanager
+def _state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
+    """Refuses changes of modules in `arguments` that the function within would lose.
+
+    Yields:
+      A list for the function's result: changes that it contains are not lost.
+
+    Raises:
+      TypeError: The function has changed a module, and does not return the change.
+    """
+    before = module_leaves(arguments)
+    returned: list[PyTree] = []
+    yield returned
+    if not before:
+        return
+    # By identity: a module writes a new array where it changes its state.
+    kept = {id(leaf) for _, leaf in before} | set(map(id, jax.tree.leaves(returned)))
+    after = module_leaves(arguments)
+    lost = sorted(path for path, leaf in after if id(leaf) not in kept)
+    if lost:
+        rule = "must not change a module that it is given: the change would be lost"
+        raise TypeError(requirement(call, rule, ", ".join(lost), KEEPS_STATE))
 
 
 def refuse_in_pure(what: str, *names: object) -> None:

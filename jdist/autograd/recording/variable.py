@@ -12,10 +12,11 @@ from jax.tree_util import KeyPath
 
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, requirement
+from jdist._flax import other_variables
 from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
-from jdist.autograd.recording.module_state import refuse_state
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
+    KEEPS_STATE,
     ONE,
     DifferentiatedTree,
     eager,
@@ -93,7 +94,7 @@ class Variable(Operators):
     __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
     def __init__(self, tree: PyTree) -> None:
-        refuse_state("variable(tree)", tree)
+        _refuse_state(tree)
         self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
@@ -305,6 +306,15 @@ def holding(
         return action()
 
     return InterruptSafeLock.releasing_all(locks, act)
+
+
+def _refuse_state(tree: PyTree) -> None:
+    """Refuses a tree with Flax state other than parameters."""
+    found = other_variables(tree)
+    if found:
+        rule = "must hold no state but nnx.Param: it would never change"
+        got = ", ".join(sorted(f"{kind} at {path}" for path, kind in found.items()))
+        raise TypeError(requirement("variable(tree)", rule, got, KEEPS_STATE))
 
 
 def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:

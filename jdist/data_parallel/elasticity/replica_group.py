@@ -24,6 +24,7 @@ import msgspec
 
 from jdist._errors import requirement
 from jdist._scheduling import enter_batch_class
+from jdist._tree import first_difference
 from jdist.data_parallel.elasticity.follower import Follower, Snapshot, Unreachable
 from jdist.data_parallel.elasticity.leader import (
     Abandon,
@@ -131,13 +132,12 @@ class LeaderService:
 
         Nothing happens if `is_current` says that the replica has gone since.
         """
-        for name in sorted(self._agreed.keys() | message.terms.keys()):
-            here, there = (t.get(name) for t in (self._agreed, message.terms))
-            if here != there:
-                rule = f"must have the same {name} on all workers, {here} as on rank 0"
-                error = ValueError(requirement("Elastic.run(...)", rule, str(there)))
-                answer.set_exception(error)
-                return
+        if difference := first_difference(self._agreed, message.terms):
+            name, here, there = difference
+            rule = f"must have the same {name} on all workers, {here} as on rank 0"
+            error = ValueError(requirement("Elastic.run(...)", rule, there))
+            answer.set_exception(error)
+            return
         report = message.report
         assert report is not None
 
