@@ -14,6 +14,7 @@ from jdist.autograd.recording.variable import LeafNode
 from jdist.rpc import ProtocolError
 from jdist.rpc.extension import unpacked
 
+NodeKind = Literal["leaf", "function", "send", "receive"]
 LEAF: Final = "leaf"
 FUNCTION: Final = "function"
 SEND: Final = "send"
@@ -34,7 +35,7 @@ class GraphNode(NamedTuple):
     """
 
     worker: str
-    kind: Literal["leaf", "function", "send", "receive"]
+    kind: NodeKind
     name: str
     message_id: int
     inputs: tuple[int, ...]
@@ -122,8 +123,9 @@ def _in_order(starts: Iterable[Node]) -> list[Node]:
     return list(listed)
 
 
-def _kind(node: Node) -> str:
+def _kind(node: Node) -> NodeKind:
     # All other classes of nodes are functions to the user.
+    kinds: dict[type, NodeKind]
     kinds = {LeafNode: LEAF, SendNode: SEND, RecvNode: RECEIVE}
     return kinds.get(type(node), FUNCTION)
 

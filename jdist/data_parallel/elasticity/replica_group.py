@@ -524,7 +524,7 @@ def _follow(
         except BaseException:
             if not agent.info.id:
                 raise  # The run ends with rank 0: its shares go to no other replica.
-            leaving = (name, agreed, terms.join_timeout, None, [])
+            leaving: Any = (name, agreed, terms.join_timeout, None, [])
             with contextlib.suppress(RpcError):
                 agent.call(0, _REPORT, leaving, meta=_META)
             raise
