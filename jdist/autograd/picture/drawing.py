@@ -3,8 +3,9 @@
 In the picture each worker has a lane, and data flow from left to right.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -117,21 +118,13 @@ def layout(
 
 def _columns(count: int, arcs: Iterable[tuple[int, int]]) -> list[int]:
     """Return for each function the length of the longest path to it."""
-    # In topological order: a function is placed once all that it uses are.
-    after = defaultdict(list)
-    missing: Counter[int] = Counter()
+    sources: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
-        after[source].append(target)
-        missing[target] += 1
+        sources[target].append(source)
     columns = [0] * count
-    ready = [place for place in range(count) if not missing[place]]
-    while ready:
-        source = ready.pop()
-        for target in after[source]:
-            columns[target] = max(columns[target], columns[source] + 1)
-            missing[target] -= 1
-            if not missing[target]:
-                ready.append(target)
+    # A function is placed once all that it uses are.
+    for place in TopologicalSorter(dict(enumerate(sources))).static_order():
+        columns[place] = max((columns[x] + 1 for x in sources[place]), default=0)
     return columns
 
 
