@@ -3,10 +3,11 @@
 The judge imports no strategy, and no strategy imports it. `compare` judges two gradient
 trees; `gradients` judges functions, by a rounding-error bound that it measures; `step`
 judges whole optimizer steps by the new parameters; `trace` names the first value that
-is wrong, among those that `tap` marks; `gradients_judge` and `trace_judge` are their
-reusable forms. `keyed` gives each example its own random numbers. Arrays over several
-processes are compared shard by shard, without gathering. `defects` are wrong steps on
-which `score` tries a test. `python -m jdist.verify` judges every installed strategy.
+is wrong, among those that `tap` marks; `gradients_judge`, `step_judge` and
+`trace_judge` are their reusable forms. `keyed` gives each example its own random
+numbers. Arrays over several processes are compared shard by shard, without gathering.
+`defects` are wrong steps on which `score` tries a test. `python -m jdist.verify` judges
+every installed strategy.
 """
 
 import jdist.verify.defects as defects
@@ -17,7 +18,7 @@ from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
 from jdist.verify.problem import Problem
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.steps import Trained, step
+from jdist.verify.steps import Trained, step, step_judge
 from jdist.verify.tracing import (
     Difference,
     TapRecording,
@@ -49,6 +50,7 @@ __all__ = [
     "score",
     "shown",
     "step",
+    "step_judge",
     "tap",
     "tapped",
     "trace",

@@ -157,8 +157,8 @@ class Attribution:
       step: The first wrong step, from 1.
       part: "gradient", "gradient clipping" where it was clipped in parts, "optimizer
         update", "model state", or "gradient or optimizer update" where what the trainer
-        shows cannot tell. Of a step that is one function also another part of its
-        state, by its name.
+        shows cannot tell; or the name of a value that is tapped in the update. Of a
+        step that is one function also another part of its state, by its name.
       why: The reason, in words.
     """
 

@@ -1,5 +1,5 @@
 """Verification of whole optimizer steps: the first wrong step, and its wrong part."""
 
-from jdist.verify.steps.step_check import Trained, step
+from jdist.verify.steps.step_check import Trained, step, step_judge
 
-__all__ = ["Trained", "step"]
+__all__ = ["Trained", "step", "step_judge"]

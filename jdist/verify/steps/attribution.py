@@ -25,6 +25,7 @@ from jdist.verify.explanations import diagnose
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
+from jdist.verify.steps.tapped_values import VALUES
 from jdist.verify.steps.trajectory import Moment
 
 # A suspected cause must account for all but this share of what it is to explain.
@@ -41,6 +42,9 @@ COMPOSE = (
     "verify.step(loss_fn, update, state, batches, candidates), with the loss and the "
     "optimizer's update, says which"
 )
+TOLD = 4
+"""How many right values are listed."""
+
 UNKNOWN = "gradient or optimizer update"
 CLIPPING = "gradient clipping"
 
@@ -89,12 +93,13 @@ def attributed(
     if any(within(path, "states") for path in failing):
         parts.append(("model state", _worst(rows, "states")))
     updated = [p for p in failing if within(p, "params") or within(p, "state")]
+    values = [row for row in rows if within(row.path, VALUES)]
     if any(within(path, "gradient") for path in failing):
         worst = _worst(rows, "gradient")
         clip = _clip_of_shown(found, moment)
         parts.append((CLIPPING, f"{clip}. {worst}") if clip else ("gradient", worst))
-    # Only the model's state is wrong, which is reported above.
-    elif not updated:
+    # A tapped value, or the model's state alone, is wrong: no more is to be inferred.
+    elif not updated or any(row.problem for row in values):
         pass
     elif any(within(path, "gradient") for path in found):
         why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
@@ -103,7 +108,25 @@ def attributed(
         parts.append(part)
     else:
         parts.append(_inferred(rows, updated, found, moment))
+    parts = _with_values(parts, values)
     return tuple(Attribution(name, step, part, why) for part, why in parts)
+
+
+def _with_values(
+    parts: list[tuple[str, str]], values: Sequence[LeafReport]
+) -> list[tuple[str, str]]:
+    """The parts, and the first wrong value that is tapped in the update."""
+    names = [bare(row.path) for row in values]
+    first = next((i for i, row in enumerate(values) if row.problem), None)
+    if first is not None:
+        why = values[first].problem
+        if first:
+            why += f". Right before it: {', '.join(names[:first][-TOLD:])}"
+        return [*parts, (names[first], why)]
+    if not names:
+        return parts
+    right = f"its tapped values are right: {', '.join(names[-TOLD:])}"
+    return [(part, f"{right}; {why}") for part, why in parts]
 
 
 def attributed_of_whole(
@@ -168,7 +191,7 @@ def _of_update(
     # right, so is the gradient: if only parameters fail, all moments are right.
     kept = [
         any(
-            path.endswith(f"/{_bare(p)}")
+            path.endswith(f"/{bare(p)}")
             and np.shape(found[path]) == moment.wanted[p].shape
             for path in moments
         )
@@ -191,8 +214,8 @@ def _averages(moment: Moment) -> set[str]:
     trees: dict[str, dict[str, str]] = {}
     for path in filter(_is_optimizers, moment.moves):
         for p in params:
-            if path.endswith(f"/{_bare(p)}"):
-                trees.setdefault(path.removesuffix(_bare(p)), {})[p] = path
+            if path.endswith(f"/{bare(p)}"):
+                trees.setdefault(path.removesuffix(bare(p)), {})[p] = path
     found: set[str] = set()
     for tree in trees.values():
         pairs = [
@@ -257,7 +280,11 @@ def _inferred(
     whole = {path: _whole(leaf) for path, leaf in found.items()}
     # No gradient can be read off leaves of other shapes or of other processes.
     if not all(_alike(whole.get(p), x) for p, x in _updated(moment.wanted).items()):
-        return unknown
+        factor = _factor_of_gradient(failing, whole, moment)
+        if factor is None:
+            return unknown
+        why = f"its step is that of about {factor:.3g} times the gradient"
+        return "gradient", f"{why}; {_worst(rows, 'params')}"
     fixed = [p for p in failing if moment.limits[p] is None]
     if fixed:
         why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
@@ -295,14 +322,14 @@ def _of_gradient(
     decay = _decay({path: gradient[path] - own[path] for path in wrong}, moment)
     if decay is not None:
         why = f"as if a weight decay of {decay:.3g} were added to the gradient"
-        return "optimizer update", f"{why} of {', '.join(map(_bare, wrong))}"
+        return "optimizer update", f"{why} of {', '.join(map(bare, wrong))}"
     if not _explained(failing, found, gradient, moment):
         return None
     worst = max(wrong, key=lambda path: float(ratios[path].max()))
     known = own | ({STALE: moment.stale[worst]} if worst in moment.stale else {})
     told = diagnose(worst, known, gradient[worst], ratios[worst])
     why = "its optimizer state is the reference's update of another gradient, of"
-    return "gradient", f"{why} {_bare(worst)}: {told}"
+    return "gradient", f"{why} {bare(worst)}: {told}"
 
 
 def _updated(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,7 +353,8 @@ def _alike(leaf: Shaped | None, reference: Shaped | None) -> bool:
     return leaf is not None and leaf.shape == reference.shape
 
 
-def _bare(path: str) -> str:
+def bare(path: str) -> str:
+    """A leaf's path without the part of the state that it is in."""
     return path.partition("/")[2] or path
 
 
@@ -414,13 +442,68 @@ def _explained(
     made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
     for path in failing:
         got, reference = in_double(found[path]), in_double(moment.wanted[path])
-        limit = moment.limits[path]
-        rest, all_of_it = got - made[path], got - reference
-        # To the bound, or to a small part of an error that is far above it.
-        small = limit is not None and (np.abs(rest) <= limit.bound).all()
-        if not small and not np.linalg.norm(rest) <= REST * np.linalg.norm(all_of_it):
+        if not _fits(got - made[path], got - reference, _width(moment, path)):
             return False
     return True
+
+
+def _factor_of_gradient(
+    failing: list[str], found: Mapping[str, Any], moment: Moment
+) -> float | None:
+    """The multiple of the gradient that explains new parameters, if that alone does.
+
+    Of an optimizer that hides the scale, such as Adam, whose epsilon shows it.
+    """
+    params = [p for p in _floating(moment) if within(p, "params")]
+    if not all(_alike(found.get(p), moment.wanted[p]) for p in params):
+        return None
+    if moment.composed is None or not all(within(p, "params") for p in failing):
+        return None
+    names = list(_floating(moment))
+    ways = [
+        (in_double(found[p]) - moment.before[p], moment.moves[p], _width(moment, p))
+        for p in params
+    ]
+    way, move, width = (
+        np.concatenate([np.ravel(x) for x in own]) for own in zip(*ways, strict=True)
+    )
+    power = float(np.vdot(move, move).real)
+    # A multiple of the step would be one of the learning rate as well.
+    if not power or _fits(way - np.vdot(move, way) / power * move, way - move, width):
+        return None
+    own = [in_double(x) for x in jax.tree.leaves(moment.composed.inputs[1])]
+    before = [in_double(moment.before[p]) for p in params]
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        update = jax.jit(lambda f: _update(moment, [f * jnp.asarray(g) for g in own]))
+
+        def left(power: float) -> np.ndarray:
+            after = dict(zip(names, update(2.0**power), strict=True))
+            made = [
+                np.asarray(after[p]) - x for p, x in zip(params, before, strict=True)
+            ]
+            return way - np.concatenate([np.ravel(x) for x in made])
+
+        best, reach = 0.0, 16.0
+        # Ever finer grids: an error that is flat almost everywhere has no slope.
+        while reach > 1e-6:
+            grid = best + reach * np.linspace(-1, 1, 17)
+            best = min(grid, key=lambda x: float(np.linalg.norm(left(x) / width)))
+            reach /= 6
+        explained = _fits(left(best), way - move, width)
+    return float(2.0**best) if explained and abs(best) > REST else None
+
+
+def _width(moment: Moment, path: str) -> np.ndarray:
+    limit = moment.limits[path]
+    assert limit is not None, f"{path} is floating"
+    return np.broadcast_to(limit.bound, np.shape(moment.wanted[path]))
+
+
+def _fits(rest: np.ndarray, error: np.ndarray, width: np.ndarray) -> bool:
+    """Whether a rest is within the bound, or a small part of the whole error."""
+    if (np.abs(rest) <= width).all():
+        return True
+    return bool(np.linalg.norm(rest) <= REST * np.linalg.norm(error))
 
 
 def _decay(added: Mapping[str, np.ndarray], moment: Moment) -> float | None:

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, Final, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,13 @@ from jdist.verify.steps.attribution import (
     STALE,
     attributed,
     attributed_of_whole,
+    bare,
     within,
 )
 from jdist.verify.steps.reference_step import ReferenceStep, Step, named_state
+from jdist.verify.steps.tapped_values import VALUES, shown_values
 from jdist.verify.steps.trajectory import Moment, Training, trajectory
+from jdist.verify.tracing import TapRecord, TapRecording
 
 
 class Trained(NamedTuple):
@@ -117,7 +120,8 @@ def step(  # noqa: PLR0913 - options, by keyword
         `loss_fn(params, batch, states=) -> (losses, new states)`.
       update: `update(params, gradient, opt_state) -> (params, opt_state)`, such as
         `optim.sgd(lr=0.1).step`, with clipping and schedules if there are any. It is
-        traced, and must have no Python side effects.
+        traced, and must have no Python side effects. Values that `verify.tap` marks in
+        it are compared with those of the same name in a candidate's step.
       state: Where training starts: `(params, opt_state)`, such as
         `(params, optim.sgd(lr=0.1).init(params))`; or `(params, opt_state, states)` of
         a model with a state, such as batch-norm statistics.
@@ -140,9 +144,10 @@ def step(  # noqa: PLR0913 - options, by keyword
       the new value minus the old. A leaf is "not judged" where no step at all would
       pass as well. `attributions` say which part of the first wrong step was wrong:
       "gradient", "optimizer update" or "model state"; or "gradient or optimizer update"
-      where what the candidate shows cannot tell. In the second form they name the
-      part of the state, and say "optimizer update" where the optimizer's state, which
-      is made of the gradient, is right.
+      where what the candidate shows cannot tell; or the name of the value, tapped in
+      `update`, that is wrong first. In the second form they name the part of the state,
+      and say "optimizer update" where the optimizer's state, which is made of the
+      gradient, is right.
 
     Raises:
       ValueError: No batches or candidates; a state of another length; as many weights
@@ -176,38 +181,170 @@ def step(  # noqa: PLR0913 - options, by keyword
       True
     """
     check_options("step", reduction, accumulation)
+    options = _Options(weights, reduction, accumulation)
+    problem = _Problem(loss_fn, update, state, batches)
+    if candidates is None:
+        problem, candidates = _Problem(update, WHOLE, state, batches), loss_fn
     with joined(timeout) as peers, on_one_device(state, batches):
-        if candidates is None:
-            _check_without_loss(weights, reduction)
-            given = [batch for batch, _ in _weighted(batches, None)]
-            report = _of_whole_steps(loss_fn, update, state, given, accumulation, peers)
-        else:
-            _check_state(state)
-            stateful = len(state) == 3
-            training = Training(loss_fn, update, stateful, reduction, accumulation)
-            weighted = _weighted(batches, weights)
-            report = _of_composed(training, state, weighted, candidates, peers)
-        return agreed(report, peers)
+        _check(problem, options)
+        named = _named(problem, candidates)
+        return agreed(_report(_reference(problem, options), peers, named), peers)
 
 
-def _of_composed(
-    training: Training,
-    state: tuple[PyTree, ...],
-    batches: Sequence[tuple[PyTree, Any]],
-    candidates: Mapping[str, Callable[..., Any]],
-    peers: Peers,
-) -> Report:
-    """Judges trainers of parameters and states by the gradient and the update."""
+@overload
+def step_judge(
+    loss_fn: Callable[..., Any],
+    update: Callable[[Any, Any, Any], tuple[Any, Any]],
+    state: tuple[Any, ...],
+    batches: Sequence[Any],
+    *,
+    weights: Sequence[Any] | None = None,
+    reduction: str = "mean",
+    accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
+) -> Callable[[Mapping[str, Callable[..., Any]]], Report]: ...
+@overload
+def step_judge(
+    reference_step: Step,
+    state: PyTree,
+    batches: Sequence[Any],
+    /,
+    *,
+    accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
+) -> Callable[[Step | Mapping[str, Step]], Report]: ...
+def step_judge(
+    loss_fn: Any,
+    update: Any,
+    state: PyTree,
+    batches: Sequence[Any] | None = None,
+    *,
+    weights: Sequence[Any] | None = None,
+    reduction: str = "mean",
+    accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
+) -> Callable[..., Report]:
+    """Builds a reusable `step`, which measures the reference's steps once.
+
+    Two forms, as of `step`: `step_judge(loss_fn, update, state, batches)`, and
+    `step_judge(reference_step, state, batches)` for steps that are one function.
+
+    Args:
+      loss_fn: As in `step`.
+      update: As in `step`.
+      state: As in `step`.
+      batches: As in `step`.
+      weights: As in `step`.
+      reduction: As in `step`.
+      accumulation: As in `step`.
+      timeout: As in `step`.
+
+    Returns:
+      `judge(candidates) -> Report`, for any candidates as in `step`; in the second form
+      `judge(step_fn)`, or with a mapping of names.
+
+    Raises:
+      ValueError: As `step`. On calling: as `step`, for what concerns candidates.
+      TypeError: As `step`. On calling: as `step`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> loss = lambda w, x: (x @ w) ** 2
+      >>> x, w = jnp.array([[1.0, 2.0], [3.0, 5.0]]), jnp.array([0.3, 0.4])
+      >>> sgd = lambda w, g, s: (w - 0.01 * g, s)
+      >>> judge = step_judge(loss, sgd, (w, ()), [x])
+      >>> gradient = jax.grad(lambda w, x: loss(w, x).mean())
+      >>> right = lambda w, s, x: sgd(w, gradient(w, x), s)
+      >>> wrong = lambda w, s, x: sgd(w, 2 * gradient(w, x), s)
+      >>> judge({"right": right}).ok, judge({"wrong": wrong}).ok
+      (True, False)
+    """
+    check_options("step", reduction, accumulation)
+    options = _Options(weights, reduction, accumulation)
+    problem = _Problem(loss_fn, update, state, batches)
+    if batches is None:
+        problem = _Problem(loss_fn, WHOLE, update, state)
+    given = problem.state, problem.batches
+    with joined(timeout), on_one_device(*given):
+        _check(problem, options)
+        steps = _reference(problem, options)
+
+    def judge(candidates: Any) -> Report:
+        with joined(timeout) as peers, on_one_device(*given):
+            return agreed(_report(steps, peers, _named(problem, candidates)), peers)
+
+    return judge
+
+
+WHOLE: Final = "whole"
+"""In the place of an update: the step is one function."""
+
+
+class _Problem(NamedTuple):
+    """The reference's steps: of a loss and an update, or of one function, `WHOLE`."""
+
+    function: Callable[..., Any]
+    update: Callable[..., Any] | Literal["whole"]
+    state: PyTree
+    batches: Any
+
+
+class _Options(NamedTuple):
+    """Options of the reference, as in `step`."""
+
+    weights: Sequence[Any] | None
+    reduction: str
+    accumulation: DTypeLike | None
+
+
+def _check(problem: _Problem, options: _Options) -> None:
+    """Raises for a problem whose reference steps cannot be measured."""
+    if problem.update == WHOLE:
+        return _check_without_loss(options.weights, options.reduction)
+    _check_state(problem.state)
+    batch, _ = _weighted(problem.batches, options.weights)[0]
+    check_function("step(loss_fn)", problem.function)
+    check_function("step(update)", problem.update)
+    loss, (params, _, *states) = problem.function, problem.state
+    if states:
+        loss = partial(loss, states=brought(states[0]))
+    return check_loss("step", loss, params, batch)
+
+
+def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any]]:
+    """The candidates by name, which are checked."""
+    if problem.update != WHOLE:
+        check_candidates("step", candidates)
+    elif not isinstance(candidates, Mapping):
+        return {"step_fn": candidates}
+    elif not candidates:
+        rule = "must be a function, or name at least one"
+        raise ValueError(requirement("step(step_fn=...)", rule, candidates))
+    named: Mapping[str, Callable[..., Any]] = candidates
+    return named
+
+
+def _reference(problem: _Problem, options: _Options) -> _Steps:
+    """Measures the reference's steps."""
+    if problem.update == WHOLE:
+        return _whole_steps(problem, options)
+    training = Training(
+        problem.function,
+        problem.update,
+        len(problem.state) == 3,
+        options.reduction,
+        options.accumulation,
+    )
+    weighted = _weighted(problem.batches, options.weights)
+    return _composed_steps(training, problem.state, weighted)
+
+
+def _composed_steps(
+    training: Training, state: tuple[PyTree, ...], batches: Sequence[tuple[PyTree, Any]]
+) -> _Steps:
+    """The steps of a loss's gradient and an update."""
     states = tuple(state[2:]) or ((),)
-    own_states = brought(states[0])
-    check_function("step(loss_fn)", training.loss_fn)
-    check_function("step(update)", training.update)
-    own = training.loss_fn
-    if training.stateful:
-        own = partial(own, states=own_states)
-    check_loss("step", own, state[0], batches[0][0])
-    check_candidates("step", candidates)
-    losses = partial(training.losses, states=own_states)
+    losses = partial(training.losses, states=brought(states[0]))
     check = partial(check_problem, "step", losses, state[0], names=("state", "batches"))
     start = _arrays((*state[:2], *states))
     given = [batch for batch, _ in batches]
@@ -217,50 +354,32 @@ def _of_composed(
             check(batch, weight, training.reduction)
         # A list, because every candidate goes through these steps.
         moments = list(trajectory(training, brought(start), brought(batches)))
-    steps = _Steps(
-        # Candidates of a model without a state take no `states`.
-        start[: len(state)],
-        given,
-        moments,
-        partial(_trained, peers),
-        gradient_of_sum(losses),
-        attributed,
-    )
-    return _report(steps, peers, candidates)
+    # Candidates of a model without a state take no `states`.
+    start = start[: len(state)]
+    draws = gradient_of_sum(losses)
+    return _Steps(start, given, moments, _trained, draws, attributed)
 
 
-def _of_whole_steps(
-    step_fn: Step | Mapping[str, Step],
-    reference_step: Step,
-    state: PyTree,
-    batches: Sequence[PyTree],
-    accumulation: DTypeLike | None,
-    peers: Peers,
-) -> Report:
-    """Judges steps of a whole state by a reference step."""
-    if isinstance(step_fn, Mapping) and not step_fn:
-        rule = "must be a function, or name at least one"
-        raise ValueError(requirement("step(step_fn=...)", rule, step_fn))
+def _whole_steps(problem: _Problem, options: _Options) -> _Steps:
+    """The steps of a reference step of a whole state."""
+    reference_step, _, state, _ = problem
+    batches = [batch for batch, _ in _weighted(problem.batches, None)]
     start = _arrays(state)
     own, given = brought(start), brought(batches)
     with _no_single_batch(partial(reference_step, own), given):
         reference = ReferenceStep(reference_step, own, given[0])
-        moments = list(reference.moments(own, given, accumulation))
-    steps = _Steps(
+        moments = list(reference.moments(own, given, options.accumulation))
+    missed = ", ".join(sorted(reference.unmeasured))
+    note = f"the rounding of {missed} was not measured: there the bound is too narrow"
+    return _Steps(
         (start,),
         batches,
         moments,
-        partial(_advanced, reference, peers),
+        partial(_advanced, reference),
         reference.advance,
         partial(attributed_of_whole, reference.of_batch),
+        (note,) if missed else (),
     )
-    named = step_fn if isinstance(step_fn, Mapping) else {"step_fn": step_fn}
-    report = _report(steps, peers, named)
-    if not reference.unmeasured:
-        return report
-    missed = ", ".join(sorted(reference.unmeasured))
-    note = f"the rounding of {missed} was not measured: there the bound is too narrow"
-    return replace(report, notes=(*report.notes, note))
 
 
 def _arrays(state: PyTree) -> PyTree:
@@ -280,7 +399,7 @@ def _report(
         rows += own
         notes += _equalities(name, own) + unsure
         causes += cause
-    return Report(rows, notes=notes, attributions=causes)
+    return Report(rows, notes=notes + steps.notes, attributions=causes)
 
 
 def _check_without_loss(weights: object, reduction: str) -> None:
@@ -366,12 +485,14 @@ class _Shown(NamedTuple):
       then: Arguments of the next step, before its batch.
       repeatable: Whether another call would repeat the step, because the candidate
         keeps no state of its own.
+      unseen: Tapped values of the update that it does not show.
     """
 
     leaves: Mapping[str, Any]
     kept: tuple[str, ...]
     then: tuple[PyTree, ...]
     repeatable: bool
+    unseen: tuple[str, ...] = ()
 
 
 class _Steps(NamedTuple):
@@ -381,17 +502,19 @@ class _Steps(NamedTuple):
       start: Arguments of the first step, before its batch.
       batches: One batch for each step.
       moments: The steps of the reference.
-      call: `call(name, candidate, given, batch)`.
+      call: `call(peers, moment, name, candidate, given, batch)`.
       draws: `draws(start[0], batch)`: the function whose random numbers count.
       attributed: `attributed(rows, leaves, moment, step)`.
+      notes: Notes on the reference.
     """
 
     start: tuple[PyTree, ...]
     batches: Sequence[PyTree]
     moments: Sequence[Moment]
-    call: Callable[[str, Callable[..., Any], tuple[PyTree, ...], PyTree], _Shown]
+    call: Callable[..., _Shown]
     draws: Callable[[PyTree, PyTree], Any]
     attributed: Callable[..., tuple[Attribution, ...]]
+    notes: tuple[str, ...] = ()
 
 
 def _judged(
@@ -404,20 +527,19 @@ def _judged(
     for number, (batch, moment) in enumerate(
         zip(steps.batches, steps.moments, strict=True), 1
     ):
-        shown = steps.call(name, candidate, given, batch)
+        call = partial(steps.call, peers, moment, name, candidate, given, batch)
+        shown = call()
         rows = _rows(name, moment, shown, peers)
         if any(row.ratio > 1 for row in rows):
 
             def answers(
-                first: _Shown = shown,
-                given: tuple[PyTree, ...] = given,
-                batch: PyTree = batch,
+                first: _Shown = shown, again: Callable[[], _Shown] = call
             ) -> Iterator[Mapping[str, PyTree]]:
                 yield first.leaves
                 # A further call of a stateful candidate is another step, not a
                 # repetition.
                 while first.repeatable:
-                    yield steps.call(name, candidate, given, batch).leaves
+                    yield again().leaves
 
             drawn = (steps.draws, *brought((steps.start[0], batch)))
             why, notes = excuse(
@@ -440,21 +562,34 @@ def _judged(
                     replace(row, problem=where + row.problem) if row.problem else row
                     for row in rows
                 )
-            return rows, causes, notes
+            return rows, causes, notes + _unseen(name, shown)
         # A candidate continues from its own state, as in a training run.
         given = shown.then
-    return rows, (), notes
+    return rows, (), notes + _unseen(name, shown)
+
+
+def _unseen(name: str, shown: _Shown) -> tuple[str, ...]:
+    """A note on tapped values that were not compared."""
+    if not shown.unseen:
+        return ()
+    values = ", ".join(bare(path) for path in shown.unseen)
+    return (
+        f"{name}: not compared, since no value of this name and shape is tapped in its "
+        f"step: {values}",
+    )
 
 
 def _trained(
     peers: Peers,
+    moment: Moment,
     name: str,
     candidate: Callable[..., Any],
     given: tuple[PyTree, ...],
     batch: PyTree,
 ) -> _Shown:
     """Takes one step of a candidate with parameters and states."""
-    result = called("step", name, candidate, (*given, batch))
+    tapped = [path for path in moment.wanted if within(path, VALUES)]
+    result, records = _recorded(bool(tapped), name, candidate, (*given, batch))
     parts = "params, opt_state, states" if len(given) == 3 else "params, opt_state"
     call = f"candidates[{name!r}]({parts}, batch)"
     if not isinstance(result, Trained):
@@ -474,20 +609,46 @@ def _trained(
     }
     kept = tuple(part for part, tree in found.items() if tree is None)
     leaves = named_leaves({p: x for p, x in found.items() if p not in kept})
+    values: dict[str, np.ndarray] = {}
+    # Devices of other processes show their values there.
+    if peers.size == 1:
+        values = shown_values(records, moment.wanted, moment.limits)
+    unseen = tuple(path for path in tapped if path not in values)
+    leaves |= values
+    kept += unseen
     then = (result.params, result.opt_state, result.states)[: len(given)]
     # A call of a trainer that keeps its optimizer's state is a further step.
-    return _Shown(leaves, kept, then, result.opt_state is not None)
+    return _Shown(leaves, kept, then, result.opt_state is not None, unseen)
+
+
+def _recorded(
+    tapped: bool,
+    name: str,
+    candidate: Callable[..., Any],
+    arguments: tuple[PyTree, ...],
+) -> tuple[Any, Sequence[TapRecord]]:
+    """The result of a candidate, and its taps' records if the update has taps."""
+    # A recording traces a compiled step again.
+    if not tapped:
+        return called("step", name, candidate, arguments), ()
+    with TapRecording() as recording:
+        result = called("step", name, candidate, arguments)
+        # Taps arrive while the program runs, which must end within the recording.
+        jax.block_until_ready(result)
+    return result, recording.records
 
 
 def _advanced(
     reference: ReferenceStep,
     peers: Peers,
+    moment: Moment,
     name: str,
     candidate: Callable[..., Any],
     given: tuple[PyTree, ...],
     batch: PyTree,
 ) -> _Shown:
     """Takes one step of a candidate with one whole state."""
+    del moment
     result = called("step", name, candidate, (*given, batch))
     new = peers.computed(reference.state_of(result))
     leaves, of_batch = named_state(new), reference.of_batch
@@ -541,7 +702,12 @@ def _described(
         got, what = got.astype(wide) - before.astype(wide), "its step: "
     if path in moment.stale:
         steps[STALE] = moment.stale[path]
-    return described_shard(path, steps, shard, got, ratio, what)
+    told = described_shard(path, steps, shard, got, ratio, what)
+    own = wanted[path]
+    # A factor would say nothing of one number of many, and everything of a norm.
+    if within(path, VALUES) and own is not None and own.size == 1 and own.all():
+        told += f"; it is {(got / own).item():.4g} times the reference"
+    return told
 
 
 def _hidden(row: LeafReport, moment: Moment) -> LeafReport:

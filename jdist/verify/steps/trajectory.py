@@ -35,6 +35,8 @@ from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
 from jdist.verify.measure import Counted, Measured, ReducedLoss
 from jdist.verify.oracle import reduced
+from jdist.verify.steps.tapped_values import SeenValues, value_path
+from jdist.verify.tracing import TapRecording
 
 # How many other right trainers are followed.
 FOLLOWED = 16
@@ -120,7 +122,8 @@ class Moment(NamedTuple):
 
     Attributes:
       before: Parameters, optimizer state and model state before the step.
-      wanted: The same after the step, and the gradient.
+      wanted: The same after the step, the gradient, and the tapped values of the update
+        as `values/NAME`.
       limits: The limit of each leaf in `wanted`.
       moves: The exact step of each floating leaf but the gradient, float64.
       sizes: The size of that step if the gradient's terms do not cancel; 0 if it is not
@@ -170,6 +173,7 @@ def trajectory(
     """
     gradient_of = jax.jit(training.gradient)
     updated = jax.jit(training.update)
+    seen: SeenValues | None = None
     counted, measure = _measurement(training)
     state = start = jax.tree.map(jnp.asarray, start)
     earlier: PyTree = None
@@ -183,16 +187,20 @@ def trajectory(
         measured = measure(state, given, gradient)
         known = [x for x in measured.limits.values() if x is not None]
         taken = _Taken(state, gradient, (batch, own), known)
-        traced = (
-            gradient_of.trace(params, batch, own, states).jaxpr,
-            updated.trace(params, gradient, opt_state).jaxpr,
-        )
-        check_references("step(update=...)", traced[1])
+        given_to = params, batch, own, states
+        # Taps are part of a program only if it is traced during a recording.
+        with TapRecording():
+            update = updated.trace(params, gradient, opt_state).jaxpr
+        traced = gradient_of.trace(*given_to).jaxpr, update
+        check_references("step(update=...)", update)
+        if seen is None:
+            seen = SeenValues.of(update, partial(gradient_of.trace, *given_to))
         before = [wide[0] for wide in others]
-        others, slopes, sizes = _move(traced, training.stateful, taken, others, t)
+        others, slopes, sizes = _move(traced, training.stateful, seen, taken, others, t)
         after = (*updated(params, gradient, opt_state), new)
         wanted = on_host(named(*after))
         limits, moves = limits_of(wanted, others, (origin, before), sizes, t + 1)
+        values, bounds = _values(seen, t + 1)
         gradients = named_leaves({"gradient": gradient})
         stale: dict[str, np.ndarray] = {}
         if earlier is not None:
@@ -201,8 +209,8 @@ def trajectory(
             stale = _stale(params, old, updated(params, old, opt_state)[0])
         yield Moment(
             on_host(named(*state)),
-            {**on_host(gradients), **wanted},
-            {**_gradient_limits(gradients, measured, slopes), **limits},
+            {**on_host(gradients), **values, **wanted},
+            {**_gradient_limits(gradients, measured, slopes), **bounds, **limits},
             moves,
             sized(moves, sizes),
             Composed((params, gradient, opt_state), traced[1]),
@@ -311,21 +319,23 @@ def starts(start: PyTree) -> list[np.ndarray]:
 def _move(
     programs: tuple[ClosedJaxpr, ClosedJaxpr],
     stateful: bool,
+    seen: SeenValues,
     taken: _Taken,
     others: list[np.ndarray],
     seed: int,
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Takes one step of each trainer; returns states, gradients and sizes."""
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        found = _moved(programs, stateful, taken, others, jnp.uint32(seed))
+        found = _moved(programs, stateful, seen, taken, others, jnp.uint32(seed))
         after, slopes, sizes = jax.tree.map(np.asarray, found)
         return after, slopes, sizes
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _moved(
     programs: tuple[ClosedJaxpr, ClosedJaxpr],
     stateful: bool,
+    seen: SeenValues,
     taken: _Taken,
     others: PyTree,
     seed: jax.Array,
@@ -355,10 +365,11 @@ def _moved(
         ]
         # The reference's own order of leaves: the loss, the gradient, the new state.
         _, *slopes = run(differentiate, given, exact)[: count + 1]
-        gradient = _shifted(taken, slopes, own, number != 0)
+        gradient = _shifted(taken, slopes, own, number, bool(seen.names))
         # With size 0, so that sizes of results are those of the steps alone.
         kept = list(map(unsized, state[: params + opt_state]))
-        found = run(update, [*kept[:params], *gradient, *kept[params:]], rounding)
+        shown = replace(rounding, observer=seen.observer(number))
+        found = run(update, [*kept[:params], *gradient, *kept[params:]], shown)
         if stateful:
             # No sum over examples: perturbed by the rounding of the whole loss.
             found += run(differentiate, given, rounding)[count + 1 :]
@@ -372,16 +383,28 @@ def _moved(
 
 
 def _shifted(
-    taken: _Taken, slopes: list[PrecisionPair], seed: jax.Array, moving: jax.Array
+    taken: _Taken,
+    slopes: list[PrecisionPair],
+    seed: jax.Array,
+    number: jax.Array,
+    together: bool,
 ) -> list[PrecisionPair]:
-    """The gradient with each entry moved up or down by its bound."""
+    """The gradient with each entry moved up or down by its bound.
+
+    Trainers 1 and 2 move all entries outwards or inwards if `together`: values of the
+    whole gradient, as its norm, differ most where its entries err alike.
+    """
     leaves = jax.tree.leaves(taken.gradient)
     # rbg compiles faster than the default.
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     shifted = []
     for key, own, slope, limit in zip(keys, leaves, slopes, taken.limits, strict=True):
         sign = jax.random.rademacher(key, own.shape, jnp.float64)
-        wide = slope.wide + jnp.where(moving, sign * limit.bound, 0)
+        if together:
+            outwards = jnp.sign(slope.wide)
+            own_way = [number == 1, number == 2]
+            sign = jnp.select(own_way, [outwards, -outwards], sign)
+        wide = slope.wide + jnp.where(number != 0, sign * limit.bound, 0)
         size = jnp.broadcast_to(jnp.asarray(limit.size, jnp.float64), own.shape)
         shifted.append(PrecisionPair(own, wide, size))
     return shifted
@@ -444,6 +467,18 @@ def limits_of(
         # Numbers below the smallest normal one may be flushed to zero.
         limits[path] = Limit(allowed + EXTRA * tiny, np.maximum(np.abs(own), size[0]))
     return limits, moves
+
+
+def _values(
+    seen: SeenValues, steps: int
+) -> tuple[dict[str, np.ndarray], dict[str, Limit | None]]:
+    """The tapped values of the last step's update by path, and their limits."""
+    values, others = seen.taken()
+    wanted = {value_path(label): own for label, own in values.items()}
+    # Beside a start of 0 the way of a value is the whole of it.
+    none = [np.zeros_like(wide[0]) for wide in others]
+    sizes = [np.zeros((1, *x.shape)) for x in none]
+    return wanted, limits_of(wanted, others, (none, none), sizes, steps)[0]
 
 
 def _gradient_limits(

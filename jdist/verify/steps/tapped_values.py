@@ -1,0 +1,157 @@
+"""Values inside an update that `verify.tap` marks, such as a norm or a momentum.
+
+The reference's update shows both sides of each to all trainers that are followed, so
+that they have limits like the leaves of a state. What a candidate shows under the same
+name, on any device and in any loop, must be one of the reference's values.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jdist._compat import equations_in
+from jdist._errors import requirement
+from jdist.verify.bound import Limit, in_double
+from jdist.verify.lockstep import Observer, Position, PrecisionPair
+from jdist.verify.tracing import TapRecord, TapRecording
+from jdist.verify.tracing.primitive import show
+
+VALUES = "values"
+"""The part of a step that tapped values are."""
+
+
+def value_path(label: str) -> str:
+    """The path of a tapped value among a step's leaves."""
+    return f"{VALUES}/{label}"
+
+
+class SeenValues:
+    """Collects the tapped values of an update from all trainers that are followed.
+
+    Attributes:
+      names: The names of its taps.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self._lock = threading.Lock()
+        self._sides: dict[Any, dict[int, Sequence[np.ndarray]]] = defaultdict(dict)
+
+    @classmethod
+    def of(cls, update: ClosedJaxpr, loss: Callable[[], Any]) -> "SeenValues":
+        """That of an update's program.
+
+        Raises:
+          ValueError: The loss, which is traced only if there are names, has a tap of
+            the same name: a candidate's values could not be told apart.
+        """
+        names = _taps(update)
+        if names:
+            with TapRecording():
+                both = sorted(names & _taps(loss().jaxpr))
+            if both:
+                rule = "must not have a tap's name in common with the loss"
+                raise ValueError(requirement("step(update=...)", rule, repr(both[0])))
+        return cls(names)
+
+    def observer(self, number: jax.Array) -> Observer:
+        """Shows what the taps of one trainer pass on."""
+
+        def observe(
+            name: str, position: Position, given: Sequence[PrecisionPair]
+        ) -> PrecisionPair:
+            value = given[0]
+            at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
+            # The wide side passes on: results are made of it, so the tap is kept.
+            sides = value.wide, value.rounded
+            shown = show(*sides, at, number, name=name, receive=self._receive)
+            return PrecisionPair(value.rounded, shown, value.size)
+
+        return observe
+
+    def _receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
+        del axes
+        *sides, position, number = arrays
+        with self._lock:
+            self._sides[tuple(position.tolist()), name][int(number)] = sides
+
+    def taken(self) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+        """The values of the last step by label, and each of all trainers in float64.
+
+        The label is the name, with a number if the tap is passed several times.
+        """
+        with self._lock:
+            sides, self._sides = self._sides, defaultdict(dict)
+        # By position, because XLA's threads show taps in any order.
+        keys = sorted(sides)
+        count, number = Counter(name for _, name in keys), Counter[str]()
+        values, others = {}, []
+        for key in keys:
+            name, own = key[1], sides[key]
+            label = f"{name}[{number[name]}]" if count[name] > 1 else name
+            number[name] += 1
+            values[label] = own[0][1]
+            others.append(np.stack([own[trainer][0] for trainer in sorted(own)]))
+        return values, others
+
+
+def _taps(program: ClosedJaxpr) -> frozenset[str]:
+    own = (x for x in equations_in(program) if x.primitive.name == "tap")
+    return frozenset(x.params["name"] for x in own)
+
+
+def shown_values(
+    records: Iterable[TapRecord],
+    wanted: Mapping[str, Any],
+    limits: Mapping[str, Limit | None],
+) -> dict[str, np.ndarray]:
+    """For each tapped value that a candidate shows, by path, what tells most of it.
+
+    Replicas and loops show a value many times. One that is no value of the reference
+    stands for the first that the candidate does not show, or else the nearest.
+    """
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for path in wanted:
+        if path.startswith(f"{VALUES}/"):
+            by_name[path.removeprefix(f"{VALUES}/").partition("[")[0]].append(path)
+    found: dict[str, np.ndarray] = {}
+    strange: list[tuple[list[str], np.ndarray, list[float]]] = []
+    for record in records:
+        paths = by_name.get(record.name, [])
+        for value in _each(record, wanted[paths[0]]) if paths else ():
+            ratios = [_ratio(value, wanted[p], limits[p]) for p in paths]
+            best = int(np.argmin(ratios))
+            if ratios[best] > 1:
+                strange.append((paths, value, ratios))
+            else:
+                found.setdefault(paths[best], value)
+    wrong: dict[str, np.ndarray] = {}
+    for paths, value, ratios in strange:
+        left = [p for p in paths if p not in found and p not in wrong]
+        wrong.setdefault(left[0] if left else paths[int(np.argmin(ratios))], value)
+    return found | wrong
+
+
+def _each(record: TapRecord, like: np.ndarray) -> Iterable[np.ndarray]:
+    """The values of a record in the forward pass that have the reference's shape."""
+    if record.cotangent is not None or record.value.shape[record.axes :] != like.shape:
+        return ()
+    # Another precision is no fault of its own: the value tells.
+    return record.value.astype(like.dtype).reshape(-1, *like.shape)
+
+
+def _ratio(value: np.ndarray, wanted: np.ndarray, limit: Limit | None) -> float:
+    assert limit is not None, "taps mark floating values"
+    with np.errstate(invalid="ignore"):
+        off = np.abs(in_double(value) - in_double(wanted))
+        ratio = float(np.max(off / limit.bound, initial=0))
+    # Equal infinities do not differ.
+    if np.array_equal(value, wanted, equal_nan=True):
+        return 0.0
+    return ratio if np.isfinite(ratio) else float("inf")

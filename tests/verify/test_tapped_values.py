@@ -1,0 +1,225 @@
+"""Values that are tapped in an update: which of them is wrong, and by which factor."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdist import optim, verify
+from jdist.verify import tap
+from jdist.verify.bound import Limit
+from jdist.verify.steps.tapped_values import shown_values
+from jdist.verify.tracing import TapRecord
+
+EXAMPLES = 12
+
+
+def losses(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"][None, :]) @ p["v"]
+
+
+def problem(steps=2):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params = {"w": array(5, 7), "b": array(7), "v": array(7)}
+    return params, [array(EXAMPLES, 5) for _ in range(steps)]
+
+
+def as_it_is(x):
+    return x
+
+
+def norm_of(g):
+    return jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(g)))
+
+
+def update(p, g, m, **change):
+    """Clipped SGD with momentum; `change` is what a wrong one does to a value."""
+
+    def shown(name, x):
+        own = change.get(name.rpartition("/")[2], as_it_is)
+        return tap(jax.tree.map(own, x), name)
+
+    rate = shown("rate", jnp.float32(0.1))
+    norm = shown("clip/norm", norm_of(g))
+    factor = shown("clip/factor", jnp.minimum(1.0, 0.1 / norm))
+    m = shown("momentum", jax.tree.map(lambda m, g: 0.9 * m + factor * g, m, g))
+    return jax.tree.map(lambda w, m: w - rate * m, p, m), m
+
+
+def gradient(p, x, scale=1.0):
+    return jax.grad(lambda p: scale * losses(p, x).sum() / EXAMPLES)(p)
+
+
+def on_one_device(**change):
+    @jax.jit
+    def step(p, m, x):
+        parts = [gradient(p, part) for part in jnp.split(x, 3)]
+        return update(p, jax.tree.map(lambda *g: sum(g), *parts), m, **change)
+
+    return step
+
+
+def replicated(**change):
+    """Over four devices, each of which shows the same values."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("dp",))
+
+    def local(p, m, x):
+        return update(p, lax.psum(gradient(p, x), "dp"), m, **change)
+
+    specs = {"in_specs": (P(), P(), P("dp")), "out_specs": (P(), P())}
+    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+
+
+@pytest.fixture(scope="module")
+def judge():
+    params, batches = problem()
+    start = params, jax.tree.map(jnp.zeros_like, params)
+    return verify.step_judge(losses, update, start, batches)
+
+
+@pytest.mark.parametrize("build", [on_one_device, replicated])
+def test_a_right_step_passes_with_all_its_values(judge, build):
+    report = judge({"right": build()})
+    assert report.ok, str(report)
+    values = {row.path for row in report.leaves if row.path.startswith("values/")}
+    assert values == {
+        "values/rate", "values/clip/norm", "values/clip/factor",
+        "values/momentum/w", "values/momentum/b", "values/momentum/v",
+    }  # fmt: skip
+    assert report.worst < 0.5
+    assert not any("not compared" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("build", [on_one_device, replicated])
+@pytest.mark.parametrize("name", ["rate", "clip/norm", "clip/factor", "momentum"])
+def test_the_first_wrong_value_is_named_with_its_factor(judge, build, name):
+    key = name.rpartition("/")[2]
+    report = judge({"wrong": build(**{key: lambda x: 1.22 * x})})
+    (cause,) = report.attributions
+    assert cause.part.partition("/b")[0] == name
+    assert "it is 1.22 times the reference" in cause.why
+    before = {"clip/norm": "rate", "clip/factor": "rate, clip/norm"}.get(name)
+    assert before is None or cause.why.endswith(f"Right before it: {before}")
+    assert cause.step == 1
+
+
+def test_one_device_alone_may_be_wrong(judge):
+    """As where only the first of several ranks clips: the others are right."""
+    second = lambda x: jnp.where(lax.axis_index("dp") == 1, 2 * x, x)  # noqa: E731
+    (cause,) = judge({"wrong": replicated(factor=second)}).attributions
+    assert cause.part == "clip/factor"
+    assert "it is 2 times the reference" in cause.why
+
+
+def test_values_that_are_not_tapped_are_noted(judge):
+    """They are no fault; and right values are said to be right."""
+
+    @jax.jit
+    def silent(p, m, x, factor=1.0):
+        g = gradient(p, x)
+        factor = factor * jnp.minimum(1.0, 0.1 / tap(norm_of(g), "clip/norm"))
+        m = jax.tree.map(lambda m, g: 0.9 * m + factor * g, m, g)
+        return jax.tree.map(lambda w, m: w - jnp.float32(0.1) * m, p, m), m
+
+    report = judge({"silent": silent})
+    assert report.ok
+    (note,) = (note for note in report.notes if "not compared" in note)
+    assert note.endswith(
+        "rate, clip/factor, momentum/b, momentum/v, momentum/w"
+    ), note  # fmt: skip
+    wrong = judge({"silent": partial(silent, factor=1.5)})
+    (cause,) = wrong.attributions
+    assert cause.why.startswith("its tapped values are right: clip/norm; ")
+
+
+def test_names_are_not_those_of_the_loss():
+    params, batches = problem(1)
+    same = lambda p, x: tap(losses(p, x), "clip/norm")  # noqa: E731
+    start = params, jax.tree.map(jnp.zeros_like, params)
+    message = r"^`step\(update=...\)` must not have a tap's name .*Got 'clip/norm'"
+    with pytest.raises(ValueError, match=message):
+        verify.step_judge(same, update, start, batches)
+
+
+def test_a_value_in_a_loop_is_numbered():
+    """Each passage of the reference is one of the candidate's, in any order."""
+    params, batches = problem(1)
+
+    def looped(p, g, s, factors=(1.0, 1.0, 1.0)):
+        def turn(x, f):
+            return tap(f * x * (2 - x), "iteration"), None
+
+        begin = jnp.tanh(norm_of(g)) / 3
+        share, _ = lax.scan(turn, begin, jnp.asarray(factors, jnp.float32))
+        return jax.tree.map(lambda w, g: w - 0.1 * share * g, p, g), s
+
+    def step(factors):
+        return jax.jit(lambda p, s, x: looped(p, gradient(p, x), s, factors))
+
+    report = verify.step(
+        losses, looped, (params, ()), batches,
+        {"right": step((1.0, 1.0, 1.0)), "second": step((1.0, 1.5, 1.0))},
+    )  # fmt: skip
+    assert report.of("right").ok
+    (cause,) = report.attributions
+    assert cause.part == "iteration[1]"
+
+
+def test_adam_hides_a_factor_of_the_gradient():
+    """Named where it is tapped, and guessed from epsilon where nothing is shown."""
+    params, batches = problem(1)
+    opt = optim.adam(lr=0.01)
+
+    def adam(p, g, s):
+        return opt.step(p, tap(g, "gradient"), s)
+
+    def step(scale, update):
+        def run(p, s, x):
+            return update(p, gradient(p, x, scale), s)[0], None
+
+        return jax.jit(run)
+
+    # Some entries' gradients are so small that epsilon counts.
+    batches = [x.at[:, 2].multiply(1e-6) for x in batches]
+    judge = verify.step_judge(losses, adam, (params, opt.init(params)), batches)
+    report = judge({
+        "right": step(1.0, adam), "tapped": step(4.0, adam),
+        "silent": step(4.0, opt.step), "rate": step(1.0, optim.adam(lr=0.04).step),
+    })  # fmt: skip
+    assert report.of("right").ok
+    parts = {x.candidate: (x.part, x.why) for x in report.attributions}
+    assert parts["tapped"][0] == "gradient/b"
+    assert "it is 4 times the reference" in parts["tapped"][1]
+    assert parts["silent"][0] == "gradient"
+    assert "that of about 4 times the gradient" in parts["silent"][1]
+    assert parts["rate"][0] == "gradient or optimizer update"
+
+
+def test_what_shows_most_of_a_value_is_taken():
+    wanted = {f"values/n[{i}]": np.float32(i) for i in (1, 2, 3)}
+    limits = dict.fromkeys(wanted, Limit(0.1, 1.0))
+
+    def found(*values):
+        records = [TapRecord("n", 0, np.float32(x), None) for x in values]
+        return {
+            path: float(x) for path, x in shown_values(records, wanted, limits).items()
+        }
+
+    one, two, three = wanted
+    assert found(3, 1, 2, 2) == {one: 1, two: 2, three: 3}
+    assert found(3, 1, 7) == {one: 1, two: 7, three: 3}
+    assert found(1, 2, 3, 2.5) == {one: 1, two: 2.5, three: 3}
+    assert found(2) == {two: 2}
+    nan = found(np.nan, 2, 3)
+    assert np.isnan(nan.pop(one))
+    assert nan == {two: 2, three: 3}
+    batched = TapRecord("n", 1, np.float32([1, 2]), None)
+    assert shown_values([batched], wanted, limits).keys() == {one, two}
+    backward = TapRecord("n", 0, np.float32(9), np.float32(9))
+    assert not shown_values([backward], wanted, limits)
