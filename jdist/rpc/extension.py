@@ -11,11 +11,10 @@ running thread, `futures` what packages do with futures and users do not.
 
 from jdist.rpc.base import current
 from jdist.rpc.base import future as futures
-from jdist.rpc.base.errors import unpacked
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.base.worker_info import incarnation_of
-from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend
+from jdist.rpc.calls.agent import Agent, Invocation, current_agent, extend, unpacked
 from jdist.rpc.calls.callee import NEEDS, Reply
 from jdist.rpc.calls.function_calls import is_asynchronous, named
 from jdist.rpc.calls.outstanding_calls import Outgoing

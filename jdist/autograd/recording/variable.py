@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import check_function, requirement
 from jdist._flax import other_variables
-from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
+from jdist._tree import PyTree, abbreviated, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
 from jdist.autograd.recording.pure import (
     KEEPS_STATE,
@@ -43,7 +43,8 @@ class _FlatTree(NamedTuple):
     @classmethod
     def of(cls, tree: PyTree) -> "_FlatTree":
         leaves, structure = jax.tree.flatten(tree)
-        kind = DifferentiatedTree(structure, tuple(map(is_inexact, leaves)))
+        wanted = tuple([jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves])
+        kind = DifferentiatedTree(structure, wanted)
         # The one object for a single array, which is then known by its identity.
         return cls(tree, ONE if kind == ONE else kind, leaves, [])
 

@@ -4,15 +4,11 @@ All derive from `RpcError`. An exception that the called *function* raises arriv
 the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 """
 
-from typing import Any
-
-import msgspec
-
 from jdist._errors import JdistError
 
 __all__ = [
     "AuthenticationError", "CollectiveMismatch", "ForbiddenFunction", "ProcessFailed",
-    "ProtocolError", "RemoteError", "RpcError", "RpcTimeout", "WorkerLost", "unpacked",
+    "ProtocolError", "RemoteError", "RpcError", "RpcTimeout", "WorkerLost",
 ]  # fmt: skip
 
 
@@ -86,23 +82,6 @@ class AuthenticationError(RpcError):
 
 class ProtocolError(RpcError):
     """Bytes that are not a message of this version, or one beyond the limits."""
-
-
-def unpacked(value: object, kind: Any, rule: str) -> Any:
-    """A part of a message that another worker has sent, as a type.
-
-    Args:
-      value: What was sent. Where a type is of another class, its own instances pass.
-      kind: The type, as `msgspec.convert` takes it.
-      rule: What the message must have, as a sentence without its full stop.
-
-    Raises:
-      ProtocolError: It is not of that type.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"{rule}: {error}.") from error
 
 
 class ForbiddenFunction(RpcError):
