@@ -5,9 +5,10 @@ import __future__
 import hashlib
 import importlib
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -228,14 +229,26 @@ def _messages(_app: Sphinx, name: str, text: list[str]) -> None:
             for each in public
             if isinstance(each, type) and issubclass(each, Exception)
         }
-        text[0] += messages.tables(ROOT / "jdist", errors)
+        heads = ("it begins with", "class", "what it says besides")
+        text[0] += _tables(heads, messages.rows(ROOT / "jdist", errors))
 
 
 def _names(_app: Sphinx, name: str, text: list[str]) -> None:
     """Appends the table of every public name to its page."""
     if name == "reference/names":
         faces = sorted(face for face in _faces() if face != "jdist")
-        text[0] += public_names.tables(ROOT / "docs", faces)
+        heads = ("name", "job", "guide")
+        text[0] += _tables(heads, public_names.rows(ROOT / "docs", faces))
+
+
+def _tables(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Markdown: a table for each part, which is the first cell of a row."""
+    lines: list[str] = []
+    for part, group in itertools.groupby(rows, key=lambda row: row[0]):
+        lines += ["", f"## {part}", "", f"| {' | '.join(heads)} |"]
+        lines.append("|---" * len(heads) + "|")
+        lines += [f"| {' | '.join(cells)} |" for _, *cells in group]
+    return "\n".join(lines) + "\n"
 
 
 def _links(_app: Sphinx, _name: str, text: list[str]) -> None:

@@ -197,22 +197,12 @@ def _name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
-def tables(package: Path, public: set[str]) -> str:
-    """Markdown: for each part the heads of its messages, their class, and the rest."""
-    lines: list[str] = []
-    part = None
+def rows(package: Path, public: set[str]) -> Iterator[tuple[str, ...]]:
+    """The part of each message, its head, its class, and the rest, as Markdown."""
     for message in messages(package, public):
-        if message.part != part:
-            part = message.part
-            lines += ["", f"## {part}", ""]
-            lines += [
-                "| it begins with | class | what it says besides |",
-                "|---|---|---|",
-            ]
         head, _, rest = message.text.partition(". ")
         rest = re.sub(rf"^Got {GAP}\.? ?", "", rest)
-        lines.append(f"| {_shown(head)} | `{message.error}` | {_shown(rest)} |")
-    return "\n".join(lines) + "\n"
+        yield message.part, _shown(head), f"`{message.error}`", _shown(rest)
 
 
 def _shown(text: str) -> str:

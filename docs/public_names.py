@@ -93,25 +93,13 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.?])\s", paragraph)[0]
 
 
-def tables(docs: Path, faces: Iterable[str]) -> str:
-    """Markdown: a table for each face."""
-    lines: list[str] = []
-    part = None
+def rows(docs: Path, faces: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """The part of each name, the name, its job and its guide, as Markdown."""
     for each in public_names(docs, faces):
-        if each.part != part:
-            part = each.part
-            lines += [
-                "",
-                f"## jdist.{part}",
-                "",
-                "| name | job | guide |",
-                "|---|---|---|",
-            ]
         job = (
             re.sub(r"([*_$<>\[\]|])", r"\\\1", each.job)
             if "`" not in each.job
             else (each.job.replace("|", r"\|"))
         )
         link = f"[{each.guide}](../{each.guide}.md)" if each.guide else ""
-        lines.append(f"| `{each.name}` | {job} | {link} |")
-    return "\n".join(lines) + "\n"
+        yield f"jdist.{each.part}", f"`{each.name}`", job, link
