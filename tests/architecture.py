@@ -53,8 +53,9 @@ ROOMS = {
     "optim": (
         "_hyperparameters _loss_scale _whole_arrays",
         "_optimizer",
+        "registry",
         "algorithms clipping labels master_weights optax_bridge",
-        "registry internal ema",
+        "internal ema",
     ),
     "verify": (
         "bound",

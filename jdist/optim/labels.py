@@ -163,13 +163,9 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
 
 def _only(label: str, found: list[str], params: PyTree, tree: PyTree) -> PyTree:
     """`tree` with None in place of every parameter of another label."""
-    # `flatten_up_to` keeps a None of `tree`, which flattening drops.
-    structure: Any = jax.tree.structure(params)
-    leaves = structure.flatten_up_to(tree)
-    return structure.unflatten(
-        leaf if mine == label else None
-        for mine, leaf in zip(found, leaves, strict=True)
-    )
+    mine = iter(found)
+    # By the parameters' leaves: a None of `tree` stays one.
+    return jax.tree.map(lambda _, x: x if next(mine) == label else None, params, tree)
 
 
 def _union(optimizers: Mapping[str, Optimizer]) -> dict[str, Hyperparameter]:

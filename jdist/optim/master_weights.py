@@ -316,7 +316,9 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
     """Gradients of the masters: widened, then divided by the loss scale."""
     masters, scale = state.masters, state.loss_scale
 
-    def widened(grad: ArrayLike | None, master: jax.Array | None) -> jax.Array | None:
+    def widened(
+        _: object, grad: ArrayLike | None, master: jax.Array | None
+    ) -> jax.Array | None:
         if grad is None or master is None:
             return None
         # Widened first: small gradients would vanish when unscaled in float16.
@@ -324,10 +326,7 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
         # Times the reciprocal, as torch's GradScaler: exact for powers of two.
         return wide if scale is None else wide * (1 / scale.scale.astype(wide.dtype))
 
-    structure: Any
-    structure = jax.tree.structure(params)
-    pairs = zip(*map(structure.flatten_up_to, (grads, masters)), strict=True)
-    return structure.unflatten(widened(grad, master) for grad, master in pairs)
+    return jax.tree.map(widened, params, grads, masters)
 
 
 def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyTree:
@@ -346,15 +345,7 @@ def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyT
             return master - jnp.asarray(param).astype(master.dtype)
         return master.astype(param.dtype)
 
-    structure: Any
-    leaves, structure = jax.tree.flatten(params)
-    triples = zip(
-        leaves,
-        structure.flatten_up_to(grads),
-        structure.flatten_up_to(masters),
-        strict=True,
-    )
-    return structure.unflatten(one(*triple) for triple in triples)
+    return jax.tree.map(one, params, grads, masters)
 
 
 def _all_finite(grads: PyTree, axis_name: Hashable | None) -> jax.Array:

@@ -35,7 +35,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
 from jdist._errors import check_type, requirement
-from jdist._tree import PyTree, is_inexact, is_none, named_leaves
+from jdist._tree import PyTree, is_inexact, is_none, named_leaves, path_of
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.placement import Placement
 from jdist.optim import Optimizer
@@ -182,15 +182,14 @@ def zero(
         moved, inner = optimizer.step_tree(
             own, own_grads, _unwrapped(state), overrides, **form
         )
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
-        rest = (structure.flatten_up_to(grads), *map(jax.tree.leaves, (moved, each)))
-        # A parameter without a gradient keeps its array, bit for bit.
-        new_params = [
-            old if grad is None and not form else layout.joined(new, old, spec)
-            for old, grad, new, spec in zip(leaves, *rest, strict=True)
-        ]
-        return structure.unflatten(new_params), layout.rewrapped(inner, state)
+
+        def joined(old: Any, grad: Any, new: Any, spec: PartitionSpec) -> Any:
+            # A parameter without a gradient keeps its array, bit for bit.
+            kept = grad is None and not form
+            return old if kept else layout.joined(new, old, spec)
+
+        new_params = jax.tree.map(joined, params, grads, moved, each)
+        return new_params, layout.rewrapped(inner, state)
 
     factor = optimizer.loss_factor
     return ZeroOptimizer(
@@ -217,7 +216,6 @@ class _StateLayout:
 
     def each(self, params: PyTree) -> PyTree:
         """A tree like the parameters, with the specs of further axes."""
-        structure: Any = jax.tree.structure(params)
         try:
             # A spec, or None, may stand for a whole subtree.
             found = jax.tree.broadcast(self.specs, params, is_leaf=_is_spec)
@@ -225,11 +223,13 @@ class _StateLayout:
             rule = "must be a tree like the parameters, or a part of it from the top"
             got = str(error).splitlines()[0]
             raise ValueError(requirement("zero(specs=...)", rule, got)) from error
-        specs = structure.flatten_up_to(found)
-        for spec in specs:
+
+        def given(_: object, spec: PartitionSpec | None) -> PartitionSpec:
             rule = "must have a PartitionSpec or None for each parameter"
             check_type("zero(specs=...)", spec, PartitionSpec | None, rule)
-        return structure.unflatten(PartitionSpec() if x is None else x for x in specs)
+            return PartitionSpec() if spec is None else spec
+
+        return jax.tree.map(given, params, found)
 
     def by_path(self, params: PyTree) -> dict[str, PartitionSpec]:
         """The specs of further axes by the parameters' paths."""
@@ -307,13 +307,13 @@ class _StateLayout:
           wanted: The shapes of the undivided state.
           specs: The specs of the parameters, by path.
         """
-        structure: Any = jax.tree.structure(state)
-        named = {k: x for k, x in named_leaves(state).items() if x is not None}
-        shapes = [leaf.shape for leaf in jax.tree.leaves(wanted)]
-        return structure.unflatten(
-            self._wrapped_leaf(path, leaf, shape, _spec_for(path, shape, specs))
-            for (path, leaf), shape in zip(named.items(), shapes, strict=True)
-        )
+
+        def wrapped(keys: Any, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> PyTree:
+            path, shape = path_of(keys), whole.shape
+            spec = _spec_for(path, shape, specs)
+            return self._wrapped_leaf(path, leaf, shape, spec)
+
+        return jax.tree.map_with_path(wrapped, state, wanted)
 
     def _wrapped_leaf(
         self, path: str, leaf: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
@@ -332,18 +332,13 @@ class _StateLayout:
 
     def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
         """Wraps the arrays of an updated state like those of the state before."""
-        structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
-        pairs = zip(
-            structure.flatten_up_to(inner),
-            jax.tree.leaves(like, is_leaf=_is_sharded),
-            strict=True,
-        )
-        return structure.unflatten(
-            Sharded(self.divided(new, old.spec), old.shape, old.spec)
-            if isinstance(old, Sharded)
-            else laid_out(new, self.mesh, PartitionSpec())
-            for new, old in pairs
-        )
+
+        def rewrapped(old: Any, new: jax.Array) -> PyTree:
+            if isinstance(old, Sharded):
+                return Sharded(self.divided(new, old.spec), old.shape, old.spec)
+            return laid_out(new, self.mesh, PartitionSpec())
+
+        return jax.tree.map(rewrapped, like, inner, is_leaf=_is_sharded)
 
 
 def _spec_for(

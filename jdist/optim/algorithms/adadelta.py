@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import UP_TO_1, NotNegative, Number, scheduled
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average_square, counted, penalized
+from jdist.optim.registry import LeafRule, constructor
 
 
 class AdadeltaState(NamedTuple):

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import AT_LEAST_0, NotNegative, Number, Rule
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import ascending, average, decay
+from jdist.optim.registry import LeafRule, constructor
 
 UP_TO_0 = Rule("must be at most 0", lambda x: x <= 0)
 AT_LEAST_1 = Rule("must be at least 1", lambda x: x >= 1)

@@ -22,8 +22,8 @@ from jdist.optim._hyperparameters import (
     scheduled,
 )
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import counted, penalized
+from jdist.optim.registry import LeafRule, constructor
 
 
 class AdagradState(NamedTuple):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import Betas, NotNegative
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average, one_minus_power, penalized
+from jdist.optim.registry import LeafRule, constructor
 
 
 class AdamaxState(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdist.optim._hyperparameters import Betas, NotNegative
 from jdist.optim.algorithms.adam import adam_form
-from jdist.optim.algorithms.constructor import LeafRule, constructor
+from jdist.optim.registry import LeafRule, constructor
 
 
 @constructor("AdamW")

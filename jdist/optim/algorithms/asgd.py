@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jdist._tree import wide_dtype
 from jdist.optim._hyperparameters import NotNegative, Number
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import penalized
+from jdist.optim.registry import LeafRule, constructor
 
 
 class ASGDState(NamedTuple):

@@ -28,8 +28,8 @@ from jdist._compat import alike, gathered
 from jdist._errors import check_choice, check_number
 from jdist.optim._hyperparameters import A_NUMBER, NotNegative, Number, scheduled
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import average, counted, decay
+from jdist.optim.registry import LeafRule, constructor
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 from jdist._tree import wide_dtype
 from jdist.optim._hyperparameters import Betas, NotNegative
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
@@ -39,6 +38,7 @@ from jdist.optim.algorithms.terms import (
     one_minus_power,
     penalized,
 )
+from jdist.optim.registry import LeafRule, constructor
 
 
 class NAdamState(NamedTuple):

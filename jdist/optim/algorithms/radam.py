@@ -30,7 +30,6 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import Betas, NotNegative
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     ascending,
     average,
@@ -40,6 +39,7 @@ from jdist.optim.algorithms.terms import (
     one_minus_power,
     penalized,
 )
+from jdist.optim.registry import LeafRule, constructor
 
 
 class RAdamState(NamedTuple):

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import NotNegative, known_zero, scheduled
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import (
     average,
     average_square,
     counted,
     penalized,
 )
+from jdist.optim.registry import LeafRule, constructor
 
 
 class RMSpropState(NamedTuple):

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jdist.optim._hyperparameters import AT_LEAST_0, NotNegative, Number, Rule
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import ascending
+from jdist.optim.registry import LeafRule, constructor
 
 SHRINKS = Rule("must be above 0 and below 1", lambda x: x > 0 and x < 1)
 GROWS = Rule("must be above 1", lambda x: x > 1)

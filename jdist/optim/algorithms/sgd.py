@@ -27,8 +27,8 @@ from jdist.optim._hyperparameters import (
     scheduled,
 )
 from jdist.optim._optimizer import Update, count_zero
-from jdist.optim.algorithms.constructor import LeafRule, constructor
 from jdist.optim.algorithms.terms import counted, penalized
+from jdist.optim.registry import LeafRule, constructor
 
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
 EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
