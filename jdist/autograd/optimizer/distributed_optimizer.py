@@ -2,7 +2,7 @@
 
 Its state on disk is written by orbax. It is gathered first, so one process writes one
 folder: no shared file system is needed, and a checkpoint is there as a whole or not at
-all. Arrays are saved under numbers, and beside them a description says whose each is.
+all. Arrays are saved under the names of their workers and their paths.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._checkpoint import StepFolder, check_folder, check_keep
+from jdist._checkpoint import StepFolder, check_folder, check_keep, struct_of
 from jdist._compat import called_outside_mesh
 from jdist._errors import check_number, listed, requirement
-from jdist._tree import PyTree, described
+from jdist._tree import PyTree, descriptions
 from jdist.autograd.contexts import here
 from jdist.autograd.optimizer import owned_optimizer
 from jdist.autograd.optimizer.owned_optimizer import check_same
@@ -203,10 +203,7 @@ class DistributedOptimizer:
         complaint = "Error loading the optimizer's state."
         here = self._ask(owned_optimizer.DESCRIBE, complaint, timeout)
         found = {worker.name: description for worker, description in here.items()}
-        given = {
-            name: {path: described(x) for path, x in numbers.items()}
-            for name, numbers in state.items()
-        }
+        given = {name: descriptions(numbers) for name, numbers in state.items()}
         # All owners are compared before one is written to.
         for name in sorted(found.keys() | given.keys()):
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
@@ -321,17 +318,14 @@ def _write(folder: str | Path, step: int, state: State, keep: int | None) -> Non
       Unavailable: orbax-checkpoint is not installed.
       ValueError: That step, or one after it, was saved before.
     """
-    entries = [
-        (worker, path, array)
+    arrays = {
+        f"{worker}/{path}": array
         for worker, numbers in state.items()
         for path, array in numbers.items()
-    ]
-    # Numbered: names of workers and paths may hold what a file name must not.
-    arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
-    description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
+    }
     with StepFolder(folder, keep) as saved:
         saved.check_next("DistributedOptimizer.save(step)", step)
-        saved.write(step, {"arrays": arrays}, {"leaves": description})
+        saved.write(step, {"arrays": arrays}, descriptions(arrays))
 
 
 def _read(folder: str | Path, step: int | None) -> tuple[int, State]:
@@ -343,15 +337,16 @@ def _read(folder: str | Path, step: int | None) -> tuple[int, State]:
     """
     with StepFolder(folder) as saved:
         step = saved.chosen("DistributedOptimizer.restore", step)
-        leaves = saved.description(step)["leaves"]
         wanted = {
-            str(i): np.empty(shape, jnp.dtype(dtype))
-            for i, (_, _, dtype, shape) in enumerate(leaves)
+            name: np.empty(leaf.shape, leaf.dtype)
+            for name, text in saved.description(step).items()
+            for leaf in [struct_of(text)]
         }
         arrays = saved.read(step, {"arrays": wanted})["arrays"]
     state: State = {}
-    for i, (worker, path, _, _) in enumerate(leaves):
-        state.setdefault(worker, {})[path] = arrays[str(i)]
+    for name, array in arrays.items():
+        worker, _, path = name.partition("/")
+        state.setdefault(worker, {})[path] = array
     return step, state
 
 
