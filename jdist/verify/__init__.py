@@ -18,7 +18,7 @@ from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
 from jdist.verify.problem import Problem
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.steps import Trained, step, step_judge
+from jdist.verify.steps import Trained, drift, step, step_judge
 from jdist.verify.tracing import (
     Difference,
     TapRecording,
@@ -43,6 +43,7 @@ __all__ = [
     "Trained",
     "compare",
     "defects",
+    "drift",
     "gradients",
     "gradients_judge",
     "keyed",

@@ -412,6 +412,24 @@ def test_the_size_of_a_step(started):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, step)
 
 
+def test_a_state_in_bfloat16(started):
+    """Its floats keep their dtypes; integers and parameters are the right ones."""
+    right, after = train(*started)
+    found, state = planted("state in bfloat16", *started)
+    assert jax.tree.map(np.array_equal, found, right) == jax.tree.map(
+        lambda _: True, right
+    )
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
+    for got, own in pairs:
+        assert got.dtype == own.dtype
+        wanted = own
+        if jnp.issubdtype(own.dtype, jnp.floating):
+            wanted = own.astype(jnp.bfloat16).astype(own.dtype)
+        assert np.array_equal(got, wanted)
+    with pytest.raises(NotApplicable, match="no floats of more than 16 bits"):
+        BY_NAME["state in bfloat16"].plant(lambda p, s, b: (p, ()), TRAINING)(*started)
+
+
 def test_the_optimizers_count(started):
     """Computed with a count one too high, which goes on counting rightly."""
     params, state, batch = started

@@ -1,5 +1,7 @@
 """Defects of an optimizer's step: its size, its count, its state, its clipping."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._tree import PyTree, is_inexact, named_leaves
@@ -57,6 +59,19 @@ def _state_lost(call: StepCall) -> PyTree:
     return call.right[0], call.arguments[1]
 
 
+def _sixteen_bit_state(call: StepCall) -> PyTree:
+    params, state = call.right
+    own = jax.tree.leaves(state)
+    if not any(is_inexact(x) and jnp.finfo(x.dtype).bits > 16 for x in own):
+        raise NotApplicable("the optimizer's state has no floats of more than 16 bits")
+
+    def rounded(leaf: PyTree) -> PyTree:
+        # Numbers in bfloat16's precision, in the dtype that the step returns.
+        return like(leaf, jnp.asarray(leaf, jnp.bfloat16)) if is_inexact(leaf) else leaf
+
+    return params, jax.tree.map(rounded, state)
+
+
 def _leaf_left(call: StepCall) -> PyTree:
     params, state = call.right
     before, after = named_leaves(call.arguments[0]), named_leaves(params)
@@ -103,6 +118,12 @@ TRAINING_DEFECTS = (
         "The optimizer's state is returned as it was, so that momentum is lost.",
         _state_lost,
         "a state that a step changes",
+    ),
+    _training(
+        "state in bfloat16",
+        "The optimizer's state is rounded to bfloat16 after each step.",
+        _sixteen_bit_state,
+        "a state of floats of more than 16 bits",
     ),
     _training(
         "leaf left behind",

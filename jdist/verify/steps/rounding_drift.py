@@ -1,0 +1,278 @@
+"""Drift of an optimizer alone, by rounding, over many steps with given gradients.
+
+One step in 16-bit numbers is mostly rounding, so that `step` cannot judge it. Over many
+steps roundings that err as often up as down add up as a random walk, while a state that
+always loses the same part drifts: a second moment in bfloat16 that decays by a
+thousandth in each step never decays, because that is less than half of its spacing.
+
+The update is run in float64, in lockstep with itself (`lockstep`): once exactly,
+`DRAWS` times with roundings that are random in every step, from which the bound on a
+right leaf follows as on a gradient (`bound`, 3.), and `LASTING` times with roundings
+that are the same in every step. The largest distance of the latter is added for leaves
+of 32 bits and more, where it is harmless. In 16 bits it is what is looked for.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jdist._compat import double_precision, fast_in_loops
+from jdist._errors import check_function, requirement
+from jdist._tree import PyTree, is_inexact
+from jdist.verify.arguments import check_references
+from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
+from jdist.verify.comparison import compare_leaves
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.measure import magnified
+from jdist.verify.processes import brought, on_one_device
+from jdist.verify.report import LeafReport, Report
+from jdist.verify.steps.trajectory import named, on_host
+
+DRAWS = 32
+LASTING = 8
+
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`update(params, gradient, opt_state) -> (params, opt_state)`."""
+
+
+def drift(
+    update: Update,
+    state: tuple[PyTree, PyTree],
+    gradients: Sequence[PyTree],
+    candidates: Mapping[str, tuple[Update, tuple[PyTree, PyTree]]] | None = None,
+) -> Report:
+    """Judges what rounding does to an optimizer over many steps.
+
+    The update itself, in its own precision, and the candidates are compared, after
+    every step, with the update in float64. It should be long enough for the slowest
+    average, such as 2000 steps for a decay of 0.999; and gradients of a real run, or
+    random ones that become smaller, tell most.
+
+    Args:
+      update: `update(params, gradient, opt_state) -> (params, opt_state)`, with the
+        dtypes that are claimed: of an optimizer that is said to keep its moments in
+        float32, one that does. It must be pure.
+      state: Where it starts: `(params, opt_state)`.
+      gradients: A gradient for each step, all of the same shapes and dtypes.
+      candidates: Name to `(update, state)`, each an update like `update` with a state
+        of its own, of the same paths and shapes but any floating dtypes.
+
+    Returns:
+      A `Report` with a row for each leaf of "update" and of each candidate: after the
+      first step that is wrong, or else the last. A leaf is "not judged" where no step
+      at all would pass as well.
+
+    Raises:
+      ValueError: No gradients; a candidate named "update"; a state that is no pair; an
+        update with `jax.new_ref`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def average(w, g, m):                       # of squares, as Adam's second
+      ...     m = (0.99 * m + 0.01 * g**2).astype(m.dtype)
+      ...     return w - g, m
+      >>> fading = [jnp.full(3, 0.97**t) for t in range(200)]
+      >>> w, m = jnp.ones(3), jnp.zeros(3)
+      >>> half = average, (w, m.astype(jnp.bfloat16))
+      >>> report = drift(average, (w, m), fading, {"half": half})
+      >>> report.of("update").ok, [row.path for row in report.failures]
+      (True, ['state'])
+    """
+    runs = {"update": (update, state)} | dict(candidates or {})
+    _check(runs, gradients, candidates or {})
+    with on_one_device(state, gradients):
+        live = {
+            name: _Run(name, own, brought(jax.tree.map(jnp.asarray, start)))
+            for name, (own, start) in runs.items()
+        }
+        own = live["update"]
+        exact = _Exact(own, brought(gradients[0]))
+        for t, gradient in enumerate(map(brought, gradients), 1):
+            exact.step(own, gradient, t)
+            # It goes on where it is wrong: it decides for the others.
+            for each in (x for x in live.values() if x is own or not x.failed):
+                each.step(gradient)
+            wanted, limits = exact.limits(own)
+            for each in (x for x in live.values() if not x.failed):
+                each.compare(wanted, limits, exact, f"{t} of {len(gradients)}")
+    return Report(tuple(row for own in live.values() for row in own.rows))
+
+
+def _check(
+    runs: Mapping[str, Any], gradients: Sequence[PyTree], others: Mapping[str, Any]
+) -> None:
+    if "update" in others:
+        rule = "must have other names than that of the reference"
+        raise ValueError(requirement("drift(candidates=...)", rule, "'update'"))
+    if not isinstance(gradients, list | tuple) or not gradients:
+        rule = "must be a list or tuple, one for each step"
+        got = "none" if isinstance(gradients, list | tuple) else repr(type(gradients))
+        raise ValueError(requirement("drift(gradients=...)", rule, got))
+    for name, own in runs.items():
+        whose = "update, state" if name == "update" else f"candidates[{name!r}]"
+        if not isinstance(own, tuple) or len(own) != 2:
+            rule = "must be (update, state)"
+            raise ValueError(requirement(f"drift({whose})", rule, repr(type(own))))
+        check_function(f"drift({whose})", own[0])
+        if not isinstance(own[1], tuple | list) or len(own[1]) != 2:
+            rule = "must have a state of (params, opt_state)"
+            raise ValueError(requirement(f"drift({whose})", rule, repr(type(own[1]))))
+
+
+class _Run:
+    """An optimizer in its own precision, and its rows so far."""
+
+    def __init__(self, name: str, update: Update, state: tuple[PyTree, PyTree]) -> None:
+        self.name, self.update, self.state = name, jax.jit(update), tuple(state)
+        self.rows: tuple[LeafReport, ...] = ()
+        self._moved = dict[str, np.ndarray]()
+        self._steps = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was wrong after a step."""
+        return any(row.problem for row in self.rows)
+
+    def leaves(self) -> dict[str, Any]:
+        """Its parameters and state by path, on the host."""
+        params, opt_state = self.state
+        return on_host(named(params, opt_state, ()))
+
+    def step(self, gradient: PyTree) -> None:
+        """Takes a step, and notes which entries move."""
+        before = self.leaves()
+        params, opt_state = self.state
+        self.state = self.update(params, gradient, opt_state)
+        self._steps += 1
+        for path, new in self.leaves().items():
+            if path in before and np.shape(new) == np.shape(before[path]):
+                last = self._moved.get(path, np.zeros(np.shape(new), int))
+                self._moved[path] = np.where(new != before[path], self._steps, last)
+
+    def compare(
+        self,
+        wanted: Mapping[str, Any],
+        limits: Mapping[str, Limit | None],
+        reference: "_Exact",
+        when: str,
+    ) -> None:
+        """Makes the rows after this step."""
+        leaves = self.leaves()
+        found = {p: in_double(x) if is_inexact(x) else x for p, x in leaves.items()}
+        rows = compare_leaves(self.name, wanted, found, limits)
+        self.rows = tuple(self._told(r, leaves, reference, when) for r in rows)
+
+    def _told(
+        self, row: LeafReport, leaves: Mapping[str, Any], own: "_Exact", when: str
+    ) -> LeafReport:
+        leaf = leaves.get(row.path)
+        dtype = jnp.dtype(own.dtypes.get(row.path, row.dtype))
+        if is_inexact(np.zeros(0, dtype)):
+            # They were compared in float64.
+            ulp = row.max_ulp * float(jnp.finfo(row.dtype).eps / jnp.finfo(dtype).eps)
+            row = replace(row, dtype=str(dtype), max_ulp=ulp)
+        if row.ok and own.hidden.get(row.path):
+            return replace(row, unjudged=own.hidden[row.path])
+        if not row.problem or leaf is None:
+            return row
+        words = f"after step {when}: {row.problem}"
+        if str(leaf.dtype) != row.dtype:
+            words += f"; it is kept in {leaf.dtype}"
+        last = self._moved.get(row.path, np.zeros(0, int))
+        if still := int(np.sum(last <= self._steps // 2)):
+            words += f"; {still} of {last.size} entries did not move in the second half"
+        return replace(row, problem=words)
+
+
+class _Exact:
+    """The update in float64, exact and perturbed.
+
+    Attributes:
+      dtypes: The dtype of each of its own leaves.
+      hidden: Why a leaf says nothing after the last step, by path.
+    """
+
+    def __init__(self, own: _Run, gradient: PyTree) -> None:
+        params, opt_state = own.state
+        self.program = own.update.trace(params, gradient, opt_state).jaxpr
+        check_references("drift(update=...)", self.program)
+        self.factor = magnified(self.program)
+        leaves = own.leaves()
+        self.dtypes = {p: str(x.dtype) for p, x in leaves.items() if x is not None}
+        self.hidden: dict[str, str] = {}
+        self.start = {p: in_double(x) for p, x in leaves.items() if is_inexact(x)}
+        count = 1 + DRAWS + LASTING
+        self.wide = [np.stack([x] * count) for x in self.start.values()]
+
+    def step(self, own: _Run, gradient: PyTree, t: int) -> None:
+        """Takes a step; `own` is the update in its own precision, before it."""
+        given = jax.tree.leaves((own.state, gradient))
+        count = len(jax.tree.leaves(own.state[0])), len(jax.tree.leaves(own.state))
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            seed = jnp.uint32(t)
+            found = _moved(self.program, count, self.factor, given, self.wide, seed)
+            self.wide = jax.tree.map(np.asarray, found)
+
+    def limits(self, own: _Run) -> tuple[dict[str, Any], dict[str, Limit | None]]:
+        """The leaves after a step and their limits; `own` is after it, too."""
+        wanted, values = own.leaves(), dict(zip(self.start, self.wide, strict=True))
+        limits = {p: self._limit(p, values[p]) if p in values else None for p in wanted}
+        return {**wanted, **{p: x[0] for p, x in values.items()}}, limits
+
+    def _limit(self, path: str, wide: np.ndarray) -> Limit:
+        dtype, exact = jnp.dtype(self.dtypes[path]), wide[0]
+        apart = np.abs(wide - exact) / self.factor
+        size = np.abs(exact)
+        variance = np.mean(apart[1 : 1 + DRAWS] ** 2, axis=0)
+        sums = Sums(exact, size, size**2, np.zeros_like(size), variance)
+        draws, adding = (DRAWS, DRAWS), accumulated(dtype, None)
+        limit = measured_bound(dtype, sums, 1, draws, adding)
+        if jnp.finfo(dtype).bits >= 32:
+            lasting = math.sqrt(2) * apart[1 + DRAWS :].max(axis=0, initial=0)
+            limit = limit._replace(bound=limit.bound + lasting)
+        way = np.abs(exact - self.start[path])
+        self.hidden[path] = ""
+        if way.any() and (way <= limit.bound).all():
+            self.hidden[path] = (
+                f"it has moved by {way.max():.1e} and rounding in {dtype} explains "
+                f"{np.max(limit.bound):.1e}: no step at all would pass too"
+            )
+        return limit
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _moved(
+    program: ClosedJaxpr,
+    count: tuple[int, int],
+    factor: float,
+    leaves: list[jax.Array],
+    wide: list[jax.Array],
+    step: jax.Array,
+) -> list[jax.Array]:
+    """Takes one step of each; `count` are the leaves of parameters and of the state."""
+
+    def one(each: tuple[jax.Array, list[jax.Array]]) -> list[jax.Array]:
+        number, own = each
+        lasting = number > DRAWS
+        # Uniform in twice the unit, whose mean size is a whole rounding unit.
+        amplitude = jnp.where(lasting, 2.0, jnp.where(number == 0, 0.0, 1.0)) * factor
+        seed = number.astype(jnp.uint32) + jnp.where(lasting, 0, step << 6)
+        values = iter(own)
+        state = [
+            PrecisionPair(x, next(values)) if is_inexact(x) else x
+            for x in leaves[: count[1]]
+        ]
+        given = [*state[: count[0]], *leaves[count[1] :], *state[count[0] :]]
+        found = run(program, given, Perturbation(amplitude, seed))
+        return [x.wide for x in found if is_inexact(x.rounded)]
+
+    # A loop, so that memory does not grow with the number of runs.
+    each = fast_in_loops(partial(jax.lax.map, one))
+    return each((jnp.arange(1 + DRAWS + LASTING), wide))
