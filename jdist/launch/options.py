@@ -12,8 +12,6 @@ from jdist._errors import requirement
 from jdist.rpc import ProcessSettings, new_cluster_key
 from jdist.rpc.extension import settings_of_each
 
-__all__ = ["cluster_key", "parse"]
-
 DESCRIPTION = """\
 Starts N workers on this machine, with torchrun's environment variables. The first that
 fails ends the others; its traceback is printed last and its exit code returned.

@@ -17,8 +17,6 @@ from typing import IO, Self
 
 from rich.console import Console
 
-__all__ = ["InterruptFolder", "Relay", "Sink", "last_traceback"]
-
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 # Enough for a traceback through JAX with its causes; earlier lines are dropped.
 _KEPT_LINES = 400

@@ -33,8 +33,6 @@ from jdist.rpc.extension import (
     main_module,
 )
 
-__all__ = ["PlacedWorkers", "cluster"]
-
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _ENDING_SECONDS = 10.0
 _LOOK_SECONDS = 0.05

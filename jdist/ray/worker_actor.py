@@ -8,8 +8,6 @@ from pathlib import Path
 
 from jdist import rpc
 
-__all__ = ["WorkerActor", "is_preparing"]
-
 _preparing = threading.Event()
 
 

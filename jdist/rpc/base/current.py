@@ -28,14 +28,6 @@ from jdist.rpc.base.options import DEFAULT_TIMEOUT
 from jdist.rpc.base.posix import after_fork_in_child
 from jdist.rpc.base.worker_info import WorkerInfo
 
-__all__ = [
-    "DEFAULT", "LONGEST", "NEVER", "NOT_INITIALIZED", "Cancellable", "Deadline", "Meta",
-    "Operation", "RunningCall", "Scope", "Worker", "acting_as", "add", "becoming",
-    "check_may_wait", "check_timeout", "deadline", "exceeded", "from_meta", "moment",
-    "remove", "resolve", "scope", "use_worker", "why_none", "with_deadline", "worker",
-]  # fmt: skip
-
-
 # --- deadlines ---
 
 DEFAULT = -1.0

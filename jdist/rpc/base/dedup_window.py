@@ -3,8 +3,6 @@
 import collections
 from typing import Generic, TypeVar
 
-__all__ = ["DedupWindow", "Unsettled"]
-
 T = TypeVar("T")
 
 

@@ -24,9 +24,6 @@ from jax.sharding import SingleDeviceSharding
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 
-__all__ = ["CALL", "DEVICES", "DeviceMaps", "Table", "check", "placed"]
-
-
 Table = Mapping[jax.Device, int]
 """Maps devices of this worker to numbers of devices of another worker."""
 

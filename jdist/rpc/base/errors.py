@@ -6,11 +6,6 @@ the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 
 from jdist._errors import JdistError
 
-__all__ = [
-    "AuthenticationError", "CollectiveMismatch", "ForbiddenFunction", "ProcessFailed",
-    "ProtocolError", "RemoteError", "RpcError", "RpcTimeout", "WorkerLost",
-]  # fmt: skip
-
 
 class RpcError(JdistError, RuntimeError):
     """Base class; a `RuntimeError` too, because torch raises that."""

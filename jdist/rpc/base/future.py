@@ -18,12 +18,6 @@ from jdist.rpc.base import current
 from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
-__all__ = [
-    "Future", "await_done", "call_when_done", "cancel", "collect_all", "complete",
-    "error_of", "run_all", "unwatch", "wait_all", "watch",
-]  # fmt: skip
-
-
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")

@@ -5,9 +5,6 @@ from typing import NamedTuple
 
 from jdist._errors import requirement
 
-__all__ = ["LOCAL_BITS", "GloballyUniqueId", "IdCounter"]
-
-
 LOCAL_BITS = 48
 _LOCAL_IDS = 1 << LOCAL_BITS
 

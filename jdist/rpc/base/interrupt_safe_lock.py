@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["InterruptSafeLock"]
-
 T = TypeVar("T")
 
 

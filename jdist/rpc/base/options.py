@@ -14,12 +14,6 @@ from jdist._errors import (
 )
 from jdist.rpc.base import device_maps
 
-__all__ = [
-    "DEFAULT_TIMEOUT", "LONGEST_POLLING", "RpcOptions", "check_options",
-    "check_seconds",
-]  # fmt: skip
-
-
 DEFAULT_TIMEOUT = 60.0
 LONGEST_POLLING = 0.01
 """Seconds. Longer polling saves nothing: waking up costs far less than that, and a

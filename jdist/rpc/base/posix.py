@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from jdist._errors import Unavailable
 
-__all__ = ["after_fork_in_child", "require_posix"]
-
 
 def require_posix(call: str) -> None:
     """Raises where there are no process groups, signals and inherited descriptors.

@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["ThreadPool"]
-
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 _FEW_IDLE = 2

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from jdist.rpc.base.thread_pool import ThreadPool
 
-__all__ = ["Alarm", "Timer"]
-
 _log = logging.getLogger("jdist.rpc")
 _RETRY_SECONDS = 1.0
 _GATHERING = 0.002

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 from jdist._errors import requirement
 
-__all__ = ["MOST_WORKERS", "PeerRecord", "WorkerInfo", "incarnation_of"]
-
-
 # torch's rule, word for word in the messages its users search for.
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 127

@@ -42,11 +42,6 @@ from jdist.rpc.wire.frame import CALL, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
-__all__ = [
-    "Agent", "Interceptor", "Invocation", "current_agent", "equip", "extend",
-    "unpacked",
-]  # fmt: skip
-
 
 class Invocation(msgspec.Struct, frozen=True):
     """A function about to be called on another worker (or being called here)."""

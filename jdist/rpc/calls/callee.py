@@ -41,11 +41,6 @@ from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
-__all__ = [
-    "NEEDS", "NESTED", "TAKE_BACK", "Callee", "Execution", "Handler",
-    "Reply", "ServedConnection",
-]  # fmt: skip
-
 
 class Execution:
     """One call being executed, with the waits that end when it is cancelled.

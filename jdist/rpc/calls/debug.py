@@ -10,8 +10,6 @@ from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.outstanding_calls import describe
 from jdist.rpc.calls.peers import Peer
 
-__all__ = ["activity", "information", "install"]
-
 _KIND = "debug.activity"
 _PATIENCE = 0.2
 _MOST = 5

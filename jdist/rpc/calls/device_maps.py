@@ -12,8 +12,6 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 
-__all__ = ["exchange", "install"]
-
 _KIND = "device map"
 
 

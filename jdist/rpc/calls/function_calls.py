@@ -18,11 +18,6 @@ from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.outstanding_calls import Outgoing
 from jdist.rpc.wire.frame import CALL
 
-__all__ = [
-    "UnboundFunction", "async_execution", "execute", "install", "intercepted",
-    "is_asynchronous", "named", "outgoing", "positional", "rpc_async", "rpc_sync",
-]  # fmt: skip
-
 
 class UnboundFunction:
     """Base class for a function that is looked up when its call begins."""

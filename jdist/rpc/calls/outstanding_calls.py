@@ -30,11 +30,6 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
-__all__ = [
-    "AFTER", "AsyncCall", "CallingWorker", "Outgoing", "OutstandingCalls", "Submitted",
-    "SyncCall", "describe",
-]  # fmt: skip
-
 AFTER = "after"
 """In the metadata of a request: the number of one on the same connection, before the
 end of which it cannot be answered."""

@@ -20,8 +20,6 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
-__all__ = ["Directory", "Peer", "PooledConnection"]
-
 _IDLE_SECONDS = 10.0
 """Seconds without a call after which a channel is closed, unless it is the only one."""
 

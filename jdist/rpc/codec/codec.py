@@ -55,9 +55,6 @@ from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
 
-__all__ = ["Codec", "Encoding", "MessageContext"]
-
-
 _NONE = Operation("")
 
 

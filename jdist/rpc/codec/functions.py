@@ -41,9 +41,6 @@ import numpy as np
 from jdist._errors import listed, requirement
 from jdist.rpc.base.errors import ForbiddenFunction
 
-__all__ = ["FunctionTable", "own_name"]
-
-
 _NEVER = frozenset((
     "builtins", "code", "codeop", "ctypes", "importlib", "marshal", "multiprocessing",
     "nt", "os", "pickle", "posix", "pty", "runpy", "shutil", "subprocess", "sys",

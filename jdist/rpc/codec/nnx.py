@@ -8,9 +8,6 @@ from jdist._flax import is_module, loaded
 from jdist._tree import type_name
 from jdist.rpc.codec.functions import own_name
 
-__all__ = ["StandIn", "method", "refusal"]
-
-
 _METHODS = frozenset(("__call__", "eval", "train"))
 
 

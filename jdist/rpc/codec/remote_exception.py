@@ -17,9 +17,6 @@ import numpy as np
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError, RemoteError
 from jdist.rpc.codec.functions import FunctionTable, own_name
 
-__all__ = ["describe", "rebuild"]
-
-
 T = TypeVar("T")
 
 _LONGEST = 100_000

@@ -32,8 +32,6 @@ from jdist.rpc.group.termination import Stalemate
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
-__all__ = ["NAME", "Coordinator"]
-
 NAME = ":coordinator:"
 """Name of the coordinator's transport; a worker may have the same name."""
 

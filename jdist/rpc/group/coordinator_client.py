@@ -36,8 +36,6 @@ from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
-__all__ = ["CoordinatorClient", "client_of"]
-
 Lost = Callable[[str, str], None]
 """`lost(name, reason)`: a worker was lost, and how that was noticed."""
 

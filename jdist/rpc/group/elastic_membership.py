@@ -28,8 +28,6 @@ from jdist.rpc.group.membership import (
 )
 from jdist.rpc.wire.frame import REPLY, Frame
 
-__all__ = ["ElasticMembership"]
-
 
 class ElasticMembership(Membership):
     """A worker may join at any time, under a name and a rank that are free.

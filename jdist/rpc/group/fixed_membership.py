@@ -16,8 +16,6 @@ from jdist.rpc.group.membership import (
 )
 from jdist.rpc.wire.frame import REPLY, Frame
 
-__all__ = ["FixedMembership"]
-
 # Strangers choose their names, and could send many.
 _MOST_STRANGERS = 8
 

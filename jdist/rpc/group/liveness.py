@@ -12,8 +12,6 @@ from collections.abc import Callable
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.timer import Timer
 
-__all__ = ["MEMORY", "Pace", "held_up_for", "silent_for"]
-
 MEMORY = 10
 """Number of heartbeat timeouts for which a stop of this process explains losses."""
 

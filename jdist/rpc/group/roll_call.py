@@ -29,8 +29,6 @@ from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.sockets import once_known
 
-__all__ = ["AbsentRanks", "RunPlace", "roll_call"]
-
 _RETRY = 0.05
 # Seconds beyond the deadline: rank 0 keeps it too, and knows which ranks are missing.
 _GRACE = 5.0

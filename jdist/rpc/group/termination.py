@@ -28,8 +28,6 @@ from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.membership import Answers, Member
 from jdist.rpc.wire.frame import Frame
 
-__all__ = ["Stalemate", "install", "wait_for_all", "wait_until_idle"]
-
 # Seconds until workers that were busy are asked again.
 _PAUSE = 0.5
 

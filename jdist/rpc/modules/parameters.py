@@ -13,8 +13,6 @@ from jdist._tree import described, type_name
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.rref import RRef
 
-__all__ = ["Parameter", "listed", "make_module"]
-
 
 class Parameter:
     """A parameter of a Flax NNX module: a cell whose `value` can be replaced.

@@ -16,8 +16,6 @@ from jdist.rpc.calls.function_calls import is_asynchronous, named, positional
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 
-__all__ = ["RemoteModule"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class RemoteModule:

@@ -31,8 +31,6 @@ from jdist.rpc.group.lifecycle import (
 )
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 
-__all__ = ["elastic_cluster", "local_cluster"]
-
 
 @contextlib.contextmanager
 def local_cluster(

@@ -38,8 +38,6 @@ from jdist.rpc.processes.process_settings import (
 )
 from jdist.rpc.processes.supervisor import Ending, ProcessCommand, Supervisor
 
-__all__ = ["Processes", "main_module", "spawn"]
-
 _SPAWNED = Path(__file__).with_name("spawned.py")
 _AT = {False: "before its function returned", True: "after its function had returned"}
 

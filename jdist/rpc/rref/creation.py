@@ -19,8 +19,6 @@ from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_
 from jdist.rpc.rref.protocol import Protocol, UserFork
 from jdist.rpc.rref.references import Handle, References
 
-__all__ = ["CREATE", "Creation", "check", "failure_of", "install"]
-
 CREATE = "rref.create"
 
 _Name = tuple[GloballyUniqueId, GloballyUniqueId, int]

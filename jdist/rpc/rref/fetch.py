@@ -21,8 +21,6 @@ from jdist.rpc.rref.messages import unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, read
 from jdist.rpc.rref.references import Handle, References
 
-__all__ = ["FETCH", "fetch", "install", "local", "value_type"]
-
 FETCH = "rref.fetch"
 TYPE = "rref.type"
 _TO_HERE = Operation("to_here")

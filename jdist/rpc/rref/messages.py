@@ -12,11 +12,6 @@ from typing import Any, NamedTuple
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.ids import GloballyUniqueId
 
-__all__ = [
-    "KINDS", "REFERENCE", "Abort", "Accept", "Delete", "Fork", "Message", "Ref", "Take",
-    "pack", "pack_ref", "unpack", "unpack_id", "unpack_ref",
-]  # fmt: skip
-
 REFERENCE = "rref"
 """The code by which a reference stands in the tree of a value."""
 

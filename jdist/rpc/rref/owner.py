@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.ids import GloballyUniqueId
 
-__all__ = ["OwnedEntry", "OwnedValues", "Swept"]
-
 
 class OwnedEntry:
     """One value that other workers hold.

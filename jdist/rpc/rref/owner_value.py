@@ -7,9 +7,6 @@ from jdist.rpc.base.future import Future, complete, error_of, run_all
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe, rebuild
 
-__all__ = ["OwnerValue", "again", "fail", "fill", "new_owner_value", "read"]
-
-
 OwnerValue = Future[Any]
 """Completed once. An exception in it has its traceback in words only, see `fail`."""
 

@@ -34,10 +34,6 @@ from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
 
-__all__ = [
-    "Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled", "UserFork",
-]  # fmt: skip
-
 
 class UserFork:
     """One fork of this worker.

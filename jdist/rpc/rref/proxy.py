@@ -24,8 +24,6 @@ from jdist.rpc.calls.function_calls import UnboundFunction
 from jdist.rpc.codec import nnx
 from jdist.rpc.codec.functions import FunctionTable
 
-__all__ = ["Method", "Proxy"]
-
 CALL_ITSELF = "__call__"
 
 _ARRAY_METHODS = frozenset((

@@ -25,8 +25,6 @@ from jdist.rpc.rref.references import (
     refuse_anywhere_else,
 )
 
-__all__ = ["RRef", "remote"]
-
 T = TypeVar("T")
 
 

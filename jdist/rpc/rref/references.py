@@ -43,8 +43,6 @@ from jdist.rpc.rref.protocol import (
 )
 from jdist.rpc.rref.reliable_delivery import GATHERING, QueuedMessage, ReliableDelivery
 
-__all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
-
 T = TypeVar("T")
 
 _LATE_SECONDS = 1.0

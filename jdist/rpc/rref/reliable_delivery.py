@@ -22,8 +22,6 @@ from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 
-__all__ = ["GATHERING", "Answers", "QueuedMessage", "ReliableDelivery"]
-
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
 

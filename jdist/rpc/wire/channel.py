@@ -11,8 +11,6 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.frame import Frame
 
-__all__ = ["Channel", "ChannelClosed", "NotSent", "Reader", "Transport"]
-
 
 class ChannelClosed(ConnectionError):
     """The channel is closed: by the peer, by its death, or by this side.

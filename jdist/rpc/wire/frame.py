@@ -35,12 +35,6 @@ from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.codes import DTYPE_NAMES, Tree, dtype_name, dtype_named
 
-__all__ = [
-    "ALSO", "ANSWERS", "CALL", "CANCEL", "ERROR", "PREFIX_BYTES", "REPLY", "Frame",
-    "Header", "Limits", "Packed", "aligned", "allocate",
-    "assemble", "host", "is_duplicate", "pack", "parse_header", "parse_prefix",
-]  # fmt: skip
-
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
 # "autograd.backward", say) and so that faults can be injected per kind.
 CALL = "call"

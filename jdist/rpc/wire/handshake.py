@@ -34,11 +34,6 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
 from jdist.rpc.wire.stream import ByteStream, receive_exactly
 
-__all__ = [
-    "NO_BINDING", "REMEDY", "SAME_KEY", "SHORTEST_KEY", "VERSION", "Ability",
-    "Identity", "Proved", "accept", "check_key", "connect", "refuse",
-]  # fmt: skip
-
 VERSION = 1
 """Version of the handshake and of the protocol after it. Workers of two versions do not
 talk."""

@@ -25,8 +25,6 @@ from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import Frame, is_duplicate
 
-__all__ = ["Hub", "InProcessTransport", "adopt"]
-
 
 class DeferredAnswer(Protocol):
     """A request that was run and whose answer comes later."""

@@ -34,8 +34,6 @@ from jdist.rpc.base.errors import ProtocolError
 with contextlib.suppress(ImportError):  # On Windows, where it is not `available`.
     import fcntl
 
-__all__ = ["BUDGET", "THRESHOLD", "MemoryPool", "available", "close_all", "receive"]
-
 THRESHOLD = 4 << 20
 """Size in bytes below which arrays are copied through the socket, which is as fast up
 to here."""

@@ -17,8 +17,6 @@ from jdist.rpc.codec.codes import Tree
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, REPLY, Frame
 
-__all__ = ["Callbacks", "Pending", "SharedConnection"]
-
 _CANCEL_SECONDS = 1.0
 
 Callbacks = list[Callable[[], None]]

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.stream import leave_to_parent
 
-__all__ = ["PATIENCE", "SilentConnections"]
-
 _log = logging.getLogger("jdist.rpc")
 
 PATIENCE = 0.01

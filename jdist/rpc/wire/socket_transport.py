@@ -46,8 +46,6 @@ from jdist.rpc.wire.tls import (
     connector_context,
 )
 
-__all__ = ["SocketTransport"]
-
 _ENDED = "this worker has ended"
 
 

@@ -29,11 +29,6 @@ from jdist._errors import requirement
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.stream import leave_to_parent
 
-__all__ = [
-    "LOOPBACK", "Address", "Attempt", "Listener", "dial", "is_loopback", "is_unix",
-    "once_known", "out_of_files", "parse_address", "same_user",
-]  # fmt: skip
-
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _ON_LINUX = sys.platform == "linux"

@@ -24,11 +24,6 @@ from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.posix import after_fork_in_child
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 
-__all__ = [
-    "MOST_DESCRIPTORS", "ByteStream", "CutOff", "Polling", "Stream", "leave_to_parent",
-    "receive_exactly",
-]  # fmt: skip
-
 BUFFER = 1 << 20
 """Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
 

@@ -25,8 +25,6 @@ from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.stream import CutOff, Stream
 
-__all__ = ["FIRST_BYTE", "Credentials", "TlsConfig", "TlsStream", "connector_context"]
-
 FIRST_BYTE = b"\x16"
 """First byte of a TLS connection; jdist's own handshake begins with a "j"."""
 
