@@ -127,7 +127,7 @@ def context_of(agent: Agent, context_id: int) -> Context:
     assert scope is not None
     assert scope.execution is not None
     # The caller is told if the context ends here.
-    context.meet(scope.execution.caller)
+    context.meet(scope.execution.worker)
     return context
 
 

@@ -169,7 +169,7 @@ class Cancellable(Protocol):
 class RunningCall(Protocol):
     """A call being executed on this worker for another one."""
 
-    caller: WorkerInfo
+    worker: WorkerInfo
     operation: Operation
     cancelled: str | None
 

@@ -261,7 +261,7 @@ class Agent(CallingWorker):
         # The thread that reads a pooled connection is executing the call, and does not
         # see it close. A function cannot be stopped; what it waits for can.
         for execution in self.outstanding.served():
-            if execution.caller.incarnation == incarnation:
+            if execution.worker.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
         # On the pool: what they complete has users' functions for callbacks.

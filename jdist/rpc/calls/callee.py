@@ -34,7 +34,7 @@ from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import AFTER, CallingWorker
+from jdist.rpc.calls.outstanding_calls import AFTER, CallingWorker, CallUnderWay
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.codec.codes import names_code
 from jdist.rpc.codec.remote_exception import describe
@@ -42,7 +42,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader
 from jdist.rpc.wire.frame import ALSO, CANCEL, ERROR, REPLY, Frame
 
 
-class Execution:
+class Execution(CallUnderWay):
     """One call being executed, with the waits that end when it is cancelled.
 
     Python cannot stop a running function. Cancellation ends a call that has not begun,
@@ -50,9 +50,8 @@ class Execution:
     """
 
     __slots__ = (
-        "__weakref__", "_followers", "_futures", "_lock", "_nested", "_pool",
-        "_undelivered", "answer", "caller", "cancelled", "deadline", "operation",
-        "since", "ticket",
+        "_followers", "_futures", "_lock", "_nested", "_pool", "_undelivered", "answer",
+        "cancelled", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
@@ -69,11 +68,8 @@ class Execution:
         ticket: Any,
         pool: ThreadPool,
     ) -> None:
-        self.caller = caller
+        super().__init__(caller, Operation(kind), deadline)
         self.ticket = ticket
-        self.operation = Operation(kind)
-        self.deadline = deadline
-        self.since = time.monotonic()
         self.cancelled: str | None = None
         self._pool = pool
         self._lock = threading.Lock()
@@ -81,16 +77,6 @@ class Execution:
         self._futures: list[Future[Any]] = []
         self._nested: set[Cancellable] | None = None
         self._undelivered: Callable[[], None] | None = None
-
-    @property
-    def peer(self) -> str:
-        """Name of the caller."""
-        return self.caller.name
-
-    @property
-    def has_answer(self) -> bool:
-        """Always False: a call with an answer is no longer entered here."""
-        return False
 
     @property
     def deferred(self) -> bool:
@@ -263,7 +249,7 @@ class Callee:
 
     def begin(self, execution: Execution) -> None:
         """Records an incoming request as outstanding."""
-        caller, ticket = execution.caller, execution.ticket
+        caller, ticket = execution.worker, execution.ticket
         # First: it must be in the table when a cancellation looks for it.
         self.agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
@@ -275,7 +261,7 @@ class Callee:
         # Noted first, because the request may still be on its way on another channel.
         self._taken_back.append((caller.incarnation, ticket))
         for execution in self.agent.outstanding.served():
-            same = execution.caller.incarnation == caller.incarnation
+            same = execution.worker.incarnation == caller.incarnation
             if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
 
@@ -341,14 +327,14 @@ class Callee:
             raise ProtocolError(
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
-        message = MessageContext(execution.caller, frame.meta)
+        message = MessageContext(execution.worker, frame.meta)
         leaves = frame.leaves
         if device_maps.DEVICES in frame.meta:
             leaves = device_maps.placed(leaves, frame.meta)
         body = self.agent.codec.decode(frame.tree, leaves, message)
         if not message.unsettled:
-            return handler(execution.caller, body, frame.meta)
-        run = functools.partial(handler, execution.caller, body, frame.meta)
+            return handler(execution.worker, body, frame.meta)
+        run = functools.partial(handler, execution.worker, body, frame.meta)
         return self._when_settled(execution, message.unsettled, run)
 
     def _when_settled(
@@ -378,7 +364,7 @@ class Callee:
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         reply = result if type(result) is Reply else Reply(result, {})
-        message = MessageContext(execution.caller, reply.meta, execution.operation)
+        message = MessageContext(execution.worker, reply.meta, execution.operation)
         tree, leaves = self.agent.encode(reply.value, message, answer=True)
         if message.forks:
             self.agent.references.answer(execution, message)

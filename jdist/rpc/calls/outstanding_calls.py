@@ -8,7 +8,7 @@ outstanding calls.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -39,31 +39,40 @@ _OVERDUE = 60.0
 may be about to return."""
 
 
-class Entry(Protocol):
-    """One call under way, seen from one side."""
+class CallUnderWay:
+    """One call, seen from one side.
+
+    Args:
+      worker: The worker on the other side.
+      operation: The function, or the kind of the request.
+      deadline: The moment at which it must be over.
+
+    Attributes:
+      since: The moment at which it began, of `time.monotonic()`.
+    """
+
+    __slots__ = ("__weakref__", "deadline", "operation", "since", "worker")
+
+    def __init__(
+        self, worker: WorkerInfo, operation: Operation, deadline: Deadline
+    ) -> None:
+        self.worker = worker
+        self.operation = operation
+        self.deadline = deadline
+        self.since = time.monotonic()
 
     @property
     def peer(self) -> str:
         """Name of the worker on the other side."""
-
-    @property
-    def operation(self) -> Operation:
-        """The function, or the kind of the request."""
-
-    @property
-    def since(self) -> float:
-        """The moment at which it began, of `time.monotonic()`."""
-
-    @property
-    def deadline(self) -> Deadline:
-        """The moment at which it must be over."""
+        return self.worker.name
 
     @property
     def has_answer(self) -> bool:
         """Whether its answer came, so that only what follows from it still runs."""
+        return False  # once it has one, its callee no longer enters it
 
 
-def end_of(entry: Entry) -> float | None:
+def end_of(entry: CallUnderWay) -> float | None:
     """Returns a call's deadline; None for a call without one."""
     return entry.deadline.at
 
@@ -74,8 +83,8 @@ class OutstandingCalls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
-        self._sent: set[Any] = set()
-        self._served: set[Any] = set()
+        self._sent: set[CallUnderWay] = set()
+        self._served: set[Any] = set()  # of `Execution`
         # Two looks that find nothing under way and the same count saw nothing begin
         # between them.
         self._begun = 0
@@ -83,19 +92,19 @@ class OutstandingCalls:
         # waits.
         self._watched = 0
 
-    def send(self, entry: Entry) -> None:
+    def send(self, entry: CallUnderWay) -> None:
         """Records an outgoing call."""
         with self._lock:
             self._begun += 1
             self._sent.add(entry)
 
-    def serve(self, entry: Entry) -> None:
+    def serve(self, entry: CallUnderWay) -> None:
         """Records an incoming call."""
         with self._lock:
             self._begun += 1
             self._served.add(entry)
 
-    def end(self, entry: Entry) -> None:
+    def end(self, entry: CallUnderWay) -> None:
         """Removes a call that is over on this side; idempotent."""
         with self._lock:
             self._sent.discard(entry)
@@ -117,7 +126,7 @@ class OutstandingCalls:
         self,
         deadline: Deadline,
         check: Callable[[], None],
-        end: Callable[[Entry], float | None] = end_of,
+        end: Callable[[CallUnderWay], float | None] = end_of,
         begun: float | None = None,
         until: float | None = None,
     ) -> int | None:
@@ -168,7 +177,7 @@ class OutstandingCalls:
                 self._watched -= 1
 
     def _patience(
-        self, begun: float, end: Callable[[Entry], float | None]
+        self, begun: float, end: Callable[[CallUnderWay], float | None]
     ) -> float | None:
         """Seconds until every call is long overdue; None if one may take for ever."""
         ends = [end(entry) for entry in (*self._sent, *self._served)]
@@ -194,7 +203,7 @@ class OutstandingCalls:
         )
 
 
-def describe(entry: Entry) -> str:
+def describe(entry: CallUnderWay) -> str:
     """Describes a call, such as `rpc_sync(add) of 'b' since 0.2 s`."""
     seconds = time.monotonic() - entry.since
     return f"{entry.operation} of {entry.peer!r} since {seconds:.1f} s"
@@ -233,48 +242,6 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 
 # --- what calls need of their worker ---
-
-
-class GroupLink(Protocol):
-    """A worker's place in its group; `jdist.rpc.group` has it."""
-
-    elastic: bool
-
-    def expelled(self) -> str | None:
-        """The reason why the others consider this worker lost, if they do."""
-
-    def workers(self) -> list[WorkerInfo]:
-        """All workers, by rank; departed ones only in a group of fixed size."""
-
-    def lost(self) -> dict[str, str]:
-        """The lost workers, each with the reason."""
-
-    def left(self) -> set[str]:
-        """The workers that left in an orderly way."""
-
-    def on_lost(self, listener: Callable[[str, str], None]) -> None:
-        """Registers `listener(name, reason)` for lost workers."""
-
-    def check(self, purpose: str) -> None:
-        """Raises WorkerLost if a worker is lost that the group cannot do without."""
-
-    def all_gather(
-        self,
-        value: Any,
-        names: Iterable[str] | None,
-        timeout: float,
-        operation: str = "all_gather",
-        tag: str = "",
-    ) -> dict[str, Any]:
-        """Gathers the values of the workers `names`, by name."""
-
-    def refuse(
-        self, names: Iterable[str], error: BaseException, operation: str, tag: str
-    ) -> None:
-        """Makes the next collective of these workers fail on all of them."""
-
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker leaves."""
 
 
 class ReferenceCounting(Protocol):
@@ -324,11 +291,11 @@ class CallingWorker:
       hint: Says what another worker is doing, for the message of a timeout.
       ending: Whether its shutdown has begun to take it out of the group. It stays so.
       closed: Whether it was shut down.
-      group: Its membership, once it has joined.
+      group: Its `CoordinatorClient`, once it has joined.
       references: References to its values and to those of other workers.
     """
 
-    group: GroupLink
+    group: Any
     references: ReferenceCounting
 
     def __init__(
@@ -408,17 +375,14 @@ class CallingWorker:
 # --- calls under way ---
 
 
-class SyncCall:
+class SyncCall(CallUnderWay):
     """A synchronous call: a thread waits on a pooled connection.
 
     Attributes:
       execution: The call within which it is made, if there is one.
     """
 
-    __slots__ = (
-        "_peer", "answer", "connection", "deadline", "execution", "given_up",
-        "operation", "since", "take_back",
-    )  # fmt: skip
+    __slots__ = ("_peer", "answer", "connection", "execution", "given_up", "take_back")
 
     def __init__(
         self,
@@ -427,20 +391,13 @@ class SyncCall:
         operation: Operation,
         execution: RunningCall | None = None,
     ) -> None:
+        super().__init__(peer.info, operation, deadline)
         self._peer = peer
         self.execution = execution
-        self.deadline = deadline
-        self.operation = operation
-        self.since = time.monotonic()
         self.connection: PooledConnection | None = None
         self.answer: Frame | None = None
         self.given_up: str | None = None
         self.take_back: Callable[[], None] | None = None
-
-    @property
-    def peer(self) -> str:
-        """Name of the callee."""
-        return self._peer.info.name
 
     @property
     def has_answer(self) -> bool:
@@ -496,23 +453,10 @@ class SyncCall:
             self.connection = None
 
 
-class AsyncCall:
+class AsyncCall(CallUnderWay):
     """An asynchronous call: a future that the shared connection completes."""
 
-    __slots__ = (
-        "_after",
-        "_agent",
-        "_ended",
-        "_execution",
-        "_peer",
-        "_receive",
-        "deadline",
-        "future",
-        "message",
-        "operation",
-        "since",
-        "submitted",
-    )  # fmt: skip
+    __slots__ = ("_agent", "_execution", "_outgoing", "future", "message", "submitted")
 
     def __init__(
         self,
@@ -521,23 +465,13 @@ class AsyncCall:
         message: MessageContext,
         execution: RunningCall | None,
     ) -> None:
+        super().__init__(outgoing.peer.info, outgoing.operation, outgoing.deadline)
         self.message = message
-        self._peer = outgoing.peer
-        self.operation = outgoing.operation
-        self.deadline = outgoing.deadline
-        self.since = time.monotonic()
         self.future: Future[Any] = Future()
         self._agent = agent
-        self._receive = outgoing.receive
-        self._ended = outgoing.ended
+        self._outgoing = outgoing
         self._execution = execution
-        self._after = outgoing.after
         self.submitted: Submitted | None = None
-
-    @property
-    def peer(self) -> str:
-        """Name of the callee."""
-        return self._peer.info.name
 
     @property
     def has_answer(self) -> bool:
@@ -557,7 +491,7 @@ class AsyncCall:
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        after = self._after
+        after = self._outgoing.after
         # On another connection that number is another request's.
         if after is not None and after.shared is shared:
             meta = meta | {AFTER: after.number}
@@ -578,7 +512,7 @@ class AsyncCall:
 
     def _take_in(self, frame: Frame) -> Callbacks:
         try:
-            value = self._agent.value_of(frame, self._receive, self._peer.info)
+            value = self._agent.value_of(frame, self._outgoing.receive, self.worker)
         except BaseException as error:  # noqa: BLE001 - it becomes the future's
             return self.end(None, error)
         return self.end(value, None)
@@ -600,8 +534,8 @@ class AsyncCall:
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
         """Completes the future; returns the callbacks that remain to be run."""
-        if self._ended is not None:
-            self._ended(error)
+        if self._outgoing.ended is not None:
+            self._outgoing.ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
             # The callee may have got the references in it, or not: they are settled.
@@ -615,9 +549,11 @@ class AsyncCall:
         return [*callbacks, lambda: self._agent.outstanding.end(self)]
 
     def _lose(self, reason: str) -> None:
-        error = self._agent.lost(self._peer, self.operation, reason)
+        error = self._agent.lost(self._outgoing.peer, self.operation, reason)
         run_all(self.end(None, error))
 
     def _time_out(self) -> None:
-        error = self._agent.timed_out(self._peer, self.operation, self.deadline)
+        error = self._agent.timed_out(
+            self._outgoing.peer, self.operation, self.deadline
+        )
         run_all(self.end(None, error))

@@ -32,7 +32,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Set,
 )
 from functools import partial
 from itertools import chain
@@ -105,15 +104,11 @@ Encoder = Callable[["Encoding", Any], Tree]
 
 
 class Encoding:
-    """One value being encoded: its leaves so far, and the encoders.
+    """One value being encoded: its leaves so far.
 
     Args:
-      functions: Names functions and classes.
-      encoders: By exact type, for what is frequent; None for values that are trees.
-      otherwise: For a value of any other type.
-      depth: How many levels are left.
+      codec: Has the encoders, and names functions and classes.
       message: For the hooks of registered types.
-      not_keys: Types that arrive as something else than they are.
     """
 
     __slots__ = (
@@ -121,22 +116,14 @@ class Encoding:
         "leaves", "message",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        functions: FunctionTable,
-        encoders: Mapping[type, Encoder | None],
-        otherwise: Encoder,
-        depth: int,
-        message: MessageContext | None,
-        not_keys: Set[type],
-    ) -> None:
-        self.functions = functions
-        self.depth = depth
+    def __init__(self, codec: "Codec", message: MessageContext | None) -> None:
+        self.functions = codec.functions
+        self.depth = codec.depth  # how many levels are left
         self.message = message
         self.leaves: list[Any] = []
-        self._encoders = encoders
-        self._otherwise = otherwise
-        self._not_keys = not_keys
+        self._encoders = codec.encoders
+        self._otherwise = codec.otherwise
+        self._not_keys = codec.not_keys
         # By id: arrays cannot be hashed.
         self._places: dict[int, int] = {}
 
@@ -209,31 +196,22 @@ class Decoding:
     """One tree being decoded.
 
     Args:
-      functions: Finds functions and classes by name.
-      decoders: By code.
-      registered: Decode hooks of `Codec.register`, by their codes.
+      codec: Has the decoders, and finds functions and classes by name.
       leaves: The frame's arrays.
-      depth: How many levels are left.
       message: For the hooks of registered types.
     """
 
     __slots__ = ("_decoders", "_depth", "functions", "leaves", "message", "registered")
 
     def __init__(
-        self,
-        functions: FunctionTable,
-        decoders: Sequence[Decoder],
-        registered: Mapping[str, Callable[[Any, MessageContext | None], Any]],
-        leaves: Sequence[Any],
-        depth: int,
-        message: MessageContext | None,
+        self, codec: "Codec", leaves: Sequence[Any], message: MessageContext | None
     ) -> None:
-        self.functions = functions
-        self.registered = registered
+        self.functions = codec.functions
+        self.registered = codec.registered
         self.leaves = leaves
         self.message = message
-        self._decoders = decoders
-        self._depth = depth
+        self._decoders = codec.decoders
+        self._depth = codec.depth
 
     def value(self, tree: Tree) -> Any:
         """Decodes a tree."""
@@ -328,18 +306,18 @@ class Codec:
         self, functions: FunctionTable, allow_pickle: bool = False, depth: int = 100
     ) -> None:
         self.functions = functions
-        self._depth = depth
-        self._encoders = dict(_ENCODERS)
-        self._decoders = _decoders(allow_pickle)
-        self._registered: dict[str, Hook] = {}
+        self.depth = depth
+        self.encoders = dict(_ENCODERS)
+        self.decoders = _decoders(allow_pickle)
+        self.registered: dict[str, Hook] = {}
         # Types whose instances arrive as something else: useless as keys.
-        self._not_keys: set[type] = set()
-        self._otherwise: Encoder = self._by_kind
+        self.not_keys: set[type] = set()
+        self.otherwise: Encoder = self._by_kind
         if allow_pickle:
-            self._otherwise = _or_pickled(self._by_kind)
+            self.otherwise = _or_pickled(self._by_kind)
             # Functions without a name that others could look up: lambdas, closures.
             for kind, encoder in _CALLABLES.items():
-                self._encoders[kind] = _or_pickled(encoder)
+                self.encoders[kind] = _or_pickled(encoder)
 
     def encode(
         self, value: Any, message: MessageContext | None = None
@@ -357,14 +335,7 @@ class Codec:
           ForbiddenFunction: It names a function or class that is not allowed.
           Exception: Whatever an encode hook raises.
         """
-        encoding = Encoding(
-            self.functions,
-            self._encoders,
-            self._otherwise,
-            self._depth,
-            message,
-            self._not_keys,
-        )
+        encoding = Encoding(self, message)
         return encoding.tree(value), encoding.leaves
 
     def decode(
@@ -377,14 +348,7 @@ class Codec:
           ForbiddenFunction: It names something that is not allowed here.
           Exception: Whatever a decode hook raises.
         """
-        return Decoding(
-            self.functions,
-            self._decoders,
-            self._registered,
-            leaves,
-            self._depth,
-            message,
-        ).value(tree)
+        return Decoding(self, leaves, message).value(tree)
 
     def register(
         self,
@@ -407,7 +371,7 @@ class Codec:
         Raises:
           ValueError: The code is taken.
         """
-        if code in self._registered:
+        if code in self.registered:
             rule = "must be new"
             raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
 
@@ -415,10 +379,10 @@ class Codec:
             other = encode(value, encoding.message)
             return encoding.node((other,), codes.REGISTERED, code)
 
-        self._encoders[kind] = encoder
-        self._registered[code] = decode
+        self.encoders[kind] = encoder
+        self.registered[code] = decode
         if not key:
-            self._not_keys.add(kind)
+            self.not_keys.add(kind)
 
     def substitute(self, kind: type, other: Hook) -> None:
         """Registers a value to send in place of objects of exactly the type `kind`.
@@ -430,10 +394,10 @@ class Codec:
           kind: The type.
           other: `other(object, message)` makes the value, each time one is sent.
         """
-        self._encoders[kind] = lambda encoding, value: encoding.tree(
+        self.encoders[kind] = lambda encoding, value: encoding.tree(
             other(value, encoding.message)
         )
-        self._not_keys.add(kind)
+        self.not_keys.add(kind)
 
     def _by_kind(self, encoding: Encoding, value: Any) -> Any:
         """Encodes a value whose exact type has no encoder."""
@@ -448,7 +412,7 @@ class Codec:
         if is_leaf and isinstance(value, jax.Array):
             # JAX does not export the class of its arrays, so it is learned from the
             # first one; later ones are then found by type.
-            self._encoders[type(value)] = _jax_array
+            self.encoders[type(value)] = _jax_array
         return tree
 
 

@@ -23,7 +23,7 @@ from jdist.rpc.base.current import Deadline
 from jdist.rpc.base.errors import RpcError, WorkerLost
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Entry
+from jdist.rpc.calls.outstanding_calls import CallUnderWay
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.membership import Answers, Member
 from jdist.rpc.wire.frame import Frame
@@ -110,7 +110,7 @@ def install(agent: Agent) -> None:
     agent.register(_KIND, answer)
 
 
-def _endless(agent: Agent) -> tuple[list[Entry], list[Entry]]:
+def _endless(agent: Agent) -> tuple[list[CallUnderWay], list[CallUnderWay]]:
     """The calls without a deadline that this worker awaits, and that it serves."""
     sent, served = agent.outstanding.sent(), agent.outstanding.served()
     return (
@@ -128,9 +128,9 @@ class _OneSidedCalls:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._ends: dict[Entry, float] = {}
+        self._ends: dict[CallUnderWay, float] = {}
 
-    def end_of(self, entry: Entry) -> float | None:
+    def end_of(self, entry: CallUnderWay) -> float | None:
         """The moment after which a call is no longer waited for; None for no limit."""
         at = entry.deadline.at
         return self._ends.get(entry) if at is None else at

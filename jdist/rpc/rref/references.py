@@ -258,7 +258,7 @@ class References:
             if self.released:
                 self._leaks += self._held_by(worker.incarnation)
             for fork, execution in list(self._answers.items()):
-                if execution.caller.incarnation == worker.incarnation:
+                if execution.worker.incarnation == worker.incarnation:
                     del self._answers[fork]
         never = WorkerLost(worker.name, "RRef creation", reason)
         self.do(lambda p: p.gone(incarnation_of(worker), reason), never)
