@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jdist._errors import requirement
+from jdist._errors import check_type, requirement
 from jdist.rpc.base.errors import ProtocolError
 
 Table = Mapping[jax.Device, int]
@@ -80,17 +80,14 @@ def placed(leaves: list[Any], meta: Mapping[str, Any]) -> list[Any]:
     Raises:
       ProtocolError: There is no such array, or no such device.
     """
-    found, devices = list(leaves), jax.local_devices()
-    pairs = meta[DEVICES]
+    arrays = {i: one for i, one in enumerate(leaves) if isinstance(one, jax.Array)}
+    devices = dict(enumerate(jax.local_devices()))
+    found, pairs = list(leaves), meta[DEVICES]
     for pair in pairs if isinstance(pairs, list) else (pairs,):
         match pair:
-            case [int(index), int(number)] if (
-                0 <= index < len(found)
-                and 0 <= number < len(devices)
-                and isinstance(found[index], jax.Array)
-            ):
+            case [int(index), int(number)] if index in arrays and number in devices:
                 place = SingleDeviceSharding(devices[number])
-                found[index] = jax.device_put(found[index], place)
+                found[index] = jax.device_put(arrays[index], place)
             case _:
                 raise ProtocolError(
                     f"There is no array and device {pair!r}: the message has "
@@ -105,26 +102,21 @@ def check(maps: object) -> None:
     Raises:
       TypeError, ValueError: See the message, which keeps torch's words.
     """
-    if not isinstance(maps, Mapping):
-        raise TypeError(requirement(CALL, "must be maps by worker's name", maps))
+    check_type(CALL, maps, Mapping, "must be maps by worker's name")
+    assert isinstance(maps, Mapping)
     for name, table in maps.items():
+        rule = "must have a map from devices to numbers for the name of a worker"
         if not isinstance(name, str) or not isinstance(table, Mapping):
-            rule = "must have a map from devices to numbers for the name of a worker"
             raise TypeError(requirement(CALL, rule, f"{name!r}: {table!r}"))
-        for source, target in table.items():
-            _check_pair(name, source, target)
+        for pair in table.items():
+            shown = f"{pair[0]!r}: {pair[1]!r} for {name!r}"
+            if any(type(number) is not int for number in pair):
+                rule = "must lead from numbers of devices to numbers of devices"
+                raise TypeError(requirement(CALL, rule, shown))
+            if min(pair) < 0:
+                rule = "must have numbers from 0: Device index must not be negative"
+                raise ValueError(requirement(CALL, rule, shown))
         if len(set(table.values())) < len(table):
             rule = "must lead to each device once: device maps only support 1-to-1 "
             rule += f"mapping, that for {name!r} has duplicated target devices"
             raise ValueError(requirement(CALL, rule, dict(table)))
-
-
-def _check_pair(name: str, source: object, target: object) -> None:
-    numbers = [target] if isinstance(source, jax.Device) else [source, target]
-    shown = f"{source!r}: {target!r} for {name!r}"
-    if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
-        rule = "must lead from devices, or their numbers, to numbers of devices"
-        raise TypeError(requirement(CALL, rule, shown))
-    if any(isinstance(n, int) and n < 0 for n in numbers):
-        rule = "must have numbers from 0: Device index must not be negative"
-        raise ValueError(requirement(CALL, rule, shown))

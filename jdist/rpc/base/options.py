@@ -44,8 +44,8 @@ class RpcOptions:
       device: The JAX device on which arrays arrive; by default JAX's own default.
       device_maps: By the name of a callee, on which of its devices arrays of certain
         devices of this worker arrive: `{"worker1": {0: 1}}`. A device is its place in
-        `jax.local_devices()`, or, of this worker, the device itself. Results come back
-        by the inverse. Arrays on other devices arrive on the callee's `device`.
+        `jax.local_devices()`. Results come back by the inverse. Arrays on other devices
+        arrive on the callee's `device`.
       tls: Certificates for connections between machines.
       insecure: Allows plain connections between machines.
       allow_pickle: Lets values that have no other way travel as pickles. A peer that
@@ -78,7 +78,7 @@ class RpcOptions:
     key: str | bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     device: Any = None
-    device_maps: Mapping[str, Mapping[Any, int]] = dataclasses.field(
+    device_maps: Mapping[str, Mapping[int, int]] = dataclasses.field(
         default_factory=dict
     )
     tls: Any = None

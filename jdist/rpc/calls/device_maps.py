@@ -1,6 +1,5 @@
 """Exchange of device maps: each worker sends its callees the maps for their answers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -45,29 +44,14 @@ def exchange(agent: Agent) -> None:
     if strangers:
         rule = f"has invalid target node names in its device maps; there are {known}"
         raise ValueError(requirement(CALL, rule, strangers))
+    devices = jax.local_devices()
     for name, chosen in maps.items():
-        sources = _sources(name, chosen)
-        inverse = {target: number for number, target in sources.items()}
+        if max(chosen, default=0) >= len(devices):
+            rule = f"has source devices with invalid indices in the map for {name!r}: "
+            rule += f"there are {len(devices)} in jax.local_devices()"
+            raise ValueError(requirement(CALL, rule, max(chosen)))
         peer = agent.directory.find(name)
         # The callee checks the devices first: a map that it refuses must not be used.
-        agent.call(peer.info, _KIND, inverse)
-        devices = jax.local_devices()
-        table = {devices[number]: target for number, target in sources.items()}
+        agent.call(peer.info, _KIND, {target: n for n, target in chosen.items()})
+        table = {devices[number]: target for number, target in chosen.items()}
         agent.device_maps.lead(incarnation_of(peer.info), table)
-
-
-def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:
-    """Converts a map's source devices to numbers."""
-    devices = jax.local_devices()
-    found: dict[int, int] = {}
-    for source, target in chosen.items():
-        if isinstance(source, jax.Device):
-            number = devices.index(source) if source in devices else len(devices)
-        else:
-            number = source
-        if number >= len(devices) or number in found:
-            rule = f"has source devices with invalid indices in the map for {name!r}: "
-            rule += f"each one once, and of the {len(devices)} in jax.local_devices()"
-            raise ValueError(requirement(CALL, rule, source))
-        found[number] = target
-    return found
