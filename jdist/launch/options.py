@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc import ProcessSettings, new_cluster_key
@@ -19,7 +20,6 @@ fails ends the others; its traceback is printed last and its exit code returned.
 # torchrun's default.
 DEFAULT_PORT = 29500
 _LAST_PORT = 2**16 - 1
-_GRACE = 5.0
 _KEY_VARIABLE = "JDIST_CLUSTER_KEY"
 # 128 bits cannot be guessed.
 _KEY_BYTES = 16
@@ -36,6 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.cores = options.cores or int(options.pin)
     try:
         _across_machines(options)
         options.settings = settings_of_each(
@@ -53,17 +54,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m jdist.launch", description=DESCRIPTION, allow_abbrev=False
     )
-    _add_meeting(parser)
-    _add_running(parser)
-    _add_settings(parser)
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "-m", "--module", action="store_true", help="the program is a module's name"
-    )
-    kind.add_argument(
-        *("--no-python", "--no_python"),
-        action="store_true",
-        help="the program is not a Python script",
+    for names, kind, shown, told in _OPTIONS:
+        _add(parser, names, told, type=kind, metavar=shown)
+    for names, told in _SWITCHES.items():
+        _add(parser, names, told, action="store_true")
+    kind_of_program = parser.add_mutually_exclusive_group()
+    _add(kind_of_program, "-m --module", "the program is a module", action="store_true")
+    what = "the program is not a Python script"
+    _add(kind_of_program, "--no-python", what, action="store_true")
+    parser.set_defaults(
+        nnodes=1, max_restarts=0, grace=5.0, cores=0, callback_threads=8
     )
     parser.add_argument("program", help="the script to run")
     # Arguments after the program belong to it, even if they look like options here.
@@ -71,102 +71,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# An option's names after the first are those of torchrun.
-
-
-def _add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Adds options for the number of workers and their rendezvous."""
-    add, count, port = parser.add_argument, _between(1, 2**16), _between(1, _LAST_PORT)
-    add(
-        *("--nproc", "--nproc-per-node", "--nproc_per_node"),
-        type=count,
-        required=True,
-        metavar="N",
-        help="workers on this machine",
-    )
-    add("--nnodes", type=count, default=1, metavar="N", help="machines (default 1)")
-    add("--standalone", action="store_true", help="one machine, which is the default")
-    add(
-        *("--node-rank", "--node_rank"),
-        type=_between(0, 2**16 - 1),
-        metavar="N",
-        help="number of this machine",
-    )
-    add(
-        *("--master-addr", "--master_addr"),
-        type=_host,
-        metavar="HOST",
-        help="address of machine 0, as the others reach it",
-    )
-    add(
-        *("--master-port", "--master_port"),
-        type=port,
-        metavar="PORT",
-        help="for rpc's coordinator (default: a free one)",
-    )
-    add(
-        "--jax-port",
-        type=port,
-        metavar="PORT",
-        help="for jax.distributed's (default: the next)",
-    )
-    add(
-        # A file, because all users of a machine can read its command lines.
-        "--key-file",
-        type=_path,
-        metavar="FILE",
-        help=f"holds the run's secret; or set {_KEY_VARIABLE}",
-    )
-
-
-def _add_running(parser: argparse.ArgumentParser) -> None:
-    """Adds options for failures and output."""
-    add = parser.add_argument
-    add(
-        *("--max-restarts", "--max_restarts"),
-        type=_between(0, 2**16),
-        default=0,
-        metavar="N",
-        help="how often all are started again after a failure (default 0)",
-    )
-    add(
-        *("--log-dir", "--log_dir"),
-        type=_folder,
-        metavar="FOLDER",
-        help="also write each worker's output to a file here",
-    )
-    add(
-        "--grace",
-        type=_seconds,
-        default=_GRACE,
-        metavar="SECONDS",
-        help=f"between asking to end and killing (default {_GRACE:g})",
-    )
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds options for the settings of the processes."""
-    add = parser.add_argument
-    add(
-        "--pin",
-        dest="cores",
-        action="store_const",
-        const=1,
-        default=0,
-        help="one core of its own for each worker",
-    )
-    add("--cores", type=_between(0, 2**16), metavar="N", help="the same, N cores each")
-    add(
-        "--callback-threads",
-        type=_between(0, 2**16),
-        metavar="N",
-        help="least size of XLA's thread pool; 0 leaves it (default 8)",
-    )
-    add(
-        "--no-process-settings",
-        action="store_true",
-        help="leave scheduling class, allocator and thread pools as they are",
-    )
+def _add(
+    parser: argparse._ActionsContainer, names: str, told: str, **about: Any
+) -> None:
+    """Adds an option by all of its names, torchrun's spellings among them."""
+    underscored = [
+        f"--{n[2:].replace('-', '_')}" for n in names.split() if n in _SHARED
+    ]
+    about["required"] = names == _NPROC
+    parser.add_argument(*names.split(), *underscored, help=told, **about)
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
@@ -214,6 +127,44 @@ def _folder(text: str) -> Path:
     if folder.exists() and not folder.is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder, not the file {text}")
     return folder
+
+
+_count, _port, _from_0 = _between(1, 2**16), _between(1, _LAST_PORT), _between(0, 2**16)
+
+_SHARED = frozenset((
+    "--nproc-per-node", "--node-rank", "--master-addr", "--master-port",
+    "--max-restarts", "--log-dir", "--no-python",
+))  # fmt: skip
+"""Options that torchrun also spells with underscores."""
+
+_NPROC = "--nproc --nproc-per-node"
+_OPTIONS: tuple[tuple[str, Callable[[str], object], str, str], ...] = (
+    (_NPROC, _count, "N", "workers on this machine"),
+    ("--nnodes", _count, "N", "machines (default 1)"),
+    ("--node-rank", _between(0, 2**16 - 1), "N", "number of this machine"),
+    ("--master-addr", _host, "HOST", "address of machine 0, as the others reach it"),
+    ("--master-port", _port, "PORT", "for rpc's coordinator (default: a free one)"),
+    ("--jax-port", _port, "PORT", "for jax.distributed's (default: the next)"),
+    # A file, because all users of a machine can read its command lines.
+    ("--key-file", _path, "FILE", f"holds the run's secret; or set {_KEY_VARIABLE}"),
+    ("--max-restarts", _from_0, "N", "times to start all again after a failure (0)"),
+    ("--log-dir", _folder, "FOLDER", "also write each worker's output to a file here"),
+    ("--grace", _seconds, "SECONDS", "between asking to end and killing (default 5)"),
+    ("--cores", _from_0, "N", "cores of its own for each worker"),
+    (
+        "--callback-threads",
+        _from_0,
+        "N",
+        "least size of XLA's pool (8); 0 leaves it",
+    ),
+)
+"""Names, type, how a value is shown, and description of each option."""
+
+_SWITCHES = {
+    "--standalone": "one machine, which is the default",
+    "--pin": "one core of its own for each worker",
+    "--no-process-settings": "leave scheduling class, allocator and thread pools alone",
+}
 
 
 def _across_machines(options: argparse.Namespace) -> None:
@@ -273,8 +224,6 @@ def _command(options: argparse.Namespace) -> list[str]:
 def _settings(options: argparse.Namespace) -> ProcessSettings | None:
     if options.no_process_settings:
         return None
-    if options.callback_threads is None:
-        return ProcessSettings()
     return ProcessSettings(callback_threads=options.callback_threads)
 
 

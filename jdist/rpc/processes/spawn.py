@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 from jdist._errors import check_function, check_number, check_type, requirement
 from jdist.rpc.base.current import DEFAULT
@@ -42,34 +42,6 @@ _SPAWNED = Path(__file__).with_name("spawned.py")
 _AT = {False: "before its function returned", True: "after its function had returned"}
 
 
-@overload
-def spawn(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = ...,
-    nprocs: int = ...,
-    *,
-    settings: ProcessSettings | None = ...,
-    pin: int = ...,
-    timeout: float = ...,
-    grace: float = ...,
-    join: Literal[True] = ...,
-) -> list[Any]: ...
-
-
-@overload
-def spawn(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = ...,
-    nprocs: int = ...,
-    *,
-    settings: ProcessSettings | None = ...,
-    pin: int = ...,
-    timeout: float = ...,
-    grace: float = ...,
-    join: Literal[False],
-) -> Processes: ...
-
-
 def spawn(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -80,7 +52,7 @@ def spawn(
     timeout: float = 0,
     grace: float = 5.0,
     join: bool = True,
-) -> list[Any] | Processes:
+) -> Any:
     """Calls `fn(rank, *args)` in `nprocs` fresh processes and returns their results.
 
     Each process finds `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`
