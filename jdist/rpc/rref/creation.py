@@ -14,15 +14,12 @@ from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.function_calls import execute
 from jdist.rpc.calls.outstanding_calls import Outgoing, Submitted
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.rref.messages import Delete, unpack_id
+from jdist.rpc.rref.messages import CreationName, Delete, pack, unpack
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
 from jdist.rpc.rref.protocol import Protocol, UserFork
 from jdist.rpc.rref.references import Handle, References
 
 CREATE = "rref.create"
-
-_Name = tuple[GloballyUniqueId, GloballyUniqueId, int]
-"""Id of the reference, of the creator's fork, and the low-water mark of requests."""
 
 
 class Creation:
@@ -42,7 +39,7 @@ class Creation:
         # Noted before they are registered, so that no interrupt loses one.
         self._user_forks: list[UserFork] = []
         self._local: GloballyUniqueId | None = None
-        self._name: _Name
+        self._name: CreationName
 
     def begin(self) -> Handle:
         """Names the value and counts the creator's reference to it."""
@@ -52,14 +49,14 @@ class Creation:
             # A call to itself: the id stands for the fork, too, and counts as a holder
             # until the function has ended.
             rref = self._local = references.ask(Protocol.name)
-            self._name = (rref, rref, 0)
+            self._name = CreationName(rref, rref, 0)
             place = new_owner_value()
             references.ask(lambda p: p.create_here(rref, place))
             return Handle(references, rref, owner_value=place, creation=self._ended)
         incarnation = incarnation_of(owner)
         forks = self._user_forks
         fork, low_water_mark = references.ask(lambda p: p.create(incarnation, forks))
-        self._name = (fork.rref, fork.fork, low_water_mark)
+        self._name = CreationName(fork.rref, fork.fork, low_water_mark)
         return Handle(
             references, fork.rref, None, fork, self._ended, until=outgoing.deadline
         )
@@ -67,9 +64,8 @@ class Creation:
     def ask(self, handle: Handle) -> Submitted | None:
         """Sends the request; returns it unless the connection is still being opened."""
         agent = self._references.agent
-        rref, fork, low_water_mark = self._name
-        name = (rref.packed(), fork.packed(), low_water_mark)
-        body, place = (name, *self._outgoing.body), handle.owner_value
+        body = (pack(self._name), *self._outgoing.body)
+        place = handle.owner_value
         if place is None:
             outgoing = replace(self._outgoing, body=body, ended=self._end)
             return agent.submit(outgoing).submitted
@@ -126,7 +122,9 @@ def install(agent: Agent, references: References) -> None:
     """Registers the owner's handler of creations."""
 
     def create(caller: WorkerInfo, body: Any, meta: Meta) -> Any:
-        name, call = _parts(body)
+        if type(body) is not tuple or not body:
+            raise ProtocolError("A creation has a name, and a call.")
+        name, call = unpack(CreationName, body[0]), Invocation.unpack(CREATE, body[1:])
         # Before the function runs: a fetch or a fork that comes meanwhile finds it.
         owner_value = _place(references, caller, name)
         try:
@@ -161,11 +159,13 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
     return again(error, table)
 
 
-def _place(references: References, caller: WorkerInfo, name: _Name) -> OwnerValue:
+def _place(
+    references: References, caller: WorkerInfo, name: CreationName
+) -> OwnerValue:
     if caller.incarnation == references.agent.info.incarnation:
-        return references.find(name[0])
+        return references.find(name.rref)
     # Its numbers deduplicate requests by their creator; a peer must not use another's.
-    if name[0].created_on != caller.incarnation:
+    if name.rref.created_on != caller.incarnation:
         raise ProtocolError("A reference's id bears the number of its creator.")
     return references.on_create(caller, *name)
 
@@ -184,17 +184,3 @@ def _filled(owner_value: OwnerValue, result: Any) -> Reply:
     reply = result if type(result) is Reply else Reply(result, {})
     fill(owner_value, reply.value)
     return Reply(None, reply.meta)
-
-
-def _parts(body: Any) -> tuple[_Name, Invocation]:
-    if type(body) is not tuple or len(body) != 4:
-        raise ProtocolError("A creation has a name, a function, arguments, keywords.")
-    name, *call = body
-    if type(name) is not tuple or len(name) != 3:
-        raise ProtocolError("A creation's name is two ids and a low_water_mark.")
-    rref, fork, low_water_mark = name
-    if type(low_water_mark) is not int:
-        raise ProtocolError("A creation's low_water_mark is a number.")
-    return (unpack_id(rref), unpack_id(fork), low_water_mark), Invocation.unpack(
-        CREATE, tuple(call)
-    )

@@ -6,8 +6,7 @@ the one that got it. `ReliableDelivery` has every message below handled exactly 
 any order.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.ids import GloballyUniqueId
@@ -76,6 +75,20 @@ class Abort(NamedTuple):
     reason: str
 
 
+class CreationName(NamedTuple):
+    """The name of a value, in the request to create it; it comes with a call.
+
+    Attributes:
+      rref: Id of the reference.
+      fork: Id of the creator's fork; on the creator itself that of the reference.
+      low_water_mark: All requests of this creator below it are settled.
+    """
+
+    rref: GloballyUniqueId
+    fork: GloballyUniqueId
+    low_water_mark: int
+
+
 Message = Fork | Accept | Delete | Take | Abort
 
 KINDS: dict[type, str] = {
@@ -87,39 +100,34 @@ KINDS: dict[type, str] = {
 }
 """The kind of frame in which each message travels."""
 
+_FIELDS = {
+    kind: [*get_type_hints(kind).values()] for kind in (*KINDS, Ref, CreationName)
+}
+_MALFORMED = "A message about references has ids of 64 bits, numbers and a text."
 
-def pack_ref(ref: Ref) -> tuple[int, ...]:
-    """Encodes a reference as four numbers."""
-    return (ref.owner, ref.rref.packed(), ref.fork.packed(), ref.low_water_mark)
-
-
-def unpack_ref(row: Any) -> Ref:
-    """Decodes a reference; the inverse of `pack_ref`.
-
-    Raises:
-      ProtocolError: It is not what `pack_ref` makes.
-    """
-    owner, rref, fork, low_water_mark = _numbers(row, 4)
-    return Ref(owner, unpack_id(rref), unpack_id(fork), low_water_mark)
+T = TypeVar("T", bound=NamedTuple)
 
 
-def pack(message: Message) -> tuple[Any, ...]:
-    """Encodes a message as numbers, and an `Abort`'s reason."""
-    if isinstance(message, Take):
-        return pack_ref(message.ref)
+def pack(message: NamedTuple) -> tuple[Any, ...]:
+    """Encodes a message, a reference or a name as numbers, and an `Abort`'s reason."""
     return tuple(
-        part.packed() if isinstance(part, GloballyUniqueId) else part
+        part.packed()
+        if isinstance(part, GloballyUniqueId)
+        else (pack(part) if isinstance(part, Ref) else part)
         for part in message
     )
 
 
-def unpack(kind: type, row: Any) -> Message:
-    """Decodes a message; the inverse of `pack`.
+def unpack(kind: type[T], row: Any) -> T:
+    """Decodes what is of this kind; the inverse of `pack`.
 
     Raises:
-      ProtocolError: It is not what `pack` makes of a message of this kind.
+      ProtocolError: It is not what `pack` makes of something of this kind.
     """
-    return _UNPACK[kind](row)
+    kinds = _FIELDS[kind]
+    if type(row) is not tuple or len(row) != len(kinds):
+        raise ProtocolError(_MALFORMED)
+    return kind(*map(_field, kinds, row))
 
 
 def unpack_id(number: Any) -> GloballyUniqueId:
@@ -129,30 +137,16 @@ def unpack_id(number: Any) -> GloballyUniqueId:
       ProtocolError: `number` is not an id.
     """
     if type(number) is not int or not 0 <= number < 1 << 64:
-        raise ProtocolError("An id is a number of 64 bits.")
+        raise ProtocolError(_MALFORMED)
     return GloballyUniqueId.unpacked(number)
 
 
-def _abort(row: Any) -> Abort:
-    if type(row) is not tuple or len(row) != 4 or type(row[3]) is not str:
-        raise ProtocolError("An rref.abort is malformed.")
-    rref, fork, low_water_mark = _numbers(row[:3], 3)
-    return Abort(unpack_id(rref), unpack_id(fork), low_water_mark, row[3])
-
-
-def _numbers(row: Any, count: int) -> tuple[int, ...]:
-    if type(row) is not tuple or len(row) != count:
-        raise ProtocolError("A message about references is malformed.")
+def _field(kind: Any, value: Any) -> Any:
+    if kind is GloballyUniqueId:
+        return unpack_id(value)
+    if kind is Ref:
+        return unpack(Ref, value)
     # Exact types: `isinstance` would take True for a number.
-    if not all(type(number) is int and number >= 0 for number in row):
-        raise ProtocolError("A message about references needs numbers.")
-    return row
-
-
-_UNPACK: dict[type, Callable[[Any], Message]] = {
-    Fork: lambda row: Fork(*map(unpack_id, _numbers(row, 2))),
-    Accept: lambda row: Accept(*map(unpack_id, _numbers(row, 1))),
-    Delete: lambda row: Delete(*map(unpack_id, _numbers(row, 2))),
-    Take: lambda row: Take(unpack_ref(row)),
-    Abort: _abort,
-}
+    if type(value) is not kind or (kind is int and value < 0):
+        raise ProtocolError(_MALFORMED)
+    return value

@@ -14,7 +14,7 @@ from jdist.rpc.calls.outstanding_calls import Submitted
 from jdist.rpc.codec.codec import MessageContext
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
-from jdist.rpc.rref.messages import REFERENCE, Ref, pack_ref, unpack_ref
+from jdist.rpc.rref.messages import REFERENCE, Ref, pack, unpack
 from jdist.rpc.rref.owner_value import new_owner_value
 from jdist.rpc.rref.protocol import Protocol
 from jdist.rpc.rref.proxy import Method, Proxy
@@ -330,14 +330,14 @@ def remote(
     outgoing = function_calls.outgoing(
         agent, to, CREATE, func, args, kwargs, timeout, "remote"
     )
-    creation = Creation(references_of(agent), outgoing)
+    request = Creation(references_of(agent), outgoing)
     try:
-        handle = creation.begin()
+        handle = request.begin()
         # Made before the request is sent: its finalizer gives the value up in any case.
         rref = RRef._of(handle)
-        rref._asked = creation.ask(handle)
+        rref._asked = request.ask(handle)
     except BaseException as error:
-        creation.give_up(error)
+        request.give_up(error)
         raise
     return rref
 
@@ -360,12 +360,12 @@ def install(agent: Agent) -> None:
     def give(rref: RRef[Any], message: MessageContext | None) -> Any:
         if message is None:
             raise refuse_anywhere_else("all_gather(obj)")
-        return pack_ref(rref._give(references, message))
+        return pack(rref._give(references, message))
 
     def take(row: Any, message: MessageContext | None) -> RRef[Any]:
         if message is None:
             raise ProtocolError("A reference came in something that is no call.")
-        return RRef._of(references.take(unpack_ref(row), message))
+        return RRef._of(references.take(unpack(Ref, row), message))
 
     agent.codec.register(RRef, REFERENCE, give, take)
     agent.codec.register(Method, _METHOD, _give_method, _taking_methods(agent))

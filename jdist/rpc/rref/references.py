@@ -29,7 +29,6 @@ from jdist.rpc.rref.messages import (
     Take,
     pack,
     unpack,
-    unpack_ref,
 )
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
@@ -502,7 +501,7 @@ class References:
                 continue
             if node[:2] == [codes.REGISTERED, REFERENCE]:
                 try:
-                    yield unpack_ref(self.agent.codec.decode(node[2], ()))
+                    yield unpack(Ref, self.agent.codec.decode(node[2], ()))
                 except (IndexError, ProtocolError):
                     continue
             rest += node
