@@ -35,7 +35,8 @@ from jdist.rpc.wire.frame import (
 )
 from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.silent_connections import PATIENCE, SilentConnections
-from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
+from jdist.rpc.wire.stream import MOST_DESCRIPTORS, CutOff
+from jdist.rpc.wire.tls import ByteStream
 
 _BUFFER = 96 << 10  # so that 64 KiB and a header come in one call
 # Smaller bodies are copied out of the buffer: another system call costs more.

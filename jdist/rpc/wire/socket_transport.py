@@ -37,9 +37,10 @@ from jdist.rpc.wire.sockets import (
     parse_address,
     same_user,
 )
-from jdist.rpc.wire.stream import ByteStream, Polling, Stream
+from jdist.rpc.wire.stream import Polling, Stream
 from jdist.rpc.wire.tls import (
     FIRST_BYTE,
+    ByteStream,
     Credentials,
     TlsConfig,
     TlsStream,

@@ -253,25 +253,19 @@ def machine() -> str:
 
 def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
     """Connect by a Unix socket; None where TCP should be tried."""
-    unix = socket.socket(socket.AF_UNIX)
-    try:
+    with contextlib.ExitStack() as unless_connected:
+        unix = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
         attempt.uses(unix)
         # Without waiting: if the listener's queue is full, TCP's may not be.
         unix.setblocking(False)
-        unix.connect(_unix_name(name))
-        if same_user(unix):
-            return unix
-    except ChannelClosed:
-        unix.close()
-        raise
-    except OSError:
-        unix.close()
-        return None
-    except BaseException:
-        unix.close()
-        raise
-    unix.close()
-    return None
+        try:
+            unix.connect(_unix_name(name))
+            if not same_user(unix):
+                return None
+        except OSError:
+            return None
+        unless_connected.pop_all()
+        return unix
 
 
 def _dial_tcp(
@@ -283,21 +277,19 @@ def _dial_tcp(
     for family, kind, protocol, _, there in found:
         # At least a millisecond: with a timeout of 0 no address could be reached.
         left = None if deadline is None else max(1e-3, deadline - time.monotonic())
-        tcp = socket.socket(family, kind, protocol)
-        try:
+        with contextlib.ExitStack() as unless_connected:
+            tcp = unless_connected.enter_context(socket.socket(family, kind, protocol))
             attempt.uses(tcp)
             tcp.settimeout(left)
-            tcp.connect(there)
+            try:
+                tcp.connect(there)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                failed = error
+                continue
+            unless_connected.pop_all()
             return tcp
-        except (ChannelClosed, TimeoutError):
-            tcp.close()
-            raise
-        except OSError as error:
-            tcp.close()
-            failed = error
-        except BaseException:
-            tcp.close()
-            raise
     assert failed is not None  # getaddrinfo returns at least one address, or raises
     raise failed
 

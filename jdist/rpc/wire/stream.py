@@ -153,40 +153,6 @@ class CutOff(TimeoutError):
     """The deadline passed after a part had been sent; the stream is unusable."""
 
 
-class ByteStream(Protocol):
-    """The byte stream that a connection needs: a socket, or TLS over one."""
-
-    descriptors: deque[int]
-
-    def receive_into(
-        self, view: memoryview, deadline: float | None, whole: bool = False
-    ) -> int:
-        """Waits for at least one byte; returns the number written into `view`."""
-
-    def send(
-        self,
-        pieces: Sequence[bytes | memoryview],
-        deadline: float | None,
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        """Sends all pieces in order."""
-
-    def silent(self) -> bool:
-        """Whether it is open and nothing has come that was not received."""
-
-    def ended(self) -> bool:
-        """Whether the other side has closed it and all that came was received."""
-
-    def fileno(self) -> int:
-        """The socket's descriptor, which can be read once something comes."""
-
-    def shut(self) -> None:
-        """Ends both directions; threads blocked in this stream wake up."""
-
-    def close(self) -> None:
-        """Closes the socket; no thread may be using the stream."""
-
-
 class Stream:
     """A connected socket.
 
@@ -434,19 +400,6 @@ def _keep_alive(sock: socket.socket) -> None:
         option = getattr(socket, name, None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
-    """Receive exactly `size` bytes.
-
-    Raises:
-      TimeoutError, ChannelClosed: As `Stream.receive_into`.
-    """
-    data = bytearray(size)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.receive_into(rest, deadline, whole=True) :]
-    return bytes(data)
 
 
 def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memoryview]:

@@ -108,7 +108,7 @@ def connector_context() -> ssl.SSLContext:
 
 
 class TlsStream:
-    """A byte stream encrypted over another one; see `jdist.rpc.wire.stream.ByteStream`.
+    """A byte stream encrypted over a `Stream`, with the methods of that.
 
     Args:
       stream: Connected; owned by this stream.
@@ -233,6 +233,10 @@ class TlsStream:
     def _flush(self, deadline: float | None) -> None:
         if self._to_send.pending:
             self._stream.send([self._to_send.read()], deadline)
+
+
+ByteStream = Stream | TlsStream
+"""What a connection needs: a socket, or TLS over one."""
 
 
 def _context(protocol: int) -> ssl.SSLContext:
