@@ -52,12 +52,16 @@ class JoinRequest(NamedTuple):
       world_size: Number of workers of the group; 0 for an elastic one.
       coordinator: Host and port where rank 0 listens for the others.
       key: The cluster's secret.
+      options: Options of the worker.
+      until: The moment at which to give up; None for never.
     """
 
     info: WorkerInfo
     world_size: int
     coordinator: tuple[str, int]
     key: bytes
+    options: RpcOptions = RpcOptions()
+    until: float | None = None
 
     def __repr__(self) -> str:
         """Without the key: representations end up in logs."""
@@ -135,7 +139,9 @@ def init_rpc(
     at, key = _address(coordinator, world_size), _key(options, world_size)
     functions = FunctionTable(allow)
     with current.becoming():
-        agent = join(JoinRequest(info, world_size, at, key), functions, options)
+        until = moment(options.join_timeout)
+        request = JoinRequest(info, world_size, at, key, options, until)
+        agent = join(request, functions)
         current.add([agent])
     return info
 
@@ -175,7 +181,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 # --- joining ---
 
 
-def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) -> Agent:
+def join(request: JoinRequest, functions: FunctionTable) -> Agent:
     """Creates a worker and joins its group.
 
     Raises:
@@ -185,15 +191,15 @@ def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) ->
       AuthenticationError: The other side has another key.
       OSError: The coordinator cannot listen where it should.
     """
-    until = moment(options.join_timeout)
+    until = request.until
     # Before this worker's own transport: the others may already be trying to connect.
-    coordinator = _listen(request, options, until) if request.info.id == 0 else None
+    coordinator = _listen(request) if request.info.id == 0 else None
     agent: Agent | None = None
     try:
         at = request.coordinator if coordinator is None else coordinator.address
-        transport = _own_transport(request, options, until)
-        agent = make_agent(request.info, transport, functions, options)
-        group = _meet(agent, transport, request, at, until)
+        transport = _own_transport(request)
+        agent = make_agent(request.info, transport, functions, request.options)
+        group = _meet(agent, transport, request, at)
         group.coordinator = coordinator
         device_maps.exchange(agent)
         return agent
@@ -241,66 +247,54 @@ def make_agent(
     return agent
 
 
-def _listen(
-    request: JoinRequest, options: RpcOptions, until: float | None
-) -> Coordinator:
+def _listen(request: JoinRequest) -> Coordinator:
     host, port = request.coordinator
-
-    def listen() -> Transport:
-        return _transport(request, options, NAME, host, port)
-
     try:
-        transport = _once_known(_COORDINATOR, host, request, options, until, listen)
+        transport = _once_known(
+            request, _COORDINATOR, host, lambda: _transport(request, NAME, host, port)
+        )
     except OSError as error:
         if isinstance(error, RpcTimeout):
             raise
         rule = "must be an address of rank 0's machine and a free port"
         shown = f"{host}:{port} ({error.strerror or error})"
         raise OSError(error.errno, requirement(_COORDINATOR, rule, shown)) from error
-    return make_coordinator(transport, request.world_size, options)
+    return make_coordinator(transport, request.world_size, request.options)
 
 
-def _own_transport(
-    request: JoinRequest, options: RpcOptions, until: float | None
-) -> SocketTransport:
+def _own_transport(request: JoinRequest) -> SocketTransport:
     """The transport at which the other workers reach this one."""
     name = transport_name(request.info.name, request.world_size)
     host, port = request.coordinator
-    if options.host is not None:
-        origin, named = "RpcOptions(host=...)", options.host
-    else:
-        origin, named = _COORDINATOR, host
+    own = request.options.host
+    if own is not None:
+        origin = "RpcOptions(host=...)"
+        return _once_known(request, origin, own, lambda: _transport(request, name, own))
 
     def listen() -> SocketTransport:
-        own = options.host
-        if own is None:
-            own = host if is_loopback(host) else _own_address_towards(host, port)
-        return _transport(request, options, name, own)
+        own = host if is_loopback(host) else _own_address_towards(host, port)
+        return _transport(request, name, own)
 
-    return _once_known(origin, named, request, options, until, listen)
+    return _once_known(request, _COORDINATOR, host, listen)
 
 
 def _once_known(
-    origin: str,
-    host: str,
-    request: JoinRequest,
-    options: RpcOptions,
-    until: float | None,
-    use: Callable[[], T],
+    request: JoinRequest, origin: str, host: str, use: Callable[[], T]
 ) -> T:
     """As `sockets.once_known`, until the time to join is over."""
     try:
-        return once_known(host, until, use)
+        return once_known(host, request.until, use)
     except TimeoutError as error:
         rule = f"must be a host of which {request.info.name!r} finds an address"
-        got = f"{host!r}, not found within {options.join_timeout} s ({error.__cause__})"
+        seconds = request.options.join_timeout
+        got = f"{host!r}, not found within {seconds} s ({error.__cause__})"
         raise RpcTimeout(requirement(origin, rule, got, _NAMELESS)) from error
 
 
 def _transport(
-    request: JoinRequest, options: RpcOptions, name: str, host: str, port: int = 0
+    request: JoinRequest, name: str, host: str, port: int = 0
 ) -> SocketTransport:
-    rule = "must be an rpc.TlsConfig, or None"
+    options, rule = request.options, "must be an rpc.TlsConfig, or None"
     check_type("RpcOptions(tls=...)", options.tls, TlsConfig | None, rule)
     transport = SocketTransport(
         name,
@@ -327,14 +321,9 @@ def _own_address_towards(host: str, port: int) -> str:
 
 
 def _meet(
-    agent: Agent,
-    transport: SocketTransport,
-    request: JoinRequest,
-    at: object,
-    until: float | None,
+    agent: Agent, transport: SocketTransport, request: JoinRequest, at: object
 ) -> CoordinatorClient:
-    pause = threading.Event()
-    seconds = 0.01
+    pause, seconds, until = threading.Event(), 0.01, request.until
     while True:
         try:
             group = CoordinatorClient(agent, transport.connect("", at, until))

@@ -149,10 +149,10 @@ def connect(
     # still be read.
     with contextlib.suppress(NotSent):
         stream.send([mine], deadline)
-    theirs = _receive(stream, _HELLO.size, deadline)
+    theirs = receive_exactly(stream, _HELLO.size, deadline)
     hello = _read_hello(theirs)
     _check_version(hello)
-    proof = _receive(stream, _PROOF, deadline)
+    proof = receive_exactly(stream, _PROOF, deadline)
     # In constant time: a comparison that ends at the first wrong byte would reveal its
     # position.
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
@@ -192,13 +192,13 @@ def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
       ProtocolError: It speaks another version, or is no worker at all.
       ChannelClosed, TimeoutError: As `Stream.receive_into`.
     """
-    theirs = _receive(stream, _HELLO.size, deadline)
+    theirs = receive_exactly(stream, _HELLO.size, deadline)
     hello = _read_hello(theirs)
     mine = _pack_hello(me, hello.name)
     # Sent to a peer of another version too, so that its error can name both versions.
     stream.send([mine, _prove(_LISTENER, me, theirs, mine)], deadline)
     _check_version(hello)
-    proof = _receive(stream, _PROOF, deadline)
+    proof = receive_exactly(stream, _PROOF, deadline)
     if not hmac.compare_digest(proof, _prove(_CONNECTOR, me, theirs, mine)):
         raise AuthenticationError(
             f"What connected as worker {hello.name!r} could not prove that it knows "
@@ -258,7 +258,7 @@ def _check_version(hello: _Hello) -> None:
         )
 
 
-def _receive(stream: ByteStream, size: int, deadline: float | None) -> bytes:
+def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
     data = bytearray(size)
     rest = memoryview(data)
     while rest:
