@@ -80,6 +80,10 @@ class Unsettled(Generic[T]):
     def __contains__(self, number: int) -> bool:
         return number in self._items
 
+    def get(self, number: int) -> T | None:
+        """What is under way by this number; None if it was settled."""
+        return self._items.get(number)
+
     def begin(self, number: int, item: T) -> None:
         """Adds what is under way; its number must be higher than all before."""
         self._items[number] = item

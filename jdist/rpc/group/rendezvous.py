@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 from typing import Self
 
-from jdist._errors import requirement
-
 KEY_VARIABLE = "JDIST_CLUSTER_KEY"
 LOOPBACK = "127.0.0.1"
 LAST_PORT = 65535
@@ -78,9 +76,6 @@ class Rendezvous:
       jax_port: Where rank 0's `jax.distributed` coordinator listens.
       key: The secret that proves to belong to the run.
 
-    Raises:
-      ValueError: A number is out of range.
-
     Example:
       >>> two = Rendezvous(nprocs=2, port=29500, jax_port=29501, key="k")
       >>> two.variables(1)["RANK"], two.variables(1)["MASTER_PORT"]
@@ -94,25 +89,6 @@ class Rendezvous:
     port: int
     jax_port: int
     key: str = dataclasses.field(repr=False)
-
-    def __post_init__(self) -> None:
-        check_count("Rendezvous(nprocs=...)", self.nprocs)
-        check_count("Rendezvous(nnodes=...)", self.nnodes)
-        if not 0 <= self.node_rank < self.nnodes:
-            rule = f"must be in 0..{self.nnodes - 1}"
-            raise ValueError(
-                requirement("Rendezvous(node_rank=...)", rule, self.node_rank)
-            )
-        if self.port == self.jax_port:
-            rule = "must differ from rpc's port: two coordinators listen"
-            raise ValueError(
-                requirement("Rendezvous(jax_port=...)", rule, self.jax_port)
-            )
-        for name in ("port", "jax_port"):
-            if not 0 < getattr(self, name) <= LAST_PORT:
-                rule = f"must be a port, 1..{LAST_PORT}"
-                got = getattr(self, name)
-                raise ValueError(requirement(f"Rendezvous({name}=...)", rule, got))
 
     def rank(self, local_rank: int) -> int:
         """The rank of a local process in the whole run."""
@@ -143,19 +119,6 @@ class Rendezvous:
             # program that gives `jax.distributed.initialize` an address of its own.
             told["JDIST_COORDINATOR_BIND_ADDRESS"] = f"{LOOPBACK}:{self.jax_port}"
         return {name: str(value) for name, value in told.items()}
-
-
-def check_count(call: str, count: object) -> None:
-    """Checks a number of processes or machines.
-
-    Raises:
-      TypeError: Not an integer.
-      ValueError: Not in 1..65536; a rank fills 16 bits of every id.
-    """
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(requirement(call, "must be an integer", repr(count)))
-    if not 1 <= count <= 2**16:
-        raise ValueError(requirement(call, "must be in 1..65536", count))
 
 
 def new_cluster_key() -> str:

@@ -28,7 +28,6 @@ from jdist.rpc.calls.function_calls import positional
 from jdist.rpc.group.rendezvous import (
     Rendezvous,
     ReservedPort,
-    check_count,
     new_cluster_key,
 )
 from jdist.rpc.processes.process_settings import (
@@ -98,7 +97,11 @@ def spawn(
       [0.0, 1.0, 4.0]
     """
     require_posix("spawn")
-    check_count("spawn(nprocs=...)", nprocs)
+    # A rank fills 16 bits of every id.
+    in_range: Callable[[int], bool] = range(1, 2**16 + 1).__contains__
+    check_number(
+        "spawn(nprocs=...)", nprocs, "must be in 1..65536", in_range, whole=True
+    )
     for name, seconds in (("timeout", timeout), ("grace", grace)):
         rule = "must be seconds, finite and at least 0"
         check_number(f"spawn({name}=...)", seconds, rule, lambda s: 0 <= s < math.inf)

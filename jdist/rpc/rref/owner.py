@@ -75,17 +75,12 @@ class OwnedValues:
         entry = self._entries.get(rref)
         # A fork or a fetch may overtake the creation.
         if entry is None and self._may_come(rref):
-            entry = self._entries[rref] = OwnedEntry(
-                self._new_owner_value(), created=False
-            )
+            entry = self._enter(rref, self._new_owner_value(), created=False)
         return entry
 
     def share(self, rref: GloballyUniqueId, owner_value: Any) -> OwnedEntry:
         """Finds or makes the entry of a value that this worker itself refers to."""
-        entry = self._entries.get(rref)
-        if entry is None:
-            entry = self._entries[rref] = OwnedEntry(owner_value, created=True)
-        return entry
+        return self._entries.get(rref) or self._enter(rref, owner_value, created=True)
 
     def create(
         self,
@@ -102,9 +97,7 @@ class OwnedValues:
             return None
         entry = self._entries.get(rref)
         if entry is None:
-            entry = self._entries[rref] = OwnedEntry(
-                self._new_owner_value(), created=True
-            )
+            entry = self._enter(rref, self._new_owner_value(), created=True)
         entry.created = True
         entry.holders[fork] = holder
         return entry
@@ -148,6 +141,12 @@ class OwnedValues:
                 swept.freed.append(freed)
         self._creations.pop(holder, None)
         return swept
+
+    def _enter(
+        self, rref: GloballyUniqueId, owner_value: Any, created: bool
+    ) -> OwnedEntry:
+        entry = self._entries[rref] = OwnedEntry(owner_value, created)
+        return entry
 
     def _may_come(self, rref: GloballyUniqueId) -> bool:
         """Whether a request to create it can still arrive."""

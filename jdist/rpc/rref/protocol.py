@@ -104,31 +104,26 @@ class Unacknowledged:
     """The forks in transit from one worker, by receiver."""
 
     def __init__(self) -> None:
-        self._given: dict[GloballyUniqueId, GivenFork] = {}
         self._to: collections.defaultdict[int, Unsettled[GivenFork]]
         self._to = collections.defaultdict(Unsettled)
 
     def __len__(self) -> int:
-        return len(self._given)
+        return sum(map(len, self._to.values()))
 
     def begin(self, given: GivenFork) -> int:
         """Records a fork to be sent; returns the low-water mark to send with it."""
-        self._given[given.fork] = given
         self._to[given.receiver].begin(given.fork.local_id, given)
         return self.low_water_mark(given.receiver)
 
     def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
         """Finds a fork that is in transit to that worker."""
-        given = self._given.get(fork)
-        return given if given is not None and given.receiver == receiver else None
+        given = self._to[receiver].get(fork.local_id)
+        return given if given is not None and given.fork == fork else None
 
     def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
         """Ends a fork that arrived or was never sent; None if it had ended before."""
-        given = self.find(fork, receiver)
-        if given is not None:
-            del self._given[fork]
-            self._to[receiver].end(fork.local_id)
-        return given
+        known = self.find(fork, receiver) is not None
+        return self._to[receiver].end(fork.local_id) if known else None
 
     def low_water_mark(self, receiver: int) -> int:
         """The number below which all forks to that worker have arrived."""
@@ -136,10 +131,7 @@ class Unacknowledged:
 
     def sweep(self, receiver: int) -> list[GivenFork]:
         """Ends and returns all forks in transit to a worker that is gone."""
-        lost = self._to.pop(receiver, Unsettled()).clear()
-        for given in lost:
-            del self._given[given.fork]
-        return lost
+        return self._to.pop(receiver, Unsettled()).clear()
 
 
 class Send(NamedTuple):
@@ -171,13 +163,6 @@ class Freed(NamedTuple):
 Effects = list[Send | Settled | Never | Freed]
 
 
-class Created(NamedTuple):
-    """A reference to a value that another worker was asked to create."""
-
-    user_fork: UserFork
-    low_water_mark: int
-
-
 class Protocol:
     """The state machine of one worker; its user serializes all calls.
 
@@ -207,11 +192,14 @@ class Protocol:
         """Makes an id for a value of this worker."""
         return self._ids.next()
 
-    def create(self, owner: int, into: list[UserFork]) -> Created:
+    def create(self, owner: int, into: list[UserFork]) -> tuple[UserFork, int]:
         """Names a value that another worker will be asked to create.
 
         The fork is in `into` before it is registered: for the caller, should this be
         interrupted.
+
+        Returns:
+          The creator's fork, and the low-water mark of its requests.
         """
         rref, fork = self._ids.next(), self._ids.next()
         user_fork = UserFork(owner, rref, fork, None)
@@ -220,9 +208,9 @@ class Protocol:
         into.append(user_fork)
         self.user_forks[fork] = user_fork
         if user_fork.failed is not None:
-            return Created(user_fork, 0)
+            return user_fork, 0
         self._creating[owner].begin(rref.local_id, user_fork)
-        return Created(user_fork, self._creating[owner].low_water_mark)
+        return user_fork, self._creating[owner].low_water_mark
 
     def create_here(self, rref: GloballyUniqueId, owner_value: Any) -> None:
         """Counts a request of this worker to itself as a holder of the value."""

@@ -259,6 +259,7 @@ def _check_version(hello: _Hello) -> None:
 
 
 def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
+    """Receives this many bytes; raises as `Stream.receive_into`."""
     data = bytearray(size)
     rest = memoryview(data)
     while rest:

@@ -85,19 +85,3 @@ def test_ranks_count_through_the_machines():
         "GROUP_RANK": "1",
     }
     assert "secret" not in repr(second)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"nprocs": 0}, r"Rendezvous\(nprocs=...\)` must be in 1..65536"),
-        ({"nnodes": 0}, r"Rendezvous\(nnodes=...\)` must be in 1..65536"),
-        ({"node_rank": 1}, r"Rendezvous\(node_rank=...\)` must be in 0..0. Got 1"),
-        ({"port": 0}, r"Rendezvous\(port=...\)` must be a port, 1..65535. Got 0"),
-        ({"jax_port": 65536}, r"jax_port=...\)` must be a port, 1..65535"),
-        ({"jax_port": 7}, "jax_port.* must differ from rpc's port"),
-    ],
-)
-def test_refusals(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Rendezvous(**{"nprocs": 1, "port": 7, "jax_port": 8, "key": "k"} | changes)

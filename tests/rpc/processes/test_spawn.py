@@ -314,8 +314,16 @@ def test_no_orphan_survives_the_parent(name, watch, tmp_path):
     [
         ({"nprocs": 0}, ValueError, r"nprocs=...\)` must be in 1..65536. Got 0"),
         ({"nprocs": 2**16 + 1}, ValueError, "must be in 1..65536. Got 65537"),
-        ({"nprocs": True}, TypeError, "nprocs.* must be an integer. Got True"),
-        ({"nprocs": "2"}, TypeError, "nprocs.* must be an integer. Got '2'"),
+        (
+            {"nprocs": True},
+            TypeError,
+            "nprocs.* must be in 1..65536, an integer. Got True",
+        ),
+        (
+            {"nprocs": "2"},
+            TypeError,
+            "nprocs.* must be in 1..65536, an integer. Got '2'",
+        ),
         ({"fn": "main"}, TypeError, "fn.* must be a function. Got 'main'"),
         ({"fn": lambda rank: rank}, ValueError, "fn.*pickle can name.*Define it in a"),
         ({"args": (threading.Lock(),)}, ValueError, "args.*pickle can carry.*lock"),
