@@ -22,8 +22,7 @@ from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
-from jdist.rpc.group.elastic_membership import ElasticMembership
-from jdist.rpc.group.fixed_membership import FixedMembership
+from jdist.rpc.group.membership import ElasticMembership, FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all, wait_until_idle
 from jdist.rpc.wire.channel import ChannelClosed, Transport

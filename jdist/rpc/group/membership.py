@@ -12,13 +12,16 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
+from jdist.rpc.base.worker_info import MOST_WORKERS, PeerRecord, WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
-from jdist.rpc.wire.frame import ERROR, Frame
+from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 
 LATE = "late"
 NOT_UNIQUE = "not unique"
 MISFIT = "misfit"
+
+# Strangers choose their names, and could send many.
+_MOST_STRANGERS = 8
 
 _MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not "
@@ -216,13 +219,14 @@ class Membership(abc.ABC):
 
     # --- asking ---
 
-    @abc.abstractmethod
     def has(self, member: Member) -> bool:
         """Whether it was admitted and has not been replaced by a successor."""
+        return self._members.get(member.info.name) is member
 
-    @abc.abstractmethod
     def present(self) -> list[Member]:
         """The live members, by rank."""
+        here = [one for one in self._members.values() if one.gone is None]
+        return sorted(filter(self.has, here), key=lambda member: member.info.id)
 
     @abc.abstractmethod
     def gone(self, name: str) -> str | None:
@@ -271,6 +275,338 @@ class Membership(abc.ABC):
         else:
             return None
         return Refusal(text, MISFIT, (rank, world_size, ours))
+
+
+class FixedMembership(Membership):
+    """All workers join together: the last one completes the group, if all live.
+
+    Before that a worker that goes is forgotten and may try again. Afterwards no worker
+    is admitted.
+
+    Args:
+      world_size: How many make it complete.
+
+    Attributes:
+      complete: Whether all have joined.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.complete = False
+        self._told = 0
+        self._strangers: list[str] = []
+        self._unsure: set[Member] = set()
+        self._asked = 0
+
+    def add(self, member: Member, world_size: int) -> Answers:
+        """See `Membership.add`."""
+        rival = rival_of(member, list(self._members.values()))
+        if self.failure is not None:
+            return self._refuse([member], self.failure)
+        misfit = self._misfit(member, world_size)
+        if misfit is not None and not self.complete:
+            return self._fail(misfit, [member])
+        if self.complete:
+            # A misfit that comes late harms no member: only it gets the error.
+            return self._refuse([member], misfit or self._full(member, rival))
+        if rival is not None:
+            return self._doubt(member, rival, world_size)
+        # No other worker will have this rank in the life of the group.
+        set_incarnation(member, member.info.id)
+        self._members[member.info.name] = member
+        told = [(member, _stranger(text)) for text in self._strangers]
+        if len(self._members) < self._world_size:
+            return told
+        # All must answer a probe before the group is complete: a worker that died a
+        # moment ago would be missed for ever, and its successor be refused.
+        probed = self._probe([one for one in self._members.values() if one != member])
+        self._unsure, self._asked = {one for one, _ in probed}, self._probes
+        return told + (probed or self._complete())
+
+    def lives(self, member: Member, probe: int) -> Answers:
+        """See `Membership.lives`."""
+        answers = super().lives(member, probe)
+        full = len(self._members) == self._world_size
+        # An answer to an earlier probe proves nothing: its worker may have died since.
+        if self.complete or not full or probe < self._asked:
+            return answers
+        self._unsure.discard(member)
+        return answers if self._unsure else answers + self._complete()
+
+    def _complete(self) -> Answers:
+        self.complete = True
+        doubts, self._doubts = self._doubts, []
+        present = self.present()
+        meta = {"members": [record_of(one) for one in present]}
+        told = [(one, Frame(REPLY, one.request, meta, None, [])) for one in present]
+        return told + [answer for doubt in doubts for answer in self.not_unique(doubt)]
+
+    def not_unique(self, doubt: Doubt) -> Answers:
+        """See `Membership.not_unique`: fails the group unless it is complete."""
+        refusal = clash(doubt.newcomer.info, doubt.rival.info)
+        # Before that, one of the two has the place of a worker that will be missing.
+        if self.complete:
+            return self._refuse([doubt.newcomer], refusal)
+        return self._fail(refusal, [doubt.newcomer])
+
+    def fail(self, failure: str) -> Answers:
+        """See `Membership.fail`: the group will never be complete."""
+        if self.complete or self.failure:
+            return []
+        return self._fail(Refusal(failure), [])
+
+    def refused(self, stranger: str) -> Answers:
+        """See `Membership.refused`: reported to waiting and to later workers."""
+        known = stranger in self._strangers
+        if self.complete or known or len(self._strangers) == _MOST_STRANGERS:
+            return []
+        self._strangers.append(stranger)
+        return [(member, _stranger(stranger)) for member in self._joining()]
+
+    def expire(self, now: float) -> Answers:
+        """See `Membership.expire`; fails the group."""
+        # A worker that gives up will not be there when the others come.
+        until = self.until()
+        if until is None or until > now:
+            return []
+        here = [member.info for member in self._members.values()]
+        present = {info.id for info in here}
+        missing = [rank for rank in range(self._world_size) if rank not in present]
+        text = (
+            f"Not all of the {self._world_size} workers have come in time. "
+            f"Missing ranks: {missing}. "
+            f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
+        )
+        if not missing:
+            missing = sorted(one.info.id for one in self._unsure)
+            text += f" Silent: {', '.join(one.info.name for one in self._unsure)}."
+        text = " ".join([text, *self._strangers])
+        return self._fail(Refusal(text, LATE, tuple(missing)), [])
+
+    def is_ending(self, info: WorkerInfo) -> bool:
+        """See `Membership.is_ending`: whether one of this name or rank has left."""
+        # By rank as well: a process that ends one group may have another name in the
+        # next.
+        return self.complete and any(
+            member.left and (member.info.name == info.name or member.info.id == info.id)
+            for member in self._members.values()
+        )
+
+    def has(self, member: Member) -> bool:
+        """See `Membership.has`; true for none before the group is complete."""
+        return self.complete and super().has(member)
+
+    def gone(self, name: str) -> str | None:
+        """See `Membership.gone`."""
+        member = self._members.get(name)
+        return "no such worker" if member is None else member.gone
+
+    def all_told(self) -> bool:
+        """See `Membership.all_told`."""
+        return self._told >= self._world_size
+
+    def _forget(self, member: Member) -> bool:
+        if self._members.get(member.info.name) is not member:
+            return False
+        if not self.complete:
+            del self._members[member.info.name]
+            self._unsure.discard(member)
+        return self.complete
+
+    def _joining(self) -> list[Member]:
+        doubtful = [doubt.newcomer for doubt in self._doubts]
+        return [] if self.complete else [*self._members.values(), *doubtful]
+
+    def _full(self, member: Member, rival: Member | None) -> Refusal:
+        if rival is not None and rival.gone is None:
+            return clash(member.info, rival.info)
+        return Refusal(
+            f"{member.info.name} comes to a group of {self._world_size} workers that "
+            "is complete. No worker takes the place of one that is lost there; for "
+            "that, initialize all of them without a world_size."
+        )
+
+    def _fail(self, failure: Refusal, others: list[Member]) -> Answers:
+        self.failure = failure
+        waiting = [*self._joining(), *others]
+        self._members.clear()
+        self._doubts.clear()
+        return self._refuse(waiting, failure)
+
+    def _refuse(self, members: list[Member], refusal: Refusal) -> Answers:
+        self._told += len(members)
+        return refuse(members, refusal)
+
+
+def _stranger(text: str) -> Frame:
+    return Frame("group.stranger", 0, {"text": text}, None, [])
+
+
+class ElasticMembership(Membership):
+    """A worker may join at any time, under a name and a rank that are free.
+
+    No worker is admitted before rank 0, whose process hosts the coordinator.
+
+    A newcomer is admitted in two steps, so that no worker is called by, or told of, a
+    worker that it does not know:
+
+        coordinator -> all members   coming    serve this one from now on
+        all members -> coordinator   known
+        coordinator -> newcomer      the answer to its request, with all members
+        coordinator -> all members   came      you may call it, and speak of it
+
+    Newcomers are admitted one after the other. A worker that leaves, or is lost, is no
+    longer waited for.
+
+    Attributes:
+      closing: Whether admission has ended, because rank 0 is about to leave.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.closing = False
+        self._waiting: list[Member] = []
+        self._entering: Member | None = None
+        self._unaware: set[Member] = set()
+        self._incarnations: set[int] = set()
+        self._last = MOST_WORKERS
+
+    def add(self, member: Member, world_size: int) -> Answers:
+        """See `Membership.add`."""
+        misfit = self.failure or self._misfit(member, world_size)
+        if misfit is not None:
+            return refuse([member], misfit)
+        rival = rival_of(member, [*self.present(), *self._candidates()])
+        if rival is not None:
+            return self._doubt(member, rival, world_size)
+        self._waiting.append(member)
+        return self.advance()
+
+    def advance(self) -> Answers:
+        """See `Membership.advance`; admits the next newcomer."""
+        answers = super().advance()
+        # One newcomer at a time, and only when all members know it: as soon as it is
+        # admitted, any of them may receive a call from it or a reference that names it.
+        while not self._unaware:
+            if self._entering is not None:
+                answers += self._enter(self._entering)
+            ready = [m for m in self._waiting if m.info.id == 0 or self.is_ready]
+            if not ready:
+                break
+            answers += self._begin(ready[0])
+        return answers
+
+    def knows(self, member: Member, newcomer: int) -> Answers:
+        """See `Membership.knows`."""
+        if self._entering is not None and self._entering.info.incarnation == newcomer:
+            self._unaware.discard(member)
+        return self.advance()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether rank 0 has been admitted."""
+        return any(member.info.id == 0 for member in self.present())
+
+    def not_unique(self, doubt: Doubt) -> Answers:
+        """See `Membership.not_unique`: only the newcomer is refused."""
+        return refuse([doubt.newcomer], clash(doubt.newcomer.info, doubt.rival.info))
+
+    def fail(self, failure: str) -> Answers:
+        """See `Membership.fail`."""
+        self.failure = Refusal(failure)
+        return refuse(self._dismiss(), self.failure)
+
+    def close(self) -> list[Member]:
+        """See `Membership.close`."""
+        self.closing = True
+        return self._dismiss()
+
+    def expire(self, now: float) -> Answers:
+        """See `Membership.expire`; the group continues without them."""
+        late = [m for m in self._joining() if m.until is not None and m.until <= now]
+        unaware = ", ".join(sorted(member.info.name for member in self._unaware))
+        why = f"{unaware} did not say that they know of it" if unaware else "no turn"
+        answers: Answers = []
+        for member in late:
+            member.until = None
+            if member in self._waiting:
+                self._waiting.remove(member)
+            text = f"{member.info.name} was not let in in time: {why}."
+            answers += refuse([member], Refusal(text, LATE))
+        return answers
+
+    def is_ending(self, info: WorkerInfo) -> bool:
+        """See `Membership.is_ending`."""
+        return self.closing
+
+    def gone(self, name: str) -> str | None:
+        """See `Membership.gone`: only for a lost worker; others may still join."""
+        member = self._members.get(name)
+        return None if member is None else member.gone
+
+    # --- inside ---
+
+    def _dismiss(self) -> list[Member]:
+        joining = self._joining()
+        self._waiting.clear()
+        self._doubts.clear()
+        return joining
+
+    def _begin(self, member: Member) -> Answers:
+        self._waiting.remove(member)
+        free = self._free_incarnation(member.info.id)
+        if free is None:
+            text = f"This group has had {MOST_WORKERS} workers, and can have no more."
+            return refuse([member], Refusal(text))
+        set_incarnation(member, free)
+        self._entering = member
+        self._unaware = set(self.present())
+        coming = Frame("group.coming", 0, {"member": record_of(member)}, None, [])
+        return [(other, coming) for other in self.present()]
+
+    def _enter(self, member: Member) -> Answers:
+        self._entering = None
+        meta = {"incarnation": member.info.incarnation}
+        came = Frame("group.came", 0, meta, None, [])
+        told: Answers = [(other, came) for other in self.present()]
+        self._members[member.info.name] = member
+        members = {"members": [record_of(one) for one in self.present()]}
+        member.until = None
+        return [(member, Frame(REPLY, member.request, members, None, [])), *told]
+
+    def _free_incarnation(self, rank: int) -> int | None:
+        """The rank if unused as an incarnation, else the highest unused number."""
+        if rank not in self._incarnations:
+            self._incarnations.add(rank)
+            return rank
+        # From above: new ranks are taken from below, so that the two meet last.
+        while self._last:
+            self._last -= 1
+            if self._last not in self._incarnations:
+                self._incarnations.add(self._last)
+                return self._last
+        return None
+
+    def _forget(self, member: Member) -> bool:
+        self._unaware.discard(member)
+        if member in self._waiting:
+            self._waiting.remove(member)
+        if member is self._entering:
+            self._entering, self._unaware = None, set()
+            return True  # all others know of it by `group.coming`
+        if not self.has(member):
+            return False
+        # A lost member stays until a worker of its name joins: `gone` needs its reason.
+        if member.left:
+            del self._members[member.info.name]
+        return True
+
+    def _candidates(self) -> list[Member]:
+        entering = [] if self._entering is None else [self._entering]
+        return [*self._waiting, *entering]
+
+    def _joining(self) -> list[Member]:
+        return [*self._candidates(), *(doubt.newcomer for doubt in self._doubts)]
 
 
 def rival_of(newcomer: Member, members: list[Member]) -> Member | None:

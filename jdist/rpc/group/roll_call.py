@@ -20,8 +20,7 @@ from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.posix import require_posix
 from jdist.rpc.group.coordinator import NAME, Coordinator
-from jdist.rpc.group.fixed_membership import FixedMembership
-from jdist.rpc.group.membership import LATE, MISFIT, NOT_UNIQUE
+from jdist.rpc.group.membership import LATE, MISFIT, NOT_UNIQUE, FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ANSWERS, REPLY, Frame

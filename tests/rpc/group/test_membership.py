@@ -6,9 +6,7 @@ import pytest
 
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.group.elastic_membership import ElasticMembership
-from jdist.rpc.group.fixed_membership import FixedMembership
-from jdist.rpc.group.membership import LATE, Member
+from jdist.rpc.group.membership import LATE, ElasticMembership, FixedMembership, Member
 from jdist.rpc.wire.frame import ERROR, REPLY
 
 _numbers = itertools.count(1)
