@@ -456,7 +456,10 @@ class SyncCall(CallUnderWay):
 class AsyncCall(CallUnderWay):
     """An asynchronous call: a future that the shared connection completes."""
 
-    __slots__ = ("_agent", "_execution", "_outgoing", "future", "message", "submitted")
+    __slots__ = (
+        "_after", "_agent", "_ended", "_execution", "_peer", "_receive", "future",
+        "message", "submitted",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -469,7 +472,11 @@ class AsyncCall(CallUnderWay):
         self.message = message
         self.future: Future[Any] = Future()
         self._agent = agent
-        self._outgoing = outgoing
+        # Not the request itself, which holds the arguments.
+        self._peer = outgoing.peer
+        self._after = outgoing.after
+        self._receive = outgoing.receive
+        self._ended = outgoing.ended
         self._execution = execution
         self.submitted: Submitted | None = None
 
@@ -491,7 +498,7 @@ class AsyncCall(CallUnderWay):
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        after = self._outgoing.after
+        after = self._after
         # On another connection that number is another request's.
         if after is not None and after.shared is shared:
             meta = meta | {AFTER: after.number}
@@ -512,7 +519,7 @@ class AsyncCall(CallUnderWay):
 
     def _take_in(self, frame: Frame) -> Callbacks:
         try:
-            value = self._agent.value_of(frame, self._outgoing.receive, self.worker)
+            value = self._agent.value_of(frame, self._receive, self.worker)
         except BaseException as error:  # noqa: BLE001 - it becomes the future's
             return self.end(None, error)
         return self.end(value, None)
@@ -534,8 +541,8 @@ class AsyncCall(CallUnderWay):
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
         """Completes the future; returns the callbacks that remain to be run."""
-        if self._outgoing.ended is not None:
-            self._outgoing.ended(error)
+        if self._ended is not None:
+            self._ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
             # The callee may have got the references in it, or not: they are settled.
@@ -549,11 +556,9 @@ class AsyncCall(CallUnderWay):
         return [*callbacks, lambda: self._agent.outstanding.end(self)]
 
     def _lose(self, reason: str) -> None:
-        error = self._agent.lost(self._outgoing.peer, self.operation, reason)
+        error = self._agent.lost(self._peer, self.operation, reason)
         run_all(self.end(None, error))
 
     def _time_out(self) -> None:
-        error = self._agent.timed_out(
-            self._outgoing.peer, self.operation, self.deadline
-        )
+        error = self._agent.timed_out(self._peer, self.operation, self.deadline)
         run_all(self.end(None, error))
