@@ -101,7 +101,11 @@ def cluster(  # noqa: PLR0913 - options, by keyword
     """
     wanted = _checked_names(names, driver)
     bundle = _checked_resources(resources)
-    _check_run(strategy, replace, joined, timeout)
+    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
+    check_flags("cluster", replace=replace)
+    if joined is not None:
+        check_function("cluster(joined=...)", joined)
+    check_positive_seconds("cluster(timeout=...)", timeout)
     options = _checked_options(options)
     ray = _ray()
     if is_preparing():
@@ -131,12 +135,17 @@ def cluster(  # noqa: PLR0913 - options, by keyword
             joined=joined or (lambda info: None),
             main=main_module(),
         )
-        ports = port, jax_port
-        meetings = [
-            _meeting(rank, size, address, ports, key) for rank in range(1, size)
-        ]
+        # Ray shows each worker its own devices only, as if each had its own machine.
+        meeting = Rendezvous(
+            nprocs=1,
+            nnodes=size,
+            address=address,
+            port=port,
+            jax_port=jax_port,
+            key=key,
+        )
         infos = [rpc.WorkerInfo(name, rank) for rank, name in enumerate(wanted, 1)]
-        workers = PlacedWorkers(terms, map(_PlacedWorker, infos, meetings))
+        workers = PlacedWorkers(terms, [_PlacedWorker(each, meeting) for each in infos])
         # Last on the stack, so first to run: processes end before their group.
         stack.callback(workers._end)
         workers._start(driver, (address, port), until)
@@ -399,7 +408,8 @@ class _PlacedWorker:
 
     def __init__(self, info: rpc.WorkerInfo, meeting: Rendezvous) -> None:
         self.info = info
-        self._variables = meeting.variables(0)
+        own = dataclasses.replace(meeting, node_rank=info.id)
+        self._variables = own.variables(0)
         self.actor: Any = None
         self.watched: Any = None
         self.present = False
@@ -481,32 +491,6 @@ def _placed(
             f"machines have {there}, less what others use."
         )
     return group
-
-
-def _meeting(
-    rank: int, size: int, address: str, ports: tuple[int, int], key: str
-) -> Rendezvous:
-    """The rendezvous of a worker with the others; this process is the first of them."""
-    return Rendezvous(
-        # Ray shows each worker its own devices only, as if each had its own machine.
-        nprocs=1,
-        nnodes=size,
-        node_rank=rank,
-        address=address,
-        port=ports[0],
-        jax_port=ports[1],
-        key=key,
-    )
-
-
-def _check_run(
-    strategy: object, replace: object, joined: object, timeout: object
-) -> None:
-    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
-    check_flags("cluster", replace=replace)
-    if joined is not None:
-        check_function("cluster(joined=...)", joined)
-    check_positive_seconds("cluster(timeout=...)", timeout)
 
 
 def _checked_names(names: Iterable[str], driver: str) -> list[str]:

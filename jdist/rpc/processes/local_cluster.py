@@ -80,18 +80,8 @@ def local_cluster(
     with current.becoming():
         agents = _start(infos, places, functions, options)
         current.add(agents)
-    # True only after the block: after an exception a graceful end might wait for calls
-    # that never return.
-    graceful = False
-    try:
-        token = current.scope.set(Scope(agents[0]))
-        try:
-            yield infos
-            graceful = True
-        finally:
-            current.scope.reset(token)
-    finally:
-        _stop(agents, graceful)
+    with _as_the_first_of(lambda: agents):
+        yield infos
 
 
 @contextlib.contextmanager
@@ -133,16 +123,8 @@ def elastic_cluster(
     with current.becoming():
         group = _ElasticGroup(0, FunctionTable(allow), options)
         group.join(name)
-    graceful = False
-    try:
-        token = current.scope.set(Scope(group.agents[0]))
-        try:
-            yield group.join
-            graceful = True
-        finally:
-            current.scope.reset(token)
-    finally:
-        _stop(group.agents, graceful)
+    with _as_the_first_of(lambda: group.agents):
+        yield group.join
 
 
 def _places(
@@ -253,6 +235,23 @@ def _device_in_turn(rank: int) -> jax.Device:
     require_backend()
     devices = jax.local_devices()
     return devices[rank % len(devices)]
+
+
+@contextlib.contextmanager
+def _as_the_first_of(agents: Callable[[], list[Agent]]) -> Iterator[None]:
+    """Acts as the first worker within the block, and ends all workers after it."""
+    # True only after the block: after an exception a graceful end might wait for calls
+    # that never return.
+    graceful = False
+    try:
+        token = current.scope.set(Scope(agents()[0]))
+        try:
+            yield
+            graceful = True
+        finally:
+            current.scope.reset(token)
+    finally:
+        _stop(agents(), graceful)
 
 
 def _stop(agents: list[Agent], graceful: bool) -> None:

@@ -8,6 +8,7 @@ A synchronous call without a limit of its own runs in the caller's thread: a han
 another thread and back costs more than the whole call.
 """
 
+import functools
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from jdist.rpc.base import current
 from jdist.rpc.base.dedup_window import DedupWindow
 from jdist.rpc.base.future import Future, call_when_done
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Reader
 from jdist.rpc.wire.frame import Frame, is_duplicate
 
@@ -69,7 +71,7 @@ class InProcessTransport:
         self._lock = threading.Lock()
         self._on_channel: Callable[[Channel], None] | None = None
         self._channels: set[_End] = set()
-        self._threads: set[threading.Thread] = set()
+        self._threads = ThreadPool(f"{name} reads", 1)
         self._closed = False
         hub.transports[name] = self
 
@@ -102,15 +104,13 @@ class InProcessTransport:
         """See `Transport.close`."""
         with self._lock:
             self._closed = True
-            channels, threads = list(self._channels), list(self._threads)
+            channels = list(self._channels)
         if self._hub.transports.get(self.name) is self:
             del self._hub.transports[self.name]
         for channel in channels:
             channel.close("the worker has ended")
-        for thread in threads:
-            if thread is not threading.current_thread():
-                # Bounded: it may be running a function of the user.
-                thread.join(timeout=1.0)
+        # Bounded: a thread may be running a function of the user.
+        self._threads.close(timeout=1.0)
 
     def _adopt(self, channel: "_End") -> None:
         with self._lock:
@@ -125,24 +125,8 @@ class InProcessTransport:
         self._adopt(channel)
 
     def _start(self, channel: "_End") -> None:
-        if self._on_channel is None:
-            return
-        thread = threading.Thread(
-            target=self._serve,
-            args=(self._on_channel, channel),
-            name=f"{self.name}<-{channel.peer}",
-            daemon=True,
-        )
-        with self._lock:  # so that `close` joins only what has been started
-            self._threads.add(thread)
-            thread.start()
-
-    def _serve(self, on_channel: Callable[[Channel], None], channel: "_End") -> None:
-        try:
-            on_channel(channel)
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
+        if self._on_channel is not None:
+            self._threads.start(functools.partial(self._on_channel, channel))
 
     def forget(self, channel: "_End") -> None:
         """Forgets a closed channel."""

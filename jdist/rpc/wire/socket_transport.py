@@ -6,6 +6,7 @@ time, and the number of such connections is limited.
 """
 
 import contextlib
+import functools
 import os
 import selectors
 import socket
@@ -19,6 +20,7 @@ import jax
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import AuthenticationError, RpcError
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire import handshake, memory
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
@@ -147,7 +149,7 @@ class SocketTransport:
         self._abandoned: dict[str, str] = {}
         self._connections: set[Connection] = set()
         self._silent = SilentConnections()
-        self._threads: set[threading.Thread] = set()
+        self._threads = ThreadPool(f"{name} reads", 1)
         self._accepting: threading.Thread | None = None
         self._closed = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -269,8 +271,16 @@ class SocketTransport:
 
     def serve(self, on_channel: Callable[[Channel], None]) -> None:
         """Begins to accept; see `Transport.serve`."""
-        if not self._closed.is_set():
-            self._accepting = self._start(self._accept, on_channel)
+        if self._closed.is_set():
+            return
+        thread = threading.Thread(
+            target=self._accept,
+            args=(on_channel,),
+            name=f"{self._me.name} listens",
+            daemon=True,
+        )
+        thread.start()
+        self._accepting = thread
 
     def close(self) -> None:
         """Stops accepting, closes every channel, joins its threads; see `Transport`.
@@ -292,15 +302,12 @@ class SocketTransport:
         with self._lock:
             for stream in self._strangers:
                 stream.shut()
-            connections, threads = list(self._connections), list(self._threads)
-            attempts = list(self._attempts)
+            connections, attempts = list(self._connections), list(self._attempts)
         for attempt in attempts:
             attempt.give_up(_ENDED)
         for connection in connections:
             connection.close(_ENDED)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._threads.close(until - time.monotonic())
         self._silent.close(until)
         self._woken.close()
         os.close(self._spare)
@@ -374,7 +381,9 @@ class SocketTransport:
                     self._room.wait(left)
             self._strangers[stream] = time.monotonic()
         try:
-            self._start(self._serve, stream, is_unix(sock), on_channel)
+            self._threads.start(
+                functools.partial(self._serve, stream, is_unix(sock), on_channel)
+            )
         except RuntimeError:  # no more threads
             with contextlib.suppress(OSError):  # it is gone
                 handshake.refuse(sock)
@@ -417,7 +426,6 @@ class SocketTransport:
         with self._lock:
             self._strangers.pop(stream, None)
             self._room.notify()
-        threading.current_thread().name = f"{self._me.name} reads"
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(connection.close, "its serving thread failed")
             on_channel(connection)
@@ -435,23 +443,3 @@ class SocketTransport:
             raise AuthenticationError("A peer came without TLS.")
         proved = handshake.accept(secured, self._identity(local, binding), deadline)
         return self._adopt(stream, secured, proved)
-
-    def _start(self, target: Callable[..., None], *args: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                target(*args)
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        name = f"{self._me.name} listens"
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
-        return thread
