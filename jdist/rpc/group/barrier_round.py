@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from jdist.rpc.base.current import moment
+from jdist.rpc.base.errors import unpacked
 from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 
@@ -229,36 +231,38 @@ class BarrierRound:
         return Frame(REPLY, 0, meta, trees, leaves)
 
 
+class _CollectiveRequest(msgspec.Struct):
+    """What a worker says of the collective that it comes to."""
+
+    names: list[str] | None
+    operation: str
+    tag: str
+    number: int
+    timeout: float
+    refused: str | None
+
+
 def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contribution]:
     """Parse a request into the key of its round and its worker's contribution.
 
     Raises:
-      ValueError, KeyError: A peer sent something else.
+      ProtocolError, ValueError: A peer sent something else.
     """
-    meta = frame.meta
-    names, refused = meta["names"], meta["refused"]
-    operation, tag, number = meta["operation"], meta["tag"], meta["number"]
-    # Exact types: `isinstance` would take True for a number.
-    if type(operation) is not str or type(tag) is not str or type(number) is not int:
-        raise ValueError("a collective without an operation, a tag and a number")
-    if refused is not None and type(refused) is not str:
-        raise ValueError("a refusal that is no text")
-    if names is not None:
-        if type(names) is not list or {type(one) for one in names} != {str}:
-            raise ValueError("names that are none")
-        if member.info.name not in names:
-            raise ValueError(f"{member.info.name!r} meets others without itself")
-    timeout = meta["timeout"]
-    key = RoundKey(None if names is None else tuple(names), operation == SHUTDOWN)
-    return key, Contribution(
+    asked: _CollectiveRequest = unpacked(
+        frame.meta, _CollectiveRequest, "A collective has names and a purpose"
+    )
+    if asked.names is not None and member.info.name not in asked.names:
+        raise ValueError(f"{member.info.name!r} meets others without itself")
+    names = None if asked.names is None else tuple(asked.names)
+    return RoundKey(names, asked.operation == SHUTDOWN), Contribution(
         member,
         frame.id,
-        Purpose(operation, tag, number),
+        Purpose(asked.operation, asked.tag, asked.number),
         frame.tree,
         frame.leaves,
-        timeout,
-        end_of_wait(timeout),
-        refused,
+        asked.timeout,
+        end_of_wait(asked.timeout),
+        asked.refused,
     )
 
 
