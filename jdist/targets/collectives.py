@@ -47,10 +47,10 @@ class Collective:
     bytes: int
     devices: int
     asynchronous: bool
-    overlaps: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    op_name: str = ""
+    overlaps: int
+    seconds: float
+    exposed_seconds: float
+    op_name: str
 
 
 @dataclass(frozen=True, slots=True)
