@@ -109,38 +109,33 @@ class Connection:
         # in the memory of an earlier one.
         let_go()
         packed, descriptors = self._pack(frame)
-        sending = self._sending
-        busy = "another thread was still sending"
-        if sending.held:
-            memory.close_all(descriptors)
-            sending.acquire(None, busy)  # refused: this thread was interrupted there
         try:
-            try:
-                sending.acquire(deadline, busy)
-                if self._reason is not None:
-                    raise NotSent(self._reason)
-                self._stream.send([packed.head, *packed.body], deadline, descriptors)
-            except (TimeoutError, NotSent) as error:
-                # Without a byte sent the channel is as good as before. If the peer has
-                # gone, an answer of it may be there to be read, and the end behind it.
-                if isinstance(error, CutOff):
-                    self._cut(f"a frame was cut off: {error}")
-                raise
-            except ChannelClosed as error:
-                raise self._ended(error) from error
-            except BaseException:
-                self._cut("sending was interrupted")
-                raise
-            finally:
-                sending.release()
-        except BaseException:
-            sending.release()  # an interrupt may have come before the first release
-            raise
+            self._sending.releasing(lambda: self._send(packed, deadline, descriptors))
         finally:
             if descriptors:
                 memory.close_all(descriptors)
             if self._reason is not None:
                 self._release()
+
+    def _send(
+        self, packed: Packed, deadline: float | None, descriptors: list[int]
+    ) -> None:
+        self._sending.acquire(deadline, "another thread was still sending")
+        try:
+            if self._reason is not None:
+                raise NotSent(self._reason)
+            self._stream.send([packed.head, *packed.body], deadline, descriptors)
+        except (TimeoutError, NotSent) as error:
+            # Without a byte sent the channel is as good as before. If the peer has
+            # gone, an answer of it may be there to be read, and the end behind it.
+            if isinstance(error, CutOff):
+                self._cut(f"a frame was cut off: {error}")
+            raise
+        except ChannelClosed as error:
+            raise self._ended(error) from error
+        except BaseException:
+            self._cut("sending was interrupted")
+            raise
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
         apart = None if self._pool is None else memory.THRESHOLD
@@ -200,39 +195,33 @@ class Connection:
             as for the others.
         """
         let_go()  # the other side may use the memory while this one waits
-        receiving = self._receiving
-        busy = "another thread was still receiving"
-        if receiving.held:
-            receiving.acquire(None, busy)  # refused, as above
         try:
-            try:
-                receiving.acquire(deadline, busy)
-                while True:
-                    frame = self._next(deadline, begin)
-                    # A request that was received before is dropped: executing it twice
-                    # would be worse than its caller's timeout.
-                    if not is_duplicate(frame, self._requests):
-                        return frame
-            except ChannelClosed as error:
-                raise self._ended(error) from error
-            except ProtocolError as error:
-                self._cut(f"it sent what is no frame: {error}")
-                raise
-            except TimeoutError:
-                raise
-            except BaseException:
-                # Bytes may have been received and not counted, so the beginning of the
-                # next frame is unknown.
-                self._cut("receiving was interrupted")
-                raise
-            finally:
-                receiving.release()
-        except BaseException:
-            receiving.release()  # an interrupt may have come before the first release
-            raise
+            return self._receiving.releasing(lambda: self._receive(deadline, begin))
         finally:
             if self._reason is not None:
                 self._release()
+
+    def _receive(self, deadline: float | None, begin: float | None) -> Frame:
+        self._receiving.acquire(deadline, "another thread was still receiving")
+        try:
+            while True:
+                frame = self._next(deadline, begin)
+                # A request that was received before is dropped: executing it twice
+                # would be worse than its caller's timeout.
+                if not is_duplicate(frame, self._requests):
+                    return frame
+        except ChannelClosed as error:
+            raise self._ended(error) from error
+        except ProtocolError as error:
+            self._cut(f"it sent what is no frame: {error}")
+            raise
+        except TimeoutError:
+            raise
+        except BaseException:
+            # Bytes may have been received and not counted, so the beginning of the next
+            # frame is unknown.
+            self._cut("receiving was interrupted")
+            raise
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """Sends a request and returns its answer; see `Channel.exchange`."""

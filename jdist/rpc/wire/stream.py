@@ -117,16 +117,9 @@ class Polling:
 
         None also while another thread of this process is polling.
         """
-        if _turn.held:  # by what this thread has interrupted
-            return None
-        try:
-            try:
-                return self._poll(look) if _turn.try_acquire() else None
-            finally:
-                _turn.release()
-        except BaseException:
-            _turn.release()  # an interrupt may have come before the first release
-            raise
+        return _turn.releasing(
+            lambda: self._poll(look) if _turn.try_acquire() else None
+        )
 
     def _poll(self, look: Callable[[], object]) -> object:
         monotonic = time.monotonic
