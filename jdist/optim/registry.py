@@ -91,6 +91,7 @@ def constructor(
         name, signature = function.__name__, inspect.signature(function)
         parameters = signature.parameters
         hints = get_type_hints(function, include_extras=True)
+        declared = {each: _rules(hints[each]) for each in parameters}
 
         @functools.wraps(function)
         def made(*unnamed: Given.args, **given: Given.kwargs) -> Optimizer:
@@ -101,9 +102,9 @@ def constructor(
                     raise TypeError(unknown(name, each, value, tuple(parameters)))
             rule = function(**given)  # type: ignore[call-arg]
             hyperparameters = [
-                _declared(each, given.get(each, parameter.default), hints[each], rule)
-                for each, parameter in parameters.items()
-                if _rules(hints[each]) is not None
+                _declared(each, given.get(each, parameters[each].default), rules, rule)
+                for each, rules in declared.items()
+                if rules is not None
             ]
             return leafwise(
                 name,
@@ -122,11 +123,13 @@ def constructor(
     return of
 
 
-def _declared(name: str, value: Any, hint: Any, rule: LeafRule) -> Hyperparameter:
-    rules = (rule.rules[name],) if name in rule.rules else _rules(hint)
+def _declared(
+    name: str, value: Any, rules: tuple[Rule, ...], made: LeafRule
+) -> Hyperparameter:
     if not rules:
         return flag(name, value)
-    return Hyperparameter(name, value, rules, rule.fixed.get(name, ""))
+    rules = (made.rules[name],) if name in made.rules else rules
+    return Hyperparameter(name, value, rules, made.fixed.get(name, ""))
 
 
 def _rules(hint: Any) -> tuple[Rule, ...] | None:
