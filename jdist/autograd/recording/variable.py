@@ -95,7 +95,8 @@ class Variable(Operators):
     __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
     def __init__(self, tree: PyTree) -> None:
-        _refuse_state(tree)
+        if not isinstance(tree, jax.Array):  # An array has no other state.
+            _refuse_state(tree)
         self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
