@@ -18,7 +18,7 @@ parameter.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from jdist.optim.registry import LeafRule, constructor
 UP_TO_0 = Rule("must be at most 0", lambda x: x <= 0)
 AT_LEAST_1 = Rule("must be at least 1", lambda x: x >= 1)
 OR_NONE = Rule(f"{AT_LEAST_0.says}, or None", AT_LEAST_0.holds, optional=True)
+
+Eps: TypeAlias = Annotated[tuple[Number | None, Number], OR_NONE, AT_LEAST_0]
 
 
 class AdafactorState(NamedTuple):
@@ -55,7 +57,7 @@ def adafactor(
     *,
     lr: NotNegative = 1e-2,
     beta2_decay: Annotated[Number, UP_TO_0] = -0.8,
-    eps: Annotated[tuple[Number | None, Number], OR_NONE, AT_LEAST_0] = (None, 1e-3),
+    eps: Eps = (None, 1e-3),
     d: Annotated[Number, AT_LEAST_1] = 1.0,
     weight_decay: NotNegative = 0.0,
     maximize: bool = False,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,10 @@ from jdist.optim._hyperparameters import A_NUMBER, NotNegative, Number, schedule
 from jdist.optim._optimizer import Update, count_zero
 from jdist.optim.algorithms.terms import average, counted, decay
 from jdist.optim.registry import LeafRule, constructor
+
+ThreeNumbers: TypeAlias = Annotated[
+    tuple[Number, Number, Number], A_NUMBER, A_NUMBER, A_NUMBER
+]
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -52,9 +56,7 @@ def muon(
     weight_decay: NotNegative = 0.1,
     momentum: NotNegative = 0.95,
     nesterov: bool = True,
-    ns_coefficients: Annotated[
-        tuple[Number, Number, Number], A_NUMBER, A_NUMBER, A_NUMBER
-    ] = (3.4445, -4.7750, 2.0315),
+    ns_coefficients: ThreeNumbers = (3.4445, -4.7750, 2.0315),
     eps: NotNegative = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,

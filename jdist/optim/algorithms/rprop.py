@@ -13,7 +13,7 @@ The first step moves by lr. (`optax.rprop` makes no move there.)
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jdist.optim.registry import LeafRule, constructor
 
 SHRINKS = Rule("must be above 0 and below 1", lambda x: x > 0 and x < 1)
 GROWS = Rule("must be above 1", lambda x: x > 1)
+
+Etas: TypeAlias = Annotated[tuple[Number, Number], SHRINKS, GROWS]
+StepSizes: TypeAlias = Annotated[tuple[Number, Number], AT_LEAST_0, AT_LEAST_0]
 
 
 class RpropState(NamedTuple):
@@ -44,8 +47,8 @@ class RpropState(NamedTuple):
 def rprop(
     *,
     lr: NotNegative = 1e-2,
-    etas: Annotated[tuple[Number, Number], SHRINKS, GROWS] = (0.5, 1.2),
-    step_sizes: Annotated[tuple[Number, Number], AT_LEAST_0, AT_LEAST_0] = (1e-6, 50.0),
+    etas: Etas = (0.5, 1.2),
+    step_sizes: StepSizes = (1e-6, 50.0),
     maximize: bool = False,
 ) -> LeafRule:
     """Rprop, as `torch.optim.Rprop` and `_FunctionalRprop`.
