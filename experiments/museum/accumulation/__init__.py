@@ -1,0 +1,1 @@
+"""Gradients of micro-batches, added up before a step."""

@@ -1,0 +1,1 @@
+"""Norms over shards, experts and replicas, and what is clipped by them."""

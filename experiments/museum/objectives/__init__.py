@@ -1,0 +1,1 @@
+"""Contrastive losses and those of reinforcement learning."""

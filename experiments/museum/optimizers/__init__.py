@@ -1,0 +1,1 @@
+"""Optimizers on shards, their states and what they decay."""

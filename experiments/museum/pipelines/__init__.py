@@ -1,0 +1,1 @@
+"""Stages of a model, one after the other, and micro-batches."""

@@ -1,0 +1,1 @@
+"""Two processes of `jax.distributed`."""

@@ -1,0 +1,1 @@
+"""Dropout over layouts and in recomputations."""

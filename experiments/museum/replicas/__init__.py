@@ -1,0 +1,1 @@
+"""Data parallelism: who sums, who averages, and over what."""

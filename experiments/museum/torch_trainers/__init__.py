@@ -1,0 +1,1 @@
+"""Trainers in torch, over gloo."""
