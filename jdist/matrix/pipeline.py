@@ -221,11 +221,11 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
             reduction="sum",
         )
         rows = np.array_split(np.arange(examples_in(batch, "candidate")), MICRO_BATCHES)
-        state, metrics = runtime.train_epoch(
-            runtime.init(_shares(params, 3)),
-            [{"batch": jax.tree.map(lambda x, i=own: x[i], batch)} for own in rows],
-            [counts[own] for own in rows],
-        )
+        pairs = [
+            ({"batch": jax.tree.map(lambda x, i=own: x[i], batch)}, counts[own])
+            for own in rows
+        ]
+        state, metrics = runtime.train_epoch(runtime.init(_shares(params, 3)), pairs)
         return metrics.loss, _whole(state.opt_states, jax.tree.structure(params))
 
     return candidate

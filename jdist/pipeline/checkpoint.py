@@ -7,7 +7,7 @@ is still there to resume from.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ import numpy as np
 
 from jdist._checkpoint import (
     Checkpoints,
-    Closing,
     StepFolder,
     check_after,
     check_folder,
@@ -26,255 +25,14 @@ from jdist._checkpoint import (
 from jdist._errors import check_type, requirement
 from jdist._tree import PyTree, check_state, descriptions, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
-    Opened,
     StageChannels,
     receive,
 )
 from jdist.pipeline.run.update import PipelineState
 from jdist.pipeline.stages.place import on_host, over_processes, processes_at
-
-
-class Saved(NamedTuple):
-    """The stages of a checkpoint, and those that this process holds and writes.
-
-    Attributes:
-      stages: Number of stages of the model.
-      own: Numbers of the stages whose trees are in this process.
-      written: Numbers of those that this process writes. Each stage has one writer.
-      opened: Opens a call that all processes make.
-      writers: The processes of `jax.distributed` known to write.
-      senders: By stage, the worker of the schedule that sends it to process 0 of
-        `jax.distributed`, which writes all; empty where each process writes its own.
-      writer: The worker to which process 0 belongs.
-      ranks: The workers to which this process belongs.
-    """
-
-    stages: int
-    own: Collection[int]
-    written: Collection[int]
-    opened: Opened
-    writers: frozenset[int] = frozenset()
-    senders: Sequence[int] = ()
-    writer: int = 0
-    ranks: Collection[int] = ()
-
-    @classmethod
-    def of(cls, pipe: Pipeline) -> "Saved":
-        """The stages of a pipeline, each written by its first worker.
-
-        If that worker has a mesh over several processes, the one with the mesh's first
-        device writes.
-        """
-        places = pipe.communicator.places
-        # Replicas of a stage are equal, bit for bit: one of them is enough.
-        first = [min(workers) for workers in pipe.schedule.placement]
-        begins = {
-            j: next(iter(processes_at(places.devices[worker])), None)
-            for j, worker in enumerate(first)
-        }
-        here, own, opened = jax.process_index(), pipe.own, pipe.communicator.opened
-        each = [processes_at(place) for place in places.devices]
-        # orbax writes from process 0 alone: stages in one process each are sent there.
-        if jax.process_count() > 1 and not pipe.communicator.sees_all and all(each):
-            made = cls(len(first), own, range(len(first)) if here == 0 else (), opened)
-            writer = next(rank for rank, some in enumerate(each) if 0 in some)
-            return made._replace(senders=first, writer=writer, ranks=places.own)
-        # A worker without a device is one of rpc, and writes in its own process.
-        written = [
-            j
-            for j, worker in enumerate(first)
-            if worker in places.own and begins[j] in (here, None)
-        ]
-        writers = {process for process in begins.values() if process is not None}
-        writers |= {here} if written else set()
-        return cls(len(pipe.stages), own, written, opened, frozenset(writers))
-
-
-class StageCheckpoints(Closing):
-    """Checkpoints of the stages' trees, by step; every process calls every method.
-
-    Args:
-      folder: Created if it does not exist. Workers may have a folder each, if each
-        contains the stages that its worker reads.
-      saved: The stages to save.
-      keep: Number of the last complete steps to keep; None for all.
-
-    Raises:
-      Unavailable: orbax-checkpoint is not installed.
-      ValueError: A process of `jax.distributed` other than 0 would have to write.
-      WorkerLost, RpcTimeout: A process did not make the call.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp
-      >>> from jdist.pipeline.run.stage_channels import alone
-      >>> here = Saved(2, [0, 1], [0, 1], alone)
-      >>> trees = {0: {"w": jnp.array([1.0, 2.0])}, 1: {"b": jnp.array(3)}}
-      >>> with (
-      ...     tempfile.TemporaryDirectory() as folder,
-      ...     StageCheckpoints(folder, here) as checkpoints,
-      ... ):
-      ...     checkpoints.save(7, trees)
-      ...     step, again = checkpoints.restore(trees)
-      >>> step, int(again[1]["b"])
-      (7, 3)
-    """
-
-    def __init__(
-        self, folder: str | Path, saved: Saved, *, keep: int | None = 3
-    ) -> None:
-        """Open the folder."""
-        self._saved = saved
-        self._keep = keep
-        self._folders: dict[int, StepFolder] = {}
-        try:
-            with saved.opened("PipelineCheckpoints") as channels:
-                check_keep("PipelineCheckpoints", keep)
-                _check_writers(saved.writers)
-                # Also stages of others, if this process writes them.
-                for j in {*saved.own, *saved.written}:
-                    path = Path(folder) / f"stage{j}"
-                    self._folders[j] = StepFolder(path, alone=True)
-                self._complete = self._found(channels)
-        # orbax has started threads, which would outlive a constructor that raised.
-        except BaseException:
-            self.close()
-            raise
-
-    def steps(self) -> list[int]:
-        """The steps that all stages have, in order."""
-        return list(self._complete)
-
-    def save(self, step: int, trees: Mapping[int, PyTree]) -> None:
-        """Write the trees of this process; returns when all stages are on disk.
-
-        Args:
-          step: Number of the step, above those that were saved.
-          trees: Trees by the number of their stage.
-
-        Raises:
-          ValueError: The step is not above those that were saved.
-          WorkerLost, RpcTimeout: Another worker did not save its stages.
-        """
-        with self._saved.opened("PipelineCheckpoints.save") as channels:
-            channels.identify(step)
-            check_after("save(step)", self._complete, step)
-            channels.begin()
-            # All stages in one order, not only own ones: the gathers below are
-            # collectives, and the writer receives stages one by one.
-            for j in range(self._saved.stages):
-                leaves: dict[str, PyTree] = {}
-                if j in self._saved.own:
-                    # A collective of all processes that have a part of the array.
-                    own = _leaves(trees[j])
-                    leaves = {path: _gathered(x) for path, x in own.items()}
-                leaves = self._at_writer(channels, j, leaves)
-                if j in self._saved.written:
-                    self._write(j, step, leaves)
-            self._complete = self._found(channels)
-        # After the agreement: until all stages have the new step, the older ones are
-        # needed to resume from.
-        kept = self._complete if self._keep is None else self._complete[-self._keep :]
-        for j in self._saved.written:
-            self._delete(j, lambda other: other not in kept)
-        self._complete = kept
-
-    def restore(
-        self, like: Mapping[int, PyTree], step: int | None = None
-    ) -> tuple[int, dict[int, PyTree]]:
-        """Read the trees of a step.
-
-        Args:
-          like: Trees of the same structure, shapes and dtypes, by stage.
-          step: Number of the step; None for the latest that all stages have.
-
-        Returns:
-          The step and the trees, bit for bit, each leaf on the devices of that in
-          `like`.
-
-        Raises:
-          ValueError: There is no such step; or it was saved from other trees, and the
-            message names the first path that differs.
-        """
-        with self._saved.opened("PipelineCheckpoints.restore") as channels:
-            # More stages than were saved: the last of them have no step at all.
-            if not self._complete:
-                for folder in self._folders.values():
-                    for other in folder.steps():
-                        self._check_stages(folder.description(other))
-            step = chosen("restore", self._complete, step)
-            channels.identify(step)
-            found = {j: self._read(j, step, tree) for j, tree in like.items()}
-            # Returns once all processes have read: an error of one is raised on all.
-            channels.agree(None, found)
-        return step, found
-
-    def close(self) -> None:
-        """Stop orbax's background threads."""
-        for folder in self._folders.values():
-            folder.close()
-
-    def _write(self, stage: int, step: int, leaves: dict[str, PyTree]) -> None:
-        description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
-        arrays: dict[str, Any] = {
-            path: words(jnp.asarray(x)) for path, x in leaves.items()
-        }
-        if jax.process_count() > 1:
-            # orbax treats a JAX array as one of all processes, but these are local.
-            arrays = jax.tree.map(np.asarray, arrays)
-        # Steps left by a run that ended before the other stages had them.
-        self._delete(stage, lambda other: other >= step)
-        self._folders[stage].write(step, {"arrays": arrays}, description)
-
-    def _at_writer(
-        self, channels: StageChannels, stage: int, leaves: dict[str, PyTree]
-    ) -> dict[str, PyTree]:
-        """The leaves of a stage at its writer; elsewhere they may be empty."""
-        saved = self._saved
-        if not saved.senders:
-            return leaves
-        sender = saved.senders[stage]
-        tag = MessageTag("C", -1, "", stage, sender)
-        if sender in saved.ranks and sender != saved.writer:
-            channels.put(tag, saved.writer, leaves)
-        if saved.writer in saved.ranks and sender != saved.writer:
-            leaves = receive(channels, tag, saved.writer, "a checkpoint")
-        return leaves
-
-    def _found(self, channels: StageChannels) -> list[int]:
-        """Agree on the steps that all stages have; ends the call."""
-        mine = [[j, self._folders[j].steps()] for j in self._saved.written]
-        told = channels.agree(mine)
-        # A step that some stage lacks was interrupted while it was saved.
-        there = [set(steps) for stages in told for _, steps in stages]
-        return sorted(set.intersection(*there))
-
-    def _check_stages(self, description: Mapping[str, Any]) -> None:
-        """Raises ValueError if a step was saved with another number of stages."""
-        if description["stages"] != self._saved.stages:
-            rule = f"must have the {description['stages']} stages that were saved"
-            got = f"{self._saved.stages} stages"
-            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
-
-    def _delete(self, stage: int, old: Callable[[int], bool]) -> None:
-        folder = self._folders[stage]
-        for step in filter(old, folder.steps()):
-            folder.delete(step)
-
-    def _read(self, stage: int, step: int, like: PyTree) -> PyTree:
-        folder, leaves = self._folders[stage], _leaves(like)
-        description = folder.description(step)
-        # Before the leaves: models cut into other stages may have equal trees in one.
-        self._check_stages(description)
-        saved, where = description["leaves"], f"stage {stage}: "
-        check_same("restore", saved, descriptions(leaves), where)
-        wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
-        found = folder.read(step, {"arrays": wanted})["arrays"]
-        structure: Any = jax.tree.structure(like)
-        return structure.unflatten(
-            _placed(unworded(found[path], leaf), leaf) for path, leaf in leaves.items()
-        )
 
 
 class PipelineCheckpoints(Checkpoints[PipelineState]):
@@ -292,6 +50,7 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
+      ValueError: A process of `jax.distributed` other than 0 would have to write.
       WorkerLost, RpcTimeout: A worker of the pipeline did not make the call.
 
     Example:
@@ -321,20 +80,89 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         """Open the folder."""
         check_type("PipelineCheckpoints(pipe)", pipe, Pipeline, "must be a Pipeline")
         check_folder("PipelineCheckpoints(folder)", folder)
-        self._own = pipe.own
-        self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
+        communicator = pipe.communicator
+        self._opened, self._places = communicator.opened, communicator.places
+        self._own, self._keep = pipe.own, keep
+        # Replicas of a stage are equal, bit for bit: its first worker is enough.
+        self._senders = [min(workers) for workers in pipe.schedule.placement]
+        each = [processes_at(place) for place in self._places.devices]
+        # orbax writes from process 0 alone: stages in one process each are sent there.
+        apart = jax.process_count() > 1 and not communicator.sees_all
+        self._is_sent = apart and all(each)
+        # The worker to which process 0 belongs.
+        self._writer = next((rank for rank, some in enumerate(each) if 0 in some), 0)
+        # The stages that this process writes. Each stage has one writer.
+        self._written, writers = self._to_write(each)
+        self._folders: dict[int, StepFolder] = {}
+        try:
+            with self._opened("PipelineCheckpoints") as channels:
+                check_keep("PipelineCheckpoints", keep)
+                _check_writers(writers)
+                # Also stages of others, if this process writes them.
+                for j in {*self._own, *self._written}:
+                    path = Path(folder) / f"stage{j}"
+                    self._folders[j] = StepFolder(path, alone=True)
+                self._complete = self._found(channels)
+        # orbax has started threads, which would outlive a constructor that raised.
+        except BaseException:
+            self.close()
+            raise
+
+    def _to_write(self, each: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
+        """The stages that this process writes, and the processes that would write.
+
+        If the first worker of a stage has a mesh over several processes, the one with
+        the mesh's first device writes.
+        """
+        here, stages = jax.process_index(), range(len(self._senders))
+        if self._is_sent:
+            return [*stages] if here == 0 else [], {0}
+        # A worker without a device is one of rpc, and writes in its own process.
+        begins = [next(iter(each[worker]), None) for worker in self._senders]
+        written = [
+            j
+            for j, worker in enumerate(self._senders)
+            if worker in self._places.own and begins[j] in (here, None)
+        ]
+        writers = {process for process in begins if process is not None}
+        return written, writers | ({here} if written else set())
 
     def steps(self) -> list[int]:
         """The steps that all stages have, in order."""
-        return self._checkpoints.steps()
+        return list(self._complete)
 
     def save(self, state: PipelineState) -> None:
         """Write the state under its step; returns when all stages are on disk.
 
-        Raises: what `StageCheckpoints.save` raises.
+        Raises:
+          ValueError: The step is not above those that were saved.
+          WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
         check_state("save(state)", state, PipelineState, "pipe")
-        self._checkpoints.save(state.step, _by_stage(state, self._own))
+        step = state.step
+        with self._opened("PipelineCheckpoints.save") as channels:
+            channels.identify(CallArguments(step))
+            check_after("save(step)", self._complete, step)
+            channels.begin()
+            # All stages in one order, not only own ones: the gathers below are
+            # collectives, and the writer receives stages one by one.
+            for j in range(len(self._senders)):
+                leaves: dict[str, PyTree] = {}
+                if j in self._own:
+                    # A collective of all processes that have a part of the array.
+                    own = _leaves(_of_stage(state, j))
+                    leaves = {path: _gathered(x) for path, x in own.items()}
+                if self._is_sent:
+                    leaves = self._at_writer(channels, j, leaves)
+                if j in self._written:
+                    self._write(j, step, leaves)
+            self._complete = self._found(channels)
+        # After the agreement: until all stages have the new step, the older ones are
+        # needed to resume from.
+        kept = self._complete if self._keep is None else self._complete[-self._keep :]
+        for j in self._written:
+            self._delete(j, lambda other: other not in kept)
+        self._complete = kept
 
     def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
         """Read a state.
@@ -342,16 +170,28 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
         Args:
           like: A state of the same stages and optimizers, from `Pipeline.init`; its
             values do not matter.
-          step: Number of the step; None for the latest.
+          step: Number of the step; None for the latest that all stages have.
 
         Returns:
           The state, bit for bit; its arrays are on the devices of those in `like`.
 
-        Raises: what `StageCheckpoints.restore` raises.
+        Raises:
+          ValueError: There is no such step; or it was saved from other trees, and the
+            message names the first path that differs.
         """
         check_state("restore(like=...)", like, PipelineState, "pipe")
-        found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
-        fields: dict[str, PyTree] = {"step": found}
+        with self._opened("PipelineCheckpoints.restore") as channels:
+            # More stages than were saved: the last of them have no step at all.
+            if not self._complete:
+                for folder in self._folders.values():
+                    for other in folder.steps():
+                        self._check_stages(folder.description(other))
+            step = chosen("restore", self._complete, step)
+            channels.identify(CallArguments(step))
+            trees = {j: self._read(j, step, _of_stage(like, j)) for j in self._own}
+            # Returns once all processes have read: an error of one is raised on all.
+            channels.agree(None, trees)
+        fields: dict[str, PyTree] = {"step": step}
         for name, value in _fields(like).items():
             if isinstance(value, list):
                 there = range(len(value))
@@ -363,7 +203,68 @@ class PipelineCheckpoints(Checkpoints[PipelineState]):
 
     def close(self) -> None:
         """Stop orbax's background threads."""
-        self._checkpoints.close()
+        for folder in self._folders.values():
+            folder.close()
+
+    def _write(self, stage: int, step: int, leaves: dict[str, PyTree]) -> None:
+        description = {"stages": len(self._senders), "leaves": descriptions(leaves)}
+        arrays: dict[str, Any] = {
+            path: words(jnp.asarray(x)) for path, x in leaves.items()
+        }
+        if jax.process_count() > 1:
+            # orbax treats a JAX array as one of all processes, but these are local.
+            arrays = jax.tree.map(np.asarray, arrays)
+        # Steps left by a run that ended before the other stages had them.
+        self._delete(stage, lambda other: other >= step)
+        self._folders[stage].write(step, {"arrays": arrays}, description)
+
+    def _at_writer(
+        self, channels: StageChannels, stage: int, leaves: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """The leaves of a stage at its writer; elsewhere they may be empty."""
+        sender, ranks = self._senders[stage], self._places.own
+        if sender == self._writer:
+            return leaves
+        tag = MessageTag("C", -1, "", stage, sender)
+        if sender in ranks:
+            channels.put(tag, self._writer, leaves)
+        if self._writer in ranks:
+            leaves = receive(channels, tag, self._writer, "a checkpoint")
+        return leaves
+
+    def _found(self, channels: StageChannels) -> list[int]:
+        """Agree on the steps that all stages have; ends the call."""
+        mine = [[j, self._folders[j].steps()] for j in self._written]
+        told = channels.agree(mine)
+        # A step that some stage lacks was interrupted while it was saved.
+        there = [set(steps) for stages in told for _, steps in stages]
+        return sorted(set.intersection(*there))
+
+    def _check_stages(self, description: Mapping[str, Any]) -> None:
+        """Raises ValueError if a step was saved with another number of stages."""
+        if description["stages"] != len(self._senders):
+            rule = f"must have the {description['stages']} stages that were saved"
+            got = f"{len(self._senders)} stages"
+            raise ValueError(requirement("restore(like=...)", rule, got, _RECUT))
+
+    def _delete(self, stage: int, old: Callable[[int], bool]) -> None:
+        folder = self._folders[stage]
+        for step in filter(old, folder.steps()):
+            folder.delete(step)
+
+    def _read(self, stage: int, step: int, like: PyTree) -> PyTree:
+        folder, leaves = self._folders[stage], _leaves(like)
+        description = folder.description(step)
+        # Before the leaves: models cut into other stages may have equal trees in one.
+        self._check_stages(description)
+        saved, where = description["leaves"], f"stage {stage}: "
+        check_same("restore", saved, descriptions(leaves), where)
+        wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
+        found = folder.read(step, {"arrays": wanted})["arrays"]
+        structure: Any = jax.tree.structure(like)
+        return structure.unflatten(
+            _placed(unworded(found[path], leaf), leaf) for path, leaf in leaves.items()
+        )
 
 
 def _fields(state: PipelineState) -> dict[str, PyTree]:
@@ -371,16 +272,13 @@ def _fields(state: PipelineState) -> dict[str, PyTree]:
     return {name: x for name, x in state._asdict().items() if name != "step"}
 
 
-def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, PyTree]:
-    """The fields of a state by stage."""
+def _of_stage(state: PipelineState, stage: int) -> dict[str, PyTree]:
+    """The fields of a state for one stage."""
     # Fields of all stages, such as the key, are saved with each stage, so that a
     # process needs the files of its own stages alone.
     return {
-        j: {
-            name: value[j] if isinstance(value, list) else value
-            for name, value in _fields(state).items()
-        }
-        for j in own
+        name: value[stage] if isinstance(value, list) else value
+        for name, value in _fields(state).items()
     }
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import ArrayLike
 
-from jdist._checkpoint import Checkpoints
 from jdist._compat import (
     Ahead,
     called_outside_mesh,
@@ -19,7 +18,6 @@ from jdist._compat import (
     with_automatic_axes,
 )
 from jdist._errors import (
-    check_at_least,
     check_flags,
     check_function,
     check_number,
@@ -34,7 +32,6 @@ from jdist.pipeline.places import GivenPlaces, OneProgram, communicator_for
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
-    Executor,
     ScheduleExecutor,
     StagePrograms,
     check_not_traced,
@@ -63,12 +60,10 @@ from jdist.pipeline.stages.place import (
 )
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
-from jdist.pipeline.weight_stashing.batch_stream import Supply
 from jdist.pipeline.weight_stashing.epoch import PassRecord
 from jdist.pipeline.weight_stashing.executor import (
     CALL,
     EpochExecutor,
-    EpochPart,
     check_epochs,
 )
 from jdist.reduction import check_reduction
@@ -196,7 +191,7 @@ class Pipeline:
         each = None if self._optimizer is None else self._optimizers
         check_epochs(self.stages, policy, reduction, each, self._max_norm)
 
-    def _executor(self, given: GivenPlaces) -> Executor:
+    def _executor(self, given: GivenPlaces) -> ScheduleExecutor:
         """The executor of the schedule at these places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
@@ -267,32 +262,22 @@ class Pipeline:
         if any(device is not None for device in self._places.devices):
             check_not_traced("Pipeline.place(params)", params)
         placed: list[PyTree] = [None] * len(self.stages)
-        for j, worker in self._places.stages.items():
-            where, call = self._places.devices[worker], "Pipeline.place"
-            if specs[j] is None:
-                placed[j] = resident(params[j], where, f"{call}(params)", j)
-            else:
-                placed[j] = sharded(params[j], specs[j], where, call, j)
-        if isinstance(self.executor, OneProgramExecutor):
-            self._learn(self.executor, params, specs)
+        for j, tree in enumerate(params):
+            if j in self._places.stages:
+                placed[j] = self._placed(j, tree, specs[j])
+            elif isinstance(self.executor, OneProgramExecutor) and tree is not None:
+                # One program needs the shapes of parameters in other processes, too.
+                self.executor.learn(j, self._placed(j, shapes_of(tree), specs[j]))
         return placed
 
-    def _learn(
-        self,
-        executor: OneProgramExecutor,
-        params: Sequence[PyTree],
-        specs: Sequence[PyTree],
-    ) -> None:
-        """Give one program the shapes of parameters that are in other processes."""
-        for j in {*range(len(self.stages))} - {*self.own}:
-            if params[j] is None:
-                continue
-            where = self._places.devices[self._places.worker(j, 0)]
-            shapes, call = shapes_of(params[j]), "Pipeline.place"
-            if specs[j] is None:
-                executor.learn(j, resident(shapes, where, f"{call}(params)", j))
-            else:
-                executor.learn(j, sharded(shapes, specs[j], where, call, j))
+    def _placed(self, stage: int, tree: PyTree, spec: PyTree) -> PyTree:
+        """A stage's tree on the device or mesh of its first worker here, or of all."""
+        places, call = self._places, "Pipeline.place"
+        worker = places.stages.get(stage, places.worker(stage, 0))
+        where = places.devices[worker]
+        if spec is None:
+            return resident(tree, where, f"{call}(params)", stage)
+        return sharded(tree, spec, where, call, stage)
 
     def value_and_grad(
         self,
@@ -573,13 +558,7 @@ class Pipeline:
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
     def train_epoch(
-        self,
-        state: PipelineState,
-        batches: Iterable[PyTree],
-        weights: Iterable[PyTree] | None = None,
-        *,
-        checkpoints: Checkpoints[PipelineState] | None = None,
-        save_every: int | None = None,
+        self, state: PipelineState, batches: Iterable[PyTree]
     ) -> tuple[PipelineState, Metrics]:
         """Train on the batches in order, each one a micro-batch, and drain.
 
@@ -594,25 +573,20 @@ class Pipeline:
         Args:
           state: From `init` or the epoch before. It is not donated.
           batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and
-            its weights. Numbers of examples may differ.
-          weights: Weights of the examples of each batch, as for `value_and_grad`; those
-            of a whole batch may be 0, but not those of all batches of an update.
-          checkpoints: Where the state is saved: after each `save_every` batches, and at
-            the end.
-          save_every: Number of batches between two checkpoints. The pipeline drains
-            before it saves, as if there was a call for each `save_every` batches: a run
-            that continues from a checkpoint repeats every bit.
+            the weights of its examples, as for `value_and_grad`. Numbers of examples
+            may differ. All weights of a batch may be 0, but not those of all batches of
+            an update.
 
         Returns:
-          The next state, with the newest weights, one step later for each time that the
-          pipeline has drained; and the metrics of the epoch. When it drains, all
-          micro-batches are part of an update of every stage: the last update has fewer
-          of them, if `update_every` does not divide their number.
+          The next state, with the newest weights, one step later; and the metrics of
+          the epoch. The pipeline has drained: all micro-batches are part of an update
+          of every stage, and the last update has fewer of them, if `update_every` does
+          not divide their number. So a run that continues from a checkpoint of this
+          state repeats every bit.
 
         Raises:
           ValueError: The schedule is synchronous; the workers have read different
-            batches, or different numbers of them; there are none; `save_every` is less
-            than 1, or given without `checkpoints`.
+            batches, or different numbers of them; or there are none.
           Exception: What `value_and_grad` raises, and what the iterator raises, on all
             workers, with the name of the worker and the number of the batch in notes.
         """
@@ -625,25 +599,11 @@ class Pipeline:
         # would keep the first version of all weights alive for the whole epoch.
         held = [state]
         del state
-        parts: list[EpochPart] = []
-        supply: Supply | None = None
-        while supply is None or supply.more():
-            with self._opened("train_epoch") as channels:
-                if supply is None:
-                    check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
-                    _check_saving(checkpoints, save_every)
-                    supply = Supply(batches, weights, CALL)
-                result = executor.train(
-                    channels, held.pop(), supply, save_every, self.action_timer
-                )
-            state, part, self.transfer_log, self.passes = result
-            held.append(state)
-            parts.append(part)
-            del result, state
-            # The pipeline has drained: no micro-batch in flight belongs to this state.
-            if checkpoints is not None:
-                checkpoints.save(held[0])
-        return held.pop(), executor.metrics(parts)
+        with self._opened("train_epoch") as channels:
+            check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
+            result = executor.train(channels, held.pop(), batches, self.action_timer)
+        state, metrics, self.transfer_log, self.passes = result
+        return state, metrics
 
     def evaluate(
         self,
@@ -776,15 +736,3 @@ def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
             "gradients: which micro-batches hold the extreme is known too late"
         )
         raise ValueError(requirement("Pipeline(reduction=...)", rule, repr(reduction)))
-
-
-def _check_saving(
-    checkpoints: Checkpoints[PipelineState] | None, save_every: int | None
-) -> None:
-    call = f"{CALL}(save_every=...)"
-    if save_every is None:
-        return
-    if checkpoints is None:
-        rule = "must come with the checkpoints where the state is saved"
-        raise ValueError(requirement(call, rule, "checkpoints=None"))
-    check_at_least(call, save_every, 1)

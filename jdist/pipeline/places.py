@@ -1,6 +1,5 @@
 """Where the stages of a pipeline run: devices, meshes, workers, or one program."""
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from jdist.pipeline.stages.place import (
     StageMesh,
     automatic_axes,
     devices_of,
-    idle_devices,
     place_on,
     places_of,
     processes_at,
@@ -33,8 +31,6 @@ from jdist.rpc import RpcError
 from jdist.rpc.extension import current_agent
 
 _PLACES = "Pipeline(places)"
-
-_log = logging.getLogger("jdist.pipeline")
 
 
 @dataclass(frozen=True)
@@ -279,9 +275,6 @@ def _of_places(
     """The communicator of devices and meshes, of this process or of several."""
     if _are_elsewhere(places):
         return _over_processes(schedule, places, about, data_axis)
-    idle = idle_devices(places, jax.local_devices())
-    if idle:
-        _log.warning("The meshes of a pipeline leave %d devices idle.", len(idle))
     return LocalCommunicator(Places(schedule, places, range(schedule.workers)))
 
 

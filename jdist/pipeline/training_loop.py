@@ -12,6 +12,7 @@ from jdist._fit import Metrics, check_batches, check_saving, fitted, pair
 from jdist._tree import PyTree, check_state
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.update import PipelineState
 
 
@@ -73,7 +74,7 @@ def fit(
         check_state("fit(state)", state, PipelineState, "pipe")
         # Saving is a call of all workers, so they must do it at the same steps.
         saves = save_every if checkpoints is not None else 0
-        channels.identify(None, {"save_every": saves})
+        channels.identify(CallArguments(settings={"save_every": saves}))
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)

@@ -6,6 +6,7 @@ import numpy as np
 
 from jdist import optim, pipeline
 from tests.pipeline import epochs, models, pipedream_rules
+from tests.pipeline.epochs import paired
 
 
 def losses(y, batch):
@@ -69,5 +70,5 @@ def asynchronous(places=None, **options):
         **options,
     )
     rows = [b | {"id": np.arange(len(b["x"])) + i} for i, b in enumerate(batches)]
-    _, metrics = runtime.train_epoch(runtime.init(params), rows, weights)
+    _, metrics = runtime.train_epoch(runtime.init(params), paired(rows, weights))
     return metrics.aux

@@ -32,3 +32,8 @@ def asynchronous(
 def forward_only(n, m):
     """Forward passes of m micro-batches through n stages, one per worker."""
     return pipeline.gpipe(n, m).forward_passes(m)
+
+
+def paired(batches, weights):
+    """Each batch with its weights, as `train_epoch` takes them."""
+    return list(zip(batches, weights, strict=True))

@@ -1,13 +1,14 @@
 """What a worker of PipeDream's runtime does in the tests, as a user's program would."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist import optim, pipeline, rpc
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
@@ -43,7 +44,7 @@ def epoch(n, m, policy, k=1, places=None, replicas=None):
     """One epoch: parameters of this process, losses, what was done, evaluation."""
     runtime = runtime_of(n, policy, k, places=places, replicas=replicas)
     params, batches, weights = problem(n, m, dtype=np.float32)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     evaluated = runtime.evaluate(state, batches[0], weights[0])
     found = jax.tree.map(np.asarray, (state.params, state.opt_states))
     return (
@@ -77,7 +78,7 @@ def planted_epoch(places=None):
         update_every=2,
     )
     params, batches, weights = half_problem()
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     found = jax.tree.map(np.asarray, (state.params, state.opt_states))
     return found, metrics.losses, metrics.skipped
 
@@ -115,7 +116,7 @@ def after_refusals(rank):
 
 
 def streamed(places=None, last=None, folder=None):
-    """An epoch from a generator, saved after every fourth of eleven batches.
+    """Epochs of four of eleven batches from a generator, each with a checkpoint.
 
     Args:
       places: Of the stages.
@@ -130,10 +131,13 @@ def streamed(places=None, last=None, folder=None):
             state = saved.restore(state)
 
         rest = slice(4 * state.step, last)
-        pairs = (pair for pair in zip(batches[rest], weights[rest], strict=True))
-        options = {"checkpoints": saved, "save_every": 4}
-        state, metrics = runtime.train_epoch(state, pairs, **options)
-    return jax.tree.map(np.asarray, state.params), metrics.losses
+        pairs = zip(batches[rest], weights[rest], strict=True)
+        found = []
+        while part := list(itertools.islice(pairs, 4)):
+            state, metrics = runtime.train_epoch(state, iter(part))
+            saved.save(state)
+            found.append(metrics.losses)
+    return jax.tree.map(np.asarray, state.params), np.concatenate(found)
 
 
 def bad_streams(rank, fault):
@@ -189,7 +193,7 @@ def some_epochs(count, folder, places=None):
         if saved.latest() is not None:
             state = saved.restore(state)
         for _ in range(count):
-            state, metrics = runtime.train_epoch(state, batches, weights)
+            state, metrics = runtime.train_epoch(state, paired(batches, weights))
             saved.save(state)
             curve.append((state.step, metrics.losses))
     return curve, jax.tree.map(np.asarray, state.params)
@@ -201,6 +205,6 @@ def until_somebody_dies(places):
     state = runtime.init(params)
     while True:
         try:
-            state, _ = runtime.train_epoch(state, batches, weights)
+            state, _ = runtime.train_epoch(state, paired(batches, weights))
         except rpc.WorkerLost as error:
             return error.worker, str(error)

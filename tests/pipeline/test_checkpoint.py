@@ -10,26 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import Unavailable, optim
+from jdist import Unavailable, optim, pipeline
 from jdist._checkpoint import StepFolder
 from jdist.pipeline import PipelineCheckpoints
 from jdist.pipeline import checkpoint as module
-from jdist.pipeline.checkpoint import Saved, StageCheckpoints
-from jdist.pipeline.run.stage_channels import alone
+from jdist.pipeline.run.update import PipelineState
 from tests.pipeline import worker_cases
 from tests.pipeline.trained import batch_of, made, numbers, same, start, steps
 
-ALONE = Saved(2, [0, 1], [0, 1], alone)
+
+def numbered(step, number=None):
+    """A state whose parameters are a number, by default that of its step."""
+    number = step if number is None else number
+    params = [{"w": jnp.full((2, 3), number, jnp.int32)}, [jnp.int32(number), None]]
+    return PipelineState(step, params, [None, None], [None, None])
 
 
-def trees(number):
-    return {0: {"w": jnp.full((2, 3), number)}, 1: [jnp.int32(number), None]}
+def number_in(state):
+    assert (state.params[0]["w"] == state.params[1][0]).all()
+    return int(state.params[1][0])
 
 
 def saved_until(folder, last, keep=None):
-    with StageCheckpoints(folder, ALONE, keep=keep) as checkpoints:
+    with PipelineCheckpoints(folder, made(), keep=keep) as checkpoints:
         for step in range(1, last + 1):
-            checkpoints.save(step, trees(step))
+            checkpoints.save(numbered(step))
 
 
 @pytest.fixture(scope="module")
@@ -106,46 +111,46 @@ def test_a_step_without_all_its_stages_is_none(tmp_path):
     saved_until(tmp_path, 3)
     shutil.rmtree(tmp_path / "stage1" / "3")
     (tmp_path / "stage1" / "3.orbax-checkpoint-tmp-0" / "arrays").mkdir(parents=True)
-    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+    with PipelineCheckpoints(tmp_path, made()) as checkpoints:
         assert checkpoints.steps() == [1, 2]
-        step, found = checkpoints.restore(trees(0))
-        assert (step, int(found[1][0]), float(found[0]["w"][1, 2])) == (2, 2, 2)
-        checkpoints.save(3, trees(30))
+        found = checkpoints.restore(numbered(0))
+        assert (found.step, number_in(found)) == (2, 2)
+        checkpoints.save(numbered(3, 30))
         assert checkpoints.steps() == [1, 2, 3]
-        assert int(checkpoints.restore(trees(0))[1][1][0]) == 30
-        assert int(checkpoints.restore(trees(0), 1)[1][0]["w"][0, 0]) == 1
+        assert number_in(checkpoints.restore(numbered(0))) == 30
+        assert number_in(checkpoints.restore(numbered(0), 1)) == 1
 
 
 def test_nothing_is_taken_away_before_the_next_is_complete(tmp_path):
     """With keep=1, and a stage that is never written: its last step stays on disk."""
     saved_until(tmp_path, 2, keep=1)
-    with StageCheckpoints(tmp_path, ALONE, keep=1) as checkpoints:
+    with PipelineCheckpoints(tmp_path, made(), keep=1) as checkpoints:
         assert checkpoints.steps() == [2]
 
         del checkpoints._folders[1]  # So that saving breaks off between two stages.
         with pytest.raises(KeyError, match="1"):
-            checkpoints.save(3, trees(3))
-    with StageCheckpoints(tmp_path, ALONE, keep=1) as checkpoints:
+            checkpoints.save(numbered(3))
+    with PipelineCheckpoints(tmp_path, made(), keep=1) as checkpoints:
         assert checkpoints.steps() == [2]
-        assert int(checkpoints.restore(trees(0))[1][1][0]) == 2
-        checkpoints.save(5, trees(5))
+        assert number_in(checkpoints.restore(numbered(0))) == 2
+        checkpoints.save(numbered(5))
     found = {p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("*/*")}
     assert found == {"stage0/5", "stage1/5"}
 
 
 def test_only_the_last_are_kept(tmp_path):
     saved_until(tmp_path, 4, keep=2)
-    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+    with PipelineCheckpoints(tmp_path, made()) as checkpoints:
         assert checkpoints.steps() == [3, 4]
-        assert int(checkpoints.restore(trees(0), step=3)[1][1][0]) == 3
+        assert number_in(checkpoints.restore(numbered(0), step=3)) == 3
         with pytest.raises(ValueError, match=r"that was saved, \[3, 4\]. Got 2"):
-            checkpoints.restore(trees(0), step=2)
+            checkpoints.restore(numbered(0), step=2)
         with pytest.raises(
             TypeError, match=r"that was saved, .*, an integer. Got 3\.0"
         ):
-            checkpoints.restore(trees(0), step=3.0)
+            checkpoints.restore(numbered(0), step=3.0)
         with pytest.raises(ValueError, match=r"after the last step .* 4. Got 4"):
-            checkpoints.save(4, trees(4))
+            checkpoints.save(numbered(4))
 
 
 @pytest.mark.parametrize(
@@ -171,19 +176,19 @@ def test_another_state_is_refused(history, tmp_path, options, message):
 
 
 def test_three_are_kept_unless_another_number_is_given(tmp_path):
-    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+    with PipelineCheckpoints(tmp_path, made()) as checkpoints:
         for step in range(1, 5):
-            checkpoints.save(step, trees(step))
+            checkpoints.save(numbered(step))
         assert checkpoints.steps() == [2, 3, 4]
     assert inspect.signature(PipelineCheckpoints).parameters["keep"].default == 3
 
 
 def test_steps_are_in_order_and_those_that_are_kept(tmp_path):
-    with StageCheckpoints(tmp_path, ALONE, keep=2) as checkpoints:
+    with PipelineCheckpoints(tmp_path, made(), keep=2) as checkpoints:
         for step in (2, 7, 8):
-            checkpoints.save(step, trees(step))
+            checkpoints.save(numbered(step))
         assert checkpoints.steps() == [7, 8]
-        assert int(checkpoints.restore(trees(0))[1][1][0]) == 8
+        assert number_in(checkpoints.restore(numbered(0))) == 8
 
 
 def test_what_raises_on_opening_leaves_nothing_open(tmp_path, monkeypatch):
@@ -204,7 +209,7 @@ def test_what_raises_on_opening_leaves_nothing_open(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "StepFolder", Folder)
     with pytest.raises(OSError, match="planted"):
-        StageCheckpoints(tmp_path, ALONE)
+        PipelineCheckpoints(tmp_path, made())
     assert len(opened) == 2
     assert closed == opened
 
@@ -224,17 +229,20 @@ def test_a_restored_array_is_a_copy():
 @pytest.mark.parametrize("stages", [1, 3, 5])
 def test_another_number_of_stages_is_refused(tmp_path, stages):
     saved_until(tmp_path, 1)
-    here = range(stages)
-    other = Saved(stages, here, here, alone)
+    each = [
+        pipeline.Stage(lambda w, x: x * w, (f"{j}",), (f"{j + 1}",))
+        for j in range(stages)
+    ]
+    other = pipeline.Pipeline(each, lambda y, batch: y, pipeline.gpipe(stages, 1))
     message = (
         rf"the 2 stages that were saved\. Got {stages} stages\. .*`old` of the saved"
     )
     message += r" stages.*restore\(old\.init\(old_params\)\)`, then `state = "
     with (
-        StageCheckpoints(tmp_path, other) as checkpoints,
+        PipelineCheckpoints(tmp_path, other) as checkpoints,
         pytest.raises(ValueError, match=message),
     ):
-        checkpoints.restore({0: trees(0)[0]})
+        checkpoints.restore(PipelineState(0, *[[None] * stages] * 3))
 
 
 def test_parameters_are_no_state(tmp_path):
@@ -254,22 +262,22 @@ def test_parameters_are_no_state(tmp_path):
 
 def test_what_cannot_be_kept_or_found(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be at least 1. Got 0"):
-        StageCheckpoints(tmp_path, ALONE, keep=0)
+        PipelineCheckpoints(tmp_path, made(), keep=0)
     rule = r"PipelineCheckpoints\(keep=...\)` must be at least 1, an integer\. Got"
     for keep in (True, 2.0, "2"):
         with pytest.raises(TypeError, match=rule):
-            StageCheckpoints(tmp_path, ALONE, keep=keep)
+            PipelineCheckpoints(tmp_path, made(), keep=keep)
     for folder in ("", "gs://bucket/run"):
         with pytest.raises(ValueError, match=r"`PipelineCheckpoints\(folder\)` must"):
             PipelineCheckpoints(folder, made())
     with (
-        StageCheckpoints(tmp_path, ALONE) as checkpoints,
+        PipelineCheckpoints(tmp_path, made()) as checkpoints,
         pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),
     ):
-        checkpoints.restore(trees(0))
+        checkpoints.restore(numbered(0))
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
-        StageCheckpoints(tmp_path, ALONE)
+        PipelineCheckpoints(tmp_path, made())
 
 
 def test_no_thread_stays_behind(tmp_path):

@@ -15,7 +15,7 @@ from jdist import optim, pipeline, rpc
 from jdist._compat import Ahead
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import models, trained
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 
 DEVICES = {
     "anywhere": (None, jnp.asarray),
@@ -142,7 +142,7 @@ def test_an_epoch_of_macro_batches_compiles_no_more_than_one_of_micro_batches(pr
         )  # fmt: skip
         params, batch, weights = models.problem(4)
         programs()
-        pipe.train_epoch(pipe.init(params), [batch] * 4, [weights] * 4)
+        pipe.train_epoch(pipe.init(params), paired([batch] * 4, [weights] * 4))
         counts.append(len([name for name in programs() if "_backward" in name]))
     assert counts == [3, 3]
 

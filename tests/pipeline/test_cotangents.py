@@ -21,7 +21,7 @@ from tests.pipeline.cotangents import (
     stages,
     whole_gradient,
 )
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.places import workers
 
 # Batches of many sizes are the point.
@@ -223,7 +223,7 @@ def epoch(sizes, policy, every, *, known=False):
     batches, weights = [g[1] for g in given], [g[2] for g in given]
     total = sum(own.sum() for own in weights) if known else 1.0
     params, shares = given[0][0], [own / total for own in weights]
-    state, metrics = pipe.train_epoch(pipe.init(params), batches, shares)
+    state, metrics = pipe.train_epoch(pipe.init(params), paired(batches, shares))
     return params, list(zip(batches, weights, strict=True)), state, metrics
 
 
@@ -275,7 +275,7 @@ def test_a_batch_that_counts_for_nothing_adds_nothing(reduction):
         reduction=reduction,
     )
     found = [
-        pipe.train_epoch(pipe.init(params), *given)
+        pipe.train_epoch(pipe.init(params), paired(*given))
         for given in (
             ([batch, empty], [weights, np.zeros(6)]),
             ([batch], [weights]),

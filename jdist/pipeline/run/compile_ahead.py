@@ -22,7 +22,7 @@ from jdist.pipeline.run.stage_channels import (
     ValueChannels,
 )
 from jdist.pipeline.run.stage_run import StageRun, join
-from jdist.pipeline.run.step import ListedActions, Step, StepInputs
+from jdist.pipeline.run.step import ActionCursor, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
@@ -104,9 +104,9 @@ class _Rehearsal(Step):
         super().__init__(given, invoke)
         self._chosen = chosen
 
-    def _actions(self, worker: int) -> ListedActions:
+    def _actions(self, worker: int) -> ActionCursor:
         actions = self._places.actions[worker]
-        return ListedActions([a for a in actions if a.micro_batch in self._chosen])
+        return ActionCursor(a for a in actions if a.micro_batch in self._chosen)
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """Does nothing: `rehearse` finishes gradients once, after all actions."""

@@ -8,7 +8,6 @@ pipeline as one SPMD program (`spmd`) implement the same interface.
 
 import dataclasses
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -23,6 +22,7 @@ from jdist._fit import Metrics
 from jdist._tree import PyTree, examples_in, is_shape, type_name
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import compile_ahead, rehearse
+from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import (
@@ -30,7 +30,7 @@ from jdist.pipeline.run.micro_batch import (
     size_of_batch,
     split_batch,
 )
-from jdist.pipeline.run.shapes import check_shapes
+from jdist.pipeline.run.shapes import ShapeCheck
 from jdist.pipeline.run.stage_channels import (
     Communicator,
     InProcessChannels,
@@ -75,71 +75,6 @@ class CallInputs(NamedTuple):
     step: int | None = None
 
 
-class Executor(ABC):
-    """Runs the calls of a pipeline.
-
-    Attributes:
-      runs_actions: Whether the actions of the schedule are run one by one, so that they
-        can be timed and their transfers logged.
-    """
-
-    runs_actions = True
-
-    @abstractmethod
-    def gradient(
-        self,
-        channels: StageChannels,
-        given: CallInputs,
-        update: StageUpdates | None = None,
-        timer: ActionTimer | None = None,
-    ) -> StepResult:
-        """Computes the loss of a batch and the gradients of this process's stages.
-
-        Args:
-          channels: The call, upon which all processes agree at the end.
-          given: The arguments of the call.
-          update: The updates that follow, if any. A gradient that one of them would
-            refuse is refused here.
-          timer: Times the actions.
-
-        Raises: what `Pipeline.value_and_grad` raises.
-        """
-
-    @abstractmethod
-    def check_functions(self) -> None:
-        """Checks that stages and loss read what they read when they were compiled.
-
-        Raises:
-          ValueError: One would now be compiled to another program.
-        """
-
-    @abstractmethod
-    def evaluate(
-        self, channels: StageChannels, given: CallInputs, outputs: bool
-    ) -> tuple[Metrics, list[Transfer]]:
-        """Computes the loss of a batch by forward passes alone.
-
-        Args:
-          channels: As for `gradient`.
-          given: As for `gradient`.
-          outputs: Whether to return the inputs of the loss, too.
-
-        Returns:
-          The metrics of the batch, and the transfers of this process.
-        """
-
-    @abstractmethod
-    def lower(
-        self, given: CallInputs, update: StageUpdates | None = None
-    ) -> dict[str, jax.stages.Lowered]:
-        """Lowers the programs that such a call runs, by name, and runs none of them.
-
-        Args:
-          given: The arguments of the call, with shapes in place of arrays.
-          update: The updates that follow, if any, of shapes.
-        """
-
-
 @final
 class StagePrograms:
     """The compiled stages of this process, checked and compiled once for all calls.
@@ -155,7 +90,6 @@ class StagePrograms:
     ) -> None:
         self.wiring = wiring
         self.places: Places = communicator.places
-        self.routes = Routes(wiring, self.places)
         self.loss = loss
         self._sees_all = communicator.sees_all
         self._has_devices = any(device is not None for device in self.places.devices)
@@ -233,9 +167,10 @@ class StagePrograms:
     def inputs(
         self,
         channels: StageChannels,
+        routes: Routes,
         runs: Mapping[tuple[int, int], StageRun],
         parts: MicroBatchSource,
-        loss: PipelineLoss | None = None,
+        loss: PipelineLoss,
     ) -> StepInputs:
         """Makes the inputs of a step; checks their shapes if these are new.
 
@@ -244,11 +179,12 @@ class StagePrograms:
 
         Args:
           channels: The call.
+          routes: The messages of the schedule.
           runs: The return value of `runs`.
           parts: The micro-batches.
-          loss: The loss with its scale; None for the pipeline's own.
+          loss: The loss, with its scale.
 
-        Raises: what `check_shapes` raises.
+        Raises: what `ShapeCheck.run` raises.
         """
         batch = parts[0].batch
         trees = {j: (run.params, run.state) for (_, j), run in runs.items()}
@@ -261,15 +197,14 @@ class StagePrograms:
             signature = tuple(kinds), structure
         read = self._read.get(signature)
         if read is None:
-            checked = self.wiring, self.places, channels, self.loss, trees, batch
-            read = check_shapes(*checked)
+            check = ShapeCheck(self.wiring, self.places, channels, batch)
+            read = check.run(self.loss, trees)
             if self._sees_all:
                 self._read[signature] = read
-        own_loss = self.loss if loss is None else loss
         invoke = pacing(self.places.devices, channels.computed)
         if invoke is not operator.call:
             runs = {at: run.through(invoke) for at, run in runs.items()}
-        return StepInputs(self.routes, runs, channels, own_loss, read, parts, signature)
+        return StepInputs(routes, runs, channels, loss, read, parts, signature)
 
     def compile_ahead(self, given: StepInputs) -> None:
         """Compiles the programs of several stages or processes at the same time.
@@ -324,15 +259,20 @@ def _is_traced(given: StepInputs) -> bool:
     return any(map(is_traced, leaves))
 
 
-@final
-class ScheduleExecutor(Executor):
+class ScheduleExecutor:
     """Runs the actions of a schedule, over devices or over rpc's workers.
 
     Args:
       programs: The compiled stages.
       schedule: The schedule, with the pipeline's placement.
       tied: Parameters that stages share; None if there are none.
+
+    Attributes:
+      runs_actions: Whether the actions of the schedule are run one by one, so that they
+        can be timed and their transfers logged.
     """
+
+    runs_actions = True
 
     def __init__(
         self, programs: StagePrograms, schedule: Schedule, tied: Tied | None
@@ -345,7 +285,11 @@ class ScheduleExecutor(Executor):
         self._forward: dict[int, Routes] = {}
 
     def check_functions(self) -> None:
-        """See `Executor`."""
+        """Checks that stages and loss read what they read when they were compiled.
+
+        Raises:
+          ValueError: One would now be compiled to another program.
+        """
         self._programs.check_functions()
 
     def gradient(
@@ -355,20 +299,19 @@ class ScheduleExecutor(Executor):
         update: StageUpdates | None = None,
         timer: ActionTimer | None = None,
     ) -> StepResult:
-        """See `Executor`."""
+        """Computes the loss of a batch and the gradients of this process's stages.
+
+        Args:
+          channels: The call, upon which all processes agree at the end.
+          given: The arguments of the call.
+          update: The updates that follow, if any. A gradient that one of them would
+            refuse is refused here.
+          timer: Times the actions.
+
+        Raises: what `Pipeline.value_and_grad` raises.
+        """
         programs, places = self._programs, self._places
-        count, loss = places.schedule.micro_batches, programs.loss
-        cut = given.batch, given.weights, count, loss.kind, channels.parts
-        parts = split_batch(*cut)
-        if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale)
-        runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
-        # Every message after this line carries the call's identity, so that a worker
-        # with another step or batch is found before its values are used.
-        settings = {} if update is None else update.settings
-        channels.identify(given.step, settings, [given.batch], parts, given.key)
-        inputs = programs.inputs(channels, runs, parts, loss)
-        inputs = inputs._replace(routes=self._routes)
+        inputs = self._inputs(channels, given, update)
         programs.compile_ahead(inputs)
         # After everything that one process may refuse, because the collectives that
         # follow need all processes of a mesh.
@@ -380,11 +323,18 @@ class ScheduleExecutor(Executor):
             # Master weights take the sum in the wide precision in which it was formed.
             unrounded = update is not None and update.unrounded[j]
             grads[j] = step.gradient(j, unrounded)
+        runs = inputs.runs
         params = {j: runs[worker, j].params for j, worker in places.stages.items()}
         # Before norms and overflow flags, which are those of the sums over all copies.
         if self._tied is not None:
-            grads = self._tied.summed(params, grads, places, channels)
-        told = {} if update is None else self._stats(update, params, grads)
+            for j, tree in self._tied.summed(params, grads, places, channels).items():
+                grads[j] = tree
+        told: dict[int, GradientStats] = {}
+        if update is not None:
+            told = self._stats(dict.fromkeys(params, update), params, grads)
+            # A refusal after the vote would leave the stages at different steps.
+            for j in params:
+                update.check(j, grads[j], told.get(j, NO_STATS), self._checked)
         # Before the vote: after it no worker may fail alone.
         states = step.states()
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
@@ -395,57 +345,87 @@ class ScheduleExecutor(Executor):
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """See `Executor`."""
-        programs, places = self._programs, self._places
-        count, loss = places.schedule.micro_batches, programs.loss
-        channels = InProcessChannels(places.devices)
-        cut = given.batch, given.weights, count, loss.kind, channels.parts
-        parts = split_batch(*cut)
-        if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale)
-        runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
-        inputs = programs.inputs(channels, runs, parts, loss)
-        inputs = inputs._replace(routes=self._routes)
+        """Lowers the programs that such a call runs, by name, and runs none of them.
+
+        Args:
+          given: The arguments of the call, with shapes in place of arrays.
+          update: The updates that follow, if any, of shapes.
+        """
+        places = self._places
+        inputs = self._inputs(InProcessChannels(places.devices), given, update)
         found = LoweredPrograms()
-        rehearsed = rehearse(inputs, found.named)
         grads: dict[int, PyTree] = {}
-        for (worker, j), run in rehearsed.items():
+        for (worker, j), run in rehearse(inputs, found.named).items():
             unrounded = update is not None and update.unrounded[j]
             whole = run.partial()
             # The sum over replicas: one call for each replica, as in a step.
             for _ in places.replicas(worker, j):
                 whole = run.joined({0: whole, 1: run.partial()})
             grads[j] = run.finished(whole, unrounded)
-        params = {j: run.params for (_, j), run in runs.items()}
+        params = {j: run.params for (_, j), run in inputs.runs.items()}
+        named = {j: found.named(f"stage {j}") for j in params}
         if self._tied is not None:
-            self._tied.lower(params, grads, found)
+            self._tied.summed(params, grads, places, inputs.channels, named)
         if update is not None:
-            lower_updates(update, params, grads, self._tied, places, found)
+            each = {j: update.through(named[j]) for j in params}
+            stats, told = NO_STATS, self._stats(each, params, grads)
+            if told:
+                here = undivided(places.devices[places.own[0]])
+                stats = found.named("all stages")(joined, moved([*told.values()], here))
+            for j, own in each.items():
+                there = undivided(places.devices[places.stages[j]])
+                own.apply(j, grads[j], moved(stats, there))
         return found.lowered()
 
-    def _stats(
-        self, update: StageUpdates, params: Mapping[int, PyTree], grads: list[PyTree]
-    ) -> dict[int, GradientStats]:
-        """The statistics of this process's stages.
+    def _inputs(
+        self, channels: StageChannels, given: CallInputs, update: StageUpdates | None
+    ) -> StepInputs:
+        """The inputs of a batch's step, and the identity of its call."""
+        programs, loss = self._programs, self._programs.loss
+        count = self._places.schedule.micro_batches
+        cut = given.batch, given.weights, count, loss.kind, channels.parts
+        parts = split_batch(*cut)
+        if update is not None and update.loss_scale is not None:
+            loss = loss.scaled(update.scale)
+        runs = programs.runs(given, lambda _: loss.gradient_kind, single=count == 1)
+        # Every message after this line carries the call's identity, so that a worker
+        # with another step or batch is found before its values are used.
+        settings = {} if update is None else update.settings
+        channels.identify(
+            CallArguments(given.step, settings, given.batch, parts, given.key)
+        )
+        return programs.inputs(channels, self._routes, runs, parts, loss)
 
-        Raises: what `StageUpdates.check` raises.
-        """
+    def _stats(
+        self,
+        updates: Mapping[int, StageUpdates],
+        params: Mapping[int, PyTree],
+        grads: Mapping[int, PyTree] | Sequence[PyTree],
+    ) -> dict[int, GradientStats]:
+        """The statistics of this process's stages, if their updates need them."""
         told = {}
-        for j in params:
+        for j, update in updates.items():
             if update.together:
                 # The norm counts a tied parameter once, at one of its stages.
                 counted = grads[j]
                 if self._tied is not None:
                     counted = self._tied.counted(j, params[j], grads[j])
                 told[j] = update.stats(j, grads[j], counted)
-            # A refusal after the vote would leave the stages at different steps.
-            update.check(j, grads[j], told.get(j, NO_STATS), self._checked)
         return told
 
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
     ) -> tuple[Metrics, list[Transfer]]:
-        """See `Executor`."""
+        """Computes the loss of a batch by forward passes alone.
+
+        Args:
+          channels: As for `gradient`.
+          given: As for `gradient`.
+          outputs: Whether to return the inputs of the loss, too.
+
+        Returns:
+          The metrics of the batch, and the transfers of this process.
+        """
         programs, kind = self._programs, self._programs.loss.kind
         examples = examples_in(given.batch, "Pipeline.evaluate")
         count = min(self._places.schedule.micro_batches, examples)
@@ -456,14 +436,14 @@ class ScheduleExecutor(Executor):
         cut = given.batch, given.weights, count, kind, rows
         parts = split_batch(*cut, replacing=False)
         runs = programs.runs(given, lambda _: kind, single=False, evaluated=True)
-        channels.identify(given.step, {}, [given.batch], parts, given.key)
+        channels.identify(CallArguments(given.step, {}, given.batch, parts, given.key))
         # A batch with fewer examples than micro-batches needs a shorter schedule.
         if count not in self._forward:
             forward = self._places.schedule.forward_passes(count)
             places = dataclasses.replace(self._places, schedule=forward)
             self._forward[count] = Routes(programs.wiring, places)
-        inputs = programs.inputs(channels, runs, parts)
-        inputs = inputs._replace(routes=self._forward[count])
+        routes = self._forward[count]
+        inputs = programs.inputs(channels, routes, runs, parts, programs.loss)
         programs.compile_ahead(inputs)
         channels.begin()
         step = BatchStep(inputs, keep=outputs)
@@ -472,42 +452,6 @@ class ScheduleExecutor(Executor):
         programs.agreed(inputs)
         size = size_of_batch(given.batch, given.weights)
         return Metrics(loss, *size, aux=aux, outputs=step.kept()), step.transfers
-
-
-def lower_updates(
-    update: StageUpdates,
-    params: Mapping[int, PyTree],
-    grads: Mapping[int, PyTree],
-    tied: Tied | None,
-    places: Places,
-    found: LoweredPrograms,
-) -> None:
-    """Collects the programs of synchronous updates.
-
-    Args:
-      update: The updates, of shapes.
-      params: The parameters of each stage.
-      grads: The gradient of each stage.
-      tied: Parameters that stages share; None if there are none.
-      places: The device of each stage.
-      found: The collection, to which the programs are added.
-    """
-    stats = NO_STATS
-    each = {j: update.through(found.named(f"stage {j}")) for j in params}
-    if update.together:
-        told = []
-        for j, own in params.items():
-            counted = grads[j] if tied is None else tied.counted(j, own, grads[j])
-            told.append(each[j].stats(j, grads[j], counted))
-        # Joined on the first worker's device and moved to the others, as in a step.
-        here = moved(told, undivided(places.devices[places.own[0]]))
-        stats = found.named("all stages")(joined, here)
-    for j in params:
-        there = places.devices[places.stages[j]]
-        each[j].apply(j, grads[j], moved(stats, undivided(there)))
-
-
-# --- checks of arguments ---
 
 
 def trees_of(

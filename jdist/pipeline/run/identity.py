@@ -7,7 +7,7 @@ every message carries the kind of its sender's call and checksums of the data.
 
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -86,40 +86,51 @@ class CallIdentity(NamedTuple):
             raise ValueError(requirement(self.kind, rule, got, remedy))
 
 
-def sized(
-    identity: CallIdentity,
-    batches: Iterable[Mapping[str, PyTree]],
-    parts: Sequence[MicroBatch],
-    key: jax.Array | None = None,
-) -> CallIdentity:
-    """Adds sizes and checksums of the data to the identity of a call.
+class CallArguments(NamedTuple):
+    """The arguments of a call that must be equal on all its workers.
+
+    Attributes:
+      step: Step of the training state; None without one.
+      settings: Numbers and texts, by name.
+      batch: The batch, of an epoch the first one.
+      parts: The micro-batches into which it is cut.
+      key: The PRNG key, or None.
+    """
+
+    step: int | None = None
+    settings: Mapping[str, PyTree] = MappingProxyType({})
+    batch: Mapping[str, PyTree] = MappingProxyType({})
+    parts: Sequence[MicroBatch] = ()
+    key: jax.Array | None = None
+
+
+def identity_of(kind: str, given: CallArguments) -> CallIdentity:
+    """The identity of a call, with sizes and checksums of its data.
 
     Args:
-      identity: Kind, step and settings of the call.
-      batches: All entries of the batch; for an epoch, one batch after the other.
-      parts: The micro-batches into which they are cut.
-      key: The PRNG key, or None.
+      kind: The public method.
+      given: Its arguments.
 
     Example:
       >>> from jdist.pipeline.run.micro_batch import split_batch
       >>> batch = {"x": np.arange(5.0)}
       >>> parts = split_batch(batch, None, 2, "mean")
-      >>> made = sized(CallIdentity("evaluate"), [batch], parts)
+      >>> made = identity_of("evaluate", CallArguments(batch=batch, parts=parts))
       >>> str(made), list(made.checksums)
       ('evaluate with 5 examples in 2 micro-batches', ["entry 'x'", 'weights'])
     """
+    step = None if given.step is None else int(given.step)
+    texts = {name: str(value) for name, value in given.settings.items()}
+    if not given.parts:
+        return CallIdentity(kind, step, settings=texts)
     checksums: dict[str, int] = {}
-    for batch in batches:
-        _add_entries(checksums, batch)
-    for part in parts:
+    _add_entries(checksums, given.batch)
+    for part in given.parts:
         _add(checksums, "weights", part.weights)
-    if key is not None:
-        _add(checksums, "key", key)
-    return identity._replace(
-        examples=sum(len(part.weights) for part in parts),
-        micro_batches=len(parts),
-        checksums=checksums,
-    )
+    if given.key is not None:
+        _add(checksums, "key", given.key)
+    examples = sum(len(part.weights) for part in given.parts)
+    return CallIdentity(kind, step, examples, len(given.parts), texts, checksums)
 
 
 def chained(checksums: Mapping[str, int], part: MicroBatch) -> dict[str, int]:

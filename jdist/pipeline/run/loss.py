@@ -108,8 +108,7 @@ class PipelineLoss:
         self._names = names
         self._scale: PyTree = None
         self._invoke: Invoke = operator.call
-        # Both by the entries that the losses do not read.
-        self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
+        # By the entries that the losses do not read; shared with scaled copies.
         self._made: dict[Any, LossPasses] = {}
         self.fn = fn
         self._compiled = _CACHE.get(fn, (), lambda _: _CompiledLoss(fn))
@@ -178,16 +177,11 @@ class PipelineLoss:
         entries = {name: x for name, x in batch.items() if name not in read}
         leaves, structure = jax.tree.flatten(entries)
         shapes = tuple([(x.shape, x.dtype) for x in leaves])
-        kinds = self._unread.get(shapes)
-        if kinds is None:
-            kinds = self._unread[shapes] = tuple(map(specs_of, leaves))
-        # Each step has its own scaled copy, for which they would form a cycle.
-        if self._scale is not None:
-            return self._with_scale(self._passes(kinds, structure))
         made = self._made.get((structure, shapes))
         if made is None:
-            made = self._made[structure, shapes] = self._passes(kinds, structure)
-        return made
+            unread = tuple(map(specs_of, leaves))
+            made = self._made[structure, shapes] = self._passes(unread, structure)
+        return made if self._scale is None else self._with_scale(made)
 
     def _passes(
         self, unread: tuple[ArraySpec, ...], structure: jax.tree_util.PyTreeDef

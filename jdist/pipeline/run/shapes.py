@@ -1,6 +1,7 @@
 """Shape inference over a pipeline, which checks its values before the first step."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -19,90 +20,85 @@ from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
-def check_shapes(
-    wiring: StageWiring,
-    places: Places,
-    channels: ValueChannels,
-    loss: PipelineLoss,
-    trees: Mapping[int, tuple[PyTree, PyTree]],
-    batch: Mapping[str, PyTree],
-) -> tuple[str, ...]:
-    """Evaluates the stages of this process and the loss on shapes alone, in order.
+class ShapeCheck(NamedTuple):
+    """The evaluation of a pipeline on shapes alone.
 
-    Every worker checks its own stages and sends their output shapes to the consumers.
-
-    Args:
+    Attributes:
       wiring: The source and the consumers of every value.
       places: The worker of each stage.
       channels: The channels to other stages.
-      loss: The loss function.
-      trees: Parameters and state of each stage of this process.
       batch: A micro-batch.
-
-    Returns:
-      The entries of the batch that the loss reads; empty where it does not run.
-
-    Raises:
-      ValueError: A value is neither an output of a stage nor in the batch; a stage
-        cannot take its inputs, or returns another number of values than it names.
     """
-    for number, stage in enumerate(wiring.stages):
-        # Micro-batch 0 represents all of them; of a stage's replicas only the worker
-        # that runs it checks.
-        worker = places.worker(number, 0)
-        if worker not in places.own:
-            continue
-        inputs = _given(wiring, places, channels, batch, number)
-        returned = outputs_of(number, stage, trees[number], inputs)
-        for name, value in stage.named(returned).items():
-            # `ArraySpec` in place of `ShapeDtypeStruct`, which rpc does not send.
-            packed = specs_of(value)
-            for taker in wiring.consumers[number][name]:
-                tag = MessageTag("S", 0, name, taker, worker)
-                channels.put(tag, places.worker(taker, 0), packed)
-    return _read(wiring, places, channels, loss, batch)
 
+    wiring: StageWiring
+    places: Places
+    channels: ValueChannels
+    batch: Mapping[str, PyTree]
 
-def _read(
-    wiring: StageWiring,
-    places: Places,
-    channels: ValueChannels,
-    loss: PipelineLoss,
-    batch: Mapping[str, PyTree],
-) -> tuple[str, ...]:
-    """The entries that the loss reads, on all workers of the last stage."""
-    first = places.worker(places.loss, 0)
-    workers = [w for w in places.schedule.placement[-1] if w in places.own]
-    tag = MessageTag("S", 0, "", places.loss, first)
-    if first in workers:
-        given = _given(wiring, places, channels, batch, places.loss)
-        # Traced on one worker: the result is the same on all.
-        read = loss.entries_read(given, batch)
-        for worker in places.schedule.placement[-1]:
-            channels.put(tag, worker, read)
-    for worker in workers:
-        read = tuple(receive(channels, tag, worker, "shapes"))
-    return read if workers else ()
+    def run(
+        self, loss: PipelineLoss, trees: Mapping[int, tuple[PyTree, PyTree]]
+    ) -> tuple[str, ...]:
+        """Evaluates the stages of this process and the loss, in order.
 
+        Every worker checks its own stages and sends their output shapes to the
+        consumers.
 
-def _given(
-    wiring: StageWiring,
-    places: Places,
-    channels: ValueChannels,
-    batch: Mapping[str, PyTree],
-    number: int,
-) -> dict[str, PyTree]:
-    """The shapes of the inputs of a stage, or of the loss."""
-    taker = "the loss" if number == places.loss else f"stage {number}"
-    worker, found = places.worker(number, 0), {}
-    for name, source in wiring.source[number].items():
-        if source == BATCH:
-            found[name] = entry_of(batch, name, taker)
-            continue
-        tag = MessageTag("S", 0, name, number, places.worker(source, 0))
-        packed = receive(channels, tag, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda spec: spec.struct, packed, is_leaf=is_spec)
-    return found
+        Args:
+          loss: The loss function.
+          trees: Parameters and state of each stage of this process.
+
+        Returns:
+          The entries of the batch that the loss reads; empty where it does not run.
+
+        Raises:
+          ValueError: A value is neither an output of a stage nor in the batch; a stage
+            cannot take its inputs, or returns another number of values than it names.
+        """
+        places = self.places
+        for number, stage in enumerate(self.wiring.stages):
+            # Micro-batch 0 represents all of them; of a stage's replicas only the
+            # worker that runs it checks.
+            worker = places.worker(number, 0)
+            if worker not in places.own:
+                continue
+            returned = outputs_of(number, stage, trees[number], self._given(number))
+            for name, value in stage.named(returned).items():
+                # `ArraySpec` in place of `ShapeDtypeStruct`, which rpc does not send.
+                packed = specs_of(value)
+                for taker in self.wiring.consumers[number][name]:
+                    tag = MessageTag("S", 0, name, taker, worker)
+                    self.channels.put(tag, places.worker(taker, 0), packed)
+        return self._read(loss)
+
+    def _read(self, loss: PipelineLoss) -> tuple[str, ...]:
+        """The entries that the loss reads, on all workers of the last stage."""
+        places, last = self.places, self.places.schedule.placement[-1]
+        first = places.worker(places.loss, 0)
+        tag = MessageTag("S", 0, "", places.loss, first)
+        if first in places.own:
+            # Traced on one worker: the result is the same on all.
+            read = loss.entries_read(self._given(places.loss), self.batch)
+            for worker in last:
+                self.channels.put(tag, worker, read)
+        read = ()
+        for worker in last:
+            if worker in places.own:
+                read = tuple(receive(self.channels, tag, worker, "shapes"))
+        return read
+
+    def _given(self, number: int) -> dict[str, PyTree]:
+        """The shapes of the inputs of a stage, or of the loss."""
+        places = self.places
+        taker = "the loss" if number == places.loss else f"stage {number}"
+        worker, found = places.worker(number, 0), {}
+        for name, source in self.wiring.source[number].items():
+            if source == BATCH:
+                found[name] = entry_of(self.batch, name, taker)
+                continue
+            tag = MessageTag("S", 0, name, number, places.worker(source, 0))
+            packed = receive(self.channels, tag, worker, f"shapes of {name!r}")
+            found[name] = jax.tree.map(lambda s: s.struct, packed, is_leaf=is_spec)
+        return found
 
 
 def outputs_of(

@@ -8,7 +8,8 @@ is a message (`worker_channels`).
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.mesh_processes import processes_of, told_by_processes
@@ -205,22 +206,8 @@ class StageChannels(ValueChannels, Protocol):
     parts: int
     failed: bool
 
-    def identify(
-        self,
-        step: int | None = None,
-        settings: Mapping[str, PyTree] | None = None,
-        batches: Iterable[Mapping[str, PyTree]] = (),
-        parts: Sequence[MicroBatch] = (),
-        key: jax.Array | None = None,
-    ) -> None:
+    def identify(self, given: CallArguments) -> None:
         """Sets the identity of the call, after its checks and before any value is sent.
-
-        Args:
-          step: Step of the training state.
-          settings: Numbers and texts that must be equal on all workers, by name.
-          batches: See `sized`, as for the other arguments.
-          parts: The micro-batches.
-          key: The PRNG key.
 
         Raises:
           Exception: Another worker has refused the call, or has another identity.
@@ -261,11 +248,6 @@ class StageChannels(ValueChannels, Protocol):
         """Ends the call here; if it failed before `agree`, notifies the others."""
 
 
-Opened = Callable[[str], contextlib.AbstractContextManager[StageChannels]]
-"""Begins a call of that kind. What is raised inside is raised on all workers, until
-they have agreed."""
-
-
 def receive(
     channels: ValueChannels, tag: MessageTag, worker: int, purpose: str
 ) -> PyTree:
@@ -276,52 +258,6 @@ def receive(
     while not channels.has(tag, worker):
         channels.wait({tag: purpose})
     return channels.take(tag, worker)
-
-
-class Communicator(Protocol):
-    """The processes of a pipeline, which make its calls together."""
-
-    @property
-    def places(self) -> Places:
-        """The worker of each stage and micro-batch."""
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether all workers are in this process."""
-
-    @property
-    def last(self) -> StageChannels | None:
-        """The channels of the last call."""
-
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-        """Begins a call that all processes of the pipeline make; see `Opened`.
-
-        Args:
-          kind: The public method. Its arguments are checked inside of the block, so
-            that a refusal is a failure of this call on all processes.
-
-        Raises:
-          ValueError: Before the first call: the pipelines are not alike.
-          WorkerLost, RpcTimeout: Not all processes came to the first call.
-        """
-
-    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
-        """Gathers a value from all processes of the pipeline, in a call of its own.
-
-        Raises:
-          WorkerLost: A worker is gone.
-          RpcTimeout: A worker did not come within the default timeout; the message
-            names it.
-          ValueError: A worker is in another call.
-        """
-
-    def clock_offset(self) -> float:
-        """The first worker's `time.perf_counter` minus this process's.
-
-        Raises:
-          WorkerLost: That worker is gone.
-          RpcTimeout: It does not answer.
-        """
 
 
 class InProcessChannels:
@@ -346,14 +282,7 @@ class InProcessChannels:
         self._devices = devices
         self._arrived: dict[tuple[MessageTag, int], Any] = {}
 
-    def identify(
-        self,
-        step: int | None = None,
-        settings: Mapping[str, PyTree] | None = None,
-        batches: Iterable[Mapping[str, PyTree]] = (),
-        parts: Sequence[MicroBatch] = (),
-        key: jax.Array | None = None,
-    ) -> None:
+    def identify(self, given: CallArguments) -> None:
         """See `StageChannels`: there is no other process to compare with."""
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
@@ -413,12 +342,63 @@ def ending(channels: StageChannels) -> Iterator[StageChannels]:
     channels.end(None)
 
 
-def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-    """An `Opened` for a single process."""
-    return ending(InProcessChannels())
+class Communicator(ABC):
+    """The processes of a pipeline, which make its calls together.
+
+    Args:
+      places: The worker of each stage and micro-batch, and its device.
+
+    Attributes:
+      places: As above.
+      sees_all: Whether all workers are in this process.
+      last: The channels of the last call.
+    """
+
+    sees_all: bool
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.last: StageChannels | None = None
+        self._calls = itertools.count()
+
+    @abstractmethod
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """Begins a call that all processes of the pipeline make.
+
+        What is raised inside is raised on all workers, until they have agreed.
+
+        Args:
+          kind: The public method. Its arguments are checked inside of the block, so
+            that a refusal is a failure of this call on all processes.
+
+        Raises:
+          ValueError: Before the first call: the pipelines are not alike.
+          WorkerLost, RpcTimeout: Not all processes came to the first call.
+        """
+
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
+        """Gathers a value from all processes of the pipeline, in a call of its own.
+
+        Raises:
+          WorkerLost: A worker is gone.
+          RpcTimeout: A worker did not come within the default timeout; the message
+            names it.
+          ValueError: A worker is in another call.
+        """
+        with self.opened(purpose) as channels:
+            return channels.agree(value)
+
+    def clock_offset(self) -> float:
+        """The first worker's `time.perf_counter` minus this process's.
+
+        Raises:
+          WorkerLost: That worker is gone.
+          RpcTimeout: It does not answer.
+        """
+        return 0.0
 
 
-class LocalCommunicator:
+class LocalCommunicator(Communicator):
     """The communicator of a single process, or of processes that run one SPMD program.
 
     Args:
@@ -429,22 +409,12 @@ class LocalCommunicator:
     sees_all = True
 
     def __init__(self, places: Places, mesh: Mesh | None = None) -> None:
-        self.places = places
+        super().__init__(places)
         several = mesh is not None and len({*processes_of(mesh)}) > 1
         self._mesh = mesh if several else None
-        self.last: StageChannels | None = None
-        self._calls = itertools.count()
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Communicator`."""
         made_of = self.places.devices, next(self._calls), self._mesh
         self.last = InProcessChannels(*made_of)
         return ending(self.last)
-
-    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
-        """See `Communicator`."""
-        return [value] if self._mesh is None else told_by_processes(self._mesh, value)
-
-    def clock_offset(self) -> float:
-        """See `Communicator`: all workers have one clock."""
-        return 0.0

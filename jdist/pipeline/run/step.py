@@ -9,9 +9,8 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol, final
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -268,10 +267,10 @@ class Step(ABC):
             raise
 
     @abstractmethod
-    def _actions(self, worker: int) -> "Actions":
+    def _actions(self, worker: int) -> "ActionCursor":
         """The actions of a worker of this process, in order."""
 
-    def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[MessageTag, str]:
+    def _waiting(self, lists: Mapping[int, "ActionCursor"]) -> dict[MessageTag, str]:
         """The values that block all next actions; empty if one of them can start."""
         waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
@@ -440,8 +439,8 @@ class BatchStep(Step):
             for worker, stage in self._runs
         }
 
-    def _actions(self, worker: int) -> "ListedActions":
-        return ListedActions(self._places.actions[worker])
+    def _actions(self, worker: int) -> "ActionCursor":
+        return ActionCursor(self._places.actions[worker])
 
     def _passed_back(self, worker: int, stage: int) -> None:
         # Counted, because the last micro-batch need not come last in a schedule.
@@ -548,33 +547,28 @@ class BatchStep(Step):
         return found if len(found) > 1 else next(iter(found.values()))
 
 
-class Actions(Protocol):
-    """The remaining actions of one worker, in order."""
-
-    def next(self) -> Action | None:
-        """The next action; None if none remains."""
-
-    def advance(self) -> None:
-        """Removes the next action."""
-
-
-class ListedActions:
-    """The actions of a schedule; see `Actions`.
+class ActionCursor:
+    """The remaining actions of one worker, in order.
 
     Args:
-      actions: The actions of one worker.
+      actions: All of them; an iterator is read as far as `next` has come.
     """
 
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._left = deque(actions)
+    def __init__(self, actions: Iterable[Action]) -> None:
+        self._left = iter(actions)
+        self._next: Action | None = None
 
     def next(self) -> Action | None:
-        """See `Actions`."""
-        return self._left[0] if self._left else None
+        """The next action; None after the last."""
+        # Not in `advance`: an epoch reads the batch of a forward pass here, which must
+        # not be before the pass is due.
+        if self._next is None:
+            self._next = next(self._left, None)
+        return self._next
 
     def advance(self) -> None:
-        """See `Actions`."""
-        self._left.popleft()
+        """Skips the next action."""
+        self._next = None
 
 
 def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTree:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, final
 
 import jax
@@ -19,7 +20,6 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import PyTree, named_leaves, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
@@ -94,10 +94,11 @@ class Tied:
     def summed(
         self,
         params: Mapping[int, PyTree],
-        grads: list[PyTree],
+        grads: Sequence[PyTree] | Mapping[int, PyTree],
         places: Places,
         channels: ValueChannels,
-    ) -> list[PyTree]:
+        invoke: Mapping[int, Invoke] = MappingProxyType({}),
+    ) -> dict[int, PyTree]:
         """Replaces the gradient of each copy by the sum over all copies.
 
         Args:
@@ -105,11 +106,14 @@ class Tied:
           grads: The gradient of each stage; None for stages of other processes.
           places: The worker of each stage.
           channels: The channels to other stages.
+          invoke: For each stage, calls compiled functions; see `Segment.through`.
+
+        Returns:
+          The gradients of the stages of this process.
 
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
         """
-        found = list(grads)
         parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
         sums: dict[int, dict[str, list[PyTree]]] = {j: {} for j in params}
         for name, group in self._groups.items():
@@ -117,9 +121,10 @@ class Tied:
             told = self._exchanged(name, own, places, channels) if own else {}
             for j in own:
                 sums[j][name] = [told[s] for s in group]
-        for j, tree in params.items():
-            found[j] = self.with_sums(j, tree, grads[j], sums[j])
-        return found
+        return {
+            j: self.with_sums(j, tree, grads[j], sums[j], invoke.get(j, operator.call))
+            for j, tree in params.items()
+        }
 
     def names(self, stage: int) -> list[str]:
         """Names of the tied parameters of a stage."""
@@ -192,27 +197,6 @@ class Tied:
         """For each copy in a stage, the indices of its leaves."""
         paths = self._groups[name][stage]
         return [leaves_at(structure, stage, path) for path in paths]
-
-    def lower(
-        self,
-        params: Mapping[int, PyTree],
-        grads: Mapping[int, PyTree],
-        found: LoweredPrograms,
-    ) -> None:
-        """Collects the programs that add up the gradients of copies.
-
-        Args:
-          params: The parameters of each stage, of shapes.
-          grads: The gradient of each stage.
-          found: The collection, to which the programs are added.
-        """
-        parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
-        for j, tree in params.items():
-            sums = {
-                name: [parts[s][name] for s in self._groups[name]]
-                for name in self.names(j)
-            }
-            self.with_sums(j, tree, grads[j], sums, found.named(f"stage {j}"))
 
     def counted(self, stage: int, params: PyTree, gradient: PyTree) -> PyTree:
         """The leaves of a gradient that count for the norm: tied ones at one stage.

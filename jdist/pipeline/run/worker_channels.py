@@ -40,8 +40,9 @@ import re
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -51,9 +52,9 @@ from jdist._errors import requirement
 from jdist._scheduling import enter_batch_class
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
-from jdist.pipeline.run.identity import CallIdentity, sized
-from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.run.identity import CallArguments, CallIdentity, identity_of
 from jdist.pipeline.run.stage_channels import (
+    Communicator,
     MessageTag,
     Places,
     StageChannels,
@@ -124,6 +125,21 @@ class CallFailure(NamedTuple):
     told: bool
 
 
+@dataclass(slots=True)
+class CallRecord:
+    """What has arrived for one call of a pipeline.
+
+    Attributes:
+      arrived: The values, by their tags.
+      identities: The identities of the senders of its messages, by name.
+      failure: Why it cannot be finished.
+    """
+
+    arrived: dict[MessageTag, Any] = field(default_factory=dict)
+    identities: dict[str, list[PyTree]] = field(default_factory=dict)
+    failure: CallFailure | None = None
+
+
 class PipelineMailbox:
     """The messages that have arrived for the pipelines of one worker.
 
@@ -133,9 +149,7 @@ class PipelineMailbox:
     Attributes:
       lock: Guards all other attributes.
       changed: Condition of that lock; notified when a message arrives.
-      arrived: The values of each call.
-      identities: The identities of the senders of each call's messages, by name.
-      failures: The failures of calls.
+      calls: The record of each call that has not ended here.
       decisions: For the pipelines that this worker leads: the last call that succeeded,
         and the votes of its workers.
       lost: Workers that are gone, and how that was noticed.
@@ -150,9 +164,7 @@ class PipelineMailbox:
         # `__enter__` is Python code; a lock's is not.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.arrived: dict[Address, dict[MessageTag, Any]] = {}
-        self.identities: dict[Address, dict[str, list[PyTree]]] = {}
-        self.failures: dict[Address, CallFailure] = {}
+        self.calls: defaultdict[Address, CallRecord] = defaultdict(CallRecord)
         self.decisions: dict[str, tuple[int, list[PyTree]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
@@ -194,8 +206,8 @@ class PipelineMailbox:
         pipeline, number = meta[_CALL]
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
-                found = self.arrived.setdefault((pipeline, number), {})
-                found[MessageTag(*meta[_TAG])] = body
+                arrived = self.calls[pipeline, number].arrived
+                arrived[MessageTag(*meta[_TAG])] = body
 
     def _hear(self, caller: WorkerInfo, body: PyTree, meta: dict[str, PyTree]) -> None:
         with self.lock:
@@ -209,10 +221,9 @@ class PipelineMailbox:
         # A late message of a call that has ended: if kept, it would never be removed.
         if number <= self.done.get(pipeline, -1):
             return False
-        # Messages may arrive before this worker has begun the call: entries are made by
-        # whichever comes first.
-        told = self.identities.setdefault((pipeline, number), {})
-        told[caller.name] = meta[_IDENTITY]
+        # Messages may arrive before this worker has begun the call: its record is made
+        # by whichever comes first.
+        self.calls[address].identities[caller.name] = meta[_IDENTITY]
         self.changed.notify_all()
         return True
 
@@ -228,7 +239,8 @@ class PipelineMailbox:
         with self.lock:
             if address[1] > self.done.get(address[0], -1):
                 # The first error is the cause; later ones are consequences of it.
-                self.failures.setdefault(address, failure)
+                record = self.calls[address]
+                record.failure = record.failure or failure
                 self.changed.notify_all()
 
     def _give_up(
@@ -295,12 +307,9 @@ class PipelineMailbox:
             pipeline, number = address
             self.done[pipeline] = number
             self.under_way.pop(pipeline, None)
-            tables: tuple[dict[Address, Any], ...]
-            tables = self.arrived, self.identities, self.failures
-            for table in tables:
-                for old in [key for key in table if key[0] == pipeline]:
-                    if old[1] <= number:
-                        del table[old]
+            for old in [key for key in self.calls if key[0] == pipeline]:
+                if old[1] <= number:
+                    del self.calls[old]
 
 
 # One mailbox for all pipelines of a worker, because rpc has one handler per kind of
@@ -389,6 +398,8 @@ class WorkerChannels:
         self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
         self._mailbox = mailbox_of(agent)
         self._mailbox.under_way[address[0]] = self.number, None
+        with self._mailbox.lock:
+            self._record = self._mailbox.calls[address]
         self._place = place
         devices = devices_of(place) or {agent.device or jax.devices()[0]}
         self._computes_here = any(one.platform == "cpu" for one in devices)
@@ -401,22 +412,10 @@ class WorkerChannels:
     def _operation(self) -> str:
         return f"{self._identity.kind}, call {self.number} of a pipeline"
 
-    def identify(
-        self,
-        step: int | None = None,
-        settings: Mapping[str, PyTree] | None = None,
-        batches: Iterable[Mapping[str, PyTree]] = (),
-        parts: Sequence[MicroBatch] = (),
-        key: jax.Array | None = None,
-    ) -> None:
+    def identify(self, given: CallArguments) -> None:
         """See `StageChannels`."""
-        texts = {name: str(value) for name, value in (settings or {}).items()}
-        number = None if step is None else int(step)
-        made = self._identity._replace(step=number, settings=texts)
-        self._identity = sized(made, batches, parts, key) if parts else made
+        self._identity = identity_of(self._identity.kind, given)
         self._meta = {_IDENTITY: self._identity.plain()}
-        # Before any work: messages that have arrived may show that other workers are in
-        # another call.
         with self._mailbox.lock:
             self._check()
 
@@ -428,8 +427,7 @@ class WorkerChannels:
         # Within a worker a message would copy the value for nothing.
         if worker == mine:
             with self._mailbox.lock:
-                found = self._mailbox.arrived.setdefault(self._address, {})
-                found[tag] = value
+                self._record.arrived[tag] = value
             return
         # A collective, if the value is divided over processes: all of this worker make
         # it, in the order of its actions.
@@ -479,7 +477,7 @@ class WorkerChannels:
 
     def has(self, tag: MessageTag, worker: int) -> bool:
         """See `StageChannels`."""
-        return tag in self._mailbox.arrived.get(self._address, ())
+        return tag in self._record.arrived
 
     def take(self, tag: MessageTag, worker: int) -> PyTree:
         """See `StageChannels`.
@@ -492,7 +490,7 @@ class WorkerChannels:
             # to another batch.
             for name in self._senders(tag):
                 self._compare(name)
-            value = self._mailbox.arrived[self._address].pop(tag)
+            value = self._record.arrived.pop(tag)
         if tag.kind != "C":
             value = received(value, self._place)
         if tag.kind == "B":
@@ -597,10 +595,9 @@ class WorkerChannels:
         """Raises the failure of the call, if there is one."""
         # First the failure that another worker has sent: that the worker is then lost,
         # or in another call, follows from it.
-        failure = self._mailbox.failures.get(self._address)
-        if failure is not None:
-            raise failure.error
-        for name in self._mailbox.identities.get(self._address, ()):
+        if self._record.failure is not None:
+            raise self._record.failure.error
+        for name in self._record.identities:
             self._compare(name)
         for name in self._needed:
             reason = self._mailbox.loss(self._address[0], name)
@@ -608,7 +605,7 @@ class WorkerChannels:
                 raise WorkerLost(name, self._operation, reason)
 
     def _compare(self, name: str) -> None:
-        told = self._mailbox.identities.get(self._address, {}).get(name)
+        told = self._record.identities.get(name)
         if told is not None and told != self._meta[_IDENTITY]:
             self._identity.check(self._name, CallIdentity(*told), name)
 
@@ -735,7 +732,7 @@ class WorkerChannels:
     def _give_up(self, error: BaseException) -> list[PyTree] | None:
         """Asks the leader to abort the call; returns the decision if it was made."""
         # A failure that was sent to all is known to the leader.
-        failure = self._mailbox.failures.get(self._address)
+        failure = self._record.failure
         if failure is not None and failure.told:
             return None
         body = (*self._address, describe(error, self._name))
@@ -758,7 +755,7 @@ class WorkerChannels:
     def end(self, error: BaseException | None) -> None:
         """See `StageChannels`."""
         self.failed = error is not None
-        failure = self._mailbox.failures.get(self._address)
+        failure = self._record.failure
         # A failure that came from another worker was sent to all by that worker.
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:
@@ -779,7 +776,7 @@ class WorkerChannels:
         }
 
 
-class WorkerCommunicator:
+class WorkerCommunicator(Communicator):
     """The communicator of rpc's workers, one per process or thread.
 
     Args:
@@ -802,13 +799,11 @@ class WorkerCommunicator:
     ) -> None:
         # Threads that receive large messages must not interrupt those that compute.
         enter_batch_class()
-        self.places = places
+        super().__init__(places)
         self._agent = agent
         self._members = members
         self._about = about
         self._pipeline = mailbox_of(agent).new_pipeline(members.names)
-        self.last: StageChannels | None = None
-        self._calls = itertools.count()
         self._data_axis = data_axis
         self._parts: int | None = None  # Known once all workers have met.
 
@@ -858,11 +853,6 @@ class WorkerCommunicator:
                 raise
             if channels.ready is not None:
                 channels.ready.end(None)
-
-    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
-        """See `Communicator`."""
-        with self.opened(purpose) as channels:
-            return channels.agree(value)
 
     def clock_offset(self) -> float:
         """See `Communicator`."""

@@ -105,30 +105,6 @@ class OpenSchedule:
         ]
 
 
-class OpenActions:
-    """The actions of one worker of an open schedule, as a cursor.
-
-    Args:
-      schedule: The schedule of all workers.
-      worker: The worker.
-    """
-
-    def __init__(self, schedule: OpenSchedule, worker: int) -> None:
-        self._left = schedule.actions(worker)
-        self._next: Action | None = None
-
-    def next(self) -> Action | None:
-        """The next action, None after the last; reads the batch of a forward pass."""
-        # Not in `advance`, which would read a batch before its pass is due.
-        if self._next is None:
-            self._next = next(self._left, None)
-        return self._next
-
-    def advance(self) -> None:
-        """Skips the next action."""
-        self._next = None
-
-
 def steady_length(schedule: Schedule) -> int:
     """The number of micro-batches after which an epoch is in its steady state.
 

@@ -101,10 +101,14 @@ class Spread:
       places: The workers and their places.
       mesh: The devices of all workers.
       axis: The mesh's axis of workers.
+      abstract: Whether it makes shapes with shardings in place of arrays.
     """
 
-    def __init__(self, places: Places, mesh: Mesh, axis: str) -> None:
+    def __init__(
+        self, places: Places, mesh: Mesh, axis: str, *, abstract: bool = False
+    ) -> None:
         self._places = places
+        self.abstract = abstract
         self._mesh = mesh
         self._axis = axis
         # Positions of each worker's devices among those of this process, the order in
@@ -122,7 +126,7 @@ class Spread:
 
     def together(
         self, parts: Sequence[PyTree], spec: PartitionSpec | None = None
-    ) -> jax.Array:
+    ) -> Any:
         """Join the parts of this process's workers into one array, without a copy.
 
         Args:
@@ -130,6 +134,8 @@ class Spread:
             an array of length 1.
           spec: How a part is sharded over the mesh of its worker; None: as it is now.
         """
+        if self.abstract:
+            return self._shape(parts[0], spec)
         pairs = zip(self._places.own, parts, strict=True)
         placed = [self._placed(part, rank, spec) for rank, part in pairs]
         first = placed[0]
@@ -138,10 +144,11 @@ class Spread:
         shape = self._whole(first.shape)
         return jax.make_array_from_single_device_arrays(shape, layout, shards)
 
-    def shape(
-        self, part: PyTree, spec: PartitionSpec | None = None
-    ) -> jax.ShapeDtypeStruct:
-        """Shape and sharding of the array that `together` returns."""
+    def everywhere(self, value: PyTree, spec: PartitionSpec) -> Any:
+        """An array with the same value at all workers."""
+        return self.together([value] * len(self._places.own), spec)
+
+    def _shape(self, part: PyTree, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         layout = self.sharding(spec_of(part) if spec is None else spec)
         shape = self._whole(np.shape(part))
         return jax.ShapeDtypeStruct(shape, jnp.result_type(part), sharding=layout)
@@ -178,8 +185,10 @@ class Spread:
         kind: ArraySpec,
         value: Callable[[], Any],
         spec: PartitionSpec,
-    ) -> jax.Array:
+    ) -> Any:
         """An array with a value at one worker, and blanks at the others."""
+        if self.abstract:
+            return self._shape(kind.struct, spec)
         own = self._places.own
         parts = [
             value() if rank == worker else self._blank(rank, kind, spec) for rank in own

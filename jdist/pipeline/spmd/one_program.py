@@ -23,7 +23,6 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CALL,
     CallInputs,
-    Executor,
     ScheduleExecutor,
     StagePrograms,
     check_not_traced,
@@ -60,7 +59,7 @@ from jdist.pipeline.stages.stage import outputs_by_name
 
 
 @final
-class OneProgramExecutor(Executor):
+class OneProgramExecutor(ScheduleExecutor):
     """An executor that runs all stages of a pipeline as one program.
 
     Args:
@@ -92,7 +91,8 @@ class OneProgramExecutor(Executor):
             raise ValueError(requirement(call, rule, True, _REMEDY))
         check_stages(wiring)
         check_shares(places.schedule)
-        self._places = places
+        # Evaluation needs no program of its own: stage by stage on the same devices.
+        super().__init__(programs, places.schedule, None)
         self._wiring, self._stages = wiring, wiring.stages
         # The first stage stands for all, which were checked to be equal.
         first, self._block, _ = parts_of(wiring.stages[0])
@@ -111,19 +111,16 @@ class OneProgramExecutor(Executor):
         self._with_square = with_square
         self._table = tabulate(places.schedule, overlap)
         self._spread = Spread(places, mesh, axis)
-        self._programs: dict[Any, _Program] = {}
-        self._checked: set[Any] = set()
-        # Evaluation needs no program of its own: stage by stage on the same devices.
-        self._in_evaluation = ScheduleExecutor(programs, places.schedule, None)
+        self._by_signature: dict[Any, _Program] = {}
 
     def check_functions(self) -> None:
-        """See `Executor`."""
+        """See `ScheduleExecutor`."""
         # The others are not traced, and may have changed apart.
         check_stages(self._wiring)
         for part in (self._compiled, *self._ends):
             if part is not None:
                 part.check()
-        self._in_evaluation.check_functions()
+        super().check_functions()
 
     def gradient(
         self,
@@ -132,7 +129,7 @@ class OneProgramExecutor(Executor):
         update: StageUpdates | None = None,
         timer: ActionTimer | None = None,
     ) -> StepResult:
-        """See `Executor`.
+        """See `ScheduleExecutor`.
 
         Raises:
           ValueError: The optimizers scale the loss.
@@ -179,7 +176,7 @@ class OneProgramExecutor(Executor):
     def evaluate(
         self, channels: StageChannels, given: CallInputs, outputs: bool
     ) -> tuple[Metrics, list[Transfer]]:
-        """See `Executor`.
+        """See `ScheduleExecutor`.
 
         Raises:
           ValueError: Other processes have some of the devices.
@@ -190,41 +187,21 @@ class OneProgramExecutor(Executor):
             got = f"{here} of {devices} devices"
             remedy = "Evaluate by a pipeline over rpc's workers."
             raise ValueError(requirement("Pipeline.evaluate", rule, got, remedy))
-        return self._in_evaluation.evaluate(channels, given, outputs)
+        return super().evaluate(channels, given, outputs)
 
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """See `Executor`. No device has to be attached."""
+        """See `ScheduleExecutor`. No device has to be attached."""
         _check_unscaled(update)
-        batch, unrounded = given.batch, [False] * len(self._stages)
-        if update is not None:
-            unrounded = list(update.unrounded)
-        count = self._places.schedule.micro_batches
-        cut = lots(batch, given.weights, count, self._loss.kind, self._parts)
-        own = dict(enumerate(given.params))
-        key = self._key(given.key)
-        program = self._program(own, batch, cut, key, any(unrounded))
-        blocks, tails = self._by_part(own)
-        # Stages were checked to be equal: one stands for all of a chunk.
-        whole = [jax.tree.map(self._spread.shape, blocks[0])]
-        whole *= self._table.stages.shape[1]
-        at_ends = jax.tree.map(self._spread.shape, tails)
-        weights = self._spread.shape(cut.weights, self._spread.rows)
-        totals = self._spread.shape(cut.totals)
-        feed: PyTree = (
-            tuple([self._entry_shape(batch[n], cut) for n in self._stages[0].inputs]),
-            {name: self._entry_shape(batch[name], cut) for name in program.read},
-            weights,
-            totals,
-            None if key is None else self._spread.shape(jax.eval_shape(words, key)),
-        )
+        unrounded = [False] * len(self._stages) if update is None else update.unrounded
+        program, arguments = self._prepared(given, any(unrounded), abstract=True)
         # Without the places of results, which are known: to find them would compile it.
         found = LoweredPrograms(places=False)
         called = found.named("all stages")
-        _, grads, ends, square = called(program.run, whole, at_ends, Feed(*feed))
+        _, grads, ends, square = called(program.run, *arguments)
         if update is not None:
-            for j, tree in own.items():
+            for j, tree in enumerate(given.params):
                 like, _ = split_inexact(tree)
                 wide = put_together(
                     self._stages[j], Parts(ends.first, grads[0], ends.last)
@@ -237,48 +214,62 @@ class OneProgramExecutor(Executor):
                 each.apply(j, *moved(given_back, there))
         return found.lowered()
 
-    def _entry_shape(self, entry: PyTree, cut: Lots) -> PyTree:
-        spread = self._spread
-        return jax.tree.map(
-            lambda x: spread.shape(_kind(x, cut).struct, spread.rows), entry
-        )
-
     def _prepared(
-        self, given: CallInputs, unrounded: bool
+        self,
+        given: CallInputs,
+        unrounded: bool,
+        *,
+        abstract: bool = False,
     ) -> tuple["_Program", tuple[list[PyTree], Ends, Feed]]:
-        params, batch, key = given.params, given.batch, self._key(given.key)
-        check_not_traced("Pipeline(.., OneProgram)", params, batch, given.weights, key)
-        count = self._places.schedule.micro_batches
-        cut = lots(batch, given.weights, count, self._loss.kind, self._parts)
-        own = {
-            j: resident(params[j], self._places.devices[rank], f"{CALL}(params)", j)
-            for j, rank in self._places.stages.items()
-        }
-        known = {**self._elsewhere, **own}
+        """The program of a call, and its arguments.
+
+        Args:
+          given: The arguments of the call.
+          unrounded: Whether gradients stay in the dtype of their sums.
+          abstract: Whether all of them are shapes, of all stages.
+        """
+        batch, key = given.batch, self._key(given.key)
+        call = "Pipeline(.., OneProgram)"
+        check_not_traced(call, given.params, batch, given.weights, key)
+        count, parts = self._places.schedule.micro_batches, self._parts
+        cut = lots(batch, given.weights, count, self._loss.kind, parts)
         # At every step, not only for new shapes: they may be new to one process alone,
         # which would then wait for the others.
-        self._agree(known, batch, cut, key)
-        program = self._program(known, batch, cut, key, unrounded)
-        blocks, tails = self._by_part(known)
-        stages = self._table.stages[self._places.own].T
+        if abstract:
+            spread = Spread(self._places, self._mesh, self._axis, abstract=True)
+            own = dict(enumerate(given.params))
+        else:
+            spread, own = self._spread, self._resident(given.params)
+            self._agree(own, batch, cut, key)
+        program = self._program(own, batch, cut, key, unrounded)
+        blocks, tails = self._by_part(own)
         whole = [
             jax.tree.map(
-                lambda *parts: self._spread.together(parts),
-                *[blocks[int(j)] for j in chunk],
+                lambda *parts: spread.together(parts), *[blocks[int(j)] for j in chunk]
             )
-            for chunk in stages
+            for chunk in self._table.stages[self._places.own].T
         ]
         at_ends = [
-            jax.tree.map(lambda x, j=j: self._at_end(x, j), tree)
+            jax.tree.map(lambda x, j=j: self._at_end(x, j, spread), tree)
             for tree, j in zip(tails, (0, len(self._stages) - 1), strict=True)
         ]
-        return program, (whole, Ends(*at_ends), self._feed(batch, cut, key, program))
+        feed = self._feed(batch, cut, key, program, spread)
+        return program, (whole, Ends(*at_ends), feed)
 
-    def _at_end(self, leaf: PyTree, stage: int) -> jax.Array:
+    def _resident(self, params: Sequence[PyTree]) -> dict[int, PyTree]:
+        """The parameters that this process knows, by stage."""
+        known = dict(self._elsewhere)
+        for j, rank in self._places.stages.items():
+            place = self._places.devices[rank]
+            known[j] = resident(params[j], place, f"{CALL}(params)", j)
+        return known
+
+    def _at_end(self, leaf: PyTree, stage: int, spread: Spread) -> jax.Array:
         """A parameter of an end at its stage's worker, and blanks at the others."""
         spec = ArraySpec(np.shape(leaf), str(jnp.result_type(leaf)))
         owner = self._places.worker(stage, 0)
-        return self._spread.only(owner, spec, lambda: leaf, spec_of(leaf))
+        found: jax.Array = spread.only(owner, spec, lambda: leaf, spec_of(leaf))
+        return found
 
     def _key(self, given: PyTree) -> PyTree:
         """The key of a call; None where no stage takes one."""
@@ -303,8 +294,11 @@ class OneProgramExecutor(Executor):
             found.append(getattr(each[stage], name) if stage in each else None)
         return {j: parts.block for j, parts in each.items()}, Ends(*found)
 
-    def _feed(self, batch: PyTree, cut: Lots, key: PyTree, program: "_Program") -> Feed:
-        spread, end = self._spread, len(self._stages)
+    def _feed(
+        self, batch: PyTree, cut: Lots, key: PyTree, program: "_Program", spread: Spread
+    ) -> Feed:
+        end, same = len(self._stages), PartitionSpec()
+        drawn = jax.eval_shape(words, key) if spread.abstract else words(key)
 
         def entry(name: str, taker: int) -> PyTree:
             worker = self._places.worker(taker, 0)
@@ -320,15 +314,10 @@ class OneProgramExecutor(Executor):
         return Feed(
             tuple([entry(name, 0) for name in self._stages[0].inputs]),
             {name: entry(name, end) for name in program.read},
-            self._everyone(cut.weights, spread.rows),
-            self._everyone(cut.totals),
-            None if key is None else self._everyone(words(key)),
+            spread.everywhere(cut.weights, spread.rows),
+            spread.everywhere(cut.totals, same),
+            None if key is None else spread.everywhere(drawn, same),
         )
-
-    def _everyone(self, value: PyTree, spec: PartitionSpec | None = None) -> jax.Array:
-        """An array with the same value for all workers."""
-        spec = PartitionSpec() if spec is None else spec
-        return self._spread.together([value] * len(self._places.own), spec)
 
     def _apart(self, tree: PyTree, rank: int, shapes: PyTree) -> PyTree:
         """One worker's part of a tree of arrays over all workers."""
@@ -353,9 +342,9 @@ class OneProgramExecutor(Executor):
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         specs = tuple([spec_of(x) for x in jax.tree.leaves(own)])
         signature = kinds, specs, structure, str(cut.weights.dtype), unrounded
-        if signature not in self._programs:
-            self._programs[signature] = self._made(own, batch, cut, key, unrounded)
-        return self._programs[signature]
+        if signature not in self._by_signature:
+            self._by_signature[signature] = self._made(own, batch, cut, key, unrounded)
+        return self._by_signature[signature]
 
     def _made(
         self,

@@ -44,12 +44,11 @@ def check_stages(wiring: StageWiring) -> None:
             if not contents.complete:
                 got += f", or one that cannot be compared: {contents.unread[0]}"
             _refuse("have the same function", got)
-        if stage.recompute != first.recompute:
-            got = f"{stage.recompute!r} in stage {number}, {first.recompute!r} before"
-            _refuse("have the same `recompute`", got)
-        if stage.keyed != first.keyed:
-            got = f"{stage.keyed!r} in stage {number}, {first.keyed!r} before"
-            _refuse("have the same `keyed`", got)
+        for name in ("recompute", "keyed"):
+            own, before = getattr(stage, name), getattr(first, name)
+            if own != before:
+                got = f"{own!r} in stage {number}, {before!r} before"
+                _refuse(f"have the same `{name}`", got)
     for number, stage in enumerate(blocks):
         if stage.stateful:
             _refuse("have no state", f"a state in stage {number}")

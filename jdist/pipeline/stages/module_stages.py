@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -287,6 +287,9 @@ def _stage(
     recompute: Recompute,
     single: bool,
 ) -> Stage:
+    """The stage of a program; a single module stands for itself."""
+    fn: Callable[..., PyTree] = program
+    outputs, in_evaluation = program.outputs, _in_evaluation(program, members)
     if single:
         (module,) = members
         # The inputs of a stage have different names, and this module's function is the
@@ -296,41 +299,41 @@ def _stage(
             remedy = "Give that stage as a list of one module."
             call = "stages_from_nnx(inputs=...)"
             raise ValueError(requirement(call, rule, module.inputs, remedy))
-        return Stage(
+        fn, outputs, in_evaluation = (
             module.fn,
-            program.inputs,
             program.calls[0].writes,
-            stateful=program.stateful,
-            keyed=program.keyed,
-            recompute=recompute,
-            tied={p.removeprefix(f"{module.name}/"): name for p, name in tied.items()},
-            in_evaluation=module.in_evaluation,
+            module.in_evaluation,
         )
-    evaluated = {m.name: m.in_evaluation for m in members if m.in_evaluation}
-    evaluation = replace(
-        program,
-        calls=tuple(
-            replace(
-                call,
-                fn=evaluated.get(call.module, call.fn),
-                # Evaluation draws nothing and takes no key.
-                keyed=False,
-                returns_state=call.returns_state and call.module not in evaluated,
-            )
-            for call in program.calls
-        ),
-        evaluation=True,
-    )
+        tied = {p.removeprefix(f"{module.name}/"): name for p, name in tied.items()}
     return Stage(
-        program,
+        fn,
         program.inputs,
-        program.outputs,
+        outputs,
         stateful=program.stateful,
         keyed=program.keyed,
         recompute=recompute,
         tied=tied,
-        in_evaluation=evaluation if evaluated else None,
+        in_evaluation=in_evaluation,
     )
+
+
+def _in_evaluation(
+    program: StageProgram, members: Sequence[Module]
+) -> Callable[..., PyTree] | None:
+    evaluated = {m.name: m.in_evaluation for m in members if m.in_evaluation}
+    if not evaluated:
+        return None
+    calls = [
+        replace(
+            call,
+            fn=evaluated.get(call.module, call.fn),
+            # Evaluation draws nothing and takes no key.
+            keyed=False,
+            returns_state=call.returns_state and call.module not in evaluated,
+        )
+        for call in program.calls
+    ]
+    return replace(program, calls=tuple(calls), evaluation=True)
 
 
 def _check_evaluation(members: Sequence[Module]) -> None:

@@ -193,19 +193,6 @@ def devices_of(place: Place) -> set[jax.Device]:
     return set() if place is None else {place}
 
 
-def idle_devices(
-    places: Sequence[Place], local: Sequence[jax.Device]
-) -> list[jax.Device]:
-    """Unused devices of this process, if each mesh could be twice as large."""
-    used = set().union(*map(devices_of, places))
-    left = [device for device in local if device not in used]
-    # Fewer devices may be left out on purpose, because the model's layers do not divide
-    # by more. Devices of the CPU share the cores of one process: none of them is idle.
-    meshes = any(isinstance(place, StageMesh) for place in places)
-    counted = meshes and used <= {*local} and len(left) >= len(used)
-    return left if counted and all(d.platform != "cpu" for d in left) else []
-
-
 def processes_at(place: Place) -> list[int]:
     """The processes that have devices of a place, in the order of the devices."""
     devices: Any = () if place is None else (place,)

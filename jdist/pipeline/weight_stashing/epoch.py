@@ -24,9 +24,9 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.loss import Entries, merged, stacked
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.run.step import Actions, Step, StepInputs
+from jdist.pipeline.run.step import ActionCursor, Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
+from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
 from jdist.pipeline.weight_stashing.joint_update import JointUpdate
 from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
@@ -72,13 +72,11 @@ class EpochReport(NamedTuple):
       found: For each of its micro-batches the mean or sum of the losses, its
         `total`, and the auxiliary outputs; see `stacked`.
       length: The number of micro-batches that it has read.
-      more: Whether there are further batches, for the next part of the epoch.
       checksums: Checksums of the batches that it has read.
     """
 
     found: Entries | None
     length: int
-    more: bool
     checksums: dict[str, int]
 
 
@@ -149,14 +147,14 @@ class EpochStep(Step):
 
     # --- the batches ---
 
-    def _actions(self, worker: int) -> OpenActions:
-        return OpenActions(self._schedule, worker)
+    def _actions(self, worker: int) -> ActionCursor:
+        return ActionCursor(self._schedule.actions(worker))
 
     # An update may follow each backward pass, and needs the whole gradient.
     def _is_split(self, action: Action) -> bool:
         return False
 
-    def _waiting(self, lists: Mapping[int, Actions]) -> dict[MessageTag, str]:
+    def _waiting(self, lists: Mapping[int, ActionCursor]) -> dict[MessageTag, str]:
         """See `Step`; adds the ends of other workers' streams."""
         # Before a wait, or two workers whose streams have ended would both wait.
         self._tell_end()
@@ -200,13 +198,12 @@ class EpochStep(Step):
     # --- results ---
 
     def agree_on_epoch(
-        self, channels: StageChannels, more: bool, computed: PyTree
+        self, channels: StageChannels, computed: PyTree
     ) -> tuple[np.ndarray, np.ndarray, PyTree]:
         """Commits the epoch on all workers, or on none.
 
         Args:
           channels: The call of the epoch.
-          more: Whether there are batches for another part of the epoch.
           computed: The results of the epoch; see `StageChannels.agree`.
 
         Returns:
@@ -219,8 +216,10 @@ class EpochStep(Step):
         """
         self._fetch(0)
         length = len(self._stream.totals)
+        # Alone first: an error then shows nothing but the auxiliary outputs.
+        stacked({micro: aux for micro, (_, _, aux) in self._found.items()}, np.stack)
         found = stacked(self._found, np.stack)
-        mine = EpochReport(found, length, more, self._stream.checksums)
+        mine = EpochReport(found, length, self._stream.checksums)
         told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
         # After the exchange: all processes have the same reports and raise the same.
         _check_alike(told)
@@ -383,11 +382,9 @@ def _check_alike(told: Sequence[EpochReport]) -> None:
     # By entry, with the first worker that has it: a process need not load all entries.
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(told):
-        if each[1:3] != told[0][1:3]:
-            one, other = (
-                f"{x.length}{' and more' if x.more else ''}" for x in (told[0], each)
-            )
-            _refuse_lengths(f"{one} on worker 0 of the schedule", f"{other} on {rank}")
+        if each.length != told[0].length:
+            one = f"{told[0].length} on worker 0 of the schedule"
+            _refuse_lengths(one, f"{each.length} on {rank}")
         for name, checksum in each.checksums.items():
             first, expected = seen.setdefault(name, (rank, checksum))
             if checksum != expected:

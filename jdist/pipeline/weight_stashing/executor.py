@@ -1,7 +1,7 @@
 """The executor of asynchronous epochs: updates while micro-batches are in flight."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import jax
@@ -16,11 +16,10 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import rehearse
 from jdist.pipeline.run.executor import (
     CallInputs,
-    Executor,
     ScheduleExecutor,
     StagePrograms,
 )
-from jdist.pipeline.run.loss import stacked
+from jdist.pipeline.run.identity import CallArguments
 from jdist.pipeline.run.lowered import LoweredPrograms
 from jdist.pipeline.run.micro_batch import MicroBatch, in_epoch, micro_batch_of
 from jdist.pipeline.run.replicas import joined_states
@@ -30,12 +29,11 @@ from jdist.pipeline.run.stage_channels import (
     Transfer,
 )
 from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
-from jdist.pipeline.run.step import StepInputs
+from jdist.pipeline.run.step import Routes, StepInputs
 from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import (
     PipelineState,
     StageUpdates,
-    StepResult,
     loss_scale_of,
     scale_in,
     skipped_in,
@@ -48,7 +46,7 @@ from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
+from jdist.pipeline.weight_stashing.batch_stream import BatchStream
 from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
@@ -62,40 +60,24 @@ from jdist.pipeline.weight_stashing.stashed_stage import (
 CALL = "Pipeline.train_epoch"
 
 
-class EpochPart(NamedTuple):
-    """The losses of a part of an epoch, up to a drain.
-
-    Attributes:
-      values: By micro-batch, the mean or the sum of the losses.
-      weights: By micro-batch, its `total`; see `MicroBatch`.
-      aux: See `Metrics`.
-      skipped: See `Metrics`.
-    """
-
-    values: np.ndarray
-    weights: np.ndarray
-    aux: PyTree
-    skipped: list[int | None] | None
-
-
 class EpochResult(NamedTuple):
-    """The result of a part of an epoch.
+    """The result of an epoch.
 
     Attributes:
       state: The next training state.
-      part: The losses of the part.
+      metrics: The metrics of the epoch.
       transfers: The transfers of this process.
       passes: The passes of its workers, with versions.
     """
 
     state: PipelineState
-    part: EpochPart
+    metrics: Metrics
     transfers: Sequence[Transfer]
     passes: Sequence[PassRecord]
 
 
 @final
-class EpochExecutor(Executor):
+class EpochExecutor(ScheduleExecutor):
     """Runs epochs of an asynchronous schedule, with any number of micro-batches.
 
     The gradient of one batch, and its evaluation, use the same schedule without
@@ -117,47 +99,25 @@ class EpochExecutor(Executor):
     ) -> None:
         self._schedule = schedule = programs.places.schedule
         assert schedule.update_policy is not None
+        super().__init__(programs, schedule_of_step(schedule), tied)
         self._policy = schedule.update_policy
+        self._epoch_routes = Routes(programs.wiring, programs.places)
         self._scaled = optimizers is not None and loss_scale_of(optimizers) is not None
-        self._programs = programs
-        self._tied = tied
         self._optimizers = optimizers
         self._max_norm = max_norm
-        in_step = schedule_of_step(schedule)
-        self._synchronous = ScheduleExecutor(programs, in_step, tied)
-
-    def check_functions(self) -> None:
-        """See `Executor`."""
-        self._programs.check_functions()
-
-    def gradient(
-        self,
-        channels: StageChannels,
-        given: CallInputs,
-        update: StageUpdates | None = None,
-        timer: ActionTimer | None = None,
-    ) -> StepResult:
-        """See `Executor`."""
-        return self._synchronous.gradient(channels, given, update, timer)
-
-    def evaluate(
-        self, channels: StageChannels, given: CallInputs, outputs: bool
-    ) -> tuple[Metrics, list[Transfer]]:
-        """See `Executor`."""
-        return self._synchronous.evaluate(channels, given, outputs)
 
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """See `Executor`; with updates, the programs of an epoch of such batches."""
+        """See `ScheduleExecutor`; with updates the programs of an epoch."""
         if update is None or self._optimizers is None:
-            return self._synchronous.lower(given, update)
+            return super().lower(given, update)
         places, kind = self._programs.places, self._programs.loss.kind
         # One micro-batch, as the first batch of an epoch is.
         one = micro_batch_of(0, given.batch, given.weights, CALL)
         part = in_epoch(one, kind, one, CALL)
         channels = InProcessChannels(places.devices)
-        inputs = self._inputs(channels, given, update.opt_states, part)
+        inputs = self._epoch_inputs(channels, given, update.opt_states, part)
         found, grads = LoweredPrograms(), {}
         for (_, j), run in inputs.runs.items():
             fn = self._update_in_backward(j)
@@ -177,10 +137,11 @@ class EpochExecutor(Executor):
             )
         if self._tied is not None:
             params = {j: run.params for (_, j), run in inputs.runs.items()}
-            self._tied.lower(params, grads, found)
+            named = {j: found.named(f"stage {j}") for j in params}
+            self._tied.summed(params, grads, places, channels, named)
         return found.lowered()
 
-    def _inputs(
+    def _epoch_inputs(
         self,
         channels: StageChannels,
         given: CallInputs,
@@ -193,7 +154,7 @@ class EpochExecutor(Executor):
         if self._scaled:
             loss = loss.scaled(scale_in(opt_states))
         every = dict.fromkeys(range(programs.places.schedule.micro_batches), first)
-        return programs.inputs(channels, runs, every, loss)
+        return programs.inputs(channels, self._epoch_routes, runs, every, loss)
 
     def _kind(self, stage: int) -> str:
         """How the gradients of an update of a stage are joined; see `StageRun`."""
@@ -225,31 +186,29 @@ class EpochExecutor(Executor):
         self,
         channels: StageChannels,
         state: PipelineState,
-        supply: Supply,
-        limit: int | None,
+        batches: Iterable[PyTree],
         timer: ActionTimer | None = None,
     ) -> EpochResult:
-        """Trains on the next batches, each a micro-batch, and drains.
+        """Trains on batches, each a micro-batch, and drains.
 
         Args:
           channels: The call, upon which all processes agree at the end.
           state: The training state, of which nothing is donated.
-          supply: The batches.
-          limit: The largest number of batches; None: all.
+          batches: The batches, or pairs of a batch and its weights.
           timer: Times the actions.
         """
         programs, places = self._programs, self._programs.places
-        stream = self._stream(supply, limit)
+        stream = self._stream(batches)
         # Before any message: an epoch without a batch is refused.
         stream.reaches(0)
         schedule = OpenSchedule(self._schedule, stream)
         step, key = state.step, state.key
-        # The key of the run does not change: each part of an epoch derives its own.
+        # The key of the run does not change: each epoch derives its own.
         own = None if key is None else jax.random.fold_in(key, step)
-        self._identify(channels, step, supply, limit, stream, own)
+        self._identify(channels, step, stream, own)
         given = CallInputs(state.params, {}, None, state.states, own)
         # The first batch represents all, because the later ones are not read yet.
-        first = self._inputs(channels, given, state.opt_states, stream[0])
+        first = self._epoch_inputs(channels, given, state.opt_states, stream[0])
         stashed = self._stashed(schedule, first.runs, state.opt_states)
         # Needed beyond `del state`: the metrics have the difference.
         skipped = skipped_in(state.opt_states) if self._scaled else None
@@ -266,9 +225,7 @@ class EpochExecutor(Executor):
         states = joined_states(channels, places, first.runs, stream.totals)
         # Awaited before the vote: an error in them must fail the epoch on all workers.
         left = [stage.arrays() for stage in stashed.values()]
-        # Before the vote, so that an error of the iterator fails the call on all.
-        more = limit is not None and supply.more()
-        values, weights, aux = epoch.agree_on_epoch(channels, more, left)
+        losses = epoch.agree_on_epoch(channels, left)
         programs.agreed(first)
         params, opt_states, kept = ([None] * places.loss for _ in range(3))
         for j, worker in places.stages.items():
@@ -279,24 +236,17 @@ class EpochExecutor(Executor):
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, kept, key)
-        part = EpochPart(values, weights, aux, skipped)
-        return EpochResult(after, part, epoch.transfers, epoch.passes)
+        metrics = self._metrics(*losses, skipped)
+        return EpochResult(after, metrics, epoch.transfers, epoch.passes)
 
-    def metrics(self, parts: Sequence[EpochPart]) -> Metrics:
-        """Joins the parts of an epoch into its metrics."""
-        values = np.concatenate([part.values for part in parts])
-        weights = np.concatenate([part.weights for part in parts])
-        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
-        firsts = [jax.tree.map(lambda rows: rows[0], part.aux) for part in parts]
-        # Only for its check, which names a micro-batch whose outputs differ in shape.
-        stacked(dict(zip(starts, firsts, strict=False)), np.stack)
-        aux = jax.tree.map(
-            lambda *rows: np.concatenate(rows), *(part.aux for part in parts)
-        )
-        skipped = None
-        if self._scaled:
-            columns = zip(*(part.skipped or [] for part in parts), strict=True)
-            skipped = [None if c[0] is None else sum(c) for c in columns]
+    def _metrics(
+        self,
+        values: np.ndarray,
+        weights: np.ndarray,
+        aux: PyTree,
+        skipped: list[int | None] | None,
+    ) -> Metrics:
+        """The metrics of an epoch, from the losses and weights of its micro-batches."""
         if self._programs.loss.kind == "sum":
             return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
         loss = float((values * weights).sum() / weights.sum())
@@ -304,11 +254,10 @@ class EpochExecutor(Executor):
         means = np.where(weights > 0, values, np.full_like(values, np.nan))
         return Metrics(loss, aux=aux, losses=means, skipped=skipped)
 
-    def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
+    def _stream(self, batches: Iterable[PyTree]) -> BatchStream:
         places, every = self._programs.places, self._policy.every
         return BatchStream(
-            supply,
-            limit,
+            batches,
             self._programs.loss.kind,
             {every * len(workers) for workers in places.schedule.placement},
             # The first batch is kept in any case, for shapes and identity.
@@ -334,8 +283,6 @@ class EpochExecutor(Executor):
         self,
         channels: StageChannels,
         step: int,
-        supply: Supply,
-        limit: int | None,
         stream: BatchStream,
         key: jax.Array | None,
     ) -> None:
@@ -344,12 +291,10 @@ class EpochExecutor(Executor):
         # cost a message per batch.
         first = stream[0]
         settings = {
-            "first of": "a stream" if supply.count is None else supply.count,
+            "first of": "a stream" if stream.count is None else stream.count,
             "schedule": f"{self._schedule.name} with {self._policy}",
         }
-        if limit is not None:
-            settings["save_every"] = limit
-        channels.identify(step, settings, [first.batch], [first], key)
+        channels.identify(CallArguments(step, settings, first.batch, [first], key))
 
     def _stashed(
         self,

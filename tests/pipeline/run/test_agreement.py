@@ -12,7 +12,7 @@ from jdist._checkpoint import StepFolder
 from jdist.pipeline.run.update import StageUpdates
 from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline import refusals, shared, worker_cases
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
 from tests.pipeline.refusals import NAMES, PLACES, batch_of, made, start
@@ -248,22 +248,24 @@ def test_an_epoch_is_finished_on_all_or_on_none(threads):
         rank, told = own_rank(), []
         bad = [*weights[:-1], np.full(9, np.nan if rank == 1 else 1, np.float32)]
         last = planted(0, "backward", 4) if rank == 0 else contextlib.nullcontext()
-        for given in (batches, bad), (batches[:-1] * 2, weights), (batches, weights):
+        several = [(batch, own, 1) for batch, own in paired(batches, weights)]
+        right = paired(batches, weights)
+        for given in paired(batches, bad), several, right:
             with last if len(told) == 2 else contextlib.nullcontext():
                 try:
-                    made.train_epoch(state, *given)
+                    made.train_epoch(state, given)
                 except Exception as error:  # noqa: BLE001 - the test looks at it
                     told.append(str(error))
-        state, metrics = made.train_epoch(state, batches, weights)
+        state, metrics = made.train_epoch(state, paired(batches, weights))
         return told, metrics.losses, np.asarray(state.params[rank]["w"])
 
     found = outcomes(threads, body)
     one, expected = runtime(None)
-    expected, metrics = one.train_epoch(expected, batches, weights)
+    expected, metrics = one.train_epoch(expected, paired(batches, weights))
     for rank, (told, losses_of_epoch, params) in enumerate(found):
         for text, part in zip(
             told,
-            ("finite and not negative", "one array for each of the 8", "planted in"),
+            ("finite and not negative", "Got a tuple of 3", "planted in"),
             strict=True,
         ):
             assert part in text

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.pipeline.run.identity import SAMPLE, CallIdentity, sized
+from jdist.pipeline.run import identity
+from jdist.pipeline.run.identity import SAMPLE, CallArguments, CallIdentity
 from jdist.pipeline.run.micro_batch import split_batch
 
 
-def identity_of(batch, weights=None, count=3, key=None, **fields):
+def identity_of(batch, weights=None, count=3, key=None):
     parts = split_batch(batch, weights, count, "mean")
-    return sized(CallIdentity("train_step", 5, **fields), [batch], parts, key)
+    given = CallArguments(5, {}, batch, parts, key)
+    return identity.identity_of("train_step", given)
 
 
 def batch_of(rng, examples=7, **others):

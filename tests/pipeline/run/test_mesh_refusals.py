@@ -1,7 +1,6 @@
 """Meshes, shardings and batches that a pipeline refuses, and what it says to do."""
 
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdist import pipeline
-from jdist.pipeline import places
-from jdist.pipeline.stages.place import StageMesh, idle_devices
 
 SCHEDULE = pipeline.one_f_one_b(2, 2)
 
@@ -173,31 +170,3 @@ def test_meshes_may_leave_devices_out_and_be_shared():
     expected = alone.value_and_grad(params(), batch())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-class Chip:
-    """A device of a platform on which one that is left out does nothing."""
-
-    platform = "gpu"
-
-
-@pytest.mark.parametrize(("used", "idle"), [(2, 6), (4, 4), (6, 0), (8, 0)])
-def test_meshes_that_leave_half_of_the_devices_idle_are_told(used, idle):
-    """A few that are left over may be more than the layers divide by."""
-    chips = [Chip() for _ in range(8)]
-    rows = np.array(chips[:used]).reshape(2, -1)
-    places = [StageMesh(SimpleNamespace(devices=row), "data") for row in rows]
-    assert idle_devices(places, chips) == (chips[used:] if idle else [])
-    assert not idle_devices(places, chips[1:])  # hardware that is not here
-    assert not idle_devices(chips[:used], chips)
-
-
-def test_devices_of_a_cpu_are_never_idle(caplog, monkeypatch):
-    """They share its cores; on other platforms a pipeline says what it leaves out."""
-    two = [mesh(0, 1), mesh(1, 1)]
-    made(two)
-    assert not caplog.records
-    left = jax.devices()[2:]
-    monkeypatch.setattr(places, "idle_devices", lambda *_: left)
-    made(two)
-    assert f"leave {len(left)} devices idle" in caplog.text

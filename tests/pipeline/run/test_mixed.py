@@ -11,7 +11,7 @@ from jdist.optim.master_weights import MasterState
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import mixed
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.mixed import batch_of, made, start
 from tests.pipeline.places import workers
 
@@ -258,7 +258,7 @@ def test_masters_where_stages_update_alone():
     options = {"optimizer": opt, "policy": "flush"}
     runtime = asynchronous(pipe.stages, mixed.losses, **options)
     batches, weights = zip(*map(batch_of, range(3)), strict=True)
-    state, _ = runtime.train_epoch(runtime.init(start()), batches, weights)
+    state, _ = runtime.train_epoch(runtime.init(start()), paired(batches, weights))
     expected = pipe.init(start())
     for batch, own in zip(batches, weights, strict=True):
         expected, _ = pipe.train_step(expected, batch, own)

@@ -10,7 +10,7 @@ import pytest
 from jdist import optim, pipeline
 from jdist.pipeline.run.replicas import joined_state
 from tests.pipeline import trained, worker_cases
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 
 SIZES = [2, 2, 2, 1]
 """Of the micro-batches of `trained.batch_of`, which has 7 examples."""
@@ -147,7 +147,9 @@ def test_pipedream_with_replicas_that_have_a_state():
     batches = [{k: v[a:b] for k, v in batch.items()} for a, b in spans]
     key = jax.random.fold_in(state.key, state.step)
     expected = in_turn(2, state.states[1], batch, weights, state.params, key)
-    after, _ = runtime.train_epoch(state, batches, [weights[a:b] for a, b in spans])
+    after, _ = runtime.train_epoch(
+        state, paired(batches, [weights[a:b] for a, b in spans])
+    )
     found = after.states[1]
     np.testing.assert_allclose(found["mean"], expected["mean"], rtol=1e-5)
     assert int(found["seen"]) == 4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 
 PARTS = 3
 STAGES = [
@@ -133,7 +133,7 @@ def test_macro_batches_of_pipedream(size, rng):
 
     def trained(own):
         state = runtime.init(params)
-        state, metrics = runtime.train_epoch(state, batches, [own[:2], own[2:]])
+        state, metrics = runtime.train_epoch(state, paired(batches, [own[:2], own[2:]]))
         return state.params, metrics.losses, metrics.loss
 
     plain = weights / weights.max()
@@ -146,7 +146,7 @@ def test_totals_that_no_sum_can_hold_together_are_refused(rng):
     match = r"train_epoch\(weights=...\).*within a factor of 2\^64.*Got totals.*e-30 in"
     with pytest.raises(ValueError, match=match):
         runtime.train_epoch(
-            runtime.init(params), [batch] * 2, [weights, weights * 1e-30]
+            runtime.init(params), paired([batch] * 2, [weights, weights * 1e-30])
         )
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jdist.pipeline.run.step import ActionCursor
 from jdist.pipeline.schedule.open_schedule import (
-    OpenActions,
     OpenSchedule,
     steady_length,
 )
@@ -51,7 +51,7 @@ def test_programs_and_versions_are_those_of_the_length(case, m):
         schedule = OpenSchedule(of(*case)(1), stream)
         order = [ahead, *(w for w in range(wanted.workers) if w != ahead)]
         for worker in order:
-            actions, found = OpenActions(schedule, worker), []
+            actions, found = ActionCursor(schedule.actions(worker)), []
             while (action := actions.next()) is not None:
                 assert actions.next() == action
                 if action.kind == "F":

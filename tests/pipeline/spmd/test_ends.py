@@ -178,7 +178,7 @@ def test_an_axis_of_size_1_divides_nothing(sizes):
         expected, wanted = plain.train_step(expected, batch, weights)
         np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
     # Compiled for the first step alone: what it returned is laid out as what it took.
-    assert len(pipe.executor._programs) == 1
+    assert len(pipe.executor._by_signature) == 1
 
 
 @pytest.mark.parametrize("master", [False, True])

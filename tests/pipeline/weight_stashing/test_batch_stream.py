@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
+from jdist.pipeline.weight_stashing.batch_stream import BatchStream
+from tests.pipeline.epochs import paired
 
 CALL = "train"
 
@@ -12,10 +13,9 @@ def batch(rows, start=0.0):
     return {"x": np.arange(rows, dtype=np.float32) + start}
 
 
-def stream(batches, weights=None, limit=None, kind="mean", groups=(1,), kept=None):
-    supply = Supply(batches, weights, CALL)
+def stream(batches, kind="mean", groups=(1,), kept=None, compared=True):
     kept = kept or (lambda micro: True)
-    return BatchStream(supply, limit, kind, groups, kept, True, CALL)
+    return BatchStream(batches, kind, groups, kept, compared, CALL)
 
 
 def read(found):
@@ -51,18 +51,6 @@ def test_it_reads_what_is_asked_for_and_forgets():
     assert set(ratio.tolist()) == {0.5}  # The first total, 1, is a power of two.
 
 
-def test_parts_go_on_where_the_one_before_ended():
-    supply = Supply([batch(1, i) for i in range(5)], None, CALL)
-    lengths = []
-    while supply.more():
-        part = BatchStream(supply, 2, "mean", (1,), lambda micro: True, False, CALL)
-        assert part.reaches(0)
-        assert part[0].batch["x"].tolist() == [2.0 * len(lengths)]
-        lengths.append(read(part).length)
-        assert part.checksums == {}
-    assert lengths == [2, 2, 1]
-
-
 def test_checksums_tell_contents_and_order():
     parts = [batch(3, i) for i in range(3)]
     same, again = (read(stream(list(parts))).checksums for _ in range(2))
@@ -71,11 +59,12 @@ def test_checksums_tell_contents_and_order():
     swapped = read(stream([parts[1], parts[0], parts[2]])).checksums
     assert swapped["entry 'x'"] != same["entry 'x'"]
     assert swapped["weights"] == same["weights"]
+    assert read(stream(parts, compared=False)).checksums == {}
 
 
 def test_weights_of_a_sum_are_as_they_were_given():
     given = [np.array([3.0, 0.25]), np.array([1e9])]
-    found = stream([batch(2), batch(1)], given, kind="sum")
+    found = stream(paired([batch(2), batch(1)], given), kind="sum")
     read(found)
     assert [found[i].weights.tolist() for i in (0, 1)] == [[3.0, 0.25], [1e9]]
 
@@ -94,7 +83,7 @@ def test_weights_of_a_sum_are_as_they_were_given():
 )
 def test_an_update_needs_an_example_that_counts(weights, groups, message):
     given = [np.full(2, w, np.float32) for w in weights]
-    found = stream([batch(2)] * len(given), given, groups=groups)
+    found = stream(paired([batch(2)] * len(given), given), groups=groups)
     if message is None:
         totals = np.array(read(found).totals)
         assert np.array_equal(totals / totals.max(), np.array(weights) / max(weights))
@@ -105,16 +94,9 @@ def test_an_update_needs_an_example_that_counts(weights, groups, message):
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_the_first_total_above_0_normalizes_the_others(size):
-    """A batch that counts for nothing has no size; a part after it goes on alike."""
+    """A batch that counts for nothing has no size."""
     given = [np.full(2, size * w) for w in (0.0, 3.0, 6.0, 0.75)]
-    supply = Supply([batch(2)] * 4, given, CALL)
-    parts = [
-        BatchStream(supply, 2, "mean", (2,), lambda micro: True, False, CALL)
-        for _ in range(2)
-    ]
-    totals = [total for part in parts for total in read(part).totals]
-    assert supply.first is not None
-    assert (supply.first.number, supply.first.batch) == (1, {})
+    totals = read(stream(paired([batch(2)] * 4, given), groups=(2,))).totals
     assert 0.5 <= totals[1] < 1
     np.testing.assert_allclose(
         totals, [0, totals[1], 2 * totals[1], 0.25 * totals[1]], rtol=1e-15
@@ -134,16 +116,8 @@ def test_batches_without_weights_stand_between_others():
         assert (found[i].number, found[i].batch["x"][0]) == (i, n)
 
 
-def test_weights_may_come_from_an_iterator_beside_a_list():
-    found = read(stream([batch(2)] * 2, iter([[1.0, 2.0], [4.0, 5.0]])))
-    assert (found.length, found.totals[1] / found.totals[0]) == (2, 3.0)
-    left_over = stream([batch(2)] * 2, iter([[1.0, 2.0]] * 3))
-    with pytest.raises(ValueError, match=r"each of the 2 batches\. Got 3"):
-        read(left_over)
-
-
 def test_weights_of_a_sum_beyond_single_precision_are_refused():
-    found = stream([batch(1)] * 2, [[1.0], np.array([1e39])], kind="sum")
+    found = stream(paired([batch(1)] * 2, [[1.0], [1e39]]), kind="sum")
     assert found.reaches(0)
     with pytest.raises(
         ValueError, match=r"train\(weights=...\).*within float32.*1e\+39"
@@ -152,23 +126,19 @@ def test_weights_of_a_sum_beyond_single_precision_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batches", "weights", "error", "message"),
+    ("batches", "error", "message"),
     [
-        (3, None, TypeError, r"train\(batches\)` must be an iterable.*Got an int"),
-        ([batch(1)], 3, TypeError, r"train\(weights=...\)` must be an iterable"),
-        ([], None, ValueError, "must have one batch at least"),
-        ([batch(1)] * 2, [[1.0]], ValueError, "each of the 2 batches. Got 1"),
-        (iter([batch(1)] * 3), [[1.0]], ValueError, "each of the 2 batches. Got 1"),
-        (iter([batch(1)]), [[1.0]] * 2, ValueError, "each of the 1 batches. Got 2"),
-        ([(batch(1), [1.0])], [[1.0]], ValueError, "None where batches are pairs"),
-        ([(batch(1), 1, 2)], None, TypeError, "pairs of .* weights. Got a tuple of 3"),
-        ([[1.0]], None, TypeError, "must be a dict of named arrays"),
-        ([batch(2)], [[1.0]], ValueError, "one number for each of the 2 examples"),
+        (3, TypeError, r"train\(batches\)` must be batches, one after .*Got an int"),
+        (batch(1), TypeError, "Got a dict. Wrap a single batch in a list"),
+        ([], ValueError, "must have one batch at least"),
+        ([(batch(1), 1, 2)], ValueError, "pairs of .* weights. Got a tuple of 3"),
+        ([[1.0]], TypeError, "must be a dict of named arrays"),
+        ([(batch(2), [1.0])], ValueError, "one number for each of the 2 examples"),
     ],
 )
-def test_what_is_refused(batches, weights, error, message):
+def test_what_is_refused(batches, error, message):
     with pytest.raises(error, match=message):
-        read(stream(batches, weights))
+        read(stream(batches))
 
 
 def test_what_an_iterator_raises_says_where():

@@ -39,8 +39,8 @@ def test_every_micro_batch_contributes_to_one_update(count, every, length):
     assert sum(contributions(workers, size, updates, None).values()) == size
 
 
-def report(length, more=False, **checksums):
-    return EpochReport(None, length, more, checksums)
+def report(length, **checksums):
+    return EpochReport(None, length, checksums)
 
 
 def test_reports_that_agree():
@@ -55,14 +55,6 @@ def test_reports_that_agree():
         (
             [report(4), report(4), report(5)],
             "equally many on all workers. Got 4 on worker 0 of the schedule and 5 on 2",
-        ),
-        (
-            [report(4), report(4, more=True)],
-            "Got 4 on worker 0 of the schedule and 4 and more on 1",
-        ),
-        (
-            [report(4, True), report(4)],
-            "Got 4 and more on worker 0 of the schedule and 4 on 1",
         ),
         (
             [report(4, x=1), report(4, y=2), report(4, x=1, y=3)],

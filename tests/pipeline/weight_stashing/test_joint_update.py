@@ -12,7 +12,7 @@ import pytest
 
 from jdist import pipeline
 from tests.pipeline import joint_cases as cases
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.joint_cases import ADAM, made, problem
 from tests.pipeline.pipedream_rules import VERSIONS, adam, layer, losses
 from tests.pipeline.places import workers
@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_all_stages(policy, k):
     expected, norms = serial(policy, params, batches, weights, k, max_norm)
     assert min(norms) < max_norm < max(norms)
     runtime = made(policy, k, max_norm=max_norm)
-    state, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     close(state.params, expected)
 
 
@@ -90,7 +90,7 @@ def test_tied_parameters_have_one_gradient(policy, k):
     params, batches, weights = problem(11, tied=True)
     expected, _ = serial(policy, params, batches, weights, k, tied=(0, 2))
     runtime = made(policy, k, tied=True)
-    state, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     close(state.params, expected)
     first, last = (np.asarray(state.params[j]["b"]) for j in (0, 2))
     assert first.tobytes() == last.tobytes()
@@ -104,7 +104,7 @@ def test_a_clipped_stage_with_replicas_alone():
     stage = pipeline.Stage(layer, ("x",), ("y",))
     options = {"optimizer": ADAM, "max_norm": 0.3, "replicas": (2,)}
     runtime = asynchronous([stage], losses, **options)
-    state, _ = runtime.train_epoch(runtime.init(own), batches, weights)
+    state, _ = runtime.train_epoch(runtime.init(own), paired(batches, weights))
     expected, norms = serial("flush", own, batches, weights, 2, 0.3)
     assert max(norms) > 0.3
     close(state.params, expected)

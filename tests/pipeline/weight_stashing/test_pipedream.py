@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jdist import optim, pipeline, verify
 from jdist.pipeline.weight_stashing import epoch as epoch_module
 from jdist.pipeline.weight_stashing.epoch import EpochStep
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
@@ -78,8 +78,8 @@ def test_rules_in_float64(policy, n, m, k, change, kind, seed):
 def test_losses_of_a_sum():
     params, batches, weights = problem(3, 6)
     mean, whole = made(3), made(3, reduction="sum")
-    _, means = mean.train_epoch(mean.init(params), batches, weights)
-    _, sums = whole.train_epoch(whole.init(params), batches, weights)
+    _, means = mean.train_epoch(mean.init(params), paired(batches, weights))
+    _, sums = whole.train_epoch(whole.init(params), paired(batches, weights))
     first = weights[0].sum()  # Before the first update.
     np.testing.assert_allclose(sums.losses[0], means.losses[0] * first, rtol=1e-12)
     np.testing.assert_allclose(sums.loss, sums.losses.sum(), rtol=1e-12)
@@ -93,7 +93,7 @@ def test_a_batch_without_weight_in_an_update(policy, k):
     for empty in (0, 4):
         weights[empty] = np.zeros_like(weights[empty])
     runtime = made(3, policy, k)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     expected = serial(policy, params, batches, weights, k=k)
     close(state.params, newest(expected), 1e-11)
     assert np.flatnonzero(np.isnan(metrics.losses)).tolist() == [0, 4]
@@ -104,7 +104,7 @@ def test_a_batch_without_weight_in_an_update(policy, k):
     with pytest.raises(
         ValueError, match=r"weights=...\)` must not all be zero in the m"
     ):
-        runtime.train_epoch(runtime.init(params), batches[:2], weights[:2])
+        runtime.train_epoch(runtime.init(params), paired(batches[:2], weights[:2]))
 
 
 def gradients_kept():
@@ -134,13 +134,15 @@ def test_the_judge_of_stashing(judge):
     state = runtime.init(params)
     history = [state.params]
     for t in range(1, m):  # An epoch of t updates ends with version t.
-        after, _ = runtime.train_epoch(state, batches[:t], weights[:t])
+        after, _ = runtime.train_epoch(state, paired(batches[:t], weights[:t]))
         history.append(after.params)
     last = [version("stashing", n, 1, j, m - 1) for j in range(n)]
     met = [history[v][j] for j, v in enumerate(last)]
 
     def candidate(params, batch):
-        state, metrics = runtime.train_epoch(runtime.init(history[0]), batches, weights)
+        state, metrics = runtime.train_epoch(
+            runtime.init(history[0]), paired(batches, weights)
+        )
         return metrics.losses[-1], state.opt_states
 
     report = judge(met, batches[-1], {"stashing": candidate}, weights=weights[-1])
@@ -154,7 +156,7 @@ def test_epochs_begin_with_what_the_one_before_has_left():
     state = runtime.init(params)
     expected = params
     for epoch in range(2):
-        state, _ = runtime.train_epoch(state, batches, weights)
+        state, _ = runtime.train_epoch(state, paired(batches, weights))
         plain = functools.partial(serial, "stashing", change=descent, k=k)
         expected = newest(plain(expected, batches, weights))
         close(state.params, expected, 1e-11)
@@ -169,7 +171,7 @@ def descent(t, grad, moments):
 def test_evaluation_is_that_of_the_newest_weights():
     params, batches, weights = problem(3, 6)
     runtime = made(3)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     found = runtime.evaluate(state, batches[0], weights[0])
     y = functools.reduce(lambda h, p: layer(p, h), state.params, batches[0]["x"])
     expected = np.average(losses(y, batches[0]), weights=weights[0])
@@ -211,7 +213,7 @@ def test_masters_in_an_asynchronous_stage():
     runtime = made(2, optimizer=kept)
     bf16 = [{name: x.astype(jnp.bfloat16) for name, x in b.items()} for b in batches]
     state = runtime.init(params)
-    after, _ = runtime.train_epoch(state, bf16, weights)
+    after, _ = runtime.train_epoch(state, paired(bf16, weights))
     pairs = zip(after.params, after.opt_states, state.params, strict=True)
     for own, opt_state, before in pairs:
         for name, x in own.items():
@@ -235,7 +237,7 @@ def test_states_and_keys():
     state = runtime.init([params[0]["w"]], [jnp.zeros(())], key)
     w, kept = params[0]["w"], jnp.zeros(())
     for epoch in range(2):
-        state, _ = runtime.train_epoch(state, batches, weights)
+        state, _ = runtime.train_epoch(state, paired(batches, weights))
         own = jax.random.fold_in(jax.random.fold_in(key, epoch), 0)
         for i, (batch, each) in enumerate(zip(batches, weights, strict=True)):
             # An example that counts stands where one is excluded, for the state too.
@@ -259,7 +261,7 @@ def test_replicas_follow_their_formula(replicas, k):
     """Micro-batches go round; an update has k of each worker of the stage."""
     params, batches, weights = problem(3, 11)
     runtime = made(3, k=k, replicas=replicas)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     expected = serial("stashing", params, batches, weights, k=k, replicas=replicas)
     close(state.params, newest(expected), 1e-11)
     assert np.isfinite(metrics.losses).all()
@@ -295,7 +297,7 @@ def test_replicas_are_bit_identical(monkeypatch):
     monkeypatch.setattr(EpochStep, "_update", watched)
     params, batches, weights = problem(3, 11)
     runtime = made(3, replicas=(2, 1, 3), places=jax.devices()[:6])
-    runtime.train_epoch(runtime.init(params), batches, weights)
+    runtime.train_epoch(runtime.init(params), paired(batches, weights))
     assert dict(list(versions)) == {0: 6, 1: 11, 2: 4}  # the last of each stage
     for (stage, _), found in versions.items():
         assert tuple(sorted(found)) == runtime.schedule.placement[stage]
@@ -328,7 +330,7 @@ def test_batches_are_read_when_they_are_needed(monkeypatch):
     found = runtime.train_epoch(runtime.init(params), supply())
     assert (len(read), len(done)) == (m, m)
     monkeypatch.undo()
-    same(found, runtime.train_epoch(runtime.init(params), batches, weights))
+    same(found, runtime.train_epoch(runtime.init(params), paired(batches, weights)))
 
 
 def test_an_iterator_that_fails_ends_the_epoch():
@@ -343,7 +345,7 @@ def test_an_iterator_that_fails_ends_the_epoch():
     with pytest.raises(OSError, match="the disk is gone") as caught:
         runtime.train_epoch(state, supply())
     assert caught.value.__notes__ == ["It was raised when batch 4 was read."]
-    after, _ = runtime.train_epoch(state, batches, weights)
+    after, _ = runtime.train_epoch(state, paired(batches, weights))
     close(after.params, newest(serial("stashing", params, batches, weights)), 1e-11)
 
 
@@ -359,64 +361,27 @@ def test_losses_are_not_fetched_all_at_the_end(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_do", watched)
     runtime = made(3)
-    _, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    _, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     assert max(waiting) == 2
     assert metrics.losses.shape == (6,)
 
 
-# --- checkpoints within an epoch ---
+# --- checkpoints between epochs ---
 
 
-@pytest.mark.parametrize(("m", "parts"), [(8, 3), (9, 3), (2, 1)])
-def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
-    params, batches, weights = problem(3, m)
-    runtime, n = made(3, k=2, optimizer=OPTIMIZERS[adam]), 3
+def test_a_run_continues_from_a_checkpoint_between_its_epochs(tmp_path):
+    params, batches, weights = problem(3, 8)
+    runtime, given = made(3, k=2, optimizer=OPTIMIZERS[adam]), paired(batches, weights)
     plain = runtime.init(params)
-    losses = []
-    for first in range(0, m, n):
-        part = slice(first, first + n)
-        plain, metrics = runtime.train_epoch(plain, batches[part], weights[part])
-        losses += metrics.losses.tolist()
-    with pipeline.PipelineCheckpoints(tmp_path / "whole", runtime, keep=None) as saved:
-        options = {"checkpoints": saved, "save_every": n}
-        given = zip(batches, weights, strict=True)
-        state, metrics = runtime.train_epoch(runtime.init(params), given, **options)
-        assert state.step == saved.latest() == parts
-        same(state, plain)
-        assert metrics.losses.tolist() == losses
-        totals = np.array([own.sum() for own in weights])
-        np.testing.assert_allclose(metrics.loss, np.average(losses, weights=totals))
-    with pipeline.PipelineCheckpoints(tmp_path / "cut", runtime) as saved:
-        options = {"checkpoints": saved, "save_every": n}
-        state = runtime.init(params)
-        if parts > 1:  # It ends in the second part, and goes on from the first.
-            cut = n + 1
-            short = failing(zip(batches[:cut], weights[:cut], strict=True))
-            with pytest.raises(OSError, match="cut"):
-                runtime.train_epoch(state, short, **options)
-            state = saved.restore(runtime.init(params))
-        done = state.step * n
-        rest = zip(batches[done:], weights[done:], strict=True)
-        state, _ = runtime.train_epoch(state, rest, **options)
-        same(state, plain)
-
-
-def failing(pairs):
-    yield from pairs
-    raise OSError("cut")
-
-
-def test_saving_that_is_refused(tmp_path):
-    params, batches, _ = problem(3, 2)
-    runtime = made(3)
-    state = runtime.init(params)
-    with pytest.raises(ValueError, match=r"save_every=...\)` must come with the check"):
-        runtime.train_epoch(state, batches, save_every=2)
-    with pipeline.PipelineCheckpoints(tmp_path, runtime) as saved:
-        with pytest.raises(ValueError, match=r"must be at least 1. Got 0"):
-            runtime.train_epoch(state, batches, checkpoints=saved, save_every=0)
-        state, _ = runtime.train_epoch(state, batches, checkpoints=saved)
-        assert saved.latest() == state.step == 1
+    with pipeline.PipelineCheckpoints(tmp_path, runtime, keep=None) as saved:
+        for first in range(0, 8, 3):
+            plain, _ = runtime.train_epoch(plain, given[first : first + 3])
+            saved.save(plain)
+        assert plain.step == saved.latest() == 3
+        state = saved.restore(runtime.init(params), step=1)
+        for first in range(3 * state.step, 8, 3):
+            state, _ = runtime.train_epoch(state, iter(given[first : first + 3]))
+    same(state, plain)
 
 
 # --- versions: how many, how stale, and what they weigh ---
@@ -480,7 +445,7 @@ def test_memory_is_that_of_distinct_versions(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_do", watched)
     states = [runtime.init(params)]  # An epoch may drop the only reference.
-    runtime.train_epoch(states.pop(), batches, weights)
+    runtime.train_epoch(states.pop(), paired(batches, weights))
     assert seen == {(j, kept) for j in range(n) for kept in range(1, n - j + 1)}
     assert (
         held(runtime) == pipeline.simulate(runtime.schedule.resized(m)).weight_versions
@@ -503,7 +468,7 @@ def test_what_is_donated_is_never_in_flight(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_do", watched)
     state = runtime.init(params)
-    after, _ = runtime.train_epoch(state, batches, weights)
+    after, _ = runtime.train_epoch(state, paired(batches, weights))
     donated = [leaf.is_deleted() for leaf in jax.tree.leaves(states)]
     assert any(donated)
     leaves = jax.tree.leaves((state, after))
@@ -513,17 +478,17 @@ def test_what_is_donated_is_never_in_flight(monkeypatch):
 def test_nothing_compiles_in_the_second_epoch(caplog):
     params, batches, weights = problem(3, 6)
     runtime = made(3, k=2)
-    state, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     with jax.log_compiles():
-        runtime.train_epoch(state, batches, weights)
+        runtime.train_epoch(state, paired(batches, weights))
     assert not [r for r in caplog.records if "Compiling" in r.message]
 
 
 def test_one_device_and_several_have_the_same_bits():
     params, batches, weights = problem(3, 6)
     one, several = made(3), made(3, places=jax.devices()[:3])
-    expected = one.train_epoch(one.init(params), batches, weights)
-    found = several.train_epoch(several.init(params), batches, weights)
+    expected = one.train_epoch(one.init(params), paired(batches, weights))
+    found = several.train_epoch(several.init(params), paired(batches, weights))
     same(found, expected)
     for j, own in enumerate(found[0].params):
         assert {x.device for x in jax.tree.leaves(own)} == {jax.devices()[j]}
@@ -550,12 +515,16 @@ def test_arguments_that_are_refused():
     params, batches, weights = problem(3, 2)
     runtime = made(3)
     state = runtime.init(params)
-    with pytest.raises(ValueError, match="one array for each of the 2 batches"):
-        runtime.train_epoch(state, batches, weights[:1])
     with pytest.raises(ValueError, match=r"train_epoch\(weights=...\)` must be one"):
-        runtime.train_epoch(state, batches, [weights[0], weights[1][:1]])
+        runtime.train_epoch(state, [batches[0], (batches[1], weights[1][:1])])
     with pytest.raises(TypeError, match="must be a dict of named arrays"):
         runtime.train_epoch(state, [batches[0], [1.0]])
+    with pytest.raises(
+        TypeError, match=r"train_epoch\(batches\)` must be batches, one"
+    ):
+        runtime.train_epoch(state, batches[0])
+    with pytest.raises(ValueError, match=r"pairs of .* weights. Got a tuple of 3"):
+        runtime.train_epoch(state, [(batches[0], weights[0], None)])
     with pytest.raises(ValueError, match="must have one batch at least"):
         runtime.train_epoch(state, [])
     with pytest.raises(ValueError, match=r"must have one batch at least\. Got none"):

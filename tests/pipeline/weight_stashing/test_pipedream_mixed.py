@@ -10,7 +10,7 @@ import pytest
 
 from jdist import optim, pipeline, verify
 from jdist.pipeline.weight_stashing.epoch import EpochStep
-from tests.pipeline.epochs import asynchronous
+from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.pipedream_cases import SCALE, half_problem, scaled_optimizer
 from tests.pipeline.pipedream_rules import (
     SKIPPED,
@@ -66,7 +66,7 @@ def test_each_stage_skips_its_own_updates(policy, k, change, replicas):
     params, batches, weights = problem(3, 8)
     batches = planted(batches, 1e308)
     runtime = made(IN_FLOAT64[change], policy, k, replicas=replicas)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     options = {"k": k, "replicas": replicas, "scale": SCALE}
     history = serial(policy, params, batches, weights, change, **options)
     same = [sum(a is b for a, b in pairwise(h)) for h in history]
@@ -77,7 +77,7 @@ def test_each_stage_skips_its_own_updates(policy, k, change, replicas):
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
     assert np.isfinite(metrics.losses).all()
     # The next epoch counts from nothing.
-    _, metrics = runtime.train_epoch(state, batches[:2], weights[:2])
+    _, metrics = runtime.train_epoch(state, paired(batches[:2], weights[:2]))
     assert metrics.skipped == [0, 0, 0]
 
 
@@ -88,7 +88,7 @@ def test_a_batch_without_weight_is_no_overflow(kind):
     batches = planted(batches, 0.0)
     weights[3] = np.zeros_like(weights[3])
     runtime = made(IN_FLOAT64[momentum], k=2, reduction=kind)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     history = serial("stashing", params, batches, weights, k=2, scale=SCALE, kind=kind)
     assert metrics.skipped == [0, 0, 0]
     expected = [versions[-1] for versions in history]
@@ -118,7 +118,7 @@ def test_updates_in_16_bits(monkeypatch):
     monkeypatch.setattr(EpochStep, "_update", watched)
     params, batches, weights = half_problem()
     runtime = made(IN_FLOAT16, "2bw", k)
-    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    state, metrics = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     assert metrics.skipped == SKIPPED
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"float16"}
     assert {str(x.dtype) for x in jax.tree.leaves(masters_of(state))} == {"float32"}
@@ -193,7 +193,7 @@ def test_memory_is_that_of_the_versions(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_do", watched)
     states = [runtime.init(params)]  # An epoch may drop the only reference.
-    _, metrics = runtime.train_epoch(states.pop(), batches, weights)
+    _, metrics = runtime.train_epoch(states.pop(), paired(batches, weights))
     assert metrics.skipped == SKIPPED
     assert seen == {(j, kept) for j in range(3) for kept in range(1, 4 - j)}
 
@@ -231,7 +231,7 @@ def test_joined_weight_gradients_are_those_of_other_stages(kind, k):
     for stages in (None, joining):
         runtime = made(IN_FLOAT64[momentum], "2bw" if k > 1 else "stashing", k,
                        stages=stages, reduction=kind)  # fmt: skip
-        state, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+        state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
         found.append(masters_of(state))
     plain, joined = map(jax.tree.leaves, found)
     for a, b in zip(plain, joined, strict=True):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.pipeline import pipedream_cases as cases
+from tests.pipeline.epochs import paired
 from tests.pipeline.pipedream_rules import problem
 from tests.pipeline.places import workers
 from tests.rpc import hosts as processes_of
@@ -107,7 +108,7 @@ def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault
         assert ["'worker1'" in text for text, _ in found] == [True, False, True]
     runtime = cases.runtime_of(3)
     params, batches, weights = problem(3, 9, dtype=np.float32)
-    after, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+    after, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     for rank, (_, own) in enumerate(found):
         same_bits(own[rank], after.params[rank])
 
