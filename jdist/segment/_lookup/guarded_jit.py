@@ -147,6 +147,9 @@ class GuardedJit:
 
 def _known_program(version: Any, arguments: tuple[Any, ...]) -> Hashable:
     """The program that a version was traced to for these arguments; else None."""
+    # JAX has no public way to look into its cache of traces. It calls the function only
+    # where the cache has no trace, and the exception then ends this one: a trace would
+    # read the values of today, and pass for the program of another day.
     _comparing.on = True
     try:
         return identity_of(version.trace(*arguments).jaxpr)

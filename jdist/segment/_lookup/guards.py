@@ -116,11 +116,6 @@ def at_name(named: tuple[object, str]) -> tuple[Any, ...]:
     return kind, raw, own
 
 
-def in_class_at_name(named: tuple[type, str]) -> tuple[Any, ...]:
-    """An attribute of a class."""
-    return (in_class(*named),)
-
-
 def in_class_body(kind: type) -> tuple[Any, ...]:
     """The names and values of a class, without those of its bases; and these."""
     return kind.__mro__, *vars(kind), *vars(kind).values()

@@ -21,7 +21,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jdist._compat import (
     STATIC_ARGUMENT,
     WRAPPED_FUNCTION,
-    inner_programs,
     parts_of_wrapped,
 )
 from jdist.segment._lookup.contents import (
@@ -47,20 +46,6 @@ def likeness_of(program: ClosedJaxpr) -> Hashable:
     # Changed functions are refused by it: what cannot be compared, such as a callback,
     # is left out.
     return _Writer(certain=False).closed(program)
-
-
-def calls_user(program: ClosedJaxpr) -> bool:
-    """Whether a program has host callbacks to functions of the user's."""
-    waiting: list[Any] = [program.jaxpr]
-    while waiting:
-        for equation in waiting.pop().eqns:
-            values = equation.params.values() if _calls_host(equation) else ()
-            called = [x for x in values if callable(x) and not isinstance(x, type)]
-            if any(True for each in called for _ in _users_functions(each)):
-                return True
-            inner = inner_programs(equation)
-            waiting += [getattr(each, "jaxpr", each) for each in inner]
-    return False
 
 
 def _calls_host(equation: JaxprEqn) -> bool:
