@@ -30,10 +30,12 @@ class Peers:
 
     Attributes:
       size: Number of processes.
+      rank: The number of this one.
     """
 
     def __init__(self, timeout: float, records: RecordExchange | None = None) -> None:
         self.size: Final = 1 if records is None else records.size
+        self.rank: Final = 0 if records is None else records.rank
         self._timeout = timeout
         self._records = records
         if records is not None:

@@ -8,11 +8,12 @@ cannot be told apart, and are judged together.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jdist.verify.tracing.layout import Layout, finite_part, infinities
+from jdist.verify.tracing.mesh_parts import WHOLE, Part
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 
@@ -29,12 +30,14 @@ class Passed:
       cotangents: Cotangents, of the same shape; None in the forward pass.
       found: The class of each row; `NONE` for a row of no example.
       calls: Number of rows of each record.
+      devices: The coordinates of each record's device in the mesh.
     """
 
     values: np.ndarray
     cotangents: np.ndarray | None
     found: np.ndarray
     calls: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
 
     def rows_by_call(self) -> Iterator[np.ndarray]:
         """The rows of each record."""
@@ -44,7 +47,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aligned:
-    """All records of one tap, beside the reference's passages of that tap.
+    """All records of one part of a tap, beside the reference's passages of that tap.
 
     A row of the reference is `examples * k + e`: example e at passage k of these.
 
@@ -54,6 +57,8 @@ class Aligned:
       label: The class of each row of the reference: the first row that is equal.
       forward: The candidate's values.
       backward: The candidate's cotangents, and the values beside them.
+      passages: The reference's passages, of this part.
+      part: The part of the value that these devices have.
     """
 
     places: tuple[int, ...]
@@ -61,12 +66,31 @@ class Aligned:
     label: np.ndarray
     forward: Passed
     backward: Passed
+    passages: tuple[Passage, ...]
+    part: Part
+
+    def passage_at(self, place: int) -> Passage:
+        """The reference's passage at a place, of this part."""
+        return self.passages[self.places.index(place)]
 
     def classes_at(self, place: int) -> np.ndarray:
         """The class of each example at a passage."""
         start = self.places.index(place) * self.examples
         found: np.ndarray = self.label[start : start + self.examples]
         return found
+
+    def with_cotangents(self, added: Sequence[tuple[int, np.ndarray]]) -> "Aligned":
+        """With cotangents of other processes: the class of each, and the row."""
+        if not added:
+            return self
+        own, new = self.backward, np.stack([row for _, row in added])
+        assert own.cotangents is not None
+        found = np.append(own.found, [label for label, _ in added])
+        values = np.concatenate([own.values, new])  # Only cotangents are looked at.
+        cotangents = np.concatenate([own.cotangents, new])
+        return replace(
+            self, backward=Passed(values, cotangents, found, own.calls, own.devices)
+        )
 
     def members(self, label: int) -> list[tuple[int, int]]:
         """The place and the example of each row of a class."""
@@ -75,15 +99,20 @@ class Aligned:
 
 
 def align(
-    places: Sequence[int], passages: Sequence[Passage], records: Sequence[TapRecord]
+    places: Sequence[int],
+    passages: Sequence[Passage],
+    records: Sequence[TapRecord],
+    part: Part = WHOLE,
 ) -> Aligned:
-    """Aligns all records of one tap with the reference's passages.
+    """Aligns all records of one part of a tap with the reference's passages.
 
     Args:
       places: The positions of these passages among all.
       passages: The passages, of one layout.
-      records: The candidate's records, in any order, all of that layout.
+      records: The candidate's records, in any order, all of that layout and part.
+      part: The part of the value that they show.
     """
+    passages = tuple(map(part.of, passages))
     expected = np.concatenate([p.forward.values for p in passages])
     bounds = np.concatenate([p.forward.bounds for p in passages])
     label = _classes(expected, bounds)
@@ -98,12 +127,13 @@ def align(
         stacked = _stacked(values, expected)
         found = _matched(stacked, expected, bounds, label)
         calls = tuple(map(len, values))
-        return Passed(
-            stacked, _stacked(theirs, expected) if backward else None, found, calls
-        )
+        cotangents = _stacked(theirs, expected) if backward else None
+        devices = tuple(r.place for r in own)
+        return Passed(stacked, cotangents, found, calls, devices)
 
     examples = len(passages[0].forward.values)
-    return Aligned(tuple(places), examples, label, passed(False), passed(True))
+    sides = passed(False), passed(True)
+    return Aligned(tuple(places), examples, label, *sides, passages, part)
 
 
 def _rows(layout: Layout, array: np.ndarray, axes: int) -> np.ndarray:

@@ -156,7 +156,7 @@ def trace_judge(
         with joined(TIMEOUT) as peers, on_one_device(given):
             report = reference.judge({NAME: _recorded(candidate, first)}, peers)
             (recording, result), *_ = first
-            findings = search(own, recording.records, w > 0)
+            findings = search(own, recording.records, w > 0, peers)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)

@@ -1,7 +1,7 @@
 """The axis of examples of a tapped value, found by tracing a larger batch."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -37,26 +37,49 @@ class Layout(NamedTuple):
             Below them a value of a single example may lack the axis.
         """
         outer, own = array.shape[:axes], array.shape[axes:]
-        if self.axis is None:
-            fits = own == self.shape
-            return array.reshape(int(np.prod(outer)), -1) if fits else None
-        others = self.shape[: self.axis] + self.shape[self.axis + 1 :]
-        if own == others and self.each == 1:
-            return array.reshape(int(np.prod(outer)), -1)
-        if len(own) != len(self.shape) or own[self.axis] % self.each:
-            return None
-        if own[: self.axis] + own[self.axis + 1 :] != others:
-            return None
-        inner = np.moveaxis(array, axes + self.axis, axes)
-        count = int(np.prod(outer)) * (own[self.axis] // self.each)
-        return inner.reshape(count, self.each * int(np.prod(others)))
+        for dims in self.dimensions(len(own)):
+            sizes = dict(zip(dims, own, strict=True))
+            full = tuple(sizes.get(d, 1) for d in range(len(self.shape)))
+            if self.axis is None:
+                if full == self.shape:
+                    return array.reshape(int(np.prod(outer)), -1)
+                continue
+            others = self._others(self.shape)
+            if self._others(full) != others or (
+                self.axis not in dims and self.each > 1
+            ):
+                continue
+            if full[self.axis] % self.each:
+                continue
+            inner = np.moveaxis(array.reshape(*outer, *full), axes + self.axis, axes)
+            count = int(np.prod(outer)) * (full[self.axis] // self.each)
+            return inner.reshape(count, self.each * int(np.prod(others)))
+        return None
+
+    def dimensions(self, ndim: int) -> Iterator[tuple[int, ...]]:
+        """The dimensions that a value of `ndim` dimensions may have of the shape.
+
+        `vmap` over single examples takes the axis away, and leaves dimensions of size 1
+        where the examples were.
+        """
+        every = range(len(self.shape))
+        ones = {d for d in every if self.shape[d] == 1 and d != self.axis}
+        axis = set() if self.axis is None else {self.axis}
+        for absent in (set(), axis, ones, axis | ones):
+            kept = tuple(d for d in every if d not in absent)
+            if len(kept) == ndim:
+                yield kept
+
+    def _others(self, shape: Shape) -> Shape:
+        assert self.axis is not None, "a value without examples is compared as a whole"
+        return shape[: self.axis] + shape[self.axis + 1 :]
 
     def row_shape(self) -> Shape:
         """The shape of one example's part, for words."""
         if self.axis is None:
             return self.shape
         own = (self.each,) if self.each > 1 else ()
-        return own + self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        return own + self._others(self.shape)
 
 
 def finite_part(array: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@
 - Differentiated, its tangent passes through a linear identity, whose transpose is a tap
   again, of the cotangent and the value. So the rows of a cotangent are identified by
   those of its value, in whatever order micro-batches, shards and threads arrive.
+- Inside of `shard_map` it has one array more: the device's coordinates in the mesh.
 
 It has no effect in JAX's sense: checkpoints, loops and split backward passes treat it
 like any other equation. To XLA it is a call with side effects, so that none is dropped.
@@ -29,8 +30,8 @@ from jdist._compat import is_partitioned
 Receiver = Callable[[str, int, Sequence[np.ndarray]], None]
 """`receive(name, axes, arrays)`: called by XLA's threads, with arrays of its own.
 
-The arrays are the value, or the cotangent and the value; `axes` is how many of their
-leading axes are those of `vmap`.
+The arrays are the value, or the cotangent and the value, then the coordinates if there
+are any; `axes` is how many of their leading axes are those of `vmap`.
 """
 
 tap_p = Primitive("tap")
@@ -38,9 +39,12 @@ tap_p = Primitive("tap")
 tangent_p = Primitive("tap_tangent")
 
 
-def show(*arrays: jax.Array, name: str, receive: Receiver, axes: int = 0) -> jax.Array:
-    """Returns the first array; `receive` gets all of them when the program runs."""
-    return tap_p.bind(*arrays, name=name, receive=receive, axes=axes)
+def show(*arrays: jax.Array, name: str, receive: Receiver, kept: int = 1) -> jax.Array:
+    """Returns the first array; `receive` gets all of them when the program runs.
+
+    The last `kept` arrays identify a cotangent, and are passed with it.
+    """
+    return tap_p.bind(*arrays, name=name, receive=receive, axes=0, kept=kept)
 
 
 def _first(x: ShapedArray, *_: object, **__: object) -> ShapedArray:
@@ -50,14 +54,23 @@ def _first(x: ShapedArray, *_: object, **__: object) -> ShapedArray:
 # --- without a transformation, and compiled ---
 
 
-def _run(*arrays: jax.Array, name: str, receive: Receiver, axes: int) -> jax.Array:
+def _run(
+    *arrays: jax.Array, name: str, receive: Receiver, axes: int, kept: int
+) -> jax.Array:
+    del kept
     receive(name, axes, [np.array(x) for x in arrays])
     return arrays[0]
 
 
 def _staged_on_cpu(
-    *arrays: jax.Array, name: str, receive: Receiver, axes: int, partitioned: bool
+    *arrays: jax.Array,
+    name: str,
+    receive: Receiver,
+    axes: int,
+    kept: int,
+    partitioned: bool,
 ) -> jax.Array:
+    del kept
     dtypes = [x.dtype for x in arrays]
 
     def run(context: object, buffers: Sequence[np.ndarray], *inputs: ArrayLike) -> None:
@@ -81,9 +94,14 @@ def _staged_on_cpu(
 
 
 def _staged_elsewhere(
-    *arrays: jax.Array, name: str, receive: Receiver, axes: int, partitioned: bool
+    *arrays: jax.Array,
+    name: str,
+    receive: Receiver,
+    axes: int,
+    kept: int,
+    partitioned: bool,
 ) -> jax.Array:
-    del partitioned
+    del partitioned, kept
 
     def run(*inputs: ArrayLike) -> None:
         receive(name, axes, [np.array(x) for x in inputs])
@@ -147,26 +165,28 @@ def _differentiate(
     primitive: Primitive,
     primals: Sequence[jax.Array],
     tangents: Sequence[jax.Array | ad.Zero],
+    kept: int,
     **params: object,
 ) -> tuple[jax.Array, jax.Array | ad.Zero]:
-    found = primitive.bind(*primals, **params)
+    found = primitive.bind(*primals, kept=kept, **params)
     if isinstance(tangents[0], ad.Zero):
         return found, tangents[0]
-    # The last of several arrays is the value, which identifies its tangent.
-    return found, tangent_p.bind(tangents[0], primals[-1], **params)
+    # The value, one of the last arrays, identifies its tangent.
+    return found, tangent_p.bind(tangents[0], *primals[-kept:], kept=kept, **params)
 
 
 def _transpose(
     cotangent: jax.Array | ad.Zero,
     tangent: jax.Array,
-    value: jax.Array,
+    *kept: jax.Array,
     **params: object,
-) -> tuple[jax.Array | ad.Zero, None]:
+) -> tuple[jax.Array | ad.Zero | None, ...]:
     del tangent
+    none = (None,) * len(kept)
     if type(cotangent) is ad.Zero:
         # A cotangent that is symbolically zero has nothing to show.
-        return cotangent, None
-    return tap_p.bind(cotangent, value, **params), None
+        return cotangent, *none
+    return tap_p.bind(cotangent, *kept, **params), *none
 
 
 for primitive in (tap_p, tangent_p):

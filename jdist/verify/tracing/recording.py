@@ -7,6 +7,7 @@ adds them to the active recordings of the process that receives them.
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
@@ -23,6 +24,22 @@ those with taps serve no call after it.
 """
 
 
+class MeshAxis(NamedTuple):
+    """An axis along which the devices of a tap have values of their own.
+
+    Attributes:
+      name: Name of the mesh axis.
+      size: Number of devices along it.
+      dim: The dimension of the value that is divided over it; None if none is.
+      declared: Whether the tap names the axis.
+    """
+
+    name: str
+    size: int
+    dim: int | None
+    declared: bool
+
+
 class TapRecord(NamedTuple):
     """One passage of a tap.
 
@@ -32,12 +49,16 @@ class TapRecord(NamedTuple):
       value: The value.
       cotangent: The value's cotangent, of its shape, in the backward pass; None in the
         forward pass.
+      mesh: The axes of the mesh, inside of `shard_map`.
+      place: The coordinate of the device along each of them.
     """
 
     name: str
     axes: int
     value: np.ndarray
     cotangent: np.ndarray | None
+    mesh: tuple[MeshAxis, ...] = ()
+    place: tuple[int, ...] = ()
 
 
 class TapRecording:
@@ -63,9 +84,9 @@ class TapRecording:
     def records(self) -> tuple[TapRecord, ...]:
         """The records so far, in the order of arrival.
 
-        Each is a tuple `(name, axes, value, cotangent)`: the tap's name, how many
-        leading axes of the arrays are those of `vmap`, the value, and its cotangent in
-        the backward pass, else None.
+        Each is a tuple `(name, axes, value, cotangent, mesh, place)`: the tap's name,
+        how many leading axes of the arrays are those of `vmap`, the value, its
+        cotangent in the backward pass, else None, and where in a mesh it is.
         """
         with _lock:
             return tuple(self._records)
@@ -93,10 +114,39 @@ _lock = threading.Lock()
 _active: list[TapRecording] = []
 
 
-def deliver(name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
-    """Adds a passage to all recordings: a value, or a cotangent and its value."""
-    *cotangent, value = arrays
-    _add([TapRecord(name, axes, value, cotangent[0] if cotangent else None)])
+# Without slots: JAX refers weakly to what programs call.
+@dataclass(frozen=True)
+class Delivery:
+    """Adds passages to all recordings.
+
+    Attributes:
+      mesh: The axes of the mesh of which the last array has the coordinates.
+    """
+
+    mesh: tuple[MeshAxis, ...] = ()
+
+    def __call__(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
+        """Adds a passage: a value, or a cotangent and its value; then coordinates."""
+        if not self.mesh:
+            *cotangent, value = arrays
+            _add([TapRecord(name, axes, value, cotangent[0] if cotangent else None)])
+            return
+        *shown, places = arrays
+        # An axis of `vmap` can be an axis of the mesh: its rows have other places.
+        outer = (
+            places.shape[:-1]
+            if np.ptp(places.reshape(-1, len(self.mesh)), 0).any()
+            else ()
+        )
+        records = []
+        for i in np.ndindex(outer):
+            *cotangent, value = (x[i] for x in shown)
+            place = tuple(places[i].reshape(-1, len(self.mesh))[0].tolist())
+            own = cotangent[0] if cotangent else None
+            records.append(
+                TapRecord(name, axes - len(outer), value, own, self.mesh, place)
+            )
+        _add(records)
 
 
 def replay(records: Iterable[Sequence[object]]) -> None:
@@ -106,16 +156,19 @@ def replay(records: Iterable[Sequence[object]]) -> None:
       records: `TapRecording.records`, as they are or as plain tuples.
 
     Raises:
-      ValueError: One of them does not have the four fields of a `TapRecord`.
+      ValueError: One of them does not have the fields of a `TapRecord`.
     """
     made = []
     rule = "must be records, each a tuple"
     for each in listed("replay(records=...)", records, Sequence, rule):
-        if len(each) != len(TapRecord._fields):
+        # Of one device, which has no place in a mesh, four fields are enough.
+        if len(each) not in (4, len(TapRecord._fields)):
             rule = f"must be records: {', '.join(TapRecord._fields)}"
             got = f"a sequence of {len(each)}"
             raise ValueError(requirement("replay(records=...)", rule, got))
-        made.append(TapRecord(*each))
+        record = TapRecord(*each)
+        mesh = tuple(MeshAxis(*axis) for axis in record.mesh)
+        made.append(record._replace(mesh=mesh, place=tuple(record.place)))
     _add(made)
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from jdist._errors import VerificationError
 from jdist.verify.report import Report
 
+UNCOMPARED = "no tap could be compared, so that none is known to be right"
+"""The note that a report begins with, because the place is then no more than a leaf."""
+
 SHOWN = 6
 """Number of names that a list shows before it is abridged."""
 
@@ -84,16 +87,18 @@ class Trace:
         return self
 
     def _place(self) -> str:
+        words = f"first difference: {self.difference}"
         if self.difference is None:
-            return "no tap differs"
-        return f"first difference: {self.difference}"
+            words = "no tap differs"
+        return f"{UNCOMPARED}\n{words}" if UNCOMPARED in self.notes else words
 
     def __str__(self) -> str:
         """A few lines: the place, what is right before it, the leaves, the notes."""
         wrong = [row.path for row in self.report.failures]
         unjudged = [row.path for row in self.report.unjudged]
         lines = ["right" if self.ok else "WRONG" if wrong else "not judged"]
-        if self.difference is not None or not self.ok:
+        told = self.difference is not None or not self.ok
+        if told:
             lines.append(self._place())
         lines.append(f"right before it: {_list(self.right)}")
         judged = f"{len(self.report.leaves)} leaves judged"
@@ -102,7 +107,8 @@ class Trace:
             lines.append(f"not judged: {_list(unjudged)}")
         if self.report.oracle is not None:
             lines.append(str(self.report.oracle))
-        lines += [f"note: {note}" for note in (*self.report.notes, *self.notes)]
+        own = [note for note in self.notes if not (told and note == UNCOMPARED)]
+        lines += [f"note: {note}" for note in (*self.report.notes, *own)]
         return "\n".join(lines)
 
 

@@ -9,18 +9,32 @@ of an example that is seen gives its factor, which it has to keep at the taps be
 Copies of a row count once, and parts of a row on several shards are added up.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+import base64
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from jdist.verify.explanations import likeness
-from jdist.verify.tracing.alignment import NONE, Aligned, Passed, align, units
-from jdist.verify.tracing.layout import finite_part
+from jdist.verify.processes import TIMEOUT, Peers
+from jdist.verify.tracing.alignment import NONE, Aligned, align, units
+from jdist.verify.tracing.layout import Layout, finite_part
+from jdist.verify.tracing.mesh_parts import Part, declared, divisions, part_of
 from jdist.verify.tracing.recording import TapRecord
-from jdist.verify.tracing.reference import Passage, Rows
-from jdist.verify.tracing.report import Difference
+from jdist.verify.tracing.reference import Passage
+from jdist.verify.tracing.report import UNCOMPARED, Difference
+
+ABSENT = "no such value is computed"
+
+DECLARE = (
+    ": it may be divided over several axes of the mesh. Say which: "
+    "verify.tap(x, name, axis=dimension)"
+)
 
 STALE = (
     "the backward pass has other values than the forward pass, as of stale parameters"
@@ -51,7 +65,10 @@ class Findings:
 
 
 def search(
-    passages: Sequence[Passage], records: Sequence[TapRecord], counted: np.ndarray
+    passages: Sequence[Passage],
+    records: Sequence[TapRecord],
+    counted: np.ndarray,
+    peers: Peers | None = None,
 ) -> Findings:
     """Looks for the first difference.
 
@@ -59,56 +76,165 @@ def search(
       passages: The reference's passages, in order.
       records: The candidate's records.
       counted: Which examples have a weight.
+      peers: The processes that search together, each in the records of its own; all
+        find the same difference. None for this one alone.
     """
+    peers = peers or Peers(TIMEOUT)
     findings = Findings()
     aligned = _aligned(passages, records, findings.notes)
-    if not records:
+    if not any(peers.exchange(bool(records))):
+        findings.notes.insert(0, UNCOMPARED)
         findings.notes.append(
             "the candidate has reached no tap: it is compiled ahead of time, or runs "
             "in another process. See `verify.TapRecording` and `verify.replay`"
         )
-    findings.difference = _forward(passages, aligned, counted, findings)
-    if findings.difference is None:
-        findings.difference = _Backward(passages, aligned, counted, findings).first()
-    return findings
+    elif not any(peers.exchange(bool(aligned.forward))):
+        findings.notes.insert(0, UNCOMPARED)
+    findings.difference = _forward(passages, aligned.forward, counted, findings, peers)
+    if findings.difference is not None:
+        return findings
+    # Copies of a cotangent are the whole each, or terms of a sum: which, all taps
+    # together can tell.
+    tried: list[tuple[int, float, Findings]] = []
+    for summed in (False, True):
+        own = deepcopy(findings)
+        backward = _Backward(passages, aligned.backward, counted, own, peers, summed)
+        own.difference = backward.first()
+        if own.difference is None:
+            return own
+        tried.append((len(own.right), -own.difference.ratio, own))
+    return max(tried, key=lambda x: x[:2])[2]
+
+
+Orders = set[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Coordinates of a device, and examples as a call on it has them."""
+
+Places = dict[int, list[Aligned]]
+"""The candidate's records by place, for each part of the value; where it passed."""
+
+
+class _Sides(NamedTuple):
+    """Records by the part that they show.
+
+    Attributes:
+      forward: For values, of which each copy has to be right.
+      backward: For cotangents: those of several copies may be parts of a sum.
+    """
+
+    forward: Places
+    backward: Places
 
 
 def _aligned(
     passages: Sequence[Passage], records: Sequence[TapRecord], notes: list[str]
-) -> dict[int, Aligned]:
+) -> _Sides:
     """The candidate's records by place, where it reached that tap."""
-    places: dict[tuple[str, object], list[int]] = {}
+    places: dict[tuple[str, Layout], list[int]] = {}
     for place, passage in enumerate(passages):
         places.setdefault((passage.name, passage.layout), []).append(place)
     by_name: dict[str, list[TapRecord]] = {}
     for record in records:
         by_name.setdefault(record.name, []).append(record)
-    found: dict[int, Aligned] = {}
-    fitting: set[int] = set()
-    for (name, _), own in places.items():
-        like = passages[own[0]].layout
-        fit = [
-            r for r in by_name.get(name, ()) if like.rows(r.value, r.axes) is not None
-        ]
-        fitting.update(map(id, fit))
-        if fit:
-            aligned = align(own, [passages[p] for p in own], fit)
-            found.update(dict.fromkeys(own, aligned))
-    absent = {p.name for p in passages} - by_name.keys()
-    if absent and records:
-        notes.append(f"not reached by the candidate: {', '.join(sorted(absent))}")
-    own_names = {p.name for p in passages}
-    strange = sorted({r.name for r in records} - own_names)
-    notes += [f"{name} is no tap in the loss" for name in strange]
+    left = set(map(id, records))
+    learned: set[tuple[str, int]] = set()
+    sides = _Sides({}, {})
+    # What is declared first: a shape alone may be explained by several tables.
+    for find in (_declared, partial(_inferred, learned)):
+        for (name, layout), own in places.items():
+            like = [passages[p] for p in own]
+            free = [r for r in by_name.get(name, ()) if id(r) in left]
+            parts = find(layout, like, free)
+            blocks: dict[Part, list[TapRecord]] = {}
+            for part, each in parts.items():
+                blocks.setdefault(part.block(), []).extend(each)
+                for record in each:
+                    left.discard(id(record))
+            for side, given in zip(sides, (parts, blocks), strict=True):
+                aligned = [align(own, like, each, part) for part, each in given.items()]
+                for place in own if aligned else ():
+                    side.setdefault(place, []).extend(aligned)
+    notes += _not_compared(passages, records, left)
+    return sides
+
+
+def _not_compared(
+    passages: Sequence[Passage], records: Sequence[TapRecord], left: Set[int]
+) -> Iterator[str]:
+    """Notes on taps that were not reached, and on records of other shapes."""
+    names = {p.name for p in passages}
+    reached = {r.name for r in records}
+    if records and names - reached:
+        yield f"not reached by the candidate: {', '.join(sorted(names - reached))}"
+    for name in sorted(reached - names):
+        yield f"{name} is no tap in the loss"
     misfits = {
-        (r.name, r.value.shape)
+        (r.name, r.value.shape, any(not axis.declared for axis in r.mesh))
         for r in records
-        if id(r) not in fitting and r.name in own_names
+        if id(r) in left and r.name in names
     }
-    notes += [
-        f"{name} was not compared where its shape is {shape}"
-        for name, shape in sorted(misfits)
-    ]
+    for name, shape, free in sorted(misfits):
+        advice = DECLARE if free else ""
+        yield f"{name} was not compared where its shape is {shape}{advice}"
+
+
+def _declared(
+    layout: Layout, passages: Sequence[Passage], records: Sequence[TapRecord]
+) -> dict[Part, list[TapRecord]]:
+    """The records whose shape is right with what their taps declare."""
+    found: dict[Part, list[TapRecord]] = {}
+    for record in records:
+        part = part_of(layout, record, declared(record))
+        if part is not None:
+            found.setdefault(part, []).append(record)
+    return found
+
+
+def _inferred(
+    learned: set[tuple[str, int]],
+    layout: Layout,
+    passages: Sequence[Passage],
+    records: Sequence[TapRecord],
+) -> dict[Part, list[TapRecord]]:
+    """The records of which one division over the mesh explains shape and values.
+
+    Args:
+      learned: The axes of the taps before, with the sizes of what they divide.
+      layout: The layout of the passages.
+      passages: The reference's passages.
+      records: Records of other shapes.
+    """
+    alike: dict[object, list[TapRecord]] = {}
+    for record in records:
+        key = record.mesh, record.axes, record.value.shape
+        alike.setdefault(key, []).append(record)
+    found: dict[Part, list[TapRecord]] = {}
+    for own in alike.values():
+        tried = []
+        for division in divisions(layout, own[0]):
+            parts: dict[Part, list[TapRecord]] = {}
+            for record in own:
+                part = part_of(layout, record, division)
+                if part is not None:
+                    parts.setdefault(part, []).append(record)
+            known = sum(
+                int((aligned.forward.found != NONE).sum())
+                for part, each in parts.items()
+                for aligned in [align(range(len(passages)), passages, each, part)]
+            )
+            pairs = {
+                (cut.axis, layout.shape[cut.dim])
+                for part in parts
+                for cut in part.block().cuts
+            }
+            tried.append((known, len(pairs & learned), parts, pairs))
+        tried.sort(key=lambda x: x[:2], reverse=True)
+        # Of several that explain the shape, the values tell the right one; else what
+        # the axes divide at the taps before.
+        if tried and (len(tried) == 1 or tried[0][:2] > tried[1][:2]):
+            known, _, parts, pairs = tried[0]
+            learned |= pairs if known else set()
+            for part, each in parts.items():
+                found.setdefault(part, []).extend(each)
     return found
 
 
@@ -117,64 +243,106 @@ def _aligned(
 
 def _forward(
     passages: Sequence[Passage],
-    aligned: Mapping[int, Aligned],
+    aligned: Places,
     counted: np.ndarray,
     findings: Findings,
+    peers: Peers,
 ) -> Difference | None:
-    orders: set[tuple[int, ...]] = set()
+    orders: Orders = set()
     for place, passage in enumerate(passages):
-        own = aligned.get(place)
-        if own is None:
+        owns = aligned.get(place, ())
+        whole = passage.layout.axis is None
+        every = whole | counted if not whole else np.ones(1, bool)
+        present: dict[str, set[int]] = {}
+        shown: dict[str, set[str]] = {}
+        for told in peers.exchange([_told(own, place) for own in owns]):
+            for part, examples, digests in told:
+                present.setdefault(part, set()).update(examples)
+                shown.setdefault(part, set()).update(digests)
+        if not present:
             continue
-        # Records of another process may be of its backward pass alone.
-        passed = own.forward if len(own.forward.found) else own.backward
-        classes = own.classes_at(place)
-        missing = [
-            e
-            for e in range(own.examples)
-            if classes[e] not in passed.found and _counts(passage, e, counted)
-        ]
-        if missing and _is_of_parts(passage, own, passed):
+        missing = {
+            part: [e for e in np.flatnonzero(every).tolist() if e not in known]
+            for part, known in present.items()
+        }
+        wrong = [part for part, examples in missing.items() if examples]
+        passes = sum(
+            p.name == passage.name and p.layout == passage.layout for p in passages
+        )
+        if wrong and whole and any(len(shown[part]) > passes for part in wrong):
             findings.of_parts.add(place)
             findings.notes.append(
                 f"{passage.label} was not compared: it has no axis of examples, and "
                 "the candidate computes it of parts of the batch"
             )
             continue
-        if missing:
-            return _wrong_values(passages, place, own, missing, orders)
+        if wrong:
+            differences = {
+                str(own.part): _wrong_values(
+                    passages, place, own, missing[str(own.part)], orders
+                )
+                for own in owns
+                if missing[str(own.part)]
+            }
+            return _joined(differences, len(present), peers)
         findings.right.append(f"forward {passage.label}")
-        if passage.layout.axis is not None:
+        if not whole:
             # Where equal rows give no order, that of the tap before is kept.
-            orders = _orders(own, place) or orders
+            orders = set().union(*(_orders(own, place) for own in owns)) or orders
     return None
 
 
-def _is_of_parts(passage: Passage, aligned: Aligned, passed: Passed) -> bool:
-    """Whether a value without examples differs from call to call.
+def _told(own: Aligned, place: int) -> tuple[str, list[int], list[str]]:
+    """The examples of which a part has been seen, and digests of values of the batch.
 
     What does not depend on the batch, such as a parameter, is the same in all calls.
     """
-    if passage.layout.axis is not None:
-        return False
-    return len(np.unique(passed.values, axis=0)) > len(aligned.places)
+    # Records of another process may be of its backward pass alone.
+    passed = own.forward if len(own.forward.found) else own.backward
+    classes, known = own.classes_at(place), set(passed.found.tolist())
+    whole = own.passage_at(place).layout.axis is None
+    digests = set(map(_digest, passed.values)) if whole else set()
+    found = [e for e, label in enumerate(classes.tolist()) if label in known]
+    return str(own.part), found, sorted(digests)
 
 
-def _counts(passage: Passage, example: int, counted: np.ndarray) -> bool:
-    return passage.layout.axis is None or bool(counted[example])
+def _digest(row: np.ndarray) -> str:
+    return hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
 
 
-def _orders(aligned: Aligned, place: int) -> set[tuple[int, ...]]:
-    """The order of examples in each call, where all its rows are one example's."""
+def _joined(
+    differences: Mapping[str, Difference], parts: int, peers: Peers
+) -> Difference | None:
+    """One difference of those of several parts and processes: the worst one's words."""
+    told = [
+        (part, Difference(**{**each, "examples": tuple(each["examples"])}))
+        for own in peers.exchange([(p, asdict(d)) for p, d in differences.items()])
+        for part, each in own
+    ]
+    if not told:
+        return None
+    # A process that has no such value at all cannot describe it.
+    part, worst = max(told, key=lambda x: (x[1].words != ABSENT, x[1].ratio))
+    examples = tuple(sorted({e for _, each in told for e in each.examples}))
+    words = worst.words
+    if part:
+        more = len({part for part, _ in told}) - 1
+        others = f" and {more} more" if more else ""
+        words = f"on {part}{others} of {parts} parts: {words}"
+    return replace(worst, examples=examples, words=words)
+
+
+def _orders(aligned: Aligned, place: int) -> Orders:
+    """The device and the order of examples of each call that is known."""
     classes = aligned.classes_at(place)
     each = enumerate(classes.tolist())
     example = {c: e for e, c in each if np.sum(classes == c) == 1}
     passed = aligned.forward
     calls = [
-        tuple(example.get(int(c), NONE) for c in passed.found[rows])
-        for rows in passed.rows_by_call()
+        (device, tuple(example.get(int(c), NONE) for c in passed.found[rows]))
+        for device, rows in zip(passed.devices, passed.rows_by_call(), strict=True)
     ]
-    return {call for call in calls if call and NONE not in call}
+    return {(device, call) for device, call in calls if call and NONE not in call}
 
 
 def _wrong_values(
@@ -182,17 +350,17 @@ def _wrong_values(
     place: int,
     aligned: Aligned,
     missing: list[int],
-    orders: set[tuple[int, ...]],
+    orders: Orders,
 ) -> Difference:
-    passage = passages[place]
+    passage = aligned.passage_at(place)
     examples = tuple(missing) if passage.layout.axis is not None else ()
     rows = _assigned(passage, aligned, missing, orders)
     if not rows:
-        words = "no such value is computed"
-        return Difference("forward", passage.label, examples, float("inf"), words)
+        return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)
     found = aligned.forward.values[[rows[e] for e in known]]
-    others = {p.label: p.forward.values[known] for p in _alike(passages, passage)}
+    alike = _alike(passages, passages[place], aligned.part)
+    others = {label: p.forward.values[known] for label, p in alike.items()}
     bounds = passage.forward.bounds[known]
     ratio, words = _described(passage, others, found, bounds, known)
     return Difference("forward", passage.label, examples, ratio, words)
@@ -202,7 +370,7 @@ def _assigned(
     passage: Passage,
     aligned: Aligned,
     missing: list[int],
-    orders: set[tuple[int, ...]],
+    orders: Orders,
 ) -> dict[int, int]:
     """The most likely row of each missing example.
 
@@ -213,9 +381,9 @@ def _assigned(
     strange = passed.found == NONE
     cosine = _cosines(passed.values, expected)
     proposals = []
-    for rows in passed.rows_by_call():
-        for order in orders:
-            if len(order) == len(rows) and strange[rows].any():
+    for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
+        for device, order in orders:
+            if device == own and len(order) == len(rows) and strange[rows].any():
                 pairs = [
                     (e, int(r))
                     for e, r in zip(order, rows, strict=True)
@@ -250,54 +418,204 @@ def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 # --- backward ---
 
+WHOLE = -1
+"""The key of the factor of values without examples."""
+
 
 @dataclass(slots=True)
 class _Backward:
-    """The search among cotangents, from the last tap to the first."""
+    """The search among cotangents, from the last tap to the first.
+
+    Attributes:
+      summed: Whether copies of a cotangent are terms of a sum, and not the whole each.
+      slack: The relative error of each example's factor.
+      whole: The factor of values without examples, until examples have one.
+      origin: The place where each factor was taken.
+    """
 
     passages: Sequence[Passage]
-    aligned: Mapping[int, Aligned]
+    aligned: Places
     counted: np.ndarray
     findings: Findings
+    peers: Peers
+    summed: bool
     slack: dict[int, float] = field(default_factory=dict)
     whole: dict[int, complex] = field(default_factory=dict)
+    origin: dict[int, int] = field(default_factory=dict)
 
     def first(self) -> Difference | None:
-        if not any(len(a.backward.found) for a in self.aligned.values()):
+        each = [own for owns in self.aligned.values() for own in owns]
+        if not any(self.peers.exchange(any(len(a.backward.found) for a in each))):
             return None
         for place in reversed(range(len(self.passages))):
-            passage, own = self.passages[place], self.aligned.get(place)
-            if passage.backward is None or own is None:
+            passage = self.passages[place]
+            if passage.backward is None or place in self.findings.of_parts:
                 continue
-            if place in self.findings.of_parts:
+            if not any(self.peers.exchange(place in self.aligned)):
                 continue
-            strange = self._strange(place, passage, passage.backward, own)
+            owns = self._parts(place)
+            strange = self._strange(place, owns)
             if strange:
                 label, far = passage.label, float("inf")
                 return Difference("backward", label, strange, far, STALE)
-            difference = self._at(place, passage, own)
+            difference = self._judged(place, owns)
             if difference is not None:
                 return difference
             self.findings.right.append(f"backward {passage.label}")
         return None
 
-    def _at(self, place: int, passage: Passage, own: Aligned) -> Difference | None:
+    def _judged(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
+        passage, factors = self.passages[place], self.findings.factors
         whole = passage.layout.axis is None
-        factors = self.findings.factors
         # Values of the whole batch have cotangents that are sums over all calls.
         if whole and len({round(abs(f), 6) for f in factors.values()}) > 1:
             return None  # A sum over calls, each with a factor of its own.
-        wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         starts = not whole and not factors
+        self._establish(place, owns)
+        if starts and factors:
+            self.findings.entered = passage.label
+            self.findings.groups = self._groups(place, owns)
+        return self._first_wrong(place, owns)
+
+    def _parts(self, place: int) -> list[Aligned]:
+        """The parts of a value here, with the rows of them that other processes have.
+
+        Copies on several processes may have a term each of a sum.
+        """
+        owns = list(self.aligned.get(place, ()))
+        if self.peers.size == 1:
+            return owns
+        rows = {str(own.part): _distinct(own) for own in owns}
+        held: list[dict[tuple[str, int], dict[str, int]]] = [
+            {(part, label): counts for part, label, counts in own}
+            for own in self.peers.exchange([
+                [part, label, {digest: len(x) for digest, x in each.items()}]
+                for part, classes in rows.items()
+                for label, each in classes.items()
+            ])
+        ]  # fmt: skip
+        sent = [
+            [digest, base64.b64encode(x[0].tobytes()).decode()]
+            for part, classes in rows.items()
+            for label, each in classes.items()
+            for digest, x in each.items()
+            # Who has no row of an example leaves its judgement to the others.
+            if any(digest not in own.get((part, label), {digest: 1}) for own in held)
+        ]
+        data = dict(itertools.chain(*self.peers.exchange(sent)))
+        others = [own for rank, own in enumerate(held) if rank != self.peers.rank]
+        return [
+            own.with_cotangents([
+                (label, row)
+                for label, each in rows[str(own.part)].items()
+                for there in others
+                for digest, count in there.get((str(own.part), label), {}).items()
+                for row in [
+                    each[digest][0] if digest in each else np.frombuffer(
+                        base64.b64decode(data[digest]), own.backward.values.dtype)
+                ] * count
+            ])
+            for own in owns
+        ]  # fmt: skip
+
+    def _establish(self, place: int, owns: Sequence[Aligned]) -> None:
+        """Takes factors from the first cotangents that are not zero."""
+        passage = self.passages[place]
+        whole = passage.layout.axis is None
+        table = self._table(place)
+        proposals: dict[int, list[tuple[complex, float]]] = {}
+        own = [x for own in owns for x in self._proposed(place, own, table)]
+        for told in self.peers.exchange(own):
+            for keys, real, imaginary, width in told:
+                factor = complex(real, imaginary) if imaginary else real
+                for key in keys:
+                    proposals.setdefault(key, []).append((factor, width))
+        for key, each in proposals.items():
+            # Parts of an example have one factor: 1 if that explains any of them.
+            factor, width = next(
+                (x for x in each if abs(x[0] - 1) <= x[1]), each[0]
+            )  # fmt: skip
+            (self.whole if whole else self.findings.factors)[key] = factor
+            # The factor is fitted: its own error widens the bounds at earlier taps.
+            self.slack[key] = width
+            self.origin[key] = place
+
+    def _proposed(
+        self, place: int, own: Aligned, table: Mapping[int, complex]
+    ) -> list[tuple[list[int], float, float, float]]:
+        """The factor of each class without one: its examples, the factor, its error."""
+        proposed = []
+        for label, members in self._classes(place, own):
+            found, each, widths, keys = self._flowing(own, label, members)
+            total = _total(each)
+            power = float(np.vdot(total, total).real)
+            if power == 0 or any(key in table for key in keys):
+                continue
+            factor = complex(_fitted(total, found))
+            width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
+            proposed.append((keys, factor.real, factor.imag, float(width)))
+        return proposed
+
+    def _classes(
+        self, place: int, own: Aligned
+    ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """The classes that are judged at a place, and their members."""
+        whole = self.passages[place].layout.axis is None
         # Once for each class, because its examples cannot be told apart.
-        for label in dict.fromkeys(own.classes_at(place)):
+        for label in dict.fromkeys(own.classes_at(place).tolist()):
             members = own.members(label)
             # From the last tap to the first, the last place of a class comes first.
             if max(p for p, _ in members) != place:
                 continue  # Equal values at several passages were judged with the last.
             if not (whole or any(self.counted[e] for _, e in members)):
                 continue  # A trainer may weight its examples' gradients afterwards.
-            found, expected, allowed = self._sums(own, label, members)
+            # On another process there may be rows of them.
+            if self.peers.size == 1 or label in own.backward.found:
+                yield label, members
+
+    def _first_wrong(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
+        """The difference at a place; or at a later tap, if that explains this one."""
+        wrong = {own.part: self._wrong(place, own) for own in owns}
+        differing = [own for own in owns if wrong[own.part]]
+        whole = self.passages[place].layout.axis is None
+        keys = {WHOLE if whole else e for own in differing for e in wrong[own.part]}
+        sources = {self.origin[key] for key in keys if key in self.origin}
+        # Several losses have cotangents of their own: one that is right in absolute
+        # terms is right, and the tap that the factor was taken from is not.
+        right = not any(self._wrong(place, own, absolute=True) for own in differing)
+        told = self.peers.exchange([bool(differing), right, sorted(sources)])
+        if not any(differs for differs, _, _ in told):
+            return None
+        sources = {p for _, _, own in told for p in own}
+        if sources and all(right for _, right, _ in told):
+            others = self._parts(max(sources))
+            first = {
+                own.part: self._wrong(max(sources), own, absolute=True)
+                for own in others
+            }
+            if any(self.peers.exchange(any(first.values()))):
+                place, owns, wrong = max(sources), others, first
+                label = f"backward {self.passages[place].label}"
+                if label in self.findings.right:
+                    del self.findings.right[self.findings.right.index(label) :]
+        differences = {
+            str(own.part): self._difference(place, own, wrong[own.part])
+            for own in owns
+            if wrong[own.part]
+        }
+        parts = {
+            p for own in self.peers.exchange([str(o.part) for o in owns]) for p in own
+        }
+        return _joined(differences, len(parts), self.peers)
+
+    def _wrong(
+        self, place: int, own: Aligned, *, absolute: bool = False
+    ) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The cotangents of each wrong example: found, expected, and the bound."""
+        whole = self.passages[place].layout.axis is None
+        wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for label, members in self._classes(place, own):
+            found, expected, allowed = self._sums(place, own, label, members, absolute)
             if sum(p == place for p, _ in members) > 1 and not whole:
                 # Equal examples: which cotangent is whose, and which is a copy, cannot
                 # be told. Their direction can.
@@ -307,86 +625,96 @@ class _Backward:
                 continue
             if not (np.abs(found - expected) <= allowed).all():
                 wrong.update({e: (found, expected, allowed) for _, e in members})
-        if starts and factors:
-            self.findings.entered = passage.label
-            self.findings.groups = _groups(own, place)
-        if not wrong:
-            return None
-        return self._difference(passage, own, wrong)
+        return wrong
 
-    def _strange(
-        self, place: int, passage: Passage, wanted: Rows, own: Aligned
-    ) -> tuple[int, ...]:
+    def _strange(self, place: int, owns: Sequence[Aligned]) -> tuple[int, ...]:
         """The examples that no cotangent reaches, where unknown values have some."""
-        assert own.backward.cotangents is not None
+        passage = self.passages[place]
         # At the last tap alone: at earlier ones the cotangents themselves are compared.
         if passage.layout.axis is None or self.findings.factors:
             return ()
+        known, unknown = set(), False
+        for own in owns:
+            wanted = own.passage_at(place).backward
+            assert wanted is not None, "a part has what the whole has"
+            unknown |= _has_unknown(own)
+            classes = own.classes_at(place)
+            known |= {
+                e
+                for e in range(own.examples)
+                if not wanted.values[e].any() or classes[e] in own.backward.found
+            }
+        told = self.peers.exchange([unknown, sorted(known)])
         # Without such values the examples are lost, which the gradient shows.
-        if not own.backward.cotangents[own.backward.found == NONE].any():
+        if not any(unknown for unknown, _ in told):
             return ()
-        classes = own.classes_at(place)
+        reached = {e for _, known in told for e in known}
         return tuple(
-            e
-            for e in np.flatnonzero(self.counted).tolist()
-            if wanted.values[e].any() and classes[e] not in own.backward.found
+            e for e in np.flatnonzero(self.counted).tolist() if e not in reached
         )
 
-    def _sums(
+    def _flowing(
         self, own: Aligned, label: int, members: list[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+        """A class's cotangent; the reference's and bounds; the keys of its factors."""
+        assert own.backward.cotangents is not None
+        rows = own.backward.cotangents[own.backward.found == label]
+        flowing = [(x, e) for p, e in members if (x := own.passage_at(p).backward)]
+        each = np.stack([x.values[e] for x, e in flowing])
+        widths = np.stack([x.bounds[e] for x, e in flowing])
+        whole = self.passages[members[0][0]].layout.axis is None
+        keys = [WHOLE if whole else e for _, e in flowing]
+        return rows.sum(axis=0) if self.summed else _total(rows), each, widths, keys
+
+    def _sums(
+        self,
+        place: int,
+        own: Aligned,
+        label: int,
+        members: list[tuple[int, int]],
+        absolute: bool,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The candidate's cotangent of a class, what it should be, and the bound."""
-        assert own.backward.cotangents is not None
-        found = _total(own.backward.cotangents[own.backward.found == label])
-        flowing = [(rows, e) for p, e in members if (rows := self.passages[p].backward)]
-        each = np.stack([rows.values[e] for rows, e in flowing])
-        widths = np.stack([rows.bounds[e] for rows, e in flowing])
-        whole = self.passages[members[0][0]].layout.axis is None
-        keys = [0 if whole else e for _, e in flowing]
-        table = self._of_whole() if whole else self.findings.factors
-        if not any(key in table for key in keys):
-            self._establish(table, keys, found, each, widths)
+        found, each, widths, keys = self._flowing(own, label, members)
+        table = {} if absolute else self._table(place)
         known = [table[key] for key in keys if key in table]
         # Members of a class without a factor yet are taken to have the others' one.
         usual = sum(known) / len(known) if known else 1.0
         own_factor = np.array([table.get(k, usual) for k in keys])[:, None]
-        slack = np.array([self.slack.get(k, 0.0) for k in keys])[:, None]
+        slack = np.array([self.slack.get(k, 0.0) * (k in table) for k in keys])[:, None]
         size = np.abs(own_factor)
         allowed = np.sum(size * (widths + slack * np.abs(each)), axis=0)
         return found, _total(own_factor * each), allowed
 
-    def _of_whole(self) -> dict[int, complex]:
-        """The factor of values without examples: the one that all examples have."""
-        for factor in self.findings.factors.values():
-            return {0: factor}
+    def _table(self, place: int) -> Mapping[int, complex]:
+        """The factors at a place; those of the batch are what all examples have."""
+        if self.passages[place].layout.axis is not None:
+            return self.findings.factors
+        for example, factor in self.findings.factors.items():
+            self.slack[WHOLE] = self.slack[example]
+            self.origin[WHOLE] = self.origin[example]
+            return {WHOLE: factor}
         return self.whole
 
-    def _establish(
-        self,
-        table: dict[int, complex],
-        keys: list[int],
-        found: np.ndarray,
-        each: np.ndarray,
-        widths: np.ndarray,
-    ) -> None:
-        """Takes the factor of a class from its first cotangent that is not zero."""
-        total = _total(each)
-        power = float(np.vdot(total, total).real)
-        if power == 0:
-            return
-        factor = _fitted(total, found)
-        width = np.linalg.norm(np.sum(widths, axis=0) * np.abs(total)) / power
-        for key in keys:
-            table[key] = factor
-            # The factor is fitted: its own error widens the bounds at earlier taps.
-            self.slack[key] = float(width)
+    def _groups(self, place: int, owns: Sequence[Aligned]) -> list[tuple[int, ...]]:
+        """The examples of each call in the backward pass that has cotangents."""
+        own = [group for own in owns for group in _groups(own, place)]
+        groups: list[tuple[int, ...]] = []
+        met: set[int] = set()
+        for told in self.peers.exchange(own):
+            for reached in told:
+                group = tuple(e for e in reached if e not in met)
+                met.update(group)
+                groups += [group] if group else []
+        return groups
 
     def _difference(
         self,
-        passage: Passage,
+        place: int,
         own: Aligned,
         wrong: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> Difference:
+        passage = own.passage_at(place)
         known = sorted(wrong)
         examples = tuple(known) if passage.layout.axis is not None else ()
         found, expected, allowed = (
@@ -394,12 +722,14 @@ class _Backward:
         )
         if not found.any():
             words = "no cotangent arrives"
-            if (own.backward.found == NONE).any():
+            if _has_unknown(own):
                 words = STALE
             return Difference("backward", passage.label, examples, float("inf"), words)
         others = {
-            p.label: p.backward.values[known]
-            for p in _alike(self.passages, passage)
+            label: p.backward.values[known]
+            for label, p in _alike(
+                self.passages, self.passages[place], own.part
+            ).items()
             if p.backward is not None
         }
         others[passage.label] = expected
@@ -423,25 +753,45 @@ def _total(rows: np.ndarray) -> np.ndarray:
 
 def _groups(aligned: Aligned, place: int) -> list[tuple[int, ...]]:
     """The examples of each call in the backward pass that has cotangents."""
-    classes = aligned.classes_at(place)
+    classes = aligned.classes_at(place).tolist()
     assert aligned.backward.cotangents is not None
     groups: list[tuple[int, ...]] = []
-    met: set[int] = set()
     for rows in aligned.backward.rows_by_call():
         live = [r for r in rows if aligned.backward.cotangents[r].any()]
         reached = {int(c) for c in aligned.backward.found[live]} - {NONE}
-        group = [e for e, c in enumerate(classes) if c in reached and e not in met]
-        met.update(group)
-        if group:
-            groups.append(tuple(group))
+        groups.append(tuple(e for e, c in enumerate(classes) if c in reached))
     return groups
+
+
+def _has_unknown(own: Aligned) -> bool:
+    """Whether a cotangent is of a value that no example has; padding has zeros."""
+    assert own.backward.cotangents is not None
+    return bool(own.backward.cotangents[own.backward.found == NONE].any())
+
+
+def _distinct(own: Aligned) -> dict[int, dict[str, list[np.ndarray]]]:
+    """The cotangents of each class, equal ones together, by a digest."""
+    assert own.backward.cotangents is not None
+    found: dict[int, dict[str, list[np.ndarray]]] = {}
+    for label, row in zip(
+        own.backward.found.tolist(), own.backward.cotangents, strict=True
+    ):
+        if label != NONE:
+            found.setdefault(label, {}).setdefault(_digest(row), []).append(row)
+    return found
 
 
 # --- words ---
 
 
-def _alike(passages: Sequence[Passage], passage: Passage) -> list[Passage]:
-    """The passages whose rows have the same shape, the given one first."""
+def _alike(
+    passages: Sequence[Passage], passage: Passage, part: Part
+) -> dict[str, Passage]:
+    """What a part may be instead of its own: the given passage's part comes first.
+
+    The same part of other passages whose rows have the same shape, and other parts of
+    the same passage.
+    """
     rest = [
         p
         for p in passages
@@ -449,7 +799,10 @@ def _alike(passages: Sequence[Passage], passage: Passage) -> list[Passage]:
         and p.layout.row_shape() == passage.layout.row_shape()
         and len(p.forward.values) == len(passage.forward.values)
     ]
-    return [passage, *rest]
+    found = {p.label: part.of(p) for p in [passage, *rest]}
+    for other in part.neighbours():
+        found[f"{passage.label} on {other}"] = other.of(passage)
+    return found
 
 
 def _described(
@@ -488,7 +841,7 @@ def _transposed(passage: Passage, rows: np.ndarray) -> dict[str, np.ndarray]:
         f"{passage.label} transposed": (
             rows.reshape(-1, *shape).swapaxes(first + 1, second + 1).reshape(rows.shape)
         )
-        for first, second in combinations(range(len(shape)), 2)
+        for first, second in itertools.combinations(range(len(shape)), 2)
         if shape[first] == shape[second]
     }
 
