@@ -4,6 +4,7 @@ import contextlib
 import io
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -163,12 +164,61 @@ def stepped():
     return str(report), report.of("right").ok, causes
 
 
-def traced():
-    """The refusal of a trace."""
-    try:
-        verify.trace(losses, *given(), trainer(), finite_differences=False)
-    except ValueError as error:
-        return str(error)
+def tapped(params, batch, tp=None, plant=lambda name, x: x):
+    """Losses of a layer whose columns may be divided."""
+    hidden = verify.tap(plant("hidden", jnp.tanh(batch @ params["in"])), "hidden", tp=1)
+    out = plant("after hidden", hidden) @ params["out"]
+    out = jax.lax.psum(out, tp) if tp else out
+    return verify.tap(plant("out", out), "out", tp=None) ** 2
+
+
+def on_second(name, factor, backwards=False):
+    """A plant at one value: a factor on the second process's part."""
+
+    def plant(own, x):
+        if own != name:
+            return x
+        by = jnp.where(jax.lax.axis_index("tp") == 1, jnp.float32(factor), 1)
+        return x * by + jax.lax.stop_gradient(x - x * by) if backwards else x * by
+
+    return plant
+
+
+def traced(name):
+    """A trace of a layer over both processes and two devices of each."""
+    plant = {
+        "part": on_second("hidden", 1.1),
+        "copy": on_second("out", 1.1),
+        "cotangent": on_second("after hidden", 2, backwards=True),
+    }.get(name, lambda name, x: x)
+    devices = np.array(jax.devices()).reshape(jax.process_count(), -1)[:, :2]
+    across = Mesh(devices, ("dp", "tp") if name == "examples" else ("tp", "dp"))
+    specs = {"in": P(None, "tp"), "out": P("tp")}
+    each = jax.shard_map(
+        lambda p, b: tapped(p, b, "tp", plant), mesh=across,
+        in_specs=(specs, P("dp")), out_specs=P("dp"), check_vma=name != "copy",
+    )  # fmt: skip
+
+    def candidate(params, batch):
+        put = lambda x, spec: jax.make_array_from_callback(  # noqa: E731
+            x.shape, NamedSharding(across, spec), lambda i: np.asarray(x)[i]
+        )
+        params = {name: put(x, specs[name]) for name, x in params.items()}
+        rows = put(batch, P("dp"))
+        loss, found = jax.jit(jax.value_and_grad(lambda p, b: each(p, b).mean()))(
+            params, rows
+        )
+        return loss, {**found, "in": found["in"] * (3 if name == "sum" else 1)}
+
+    rng = np.random.default_rng(5)
+    array = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    params = {"in": array(3, 4), "out": array(4)}
+    found = verify.trace(
+        tapped, params, array(6, 3), candidate, finite_differences=False
+    )
+    own = found.difference
+    place = own and (own.direction, own.tap, own.words, own.examples, own.ratio)
+    return found.ok, place, found.right, found.notes
 
 
 def command(candidate):

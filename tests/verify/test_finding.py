@@ -105,8 +105,9 @@ def test_a_row_without_numbers_has_no_angle():
 
 def test_replicas_are_compared_between_processes():
     """Equal bits within each are not enough."""
-    here = {"[0:2, :]": {"aa": ["TPU_0"]}, "[2:4, :]": {"bb": ["TPU_1"]}}
-    there = {"[0:2, :]": {"aa": ["TPU_2"]}, "[2:4, :]": {"cc": ["TPU_3"]}}
+    device = [[{"device": f"TPU_{i}"}] for i in range(4)]
+    here = {"[0:2, :]": {"aa": device[0]}, "[2:4, :]": {"bb": device[1]}}
+    there = {"[0:2, :]": {"aa": device[2]}, "[2:4, :]": {"cc": device[3]}}
     words = "replicas differ at [2:4, :]: TPU_1 other than TPU_3"
     assert replicas_differ([here, there]) == words
     assert replicas_differ([here]) == ""
@@ -117,6 +118,26 @@ def test_replicas_are_compared_between_processes():
     both = merged({0: Finding(row(problem="off"), replicas=here),
                    1: Finding(row(), replicas=there)}, 2)  # fmt: skip
     assert both.problem == f"{words}; on process 0: off"
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        ("aabb", "over dp at [:]: dp=0 other than dp=1"),
+        ("abab", "over tp at [:]: tp=0 other than tp=1"),
+        ("abaa", "over dp, tp at [:]: dp=0 tp=0, dp=1 tp=0, dp=1 tp=1 other than "
+                 "dp=0 tp=1"),
+        ("abba", "over dp, tp at [:]: dp=0 tp=0, dp=1 tp=1 other than dp=0 tp=1, "
+                 "dp=1 tp=0"),
+    ],
+)  # fmt: skip
+def test_the_axes_are_named_over_which_replicas_differ(bits, words):
+    """Of two axes of two devices each, from two processes."""
+    parts = [{"[:]": {}}, {"[:]": {}}]
+    for i, digest in enumerate(bits):
+        place = {"dp": i // 2, "tp": i % 2}
+        parts[i // 2]["[:]"].setdefault(digest, []).append(place)
+    assert replicas_differ(parts) == f"replicas differ {words}"
 
 
 def test_findings_travel_as_json():

@@ -45,8 +45,9 @@ def test_every_process_gets_the_same_report(pair):
     wrong = problems["shard", "w"]
     assert wrong.startswith("on process 1: in [4:6, :], off by ")
     assert "at [4, 1]" in wrong
-    assert problems["replicas", "b"].startswith("replicas differ at [:]: ")
-    assert " other than " in problems["replicas", "b"]
+    assert problems["replicas", "b"] == (
+        "replicas differ over data at [:]: data=0, data=1 other than data=2, data=3"
+    )
     assert "on process" not in problems["everywhere", "w"]
     assert "it is 2 times the reference" in problems["everywhere", "w"]
     assert "shard: w: on process 1" in text
@@ -55,7 +56,7 @@ def test_every_process_gets_the_same_report(pair):
 def test_trees_are_compared_where_they_lie(pair):
     """An ulp passes in its shard, a negated replica fails; a reference is whole."""
     text, refusal = same(pair.everywhere(runs.compared))
-    assert "candidate: b: replicas differ at [:]" in text
+    assert "candidate: b: replicas differ over data at [:]" in text
     assert "on process 1: in [:], off by" in text
     assert "candidate: w" not in text
     assert "`compare(reference=...)` must be whole on every process" in refusal
@@ -88,11 +89,32 @@ def test_whole_steps_are_judged_where_they_lie(pair):
     assert rule in " ".join(text.split())
 
 
-def test_a_trace_is_of_one_process(pair):
-    assert same(pair.everywhere(runs.traced)) == (
-        "`trace(candidate=...)` must be called in one process. Got one of 2. "
-        "verify.gradients judges a run of several."
-    )
+TRACED = {
+    "right": None,
+    "examples": None,
+    "part": ("forward", "hidden", "on tp=1 of 2 parts: ", "1.1 times the reference"),
+    "copy": ("forward", "out", "on tp=1 of 2 parts: ", "1.1 times the reference"),
+    "cotangent": ("backward", "hidden", "on tp=1 of 2 parts: ", "2 times"),
+    "sum": ("gradient", "in", "it is 3 times the reference", ""),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_each_process_traces_its_shards(pair, name):
+    """One finding on all of them, of parts and copies that others have too."""
+    right, difference, passed, notes = same(pair.everywhere(runs.traced, name))
+    assert notes == ()
+    if TRACED[name] is None:
+        taps = ("hidden", "out")
+        assert right and difference is None
+        assert passed == tuple(
+            [f"forward {x}" for x in taps] + [f"backward {x}" for x in taps[::-1]]
+        )
+        return
+    direction, tap, *words = TRACED[name]
+    assert not right
+    assert difference[:2] == (direction, tap)
+    assert all(each in difference[2] for each in words)
 
 
 @pytest.mark.parametrize(("name", "status"), [("right", 0), ("wrong", 1)])
@@ -151,9 +173,8 @@ def test_replicas_in_one_process_are_compared_too(divided, rng):
     report = verify.compare({"w": values}, {"w": second})
     (row,) = report.failures
     assert row.path == "w"
-    devices = jax.devices()
     assert row.problem == (
-        f"replicas differ at [4:6, :]: {devices[4]} other than {devices[5]}"
+        "replicas differ over copies at [4:6, :]: copies=0 other than copies=1"
     )
 
 

@@ -10,14 +10,23 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from jdist._tree import words
 
-Replicas = Mapping[str, Mapping[str, list[str]]]
+Coordinates = Mapping[str, int | str]
+"""A device's place along each axis of its mesh; without a mesh, its name."""
+
+DEVICE = "device"
+"""The axis of devices without a mesh."""
+
+Replicas = Mapping[str, Mapping[str, list[Coordinates]]]
 """Maps an index to the devices of each digest; only for indices that several devices
 hold."""
 
@@ -77,7 +86,8 @@ def held(leaf: ArrayLike) -> HeldArray:
     index_of = leaf.sharding.devices_indices_map(leaf.shape)
     holders = Counter(map(_written, index_of.values()))
     found: dict[str, Shard] = {}
-    replicas: dict[str, dict[str, list[str]]] = {}
+    replicas: dict[str, dict[str, list[Coordinates]]] = {}
+    coordinates = _coordinates(leaf)
     for shard in leaf.addressable_shards:
         place, values = _written(shard.index), np.asarray(shard.data)
         first = shard.replica_id == 0
@@ -89,30 +99,62 @@ def held(leaf: ArrayLike) -> HeldArray:
             # arrays.
             digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
             same = replicas.setdefault(place, {}).setdefault(digest, [])
-            same.append(str(shard.device))
+            same.append(coordinates.get(shard.device, {DEVICE: str(shard.device)}))
     # If this process has all shards, one comparison of the whole says more.
     whole = leaf.is_fully_addressable
     shards = (Shard((), np.asarray(leaf)),) if whole else tuple(found.values())
     return HeldArray(leaf.dtype.name, leaf.shape, shards, replicas)
 
 
+def _coordinates(array: jax.Array) -> dict[jax.Device, Coordinates]:
+    """The place of each device of a mesh; empty if the array is on none."""
+    if not isinstance(array.sharding, NamedSharding):
+        return {}
+    mesh: Any = array.sharding.mesh
+    return {
+        device: dict(zip(mesh.axis_names, place, strict=True))
+        for place, device in np.ndenumerate(mesh.devices)
+    }
+
+
 def replicas_differ(parts: Iterable[Replicas]) -> str:
-    """Which devices hold other bits than the rest, in words; empty if none do.
+    """The axes along which replicas have different bits, in words; empty if none do.
 
     Args:
       parts: What each process has found.
     """
-    joined: dict[str, dict[str, list[str]]] = {}
+    joined: dict[str, dict[str, list[Coordinates]]] = {}
     for part in parts:
         for place, digests in part.items():
             for digest, devices in digests.items():
                 joined.setdefault(place, {}).setdefault(digest, []).extend(devices)
     told = [
-        f"{place}: {' other than '.join(map(', '.join, digests.values()))}"
+        _differing(place, list(digests.values()))
         for place, digests in joined.items()
         if len(digests) > 1
     ]
-    return f"replicas differ at {'; '.join(told)}" if told else ""
+    return f"replicas differ {'; '.join(told)}" if told else ""
+
+
+def _differing(place: str, groups: list[list[Coordinates]]) -> str:
+    """The axes along which neighbours differ, and the coordinates of each group."""
+    along = {
+        next(iter(changed))
+        for one, other in combinations(groups, 2)
+        for x, y in product(one, other)
+        if len(changed := {axis for axis in x if x[axis] != y[axis]}) == 1
+    }
+    axes = [axis for axis in groups[0][0] if axis in along]
+    named = [
+        dict.fromkeys(" ".join(_named(axis, x[axis]) for axis in axes) for x in group)
+        for group in groups
+    ]
+    over = "" if axes == [DEVICE] else f"over {', '.join(axes)} "
+    return f"{over}at {place}: {' other than '.join(map(', '.join, named))}"
+
+
+def _named(axis: str, index: int | str) -> str:
+    return str(index) if axis == DEVICE else f"{axis}={index}"
 
 
 def _written(index: tuple[slice, ...]) -> str:

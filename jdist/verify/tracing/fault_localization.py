@@ -124,8 +124,7 @@ def trace_judge(
       ValueError: As `trace`.
     """
     given = params, batch, weights
-    with joined(TIMEOUT) as peers, on_one_device(given):
-        _check_alone(peers)
+    with joined(TIMEOUT), on_one_device(given):
         check_options("trace", reduction, accumulation)
         check_problem("trace", loss_fn, *given, reduction)
         loss = ReducedLoss(loss_fn, reduction, accumulation)
@@ -154,13 +153,14 @@ def trace_judge(
         """Judges one candidate on this batch."""
         first: list[tuple[TapRecording, Any]] = []
         with joined(TIMEOUT) as peers, on_one_device(given):
-            report = reference.judge({NAME: _recorded(candidate, first)}, peers)
+            report = reference.judge({NAME: _recorded(candidate, first, peers)}, peers)
             (recording, result), *_ = first
             findings = search(own, recording.records, w > 0, peers)
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
-        notes = list(findings.notes)
+            told = peers.exchange(findings.notes)
+        notes = list(dict.fromkeys(note for own in told for note in own))
         if examples and all(passage.layout.axis is None for passage in own):
             notes.append(
                 "no tapped value has an axis of examples, as far as can be seen: "
@@ -173,14 +173,9 @@ def trace_judge(
     return judge
 
 
-def _check_alone(peers: Peers) -> None:
-    if peers.size > 1:
-        rule, got = "must be called in one process", f"one of {peers.size}"
-        remedy = "verify.gradients judges a run of several."
-        raise ValueError(requirement("trace(candidate=...)", rule, got, remedy))
-
-
-def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
+def _recorded(
+    candidate: Candidate, first: list[tuple[TapRecording, Any]], peers: Peers
+) -> Candidate:
     """Wraps a candidate: records the taps and the result of its first call."""
     check_function("trace(candidate=...)", candidate)
 
@@ -193,7 +188,7 @@ def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Ca
         with TapRecording() as recording:
             result = candidate(params, batch)
             # Taps arrive while the program runs, which must end within the recording.
-            jax.block_until_ready(result)
+            peers.computed(result)
         # A copy: the next call may overwrite it, or give its memory away.
         first.append((recording, jax.tree.map(copied, result)))
         return result
@@ -218,9 +213,14 @@ def _beyond_taps(
     words = worst.problem
     if len(leaves) > 1:
         words += f"; {len(leaves)} leaves are wrong"
-    # A leaf of another structure, or not finite, has no shares.
+    # A leaf of another structure, or not finite, has no shares; and no host has those
+    # that are divided over several processes.
     paths = [row.path for row in leaves if np.isfinite(row.ratio)]
-    each = parts() if paths else None
+    here = all(
+        not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        for x in jax.tree.leaves(gradient)
+    )
+    each = parts() if paths and here else None
     if each is not None:
         place = (worst.path, worst.ratio, words)
         wrong = {row.path for row in leaves}
