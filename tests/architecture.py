@@ -59,7 +59,7 @@ ROOMS = {
     ),
     "verify": (
         "bound",
-        "defects draws report",
+        "defects draws parts report",
         "lockstep mutation_score processes",
         "explanations oracle candidates",
         "comparison",

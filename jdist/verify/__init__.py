@@ -5,9 +5,9 @@ trees; `gradients` judges functions, by a rounding-error bound that it measures;
 judges whole optimizer steps by the new parameters; `trace` names the first value that
 is wrong, among those that `tap` marks; `gradients_judge`, `step_judge` and
 `trace_judge` are their reusable forms. `keyed` gives each example its own random
-numbers. Arrays over several processes are compared shard by shard, without gathering.
-`defects` are wrong steps on which `score` tries a test. `python -m jdist.verify` judges
-every installed strategy.
+numbers, and `in_parts` is for losses of parts of the batch. Arrays over several
+processes are compared shard by shard, without gathering. `defects` are wrong steps on
+which `score` tries a test. `python -m jdist.verify` judges every installed strategy.
 """
 
 import jdist.verify.defects as defects
@@ -16,6 +16,7 @@ from jdist.verify.comparison import compare
 from jdist.verify.draws import keyed
 from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
+from jdist.verify.parts import in_parts
 from jdist.verify.problem import Problem
 from jdist.verify.report import LeafReport, Report
 from jdist.verify.steps import Trained, drift, step, step_judge
@@ -46,6 +47,7 @@ __all__ = [
     "drift",
     "gradients",
     "gradients_judge",
+    "in_parts",
     "keyed",
     "replay",
     "score",

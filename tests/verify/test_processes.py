@@ -106,7 +106,8 @@ def test_each_process_traces_its_shards(pair, name):
     assert notes == ()
     if TRACED[name] is None:
         taps = ("hidden", "out")
-        assert right and difference is None
+        assert right
+        assert difference is None
         assert passed == tuple(
             [f"forward {x}" for x in taps] + [f"backward {x}" for x in taps[::-1]]
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdist.verify.tracing.layout import Layout, finite_part, infinities
-from jdist.verify.tracing.mesh_parts import WHOLE, Part
+from jdist.verify.tracing.mesh_parts import WHOLE, ValuePart
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 
@@ -67,7 +67,7 @@ class Aligned:
     forward: Passed
     backward: Passed
     passages: tuple[Passage, ...]
-    part: Part
+    part: ValuePart
 
     def passage_at(self, place: int) -> Passage:
         """The reference's passage at a place, of this part."""
@@ -102,7 +102,7 @@ def align(
     places: Sequence[int],
     passages: Sequence[Passage],
     records: Sequence[TapRecord],
-    part: Part = WHOLE,
+    part: ValuePart = WHOLE,
 ) -> Aligned:
     """Aligns all records of one part of a tap with the reference's passages.
 

@@ -18,7 +18,8 @@ class Layout(NamedTuple):
     """The arrangement of a batch's examples in one value.
 
     Attributes:
-      shape: Shape of the value for the whole batch.
+      shape: Shape of the value for the whole batch; of one part of it, where the loss
+        is of parts by `vmap`.
       axis: The axis along which the examples follow each other; None if there is none
         and the value is compared as a whole.
       each: Number of entries along it for each example.
@@ -110,30 +111,42 @@ def layouts(
         with contextlib.suppress(Exception):
             found = _tapped(loss_fn, params, larger)
             # The same taps in the same order, so that their shapes can be paired.
-            if [name for name, _ in own] == [name for name, _ in found]:
+            if [name for name, _, _ in own] == [name for name, _, _ in found]:
                 return {
-                    (name, shape): _layout(shape, other, examples, more)
-                    for (name, shape), (_, other) in zip(own, found, strict=True)
+                    (name, shape): _layout(shape, other, axes, examples, more)
+                    for (name, shape, axes), (_, other, _) in zip(
+                        own, found, strict=True
+                    )
                 }
     return {}
 
 
-def _layout(shape: Shape, larger: Shape, examples: int, more: int) -> Layout:
+def _layout(
+    shape: Shape, larger: Shape, outer: int, examples: int, more: int
+) -> Layout:
     axes = [i for i, (a, b) in enumerate(zip(shape, larger, strict=False)) if a != b]
     if len(shape) != len(larger) or len(axes) != 1:
         return Layout(shape, None, 1)
     (axis,) = axes
     each, rest = divmod(larger[axis] - shape[axis], more)
     # The axis has to hold the examples and nothing else, such as a class token.
-    if rest or each * examples != shape[axis]:
-        return Layout(shape, None, 1)
-    return Layout(shape, axis, each)
+    if not rest and each * examples == shape[axis]:
+        return Layout(shape, axis, each)
+    # Parts of the batch, along axes of `vmap`: they follow each other.
+    parts = int(np.prod(shape[:axis]))
+    each, rest = divmod(parts * (larger[axis] - shape[axis]), more)
+    if not rest and each * examples == parts * shape[axis] and axis <= outer:
+        return Layout(shape[axis:], 0, each)
+    return Layout(shape, None, 1)
 
 
 def _tapped(
     loss_fn: Callable[[Any, Any], Any], params: PyTree, batch: PyTree
-) -> list[tuple[str, Shape]]:
+) -> list[tuple[str, Shape, int]]:
     program = jax.make_jaxpr(loss_fn)(params, batch)
     taps = [x for x in equations_in(program) if x.primitive.name == "tap"]
     values: list[Any] = [each.invars[0].aval for each in taps]
-    return [(x.params["name"], y.shape) for x, y in zip(taps, values, strict=True)]
+    return [
+        (x.params["name"], y.shape, x.params["axes"])
+        for x, y in zip(taps, values, strict=True)
+    ]

@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     dim: int
 
 
-class Part(NamedTuple):
+class ValuePart(NamedTuple):
     """A block of a value: a slice for each axis that divides it, in turn."""
 
     cuts: tuple[Cut, ...] = ()
@@ -42,17 +42,17 @@ class Part(NamedTuple):
     def __str__(self) -> str:
         return ", ".join(f"{cut.axis}={cut.place}" for cut in self.cuts)
 
-    def neighbours(self) -> Iterator["Part"]:
+    def neighbours(self) -> Iterator["ValuePart"]:
         """The other parts along each axis that divides the value."""
         for i, cut in enumerate(self.cuts):
             for place in range(cut.size if cut.dim != COPIES else 0):
                 if place != cut.place:
                     other = cut._replace(place=place)
-                    yield Part((*self.cuts[:i], other, *self.cuts[i + 1 :]))
+                    yield ValuePart((*self.cuts[:i], other, *self.cuts[i + 1 :]))
 
-    def block(self) -> "Part":
+    def block(self) -> "ValuePart":
         """The part without the axes along which there are copies of it."""
-        return Part(tuple(cut for cut in self.cuts if cut.dim != COPIES))
+        return ValuePart(tuple(cut for cut in self.cuts if cut.dim != COPIES))
 
     def layout(self, whole: Layout) -> Layout | None:
         """The layout of a part; None if the value cannot be divided so."""
@@ -89,10 +89,10 @@ class Part(NamedTuple):
         return replace(passage, layout=layout, forward=forward, backward=backward)
 
 
-WHOLE = Part()
+WHOLE = ValuePart()
 
 
-def part_of(layout: Layout, record: TapRecord, division: Division) -> Part | None:
+def part_of(layout: Layout, record: TapRecord, division: Division) -> ValuePart | None:
     """The part that a record shows; None if its shape is another one."""
     inner = record.value.shape[record.axes :]
     places = {
@@ -102,7 +102,7 @@ def part_of(layout: Layout, record: TapRecord, division: Division) -> Part | Non
     for dims in layout.dimensions(len(inner)):
         where = {a: COPIES if d is None else dims[d] for a, d in division.items()}
         # Parts of the batch are told by their values, wherever they are.
-        part = Part(tuple(
+        part = ValuePart(tuple(
             Cut(axis, *places[axis], dim)
             for axis, dim in where.items()
             if dim != layout.axis

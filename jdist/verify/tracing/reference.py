@@ -240,7 +240,7 @@ class _Seen:
 
 
 def _split(layout: Layout, array: np.ndarray) -> np.ndarray:
-    rows = layout.rows(array)
+    rows = layout.rows(array, array.ndim - len(layout.shape))
     assert rows is not None, (layout, array.shape)
     return rows
 

@@ -24,7 +24,7 @@ from jdist.verify.explanations import likeness
 from jdist.verify.processes import TIMEOUT, Peers
 from jdist.verify.tracing.alignment import NONE, Aligned, align, units
 from jdist.verify.tracing.layout import Layout, finite_part
-from jdist.verify.tracing.mesh_parts import Part, declared, divisions, part_of
+from jdist.verify.tracing.mesh_parts import ValuePart, declared, divisions, part_of
 from jdist.verify.tracing.recording import TapRecord
 from jdist.verify.tracing.reference import Passage
 from jdist.verify.tracing.report import UNCOMPARED, Difference
@@ -144,7 +144,7 @@ def _aligned(
             like = [passages[p] for p in own]
             free = [r for r in by_name.get(name, ()) if id(r) in left]
             parts = find(layout, like, free)
-            blocks: dict[Part, list[TapRecord]] = {}
+            blocks: dict[ValuePart, list[TapRecord]] = {}
             for part, each in parts.items():
                 blocks.setdefault(part.block(), []).extend(each)
                 for record in each:
@@ -179,9 +179,9 @@ def _not_compared(
 
 def _declared(
     layout: Layout, passages: Sequence[Passage], records: Sequence[TapRecord]
-) -> dict[Part, list[TapRecord]]:
+) -> dict[ValuePart, list[TapRecord]]:
     """The records whose shape is right with what their taps declare."""
-    found: dict[Part, list[TapRecord]] = {}
+    found: dict[ValuePart, list[TapRecord]] = {}
     for record in records:
         part = part_of(layout, record, declared(record))
         if part is not None:
@@ -194,7 +194,7 @@ def _inferred(
     layout: Layout,
     passages: Sequence[Passage],
     records: Sequence[TapRecord],
-) -> dict[Part, list[TapRecord]]:
+) -> dict[ValuePart, list[TapRecord]]:
     """The records of which one division over the mesh explains shape and values.
 
     Args:
@@ -207,11 +207,11 @@ def _inferred(
     for record in records:
         key = record.mesh, record.axes, record.value.shape
         alike.setdefault(key, []).append(record)
-    found: dict[Part, list[TapRecord]] = {}
+    found: dict[ValuePart, list[TapRecord]] = {}
     for own in alike.values():
         tried = []
         for division in divisions(layout, own[0]):
-            parts: dict[Part, list[TapRecord]] = {}
+            parts: dict[ValuePart, list[TapRecord]] = {}
             for record in own:
                 part = part_of(layout, record, division)
                 if part is not None:
@@ -785,7 +785,7 @@ def _distinct(own: Aligned) -> dict[int, dict[str, list[np.ndarray]]]:
 
 
 def _alike(
-    passages: Sequence[Passage], passage: Passage, part: Part
+    passages: Sequence[Passage], passage: Passage, part: ValuePart
 ) -> dict[str, Passage]:
     """What a part may be instead of its own: the given passage's part comes first.
 

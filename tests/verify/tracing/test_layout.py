@@ -105,6 +105,12 @@ ROWS = np.arange(24.0).reshape(6, 4)
         (Layout((4, 6), 1, 1), ROWS.reshape(3, 2, 4).swapaxes(1, 2), 1, ROWS),
         (Layout((6, 4), None, 1), ROWS, 0, ROWS.reshape(1, 24)),
         (Layout((4,), None, 1), ROWS, 1, ROWS),
+        # Of a reference that `vmap` gave one example at a time, as a batch of one.
+        (Layout((6, 1, 4), 0, 1), ROWS, 0, ROWS),
+        (Layout((6, 1, 4), 0, 1), ROWS[:2], 0, ROWS[:2]),
+        (Layout((6, 1, 4), 0, 1), ROWS[:, None], 1, ROWS),
+        (Layout((6, 1, 4), 0, 1), ROWS, 1, ROWS),
+        (Layout((6, 4), 0, 1), ROWS[:, None], 1, ROWS),
     ],
 )
 def test_rows_of_an_array(layout, array, axes, rows):

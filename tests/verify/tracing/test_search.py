@@ -133,6 +133,26 @@ def test_right_trainers_split_reorder_pad_and_scale_as_they_like(data, seed):
             assert findings.factors[example] == pytest.approx(factor, rel=1e-12)
 
 
+@pytest.mark.parametrize("factor", [0.25, 2.0, -1.0])
+def test_of_several_losses_the_one_that_is_wrong_in_absolute_terms_is_named(
+    reference, factor
+):
+    """The last tap is of an auxiliary loss; a common factor is legitimate."""
+    records = list(changed(reference.trained(), "third", True, lambda x, _: factor * x))
+    findings = found(reference, records)
+    assert (findings.difference.direction, findings.difference.tap) == (
+        "backward", "third",
+    )  # fmt: skip
+    words = "the negative" if factor == -1 else f"{factor:g} times"
+    assert findings.difference.words.partition("; ")[2].startswith("it is ")
+    assert words in findings.difference.words or factor == -1
+    assert findings.right == RIGHT[:3]
+    all_of = changed(reference.trained(), "second", True, lambda x, _: factor * x)
+    all_of = changed(all_of, "third", True, lambda x, _: factor * x)
+    all_of = changed(all_of, "first", True, lambda x, _: factor * x)
+    assert found(reference, list(all_of)).difference is None
+
+
 def test_replicas_count_once_and_shards_of_a_row_are_added_up(reference):
     """A call that is made twice with the same bits; a row in two halves."""
     records = reference.trained()
