@@ -252,7 +252,7 @@ def _forward(
     for place, passage in enumerate(passages):
         owns = aligned.get(place, ())
         whole = passage.layout.axis is None
-        every = whole | counted if not whole else np.ones(1, bool)
+        every = np.ones(1, bool) if whole else counted
         present: dict[str, set[int]] = {}
         shown: dict[str, set[str]] = {}
         for told in peers.exchange([_told(own, place) for own in owns]):
@@ -431,6 +431,7 @@ class _Backward:
       slack: The relative error of each example's factor.
       whole: The factor of values without examples, until examples have one.
       origin: The place where each factor was taken.
+      elsewhere: The parts and classes at this place of which some process has rows.
     """
 
     passages: Sequence[Passage]
@@ -442,6 +443,7 @@ class _Backward:
     slack: dict[int, float] = field(default_factory=dict)
     whole: dict[int, complex] = field(default_factory=dict)
     origin: dict[int, int] = field(default_factory=dict)
+    elsewhere: set[tuple[str, int]] = field(default_factory=set)
 
     def first(self) -> Difference | None:
         each = [own for owns in self.aligned.values() for own in owns]
@@ -499,10 +501,10 @@ class _Backward:
             for part, classes in rows.items()
             for label, each in classes.items()
             for digest, x in each.items()
-            # Who has no row of an example leaves its judgement to the others.
             if any(digest not in own.get((part, label), {digest: 1}) for own in held)
         ]
         data = dict(itertools.chain(*self.peers.exchange(sent)))
+        self.elsewhere = set().union(*held)
         others = [own for rank, own in enumerate(held) if rank != self.peers.rank]
         return [
             own.with_cotangents([
@@ -569,8 +571,9 @@ class _Backward:
                 continue  # Equal values at several passages were judged with the last.
             if not (whole or any(self.counted[e] for _, e in members)):
                 continue  # A trainer may weight its examples' gradients afterwards.
-            # On another process there may be rows of them.
-            if self.peers.size == 1 or label in own.backward.found:
+            here = label in own.backward.found
+            # Who has no row of an example leaves its judgement to those that have one.
+            if here or (str(own.part), label) not in self.elsewhere:
                 yield label, members
 
     def _first_wrong(self, place: int, owns: Sequence[Aligned]) -> Difference | None:
