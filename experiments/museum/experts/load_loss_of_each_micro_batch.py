@@ -57,12 +57,8 @@ def trainer(part: Trainer) -> Trainer:
 
 def loss(params: Tree, batch: Tree) -> Tree:
     """The mean over the counted tokens, and a tenth of the mean of the load losses."""
-    each = parts(batch, PARTS)
-    found = [model.token_losses(params, part) for part in each]
-    own = sum(
-        (nll * part["mask"]).sum() for (nll, _), part in zip(found, each, strict=True)
-    )
-    return own / counts(batch).sum() + 0.1 * sum(load for _, load in found) / PARTS
+    nll, loads = verify.in_parts(model.token_losses, PARTS)(params, batch)
+    return (nll * batch["mask"]).sum() / counts(batch).sum() + 0.1 * loads.mean()
 
 
 def judge() -> Judge:

@@ -5,6 +5,7 @@ their weights have to be summed over the devices of the tensor-parallel group. F
 last norm this was left out: its copies had different gradients and drifted apart.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def trainer(part: Trainer) -> Trainer:
 
 # --- what the judge needs ---
 
-SHOW = verify.tap
+SHOW = partial(verify.tap, tp=1)
 
 
 judge = model.judge

@@ -5,6 +5,7 @@ input. They were taken for the whole, because the conversion to local tensors di
 say that they are partial: everything below the layer got one device's part.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def trainer(part: Trainer) -> Trainer:
 
 # --- what the judge needs ---
 
-SHOW = verify.tap
+SHOW = partial(verify.tap, tp=2)
 
 
 judge = model.judge

@@ -5,6 +5,7 @@ forward pass's first step at each step, which are the device's own: gradients of
 queries, keys and values were wrong, and outputs right.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ Tree = Any
 
 THREAD = "https://github.com/huggingface/diffusers/issues/14265"
 CLAIM = "The gradient of attention to all tokens, with sequences in parts."
-EXPECTED = ("first difference: backward, v", "examples 0-5")
+EXPECTED = ("first difference: backward, v", "of 3 parts")
 BOTH = ("dp", "cp")
 
 
@@ -107,7 +108,7 @@ def trainer(part: Trainer) -> Trainer:
 
 # --- what the judge needs ---
 
-SHOW = verify.tap
+SHOW = partial(verify.tap, cp=1)
 
 
 def losses(params: Tree, batch: Tree) -> Tree:
