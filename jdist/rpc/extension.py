@@ -29,6 +29,7 @@ from jdist.rpc.processes.process_settings import settings_of_each
 from jdist.rpc.processes.spawn import main_module
 from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor
 from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.wire.frame import CALL
 
 __all__ = [  # noqa: RUF022 - by subject
     # A worker, and the one as which the calling code acts.
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "describe",
     "rebuild",
     # Requests of a package's own.
+    "CALL",
     "Reply",
     "Outgoing",
     "unpacked",

@@ -22,7 +22,7 @@ from jdist.autograd.call_primitive.callee import UnknownFunction
 from jdist.autograd.call_primitive.transforms import Transform, pullbacks
 from jdist.autograd.call_primitive.variables import context_for
 from jdist.rpc import RRef
-from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import CALL, Agent, current, current_agent
 
 STATE = "jdist.autograd.call_primitive.caller"
 """The key under which a worker keeps its descriptions of functions on others."""
@@ -166,9 +166,10 @@ class RemoteFunctions:
     ) -> PyTree:
         # Errors must name the user's function, not `perform`.
         described = current.Operation("remote_call", target.function)
-        return self._agent.call_function(
-            target.to, what, args, target.timeout, described
+        outgoing = self._agent.outgoing(
+            target.to, CALL, (what, args, {}), target.timeout, operation=described
         )
+        return self._agent.exchange(outgoing)
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:

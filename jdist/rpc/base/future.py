@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from jdist._errors import check_function, listed, requirement
+from jdist._errors import check_function, check_type, listed
 from jdist.rpc.base import current
 from jdist.rpc.base.current import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
@@ -153,7 +153,9 @@ class Future(Generic[T]):
           TypeError: `error` is not an exception.
           RpcError: The future is completed already.
         """
-        _check_exception(error)
+        check_type(
+            "Future.set_exception(error)", error, BaseException, "must be an exception"
+        )
         self._set(None, error)
 
     def _set(self, value: T | None, error: BaseException | None) -> None:
@@ -367,12 +369,6 @@ def _is_interrupt(error: BaseException) -> bool:
     # Python raises it on the main thread alone; anywhere else a callback raised it.
     on_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and on_main
-
-
-def _check_exception(error: object) -> None:
-    if not isinstance(error, BaseException):
-        rule = "must be an exception"
-        raise TypeError(requirement("Future.set_exception(error)", rule, error))
 
 
 def _check_callback(call: str, callback: object) -> None:

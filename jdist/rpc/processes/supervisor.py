@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.spawn import get_command_line
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from jdist.rpc.processes.process_settings import ResolvedSettings
@@ -275,12 +274,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def _watch(self, child: Child) -> None:

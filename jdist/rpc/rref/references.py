@@ -30,12 +30,12 @@ from jdist.rpc.rref.messages import (
     pack,
     unpack,
 )
-from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import (
     Effects,
     Freed,
     Never,
+    OwnedEntry,
     Protocol,
     Settled,
     UserFork,
