@@ -37,6 +37,8 @@ from jdist._compat.programs import (
     rewritten,
     trace,
     trace_whole,
+    with_equations,
+    with_inner_programs,
     without_unread,
 )
 from jdist._compat.run_ahead import launched, paced, shares_threads

@@ -10,10 +10,12 @@
 - `search`: the first difference.
 - `shares`: how often each example is in a wrong gradient.
 - `report`: the finding.
+- `mask_policy`: on which devices random draws are the same.
 - `fault_localization`: `trace` and `trace_judge`, which combine them.
 """
 
 from jdist.verify.tracing.fault_localization import trace, trace_judge
+from jdist.verify.tracing.mask_policy import masks
 from jdist.verify.tracing.module_taps import tapped
 from jdist.verify.tracing.recording import TapRecord, TapRecording, replay
 from jdist.verify.tracing.report import Difference, Trace
@@ -25,6 +27,7 @@ __all__ = [
     "TapRecord",
     "TapRecording",
     "Trace",
+    "masks",
     "replay",
     "shown",
     "tap",

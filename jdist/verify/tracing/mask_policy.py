@@ -1,0 +1,269 @@
+"""Random masks over a mesh: on which devices they are the same, and where they differ.
+
+A trainer over a mesh decides in its own way which devices draw the same dropout mask,
+so that no reference has its numbers. What can be judged is the policy. The trainer's
+program is run with a tap behind every draw inside of `shard_map`, which shows the bits
+and the device's coordinates.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.source_info_util import summarize
+from jax.sharding import PartitionSpec
+
+from jdist._compat import equations_in, evaluate, with_equations, with_inner_programs
+from jdist._errors import check_function, requirement
+from jdist._tree import PyTree
+from jdist.verify.report import LeafReport, Report
+from jdist.verify.tracing.primitive import show
+
+NAME = "trainer"
+
+SURE = 64
+"""Bits of a draw that are not the same by chance."""
+
+Place = tuple[tuple[str, int], ...]
+"""A device's coordinate on each axis of its mesh."""
+
+
+def masks(
+    trainer: Callable[..., PyTree],
+    *arguments: PyTree,
+    same: Sequence[str] = (),
+    differ: Sequence[str] = (),
+    where: str = "",
+) -> Report:
+    """Judges on which devices of a mesh the random draws of a trainer are the same.
+
+    Every draw inside of `shard_map`, as of a dropout mask, is compared by its bits. A
+    draw outside is one for the whole array, whatever its sharding: it needs no policy.
+
+    Args:
+      trainer: A function that JAX can trace.
+      *arguments: Its arguments, such as parameters, a batch and a key.
+      same: Mesh axes along which devices must draw the same bits, such as "tp" where
+        each has the whole of a hidden state.
+      differ: Mesh axes along which they must not, such as "dp" and "cp": devices with
+        other examples, or other tokens of them. Any two places on these axes together
+        must differ.
+      where: Only draws at a place with this text in it: the file, function and line of
+        the draw, and `jax.named_scope`s around it.
+
+    Returns:
+      A `Report` with a row for each draw and policy, `DRAW: same over tp`; a row that
+      holds is called "equal".
+
+    Raises:
+      ValueError: No axis; an axis in both; the trainer draws nothing inside of
+        `shard_map` over one of these axes, or nothing at such a place; or it draws
+        where the `shard_map` leaves an axis of its mesh to XLA.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("dp",))
+      >>> def dropout(x, key):
+      ...     return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+      >>> train = jax.shard_map(dropout, mesh=mesh, in_specs=P(), out_specs=P())
+      >>> report = masks(train, jnp.ones((3, 5)), jax.random.key(0), same=("dp",))
+      >>> report.ok, report.leaves[0].shape
+      (True, (3, 5))
+    """
+    check_function("masks(trainer=...)", trainer)
+    _check_axes(same, differ)
+    program = jax.make_jaxpr(trainer)(*arguments)
+    draws = _Draws(where)
+    observed = with_equations(program, draws.observed((), ()))
+    _check_drawn(draws, (*same, *differ), where)
+    run = jax.jit(lambda *leaves: evaluate(observed, leaves))
+    jax.block_until_ready(run(*jax.tree.leaves(arguments)))
+    rows = [
+        row
+        for number, site in enumerate(draws.sites)
+        for row in _rows(*site, draws.of(number), tuple(same), tuple(differ))
+    ]
+    return Report(tuple(rows), notes=_outside(program, draws))
+
+
+def _check_axes(same: Sequence[str], differ: Sequence[str]) -> None:
+    rule = "must name at least one mesh axis, and none of them twice"
+    axes = [*same, *differ]
+    if isinstance(same, str) or isinstance(differ, str):
+        got = "a string"
+        remedy = 'Write ("dp",).'
+        raise ValueError(requirement("masks(same=..., differ=...)", rule, got, remedy))
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(requirement("masks(same=..., differ=...)", rule, repr(axes)))
+
+
+class _Draws:
+    """The draws of a program, and what each device draws.
+
+    Attributes:
+      sites: The place, in words, and the equation of each draw inside of `shard_map`.
+      axes: The axes of their meshes.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.sites: list[tuple[str, JaxprEqn]] = []
+        self.axes: set[str] = set()
+        self._where = where
+        self._lock = threading.Lock()
+        self._bits: dict[int, dict[Place, set[bytes]]] = defaultdict(dict)
+
+    def observed(
+        self, meshes: tuple[Any, ...], around: tuple[JaxprEqn, ...]
+    ) -> Callable[[JaxprEqn], Sequence[JaxprEqn]]:
+        """Puts a tap behind each draw of a program.
+
+        Args:
+          meshes: Those of the `shard_map`s that it is inside of.
+          around: The equations that it is inside of.
+        """
+
+        def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+            trail = *around, equation
+            if equation.primitive.name in _DRAWS:
+                if meshes and self._where in (place := _place(trail)):
+                    return self._tapped(place, equation, meshes[-1])
+                return [equation]
+            within = meshes
+            if equation.primitive.name == "shard_map":
+                within = *meshes, equation.params["mesh"]
+            inside = self.observed(within, trail)
+            return [with_inner_programs(equation, lambda x: with_equations(x, inside))]
+
+        return change
+
+    def _tapped(self, place: str, equation: JaxprEqn, mesh: Any) -> list[JaxprEqn]:
+        # The bits are the last result: a generator returns its new state as well.
+        bits: Any = equation.outvars[-1]
+        number, axes = len(self.sites), tuple(mesh.axis_names)
+        manual = bits.aval.sharding.mesh.manual_axes
+        if not set(axes) <= set(manual):
+            # XLA knows no coordinates of a device where it divides arrays itself.
+            rule = "must draw inside of a `shard_map` over all axes of its mesh"
+            got = f"one over {', '.join(manual)} of {', '.join(axes)}"
+            raise ValueError(requirement("masks(trainer=...)", rule, got))
+        self.sites.append((place, equation))
+        self.axes.update(axes)
+
+        def receive(_: str, __: int, arrays: Sequence[np.ndarray]) -> None:
+            bits, at = arrays
+            own = tuple(zip(axes, at.tolist(), strict=True))
+            with self._lock:
+                self._bits[number].setdefault(own, set()).add(bits.tobytes())
+
+        def tapped(bits: jax.Array) -> jax.Array:
+            at = jnp.stack([lax.axis_index(axis) for axis in axes])
+            return show(bits, at, name="draw", receive=receive)
+
+        # Traced in a `shard_map` of its own, which knows the axes, and taken out of it.
+        spec = PartitionSpec()
+        alone = jax.shard_map(
+            tapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        like = jax.ShapeDtypeStruct(bits.aval.shape, bits.aval.dtype)
+        (mapped,) = jax.make_jaxpr(alone)(like).jaxpr.eqns
+        inner = mapped.params["jaxpr"]
+        body = getattr(inner, "jaxpr", inner)
+        (given,), (shown,) = body.invars, body.outvars
+        *others, tap = body.eqns
+        assert tap.outvars == [shown]
+        drawn = equation.replace(outvars=[*equation.outvars[:-1], given])
+        return [drawn, *others, tap.replace(outvars=[bits])]
+
+    def of(self, number: int) -> Mapping[Place, set[bytes]]:
+        """The bits of a draw on each device: in a loop, of all iterations."""
+        return self._bits[number]
+
+
+_DRAWS = ("random_bits", "rng_bit_generator", "threefry2x32")
+
+
+def _place(trail: Sequence[JaxprEqn]) -> str:
+    """Where a draw is: named scopes, then file, line and function.
+
+    What JAX compiles once, as `jax.random.bernoulli`, has the places of its calls.
+    """
+    scopes = [str(each.source_info.name_stack) for each in trail]
+    files = [summarize(each.source_info).rpartition("/")[2] for each in trail]
+    file = next(filter(None, reversed(files)), "unknown")
+    return "/".join([*filter(None, scopes), file])
+
+
+def _check_drawn(draws: _Draws, axes: Sequence[str], where: str) -> None:
+    lost = [axis for axis in axes if axis not in draws.axes]
+    if lost:
+        rule = f"must draw random numbers inside of shard_map over {lost[0]!r}"
+        rule += f" at {where!r}" if where else ""
+        got = f"draws over {sorted(draws.axes)}" if draws.axes else "none"
+        remedy = "A draw outside is one for the whole array, and right as it is."
+        raise ValueError(requirement("masks(trainer=...)", rule, got, remedy))
+
+
+def _outside(program: Any, draws: _Draws) -> tuple[str, ...]:
+    every = sum(x.primitive.name in _DRAWS for x in equations_in(program))
+    other = every - len(draws.sites)
+    if not other:
+        return ()
+    return (f"not compared: {other} draws outside of shard_map, or at other places",)
+
+
+def _rows(
+    place: str,
+    equation: JaxprEqn,
+    bits: Mapping[Place, set[bytes]],
+    same: tuple[str, ...],
+    differ: tuple[str, ...],
+) -> Iterator[LeafReport]:
+    """A row for each policy."""
+    # A draw that nothing is made of is not drawn.
+    if not bits:
+        return
+    kind: Any = equation.outvars[-1].aval
+    known = {axis for axis, _ in next(iter(bits))}
+    for axes, policy in ((same, "same"), (differ, "other")):
+        # Another `shard_map` may be over other axes.
+        if not axes or not known.issuperset(axes):
+            continue
+        path = f"{place}: {policy} over {', '.join(axes)}"
+        row = LeafReport(NAME, path, str(kind.dtype), kind.shape)
+        problem = _fault(bits, axes, policy == "same")
+        if problem and policy == "other" and kind.size * kind.dtype.itemsize * 8 < SURE:
+            yield replace(row, unjudged=f"{problem}, which so few bits may by chance")
+        else:
+            yield replace(row, problem=problem)
+
+
+def _fault(bits: Mapping[Place, set[bytes]], axes: tuple[str, ...], equal: bool) -> str:
+    """The first two devices that break a policy, in words; empty if none do."""
+    for (a, first), (b, second) in combinations(sorted(bits.items()), 2):
+        apart = [axis for (axis, i), (_, j) in zip(a, b, strict=True) if i != j]
+        # Along other axes there may be other draws.
+        if not set(apart) <= set(axes):
+            continue
+        if equal and first != second:
+            return f"must be the same, and differ on {_told(a, b, apart)}"
+        if not equal and first & second:
+            return f"must differ, and are the same on {_told(a, b, apart)}"
+    return ""
+
+
+def _told(first: Place, second: Place, axes: Sequence[str]) -> str:
+    """Two devices by the axes on which they are apart."""
+    each = (
+        ", ".join(f"{axis}={i}" for axis, i in place if axis in axes)
+        for place in (first, second)
+    )
+    return " and ".join(each)
