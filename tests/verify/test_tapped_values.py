@@ -117,6 +117,37 @@ def test_one_device_alone_may_be_wrong(judge):
     assert "it is 2 times the reference" in cause.why
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_shard_is_compared_with_its_part(factor):
+    """Of the second device alone, which is wrong by a factor."""
+    params, batches = problem(1)
+    params, batches = {"w": params["w"][:4]}, [x[:, :4] for x in batches]
+    loss = lambda p, x: jnp.tanh(x @ p["w"]).sum(-1)  # noqa: E731
+
+    def momentum(p, g, m):
+        m = tap(jax.tree.map(lambda m, g: 0.9 * m + g, m, g), "momentum", tp=0)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, p, m), m
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+
+    def local(p, m, g):
+        scale = jnp.where(lax.axis_index("tp") == 1, factor, 1.0)
+        return momentum(p, jax.tree.map(lambda g: g * scale.astype(g.dtype), g), m)
+
+    cut = jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    mean = lambda p, x: loss(p, x).mean()  # noqa: E731
+    step = jax.jit(lambda p, m, x: cut(p, m, jax.grad(mean)(p, x)))
+    start = params, jax.tree.map(jnp.zeros_like, params)
+    report = verify.step(loss, momentum, start, batches, {"cut": step})
+    if factor == 1:
+        assert report.ok, str(report)
+        assert not any("not compared" in note for note in report.notes)
+    else:
+        (cause,) = report.attributions
+        assert cause.part == "momentum/w"
+        assert "bound at [2, " in cause.why or "bound at [3, " in cause.why
+
+
 def test_values_that_are_not_tapped_are_noted(judge):
     """They are no fault; and right values are said to be right."""
 

@@ -121,29 +121,51 @@ def shown_values(
         if path.startswith(f"{VALUES}/"):
             by_name[path.removeprefix(f"{VALUES}/").partition("[")[0]].append(path)
     found: dict[str, np.ndarray] = {}
-    strange: list[tuple[list[str], np.ndarray, list[float]]] = []
+    strange: list[tuple[list[str], list[np.ndarray], list[float]]] = []
     for record in records:
         paths = by_name.get(record.name, [])
-        for value in _each(record, wanted[paths[0]]) if paths else ():
-            ratios = [_ratio(value, wanted[p], limits[p]) for p in paths]
+        for each in _each(record, [wanted[path] for path in paths]):
+            ratios = [
+                _ratio(value, wanted[path], limits[path])
+                for path, value in zip(paths, each, strict=True)
+            ]
             best = int(np.argmin(ratios))
             if ratios[best] > 1:
-                strange.append((paths, value, ratios))
+                strange.append((paths, each, ratios))
             else:
-                found.setdefault(paths[best], value)
+                found.setdefault(paths[best], each[best])
     wrong: dict[str, np.ndarray] = {}
-    for paths, value, ratios in strange:
-        left = [p for p in paths if p not in found and p not in wrong]
-        wrong.setdefault(left[0] if left else paths[int(np.argmin(ratios))], value)
+    for paths, each, ratios in strange:
+        left = [i for i, p in enumerate(paths) if p not in found and p not in wrong]
+        place = left[0] if left else int(np.argmin(ratios))
+        wrong.setdefault(paths[place], each[place])
     return found | wrong
 
 
-def _each(record: TapRecord, like: np.ndarray) -> Iterable[np.ndarray]:
-    """The values of a record in the forward pass that have the reference's shape."""
-    if record.cotangent is not None or record.value.shape[record.axes :] != like.shape:
-        return ()
+def _each(record: TapRecord, wanted: Sequence[Any]) -> Iterable[list[np.ndarray]]:
+    """The values of a record in the forward pass, beside each of the reference's.
+
+    A shard stands in the reference's value, in the place of its part.
+    """
+    if record.cotangent is not None or not wanted:
+        return
+    like = np.asarray(wanted[0])
+    part = [slice(0, size) for size in like.shape]
+    for axis, i in zip(record.mesh, record.place, strict=True):
+        if axis.dim is not None and axis.dim < like.ndim:
+            own = part[axis.dim]
+            size = (own.stop - own.start) // axis.size
+            first = own.start + i * size
+            part[axis.dim] = slice(first, first + size)
+    shape = like[tuple(part)].shape
+    if record.value.shape[record.axes :] != shape:
+        return
     # Another precision is no fault of its own: the value tells.
-    return record.value.astype(like.dtype).reshape(-1, *like.shape)
+    for value in record.value.astype(like.dtype).reshape(-1, *shape):
+        wholes = [np.array(own) for own in wanted]
+        for whole in wholes:
+            whole[tuple(part)] = value
+        yield wholes
 
 
 def _ratio(value: np.ndarray, wanted: np.ndarray, limit: Limit | None) -> float:
