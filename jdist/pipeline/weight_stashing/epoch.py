@@ -223,7 +223,9 @@ class EpochStep(Step):
         told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
         # After the exchange: all processes have the same reports and raise the same.
         _check_alike(told)
-        values, weights, aux = merged([each.found for each in told])
+        # Those of workers with a mesh have arrived on it.
+        losses = jax.tree.map(np.asarray, merged([each.found for each in told]))
+        values, weights, aux = losses
         return values, weights, aux
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
