@@ -20,7 +20,7 @@ Tree = Any
 
 THREAD = "https://github.com/deepspeedai/DeepSpeed/pull/1801"
 CLAIM = "Gradient descent, clipped by the norm of all parameters, on every device."
-EXPECTED = ("blocks/0/scale", "replicas differ", " tp")
+EXPECTED = ("params/blocks/0/scale", "replicas differ over tp")
 
 
 def buggy(divided: bool, raw: Tree, scaled: Tree) -> Tree:

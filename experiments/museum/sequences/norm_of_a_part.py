@@ -20,7 +20,7 @@ Tree = Any
 
 THREAD = "https://github.com/NVIDIA/Megatron-LM/issues/1446"
 CLAIM = "The gradient of the mean over the counted tokens, on every device."
-EXPECTED = ("blocks/1/scale", "replicas differ", " tp")
+EXPECTED = ("first difference: gradient, blocks/1/scale", "differ over tp")
 
 
 def buggy(path: str) -> bool:
