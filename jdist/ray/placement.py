@@ -101,18 +101,9 @@ def cluster(  # noqa: PLR0913 - options, by keyword
     """
     wanted = _checked_names(names, driver)
     bundle = _checked_resources(resources)
-    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
-    check_flags("cluster", replace=replace)
-    if joined is not None:
-        check_function("cluster(joined=...)", joined)
-    check_positive_seconds("cluster(timeout=...)", timeout)
+    _check_run(strategy, replace, joined, timeout)
     options = _checked_options(options)
     ray = _ray()
-    if is_preparing():
-        raise RuntimeError(
-            "`jdist.ray.cluster` was called while an actor imported the main module. "
-            'Guard the start of the program by `if __name__ == "__main__":`.'
-        )
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
             ray.init(log_to_driver=True)
@@ -156,6 +147,21 @@ def cluster(  # noqa: PLR0913 - options, by keyword
         finally:
             workers._leave(graceful)
         workers.check()
+
+
+def _check_run(
+    strategy: object, replace: object, joined: object, timeout: object
+) -> None:
+    check_choice("cluster(strategy=...)", strategy, _STRATEGIES)
+    check_flags("cluster", replace=replace)
+    if joined is not None:
+        check_function("cluster(joined=...)", joined)
+    check_positive_seconds("cluster(timeout=...)", timeout)
+    if is_preparing():
+        raise RuntimeError(
+            "`jdist.ray.cluster` was called while an actor imported the main module. "
+            'Guard the start of the program by `if __name__ == "__main__":`.'
+        )
 
 
 class PlacedWorkers:
