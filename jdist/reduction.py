@@ -69,7 +69,7 @@ __all__ = [
     "REDUCTIONS", "Partial", "aligned", "combine", "empty", "finish", "partial",
     "partial_with_aux", "shares", "weight_array",
 ]  # fmt: skip
-"""What a trainer of one's own is made of; `weighted_mean` is `data_parallel`'s too."""
+"""For your own trainers; `weighted_mean` is part of `data_parallel`, too."""
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 """The names of the reductions."""

@@ -1,7 +1,7 @@
 """The tensor that carries the load loss's gradient is thrown away.
 
-The load-balancing loss was attached to the gates by a function whose result nobody
-used. Its value was logged, and its gradient never reached the router.
+A function attached the load-balancing loss to the gates, and its result was discarded.
+The loss was logged, and its gradient never reached the router.
 """
 
 from typing import Any
