@@ -44,8 +44,9 @@ def exchange(agent: Agent) -> None:
     if strangers:
         rule = f"has invalid target node names in its device maps; there are {known}"
         raise ValueError(requirement(CALL, rule, strangers))
-    devices = jax.local_devices()
     for name, chosen in maps.items():
+        # Not without a map: the first call starts JAX's backend and its threads.
+        devices = jax.local_devices()
         if max(chosen, default=0) >= len(devices):
             rule = f"has source devices with invalid indices in the map for {name!r}: "
             rule += f"there are {len(devices)} in jax.local_devices()"
