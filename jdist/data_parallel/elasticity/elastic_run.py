@@ -68,7 +68,7 @@ class Elastic:
         devices of one kind the parameters are then bit-equal for every history.
       folder: Folder of checkpoints, which all replicas read and write; None for none.
       save_every: Steps between checkpoints, which one of the replicas writes; needs a
-        folder.
+        folder. No replica returns before the one of the last step is complete.
       timeout: Seconds in which a replica must compute its share or send its state. A
         slower one is expelled while another has the state, and readmitted with its next
         report. A timeout shorter than compilation costs repeated work.

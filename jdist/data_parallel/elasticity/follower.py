@@ -118,7 +118,7 @@ class Follower(Generic[State, Sum]):
             held,
             directive.step,
             tuple(part for part, _ in found),
-            self._saved(),
+            self._finish_saving() if directive.wait else self._saved(),
             unreachable,
         )
         return report, [total for _, total in found]

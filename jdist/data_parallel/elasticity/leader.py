@@ -78,6 +78,9 @@ class Directive(NamedTuple):
     save: bool = False
     """Write the state as a checkpoint."""
 
+    wait: bool = False
+    """Report once all checkpoints are complete that this replica writes."""
+
     heir: bool = False
     """Whether this replica writes a checkpoint if the leader is lost."""
 
@@ -348,7 +351,7 @@ class Leader:
             # After the assignment: an order to compute applies committed steps as well.
             yield from self._catch_up()
         yield from self._provide_states()
-        if self.step is None or self._begun or self._over:
+        if self.step is None or self._begun or self.step >= self._terms.steps:
             self._begin_by = math.inf
         else:
             # A step that is waiting already keeps its time.
@@ -446,6 +449,13 @@ class Leader:
                     seat.held = None  # It has to fetch a state again.
 
     def _end(self, ready: Sequence[int]) -> Effects:
+        # No replica leaves before the last checkpoint is complete: if its writer is
+        # lost, another one has to write it.
+        if self._save_due or self._saver is not None:
+            writers = ready if self._saver is None else [self._saver]
+            for replica in [each for each in writers if each in ready][:1]:
+                yield self._order(replica, wait=True)
+            return
         for replica in ready:
             self._over = self._seats[replica].ended = True
             yield self._order(replica, end=True)
@@ -455,6 +465,7 @@ class Leader:
         replica: int,
         heir: bool = False,
         writes: bool = False,
+        wait: bool = False,
         end: bool = False,
         parts: tuple[Part, ...] = (),
     ) -> Order:
@@ -462,16 +473,17 @@ class Leader:
         seat = self._seats[replica]
         assert seat.held is not None
         seat.waiting = False
-        # One replica writes at a time. The last order has no successor: a replica that
-        # is still writing then writes both checkpoints in turn.
-        free = self._saver is None or (end and self._saver == replica)
-        save = self._save_due and free and (writes or end)
+        # One replica writes at a time. One that is still writing after the last step
+        # writes both checkpoints in turn.
+        free = self._saver is None or (wait and self._saver == replica)
+        save = self._save_due and free and (writes or wait)
         if save:
             self._saver, self._save_due = replica, False
         instruction = Directive(
             self.generation,
             apply=tuple(range(seat.held, self.step)),
             save=save,
+            wait=wait,
             heir=heir,
             end=end,
             step=self.step if parts else None,

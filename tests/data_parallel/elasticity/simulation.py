@@ -238,6 +238,8 @@ class Simulation:
             if follower.over and held is None:
                 continue  # It came when all had left.
             assert (held, state[0]) == (self.terms.steps, self.expected[-1])
+        if self.terms.save_every:
+            assert self.disk[self.terms.steps] == self.expected[-1]
 
     # --- inside ---
 

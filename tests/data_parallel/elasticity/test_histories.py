@@ -12,6 +12,8 @@ import random
 import signal
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -194,8 +196,36 @@ def check(found, uninterrupted):
     assert list(own) == list(range(min(own, default=STEPS), STEPS))
 
 
-def die_handing_out(number):
+def say_that_it_takes_part(folder, number, then=lambda: None):
+    """Leaves a file at the first share that the replica computes."""
+    read = Watched.__getitem__
+
+    def read_and_say(data, rows):
+        found = read(data, rows)
+        (folder / f"replica{number}").touch()
+        then()
+        return found
+
+    Watched.__getitem__ = read_and_say
+
+
+def takes_part(folder, number):
+    return (folder / f"replica{number}").exists()
+
+
+def wait_until(happened, *arguments):
+    end = time.monotonic() + LIMIT
+    while not happened(*arguments):
+        assert time.monotonic() < end, (happened, arguments)
+        time.sleep(0.01)
+
+
+def die_handing_out(folder, number):
     """Replicas 1 and 2 die when replica 3 asks for their state; 0 refuses it once."""
+    say_that_it_takes_part(folder, number)
+    if number == 3:
+        wait_until(takes_part, folder, 1)
+        wait_until(takes_part, folder, 2)
     hand_out, refused = ElasticRuns._on_state, []
 
     def dies(runs, caller, body, meta):
@@ -211,8 +241,9 @@ def die_handing_out(number):
 
 def test_who_hands_out_a_state_dies(fresh_hosts, uninterrupted, tmp_path):
     """The newcomer asks all others, and at last the first once more."""
-    history = Drawn(True, 3, [(1.0, None)])
-    group = Group(fresh_hosts(4), history, 0, tmp_path, die_handing_out)
+    history = Drawn(True, 3, [(0.0, None)])
+    prepare = partial(die_handing_out, tmp_path)
+    group = Group(fresh_hosts(4), history, 0, tmp_path / "run", prepare)
     found = group.live()
     assert isinstance(found[1], EOFError)
     assert isinstance(found[2], EOFError)
@@ -245,15 +276,39 @@ def test_who_writes_a_checkpoint_dies(fresh_hosts, uninterrupted, tmp_path):
     assert again.live()[0] == (uninterrupted[True][0], {})
 
 
+def stand_still(folder, number):
+    """Replica 2 stops once, when replica 1 takes part too."""
+    stopped = []
+
+    def stop():
+        if number == 2 and not stopped and takes_part(folder, 1):
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    say_that_it_takes_part(folder, number, stop)
+
+
+def is_stopped(process):
+    """Whether a signal has stopped it: by its state, behind its name in parentheses."""
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_who_stands_still_is_expelled(returns, fresh_hosts, uninterrupted, tmp_path):
     """The others go on without it. Continued in time it takes part again."""
     hosts = fresh_hosts(3)
-    group = Group(hosts, Drawn(True, 3, []), 0, tmp_path)
-    threading.Timer(1.0, hosts.signal, (2, signal.SIGSTOP)).start()
+    prepare = partial(stand_still, tmp_path)
+    group = Group(hosts, Drawn(True, 3, []), 0, tmp_path / "run", prepare)
     go_on = hosts.signal, (2, signal.SIGCONT)
+
+    def continue_it():
+        wait_until(is_stopped, hosts.pids[2])
+        time.sleep(1.1 * DEADLINE)
+        hosts.signal(2, signal.SIGCONT)
+
     if returns:
-        threading.Timer(1.2 + DEADLINE, *go_on).start()
+        threading.Thread(target=continue_it, daemon=True).start()
     else:
         group.when_over[1] = go_on
     found = group.live()

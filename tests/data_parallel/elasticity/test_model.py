@@ -115,9 +115,9 @@ def test_every_history_ends_in_the_state_of_an_uninterrupted_run():
     )
 
 
-def begun(replicas):
+def begun(replicas, **terms):
     """A run in which so many replicas compute; the first has read the parameters."""
-    run = Simulation(save_every=None, min_replicas=replicas)
+    run = Simulation(min_replicas=replicas, **{"save_every": None} | terms)
     for number in range(replicas):
         run.arrive()
         run.deliver(number)
@@ -150,6 +150,27 @@ def test_a_sole_holder_of_the_state_is_not_expelled():
     run.deliver(1)
     run.settle()
     assert run.restored == 1
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_the_last_checkpoint_is_there_whenever_its_writer_dies(moment):
+    """The leader hears of the death when rank 0 has done all that it can."""
+    run = begun(2, steps=2, save_every=1)
+    for turn in range(moment):
+        number, acts = turn // 2 % 2, turn % 2 == 0
+        happens, able = (
+            (run.act, run.directives) if acts else (run.deliver, run.reports)
+        )
+        if number in able:
+            happens(number)
+    run.die(1)
+    for _ in range(8):
+        for happens, able in ((run.act, run.directives), (run.deliver, run.reports)):
+            if 0 in able:
+                happens(0)
+    run.wait(11.0)
+    run.settle()
+    run.check_end()
 
 
 def test_the_first_step_waits_for_rank_0():
@@ -215,6 +236,10 @@ def test_one_replica_writes_at_a_time(last):
             told += leader.report(number, ReplicaReport(1, step, step, parts), 0.0)
         for number in (last, 1 - last) if step == 0 else ():
             told += leader.report(number, ReplicaReport(1, 1), 0.0)
+    told += leader.report(0, ReplicaReport(1, 2), 0.0)
+    assert not any(each.instruction.end for each in told if isinstance(each, Order))
+    told += leader.report(1, ReplicaReport(1, 2, saved=2), 0.0)
     orders = [each for each in told if isinstance(each, Order)]
     assert [each.replica for each in orders if each.instruction.save] == [1, 1]
+    assert [each.replica for each in orders if each.instruction.wait] == [1]
     assert sorted(each.replica for each in orders if each.instruction.end) == [0, 1]
