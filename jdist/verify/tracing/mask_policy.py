@@ -57,7 +57,7 @@ def masks(
         other examples, or other tokens of them. Any two places on these axes together
         must differ.
       where: Only draws at a place with this text in it: the file, function and line of
-        the draw, and `jax.named_scope`s around it.
+        the draw, and every `jax.named_scope` around it.
 
     Returns:
       A `Report` with a row for each draw and policy, `DRAW: same over tp`; a row that
