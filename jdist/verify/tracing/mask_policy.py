@@ -60,8 +60,8 @@ def masks(
         the draw, and every `jax.named_scope` around it.
 
     Returns:
-      A `Report` with a row for each draw and policy, `DRAW: same over tp`; a row that
-      holds is called "equal".
+      A `Report` with a row for each draw and policy, such as "same over tp"; a row
+      that holds is called "equal".
 
     Raises:
       ValueError: No axis; an axis in both; the trainer draws nothing inside of
