@@ -236,6 +236,13 @@ def wide_of(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.complex128 if is_complex else jnp.float64)
 
 
+def single_of(dtype: DTypeLike) -> np.dtype:
+    """The dtype of single precision with room for a floating dtype, or its own."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    single = jnp.complex64 if is_complex else jnp.float32
+    return jnp.promote_types(dtype, single)
+
+
 def in_double(array: ArrayLike) -> np.ndarray:
     """A floating array on the host, in float64 or complex128."""
     host = np.asarray(array)

@@ -41,25 +41,37 @@ from jax.typing import ArrayLike
 
 from jdist._compat import loop_counts
 from jdist._tree import PyTree, Shaped, is_key
-from jdist.verify.bound import EXTRA, accumulated, flushes, unit_roundoff, wide_of
+from jdist.verify.bound import (
+    EXTRA,
+    accumulated,
+    flushes,
+    single_of,
+    unit_roundoff,
+    wide_of,
+)
 
 Array = jax.Array
 
 
+class RoundedSideNeeded(Exception):
+    """A run without a rounded side came to a decision, which only that side makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionPair:
-    """A value in the precision of the program and in float64.
+    """A value in the precision of the program and in a wider one.
 
     Attributes:
-      rounded: The value as the program computes it.
-      wide: The value in float64.
+      rounded: The value as the program computes it; None in a run that has no rounded
+        side.
+      wide: The value in float64, or in what `Perturbation.wider` says.
       size: The square root of the sum of squares of the terms that the value was last
         summed of: its magnitude if they do not cancel. None: the value's own.
       narrow: The dtype of less than 32 bits that the value was cast from, where a dtype
         was chosen in which such numbers are accumulated; else None.
     """
 
-    rounded: Array
+    rounded: Array | None
     wide: Array
     size: Array | None = None
     narrow: np.dtype | None = None
@@ -95,6 +107,9 @@ class Perturbation:
         under `stop_gradient` are held fixed at those of the first input.
       observer: Called with both sides of every tap in the program, while it is traced.
       loops: The position of this scope.
+      wider: The dtype of the wide side of a value, given its own.
+      pool: Random numbers in [-1, 1], float32, `(numbers,)`, from which errors are
+        taken. None for `POOL`.
     """
 
     amplitude: Array | None
@@ -105,25 +120,21 @@ class Perturbation:
     observer: Observer | None = None
     in_parts: bool = False
     loops: Position = ()
+    wider: Callable[[Any], np.dtype] = wide_of
+    pool: Array | None = None
     _places: Iterator[int] = field(default_factory=itertools.count)
-    _pools: dict[tuple[float, Any], Array] = field(default_factory=dict)
     _count: int = 0
-
-    # Numbers drawn per scope. Prime, so that larger arrays, which use them again and
-    # again, do not find them in step with their own rows.
-    POOL: ClassVar[int] = 4099
 
     def inner(self, step: Array) -> "Perturbation":
         """A perturbation for iteration `step` of a loop inside this scope."""
-        # The golden ratio in 32 bits: consecutive scopes get seeds far apart.
         here = _in_context(self.seed)
-        seed = _mix(here + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
+        seed = _mix(here + _golden(self._tick()))
         own = _mix(seed ^ step.astype(jnp.uint32))
         return self.within(own)
 
     def within(self, seed: Array) -> "Perturbation":
         """A perturbation with another seed, for a scope of its own."""
-        return replace(self, seed=seed, _pools={}, _count=0)
+        return replace(self, seed=seed, _count=0)
 
     def loop(self) -> "Perturbation":
         """A perturbation for a loop inside this scope; iterations share the seed."""
@@ -140,39 +151,36 @@ class Perturbation:
         if self.observer is None:
             return operands[0]
         position = (*self.loops, next(self._places))
-        return self.observer(name, position, list(map(_as_pair, operands)))
+        return self.observer(name, position, [as_pair(x, self) for x in operands])
 
-    def factors(self, like: Array, unit: float) -> Array | None:
-        """1 + unit d for each entry of an array."""
+    def errors(self, like: Array, unit: float) -> Array | None:
+        """unit d for each entry of an array, in its dtype."""
         if self.amplitude is None or like.size == 0:
             return None
-        pool = self._pool(unit, self.amplitude)
-        real = self._draw(like.shape, pool)
+        dtype = like.real.dtype
+        largest = (unit * _in_context(jnp.asarray(self.amplitude))).astype(dtype)
+        real = self._draw(like.shape).astype(dtype) * largest
         if not jnp.iscomplexobj(like):
             return real
         # Both parts of a complex number are rounded, each by itself.
-        return real + 1j * (self._draw(like.shape, pool) - 1)
+        return real + 1j * (self._draw(like.shape).astype(dtype) * largest)
 
-    def _draw(self, shape: tuple[int, ...], pool: Array) -> Array:
+    def _draw(self, shape: tuple[int, ...]) -> Array:
+        """Numbers of the pool, from a random place on."""
+        pool = _in_context(jnp.asarray(POOL) if self.pool is None else self.pool)
         size = math.prod(shape)
-        # Prime to the pool's size: arrays begin at places far apart in it.
-        start = self._tick() * 1009 % self.POOL
-        if start + size > self.POOL:
-            times = -(-(start + size) // self.POOL)
-            pool = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
-        return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
-
-    def _pool(self, unit: float, amplitude: Array) -> Array:
-        # In `jax.sharding.auto_axes` the same mesh has axes of another type.
-        key = unit, jax.sharding.get_abstract_mesh()
-        if key not in self._pools:
-            seed, strength = map(_in_context, (self.seed, amplitude))
-            bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ seed)
-            uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
-            factors = 1 + uniform * (unit * strength)
-            # A barrier, or XLA computes them again wherever they are used.
-            self._pools[key] = jax.lax.optimization_barrier(factors)
-        return self._pools[key]
+        bits = _mix(_in_context(self.seed) + _golden(self._tick()))
+        start = (bits % jnp.uint32(PLACES)).astype(jnp.int32)
+        if size + PLACES <= pool.size:
+            return jax.lax.dynamic_slice(pool, [start], [size]).reshape(shape)
+        # As often as needed. Its length is prime, so that an array's rows are not in
+        # step with it.
+        turned = jax.lax.dynamic_slice(
+            jnp.concatenate([pool, pool]), [start], pool.shape
+        )
+        times = -(-size // pool.size)
+        repeated = jnp.broadcast_to(turned, (times, pool.size)).reshape(-1)
+        return jax.lax.slice(repeated, [0], [size]).reshape(shape)
 
     def _tick(self) -> int:
         self._count += 1
@@ -185,6 +193,22 @@ def _in_context(array: Array) -> Array:
     if mesh.empty or jax.typeof(array).sharding.mesh == mesh:
         return array
     return jax.sharding.reshard(array, PartitionSpec())
+
+
+def noise_pool(size: int) -> np.ndarray:
+    """Random numbers in [-1, 1] for arrays of up to `size` entries, float32."""
+    generator = np.random.default_rng(4099)
+    return generator.uniform(-1, 1, size + PLACES).astype(np.float32)
+
+
+# Places in a pool at which an array's errors may begin, and a pool for any array; prime.
+PLACES = 65521
+POOL = noise_pool(65550)
+
+
+def _golden(step: int) -> Array:
+    """Numbers far apart for consecutive steps: multiples of the golden ratio."""
+    return jnp.uint32(step * 0x9E3779B9 & 0xFFFFFFFF)
 
 
 def _mix(bits: Array) -> Array:
@@ -211,11 +235,13 @@ def run(
       Its results; floating ones have a size.
     """
     given = [
-        x if isinstance(x, PrecisionPair) or not _is_float(x) else _as_pair(x)
+        x
+        if isinstance(x, PrecisionPair) or not _is_float(x)
+        else as_pair(x, perturbation)
         for x in inputs
     ]
     found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
-    return list(map(_as_pair, found))
+    return [as_pair(x, perturbation) for x in found]
 
 
 def _evaluate(
@@ -244,23 +270,23 @@ def _evaluate(
         here = not wanted.isdisjoint(equation.outvars)
         # What belongs to an equation is computed with the mesh of its trace, too.
         with equation.ctx.manager:
-            found = _equation(equation, operands, noise, here)
+            found = results_of(equation, operands, noise, here)
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(
+def results_of(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
 ) -> Sequence[Value]:
+    """Evaluates an equation on both sides; its results have sizes if `sized`."""
     name = equation.primitive.name
     if name == "tap":
         return [noise.observe(equation.params["name"], operands)]
     if not any(isinstance(x, PrecisionPair) for x in operands):
         return bind(equation, operands)
     if name == "stop_gradient" and noise.held is not None:
-        return [
-            PrecisionPair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))
-        ]
+        held = _first(_wide(operands[0], noise), noise.held)
+        return [PrecisionPair(as_pair(operands[0], noise).rounded, held)]
     if name in _CONTROL:
         return _CONTROL[name](equation, operands, noise)
     inner = called(equation)
@@ -274,27 +300,37 @@ def _both_sides(
 ) -> Sequence[Value]:
     """Evaluates an equation without inner programs; an operand of it is a pair."""
     name = equation.primitive.name
-    rounded = bind(equation, [_rounded(x) for x in operands])
-    if not any(_has_sides(x) for x in rounded):
+    alone = any(map(_is_one_sided, operands))
+    results: Sequence[Any] = (
+        [x.aval for x in equation.outvars]
+        if alone
+        else bind(equation, [_rounded(x) for x in operands])
+    )
+    if alone and not all(map(has_sides, results)):
+        raise RoundedSideNeeded(name)
+    if not any(map(has_sides, results)):
         # Its result is an integer, through which a perturbation does not pass.
         if name == "bitcast_convert_type":
             noise.unmeasured.add(name)
-        return rounded
-    wide = _widely(equation, operands, rounded, noise)
+        return results
+    wide = _widely(equation, operands, results, noise)
     if wide is None:
+        if alone:
+            raise RoundedSideNeeded(name)
         noise.unmeasured.add(name)
-        return [_as_pair(x) if _has_sides(x) else x for x in rounded]
+        return [as_pair(x, noise) if has_sides(x) else x for x in results]
     perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
     found: list[Value] = []
     narrow = None if noise.accumulation is None else _narrow(equation, operands)
-    for r, w in zip(rounded, wide, strict=True):
+    for r, w in zip(results, wide, strict=True):
         if noise.in_parts and _is_float(r) and _widens(equation):
             w = _perturb_part(w, equation, noise)
         elif perturbed and _is_float(r):
             dtypes = r.dtype, _cast_from(operands) or r.dtype
             w = _perturb(w, dtypes, _summed(equation), noise)
-        size = _size(equation, operands) if sized and _is_float(r) else None
-        found.append(PrecisionPair(r, w, size, narrow) if _has_sides(r) else r)
+        size = _size(equation, operands, noise) if sized and _is_float(r) else None
+        own = None if alone else r
+        found.append(PrecisionPair(own, w, size, narrow) if has_sides(r) else r)
     return found
 
 
@@ -321,30 +357,33 @@ def _first(wide: Array, axis: str) -> Array:
 def _widely(
     equation: JaxprEqn,
     operands: list[Value],
-    rounded: Sequence[Array],
+    results: Sequence[Any],
     noise: Perturbation,
 ) -> Sequence[Array] | None:
-    """The wide side of one equation; None if it cannot be evaluated in float64."""
+    """The wide side of one equation; None if it cannot be evaluated in float64.
+
+    `results` are those of the rounded side, or their shapes and dtypes.
+    """
     name = equation.primitive.name
-    if name in _UNMEASURED or any(is_key(_rounded(x)) for x in operands):
+    wide = [_wide(x, noise) for x in operands]
+    if name in UNMEASURED or any(map(is_key, wide)):
         return None
     terms = 1 if noise.amplitude is None else _summed(equation)
-    wide = list(map(_wide, operands))
     if terms > 1:
         dtype = _dtype_of(equation.outvars[0])
         dtypes = dtype, _cast_from(operands) or dtype
         wide = [_perturb_terms(x, dtypes, terms, noise) for x in wide]
     try:
         if name in _RULES:
-            return _RULES[name](_Call(equation, operands, wide, rounded))
-        found = _bind_wide(equation, wide)
+            return _RULES[name](_Call(equation, operands, wide, noise.wider, results))
+        found = _bind_wide(equation, wide, noise.wider)
     # What JAX raises for a primitive, or parameters of it, that allow no float64.
     except (TypeError, ValueError, NotImplementedError):
         return None
     # Parameters may fix the dtype or the shape of the result: it is then not wider.
     same = all(
-        w.shape == r.shape and (not _is_float(r) or w.dtype == wide_of(r.dtype))
-        for w, r in zip(found, rounded, strict=True)
+        w.shape == r.shape and (not _is_float(r) or w.dtype == noise.wider(r.dtype))
+        for w, r in zip(found, results, strict=True)
     )
     return found if same else None
 
@@ -358,9 +397,11 @@ def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
     return list(found) if equation.primitive.multiple_results else [found]
 
 
-def _bind_wide(equation: JaxprEqn, wide: Sequence[Array]) -> Sequence[Array]:
-    """Binds the equation with its operands in float64."""
-    params = {key: _widened(key, value) for key, value in equation.params.items()}
+def _bind_wide(
+    equation: JaxprEqn, wide: Sequence[Array], wider: Callable[[Any], np.dtype]
+) -> Sequence[Array]:
+    """Binds the equation with its operands in wider dtypes."""
+    params = {k: _widened(k, value, wider) for k, value in equation.params.items()}
     found = equation.primitive.bind(*wide, **params)
     return list(found) if equation.primitive.multiple_results else [found]
 
@@ -371,45 +412,77 @@ def _bind_wide(equation: JaxprEqn, wide: Sequence[Array]) -> Sequence[Array]:
 
 def _with_size(jaxpr: Jaxpr) -> frozenset[Any]:
     """The variables whose sizes make up those of a program's results."""
+    each = [(x.primitive.name, x.invars, x.outvars) for x in jaxpr.eqns]
+    return sized_variables(each, jaxpr.outvars)
+
+
+def sized_variables(
+    equations: Sequence[tuple[str, Sequence[Any], Sequence[Any]]],
+    results: Sequence[Any],
+) -> frozenset[Any]:
+    """The variables whose sizes make up those of results.
+
+    Args:
+      equations: Name of the primitive, inputs and outputs of each.
+      results: Variables; literals have no size.
+    """
     passed = _CALLS | _ADDS | _MOVES | _SCALED.keys()
-    wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    for equation in reversed(jaxpr.eqns):
-        here = not wanted.isdisjoint(equation.outvars)
-        if here and equation.primitive.name in passed:
-            wanted.update(v for v in equation.invars if not isinstance(v, Literal))
+    wanted = {v for v in results if not isinstance(v, Literal)}
+    for name, inputs, outputs in reversed(equations):
+        if name in passed and not wanted.isdisjoint(outputs):
+            wanted.update(v for v in inputs if not isinstance(v, Literal))
     return frozenset(wanted)
 
 
-def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
+def _size(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation
+) -> Array | None:
     """The size of the one result of an equation; None if it is that of its value."""
     name = equation.primitive.name
     if name in _SQUARED and _summed(equation) > 1:
-        wide = [_wide(x) for x in operands]
-        squares = [jnp.abs(x) ** 2 if _is_float(x) else x for x in wide]
+        wide = [_wide(x, noise) for x in operands]
+        # Relative to the largest, so that no square is too small or too large.
+        tops = [_top(jnp.max(jnp.abs(x), initial=0)) for x in wide if _is_float(x)]
+        if name not in _PRODUCTS:
+            tops = [jnp.max(jnp.stack(tops))] * len(tops)
+        rest = iter(tops)
+        squares = [
+            jnp.square((jnp.abs(x) / next(rest)).astype(single_of(x.real.dtype)))
+            if _is_float(x)
+            else x
+            for x in wide
+        ]
         rule = _RULES.get(name)
-        found = (
-            rule(_Call(equation, operands, squares))
-            if rule
-            else _bind_wide(equation, squares)
-        )
+        call = _Call(equation, operands, squares, single_of)
+        found = rule(call) if rule else _bind_wide(equation, squares, single_of)
+        total = math.prod(tops) if name in _PRODUCTS else tops[0]
         # A product of complex numbers asks for a complex result.
-        return jnp.sqrt(jnp.abs(found[0]))
+        roots = jnp.sqrt(jnp.abs(found[0]))
+        return roots * total.astype(roots.dtype)
     if name in _ADDS:
-        return jnp.hypot(*map(_size_of, operands))
+        return jnp.hypot(*(_size_of(x, noise) for x in operands))
     if not any(isinstance(x, PrecisionPair) and x.size is not None for x in operands):
         return None
-    sizes = list(map(_size_of, operands))
+    sizes = [_size_of(x, noise) for x in operands]
     if name in _SCALED:
         return _SCALED[name](*sizes)
-    return _bind_wide(equation, sizes)[0] if name in _MOVES else None
+    return _bind_wide(equation, sizes, single_of)[0] if name in _MOVES else None
 
 
-def _size_of(value: Value) -> Array:
+def _top(largest: Array) -> Array:
+    """The largest magnitude, or 1 where it is nothing to divide by."""
+    usable = (largest > 0) & jnp.isfinite(largest)
+    return jnp.where(usable, largest, jnp.ones_like(largest))
+
+
+def _size_of(value: Value, noise: Perturbation) -> Array:
     if isinstance(value, PrecisionPair) and value.size is not None:
         return value.size
-    wide = _wide(value)
-    return jnp.abs(wide) if _is_float(wide) else wide
+    wide = _wide(value, noise)
+    return jnp.abs(wide).astype(single_of(wide.real.dtype)) if _is_float(wide) else wide
 
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 _SQUARED = frozenset({
     "dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum",
@@ -446,16 +519,16 @@ def _perturb(
     if terms > 1:
         adding = unit_roundoff(accumulated(narrow, noise.accumulation))
         unit = math.hypot(unit, adding * math.sqrt(terms / 3))
-    factors = noise.factors(wide, unit)
-    if factors is None:
+    errors = noise.errors(wide, unit)
+    if errors is None:
         return wide
     if flushes(dtype):
-        return wide * factors
+        return wide + wide * errors
     # Subnormal numbers have one absolute spacing: their relative rounding error has no
     # limit, so they are perturbed as much as the smallest normal number.
     tiny = float(jnp.finfo(dtype).smallest_normal)
     least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
-    return wide + least * (factors - 1)
+    return wide + least * errors
 
 
 def _perturb_terms(
@@ -469,8 +542,8 @@ def _perturb_terms(
     if noise.in_parts:
         # At most a rounding of every term for each of the roundings that `bound` takes.
         unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
-    factors = noise.factors(wide, unit)
-    return wide if factors is None else wide * factors
+    errors = noise.errors(wide, unit)
+    return wide if errors is None else wide + wide * errors
 
 
 def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array:
@@ -478,8 +551,8 @@ def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array
     narrow = _dtype_of(equation.invars[0])
     if not jnp.issubdtype(narrow, jnp.inexact):
         return wide
-    factors = noise.factors(wide, unit_roundoff(narrow) * math.sqrt(EXTRA))
-    return wide if factors is None else wide * factors
+    errors = noise.errors(wide, unit_roundoff(narrow) * math.sqrt(EXTRA))
+    return wide if errors is None else wide + wide * errors
 
 
 def _summed(equation: JaxprEqn) -> int:
@@ -530,7 +603,7 @@ _EXACT = frozenset({
 })  # fmt: skip
 
 # Foreign code, or code that fails only when it is compiled for float64.
-_UNMEASURED = frozenset({
+UNMEASURED = frozenset({
     "ffi_call", "io_callback", "pallas_call", "pure_callback", "reduce",
     "reduce_window", "select_and_gather_add", "shard_map", "xla_pmap",
 })  # fmt: skip
@@ -566,21 +639,35 @@ _CALLS = frozenset({
 
 
 class _Flat:
-    """The two sides of several values as a flat list of arrays, and back."""
+    """The sides of several values as a flat list of arrays, and back.
 
-    def __init__(self, paired: Sequence[bool]) -> None:
+    Attributes:
+      paired: Which of the values have sides.
+      alone: Whether these have a wide side only.
+    """
+
+    def __init__(
+        self, paired: Sequence[bool], alone: bool, noise: Perturbation
+    ) -> None:
         self.paired = tuple(paired)
+        self.alone = alone
+        self._noise = noise
 
     def arrays(self, values: Sequence[Value]) -> list[Array]:
         flat: list[Array] = []
         for value, paired in zip(values, self.paired, strict=True):
-            flat += [_rounded(value), _wide(value)] if paired else [_rounded(value)]
+            if not (paired and self.alone):
+                flat.append(_rounded(value))
+            if paired:
+                flat.append(_wide(value, self._noise))
         return flat
 
     def values(self, arrays: Sequence[Array]) -> list[Value]:
         rest = iter(arrays)
         return [
-            PrecisionPair(next(rest), next(rest)) if paired else next(rest)
+            PrecisionPair(None if self.alone else next(rest), next(rest))
+            if paired
+            else next(rest)
             for paired in self.paired
         ]
 
@@ -594,10 +681,12 @@ def _scan(
     consts, carried = counts
     fixed, start = operands[:consts], operands[consts : consts + carried]
     slices = operands[consts + carried :]
-    # Every floating carry has two sides: an iteration may make it depend on inputs.
-    carry = _Flat([_has_sides(_rounded(x)) for x in start])
-    along = _Flat([isinstance(x, PrecisionPair) for x in slices])
-    stacked = _Flat([_has_sides(v.aval) for v in body.jaxpr.outvars[carried:]])
+    alone = any(map(_is_one_sided, operands))
+    # Every floating carry has sides: an iteration may make it depend on inputs.
+    carry = _Flat([has_sides(_side(x)) for x in start], alone, noise)
+    along = _Flat([isinstance(x, PrecisionPair) for x in slices], alone, noise)
+    results = body.jaxpr.outvars[carried:]
+    stacked = _Flat([has_sides(v.aval) for v in results], alone, noise)
 
     def step(state: list[Array], taken: PyTree) -> PyTree:
         index, arrays = taken
@@ -625,7 +714,8 @@ def _while(
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     ends = np.cumsum([params["cond_nconsts"], params["body_nconsts"]])
     for_test, for_body, start = np.split(np.arange(len(operands)), ends)
-    carry = _Flat([_has_sides(_rounded(operands[i])) for i in start])
+    alone = any(map(_is_one_sided, operands))
+    carry = _Flat([has_sides(_side(operands[i])) for i in start], alone, noise)
     loop = noise.loop()
 
     def go_on(state: tuple[Array, list[Array]]) -> Array:
@@ -648,9 +738,10 @@ def _cond(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation
 ) -> list[Value]:
     index, *rest = operands
-    given = _Flat([isinstance(x, PrecisionPair) for x in rest])
+    alone = any(map(_is_one_sided, rest))
+    given = _Flat([isinstance(x, PrecisionPair) for x in rest], alone, noise)
     results: list[Any] = equation.outvars
-    result = _Flat([_has_sides(v.aval) for v in results])
+    result = _Flat([has_sides(v.aval) for v in results], alone, noise)
 
     def branch(program: ClosedJaxpr) -> Callable[..., list[Array]]:
         def evaluate(inside: Perturbation, *arrays: Array) -> list[Array]:
@@ -698,20 +789,22 @@ class _Call(NamedTuple):
     Attributes:
       equation: The equation.
       operands: The operands as they are given.
-      wide: The operands in float64.
-      rounded: The results of the rounded side; none are needed for a size.
+      wide: The operands in wider dtypes.
+      wider: These dtypes.
+      results: Those of the rounded side, or shapes and dtypes; none for a size.
     """
 
     equation: JaxprEqn
     operands: Sequence[Value]
     wide: Sequence[Array]
-    rounded: Sequence[Array] = ()
+    wider: Callable[[Any], np.dtype]
+    results: Sequence[Any] = ()
 
 
 def _cast(call: _Call) -> list[Array]:
-    dtype = call.rounded[0].dtype
-    if _is_float(call.rounded[0]):
-        dtype = wide_of(dtype)
+    dtype = call.results[0].dtype
+    if _is_float(call.results[0]):
+        dtype = call.wider(dtype)
     wide = call.wide[0]
     if jnp.iscomplexobj(wide) and not jnp.issubdtype(dtype, jnp.complexfloating):
         wide = wide.real
@@ -729,7 +822,7 @@ def _sort(call: _Call) -> list[Array]:
 
 def _top_k(call: _Call) -> list[Array]:
     axis = call.equation.params.get("axis", -1)
-    places = call.rounded[1]
+    places = call.results[1]
     return [jnp.take_along_axis(call.wide[0], places, axis), places]
 
 
@@ -757,14 +850,14 @@ _RULES: dict[str, Callable[[_Call], list[Array]]] = {
 }
 
 
-def _widened(key: str, value: object) -> object:
-    """A parameter of an equation for float64."""
+def _widened(key: str, value: object, wider: Callable[[Any], np.dtype]) -> object:
+    """A parameter of an equation for wider dtypes."""
     if key == "precision" and value is not None:
         # The program's precision may round operands of products, on the exact side too.
         highest = jax.lax.Precision.HIGHEST
         return (highest,) * 2 if isinstance(value, tuple) else highest
     if isinstance(value, np.dtype) and jnp.issubdtype(value, jnp.inexact):
-        return wide_of(value)
+        return wider(value)
     return value
 
 
@@ -772,20 +865,33 @@ def _widened(key: str, value: object) -> object:
 # Values.
 
 
+def _is_one_sided(value: Value) -> bool:
+    return isinstance(value, PrecisionPair) and value.rounded is None
+
+
 def _rounded(value: Value) -> Array:
-    return value.rounded if isinstance(value, PrecisionPair) else value
+    if not isinstance(value, PrecisionPair):
+        return value
+    if value.rounded is None:
+        raise RoundedSideNeeded
+    return value.rounded
 
 
-def _wide(value: Value) -> Array:
+def _side(value: Value) -> Array:
+    """One of the sides of a value."""
+    return value.wide if isinstance(value, PrecisionPair) else value
+
+
+def _wide(value: Value, noise: Perturbation) -> Array:
     if isinstance(value, PrecisionPair):
         return value.wide
-    return value.astype(wide_of(value.dtype)) if _is_float(value) else value
+    return value.astype(noise.wider(value.dtype)) if _is_float(value) else value
 
 
-def _as_pair(value: Value) -> PrecisionPair:
+def as_pair(value: Value, noise: Perturbation) -> PrecisionPair:
     if isinstance(value, PrecisionPair):
         return value
-    return PrecisionPair(value, _wide(value))
+    return PrecisionPair(value, _wide(value, noise))
 
 
 def _as_array(constant: ArrayLike) -> Array:
@@ -801,6 +907,6 @@ def _is_float(x: Shaped) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _has_sides(x: Shaped) -> bool:
+def has_sides(x: Shaped) -> bool:
     """Whether a value may differ between the sides: integers and keys do not."""
     return _is_float(x) or x.dtype == jnp.bool_

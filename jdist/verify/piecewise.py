@@ -1,0 +1,604 @@
+"""Runs a program in lockstep piece by piece; pieces that are alike compile once.
+
+A large program takes XLA longer to compile than to run, above all with an error after
+every equation. So it is cut into *pieces*: products, loops and branches singly, and all
+that stands between two of them together. Equal pieces, such as those of a transformer's
+blocks, share one compiled program. Values are freed after their last use.
+
+A run has one of three forms:
+
+- `BOTH`: the program as it is, and in float64 (`lockstep`);
+- `EXACT`: in float64 alone;
+- `DRAWN`: perturbed as rounding would, in float32 unless the program has float64. The
+  roundings of float32 come on top of those that are drawn: errors are at most somewhat
+  larger than those of the program.
+
+Decisions, such as an argmax, are the rounded side's. A run on one side takes them from
+a run of both: a piece that decides is *replayed* with the rounded inputs that it had
+there. What stands under `stop_gradient` can be held at its values there, too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jdist._compat import equations_in
+from jdist.verify.bound import single_of, wide_of
+from jdist.verify.lockstep import (
+    UNMEASURED,
+    Perturbation,
+    PrecisionPair,
+    RoundedSideNeeded,
+    Value,
+    as_pair,
+    called,
+    has_sides,
+    noise_pool,
+    results_of,
+    sized_variables,
+)
+
+
+class Form(NamedTuple):
+    """What a run computes.
+
+    Attributes:
+      rounded: Whether there is a rounded side.
+      wider: The dtypes of the wide side.
+      drawn: Whether it is perturbed.
+      sized: Whether results have sizes.
+      held: Whether values under `stop_gradient` are those of the recorded run.
+    """
+
+    rounded: bool
+    wider: Callable[[Any], np.dtype]
+    drawn: bool = False
+    sized: bool = False
+    held: bool = False
+
+
+BOTH = Form(True, wide_of)
+EXACT = Form(False, wide_of)
+
+
+class Kind(NamedTuple):
+    """The arrays of a value with sides."""
+
+    rounded: bool
+    size: bool = False
+    narrow: np.dtype | None = None
+
+
+Recording = dict[int, list[Value]]
+"""The inputs of pieces that decide, or hold values, by the pieces' numbers."""
+
+# The axis along which a piece is evaluated at its recorded and at its own inputs.
+HELD = "held"
+
+# Pieces that XLA may be given ahead of those that have run: each takes its memory.
+AHEAD = 4
+
+
+class Variable:
+    """A variable of a program whose calls are inlined."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+class Equation(NamedTuple):
+    """An equation, with variables of the inlined program or literals."""
+
+    own: JaxprEqn
+    inputs: Sequence[Any]
+    outputs: Sequence[Variable]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Equations that are compiled together.
+
+    Attributes:
+      equations: In order.
+      inputs: What they take from outside.
+      outputs: What later pieces, or the program's results, take from them.
+      freed: Inputs and outputs that no later piece takes.
+      key: Equal for pieces that may share a compiled program.
+      decides: Whether its results may depend on decisions.
+      holds: Whether it has a `stop_gradient`.
+    """
+
+    equations: list[Equation]
+    inputs: list[Variable]
+    outputs: list[Variable]
+    freed: list[Variable]
+    key: object
+    decides: bool
+    holds: bool
+
+
+class Compiled(NamedTuple):
+    """A piece in one form, compiled when it runs first.
+
+    Attributes:
+      run: `run(noise, arrays, before)`.
+      kinds: Of its outputs, and None for a value without sides; known once it ran.
+      missed: Primitives whose rounding could not be measured.
+    """
+
+    run: Callable[..., list[jax.Array]]
+    kinds: list[Kind | None]
+    missed: set[str]
+
+
+class Pieces:
+    """A program that runs piece by piece, with its compiled pieces.
+
+    Args:
+      program: As traced in the settings that it is judged in.
+      accumulation: The dtype in which sums of 16-bit numbers are accumulated.
+      compiled: Compiled pieces by their keys, which programs may share.
+
+    Attributes:
+      single: The dtypes of a drawn run.
+      missed: Primitives whose rounding could not be measured.
+      decides: Whether a run on one side has to be told decisions.
+    """
+
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        accumulation: Any,
+        compiled: dict[Any, Compiled],
+    ) -> None:
+        self.missed: set[str] = set()
+        self._accumulation = accumulation
+        self._compiled = compiled
+        self._inputs, self._constants, equations, self._results = _inlined(program)
+        each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
+        self._sized = sized_variables(each, self._results)
+        self._pieces = _cut(equations, self._inputs, self._results)
+        self.decides = any(piece.decides for piece in self._pieces)
+        self.holds = any(piece.holds for piece in self._pieces)
+        sizes = [x.aval.size for piece in self._pieces for x in piece.inputs]
+        sizes += [x.aval.size for y in equations for x in y.outputs]
+        self._largest = max(sizes, default=1)
+        self._pool: jax.Array | None = None
+
+    def run(
+        self,
+        inputs: Sequence[Value],
+        form: Form,
+        *,
+        amplitude: float = 0.0,
+        seed: int = 0,
+        recording: Recording | None = None,
+        replay: Recording | None = None,
+        receive: Callable[[int, Value], None] | None = None,
+    ) -> list[Value]:
+        """Evaluates the program; to be called with 64-bit types enabled.
+
+        Args:
+          inputs: Its arguments, as `lockstep.run` takes them.
+          form: The form of the run.
+          amplitude: Factor of the perturbations.
+          seed: Seed of a drawn run.
+          recording: Is filled, for runs that replay it.
+          replay: A recording.
+          receive: Is called with the number of each result and the result as soon as
+            there is one; none is kept then.
+
+        Returns:
+          The results; empty if `receive` takes them.
+
+        Raises:
+          RoundedSideNeeded: The program decides and nothing is replayed.
+        """
+        values: dict[Variable, Value] = dict(self._constants)
+        values.update(
+            (x, _entering(value, form))
+            for x, value in zip(self._inputs, inputs, strict=True)
+        )
+        results = _Results(self._results, receive)
+        results.take(values)
+        for number, piece in enumerate(self._pieces):
+            operands = [values[x] for x in piece.inputs]
+            sided = any(isinstance(x, PrecisionPair) for x in operands)
+            if recording is not None and sided and (piece.decides or piece.holds):
+                recording[number] = operands
+            before = None
+            if form.held and piece.holds and sided:
+                assert replay is not None
+                before = _flat([_leaving(x, EXACT) for x in replay[number]])
+            if piece.decides and sided and not form.rounded:
+                if replay is None:
+                    raise RoundedSideNeeded
+                operands = _with_rounded(operands, replay[number])
+            noise = ()
+            if form.drawn:
+                own = jnp.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
+                noise = jnp.float64(amplitude), own, self._noise()
+            compiled = self._program(piece, operands, form, before is not None)
+            try:
+                found = compiled.run(noise, _flat(operands), before)
+            except RoundedSideNeeded:
+                # What JAX does not evaluate in float64 is as the rounded side has it.
+                piece.decides = self.decides = True
+                raise
+            self.missed |= compiled.missed
+            made = dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
+            values.update(made)
+            results.take(made)
+            for variable in piece.freed:
+                del values[variable]
+            if number % AHEAD == 0:
+                jax.block_until_ready(found)
+        return results.found if receive is None else []
+
+    def _noise(self) -> jax.Array:
+        if self._pool is None:
+            self._pool = jnp.asarray(noise_pool(self._largest))
+        return self._pool
+
+    def _program(
+        self, piece: Piece, operands: list[Value], form: Form, held: bool
+    ) -> Compiled:
+        kinds = tuple(map(_kind, operands))
+        wanted = tuple(form.sized and x in self._sized for x in piece.outputs)
+        key = piece.key, kinds, wanted, form, held, self._accumulation
+        if key not in self._compiled:
+            sized = self._sized if form.sized else frozenset()
+            self._compiled[key] = _compiled(
+                piece, kinds, form, sized, self._accumulation
+            )
+        return self._compiled[key]
+
+
+class _Results:
+    """The results of a run, taken as they are made."""
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        receive: Callable[[int, Value], None] | None,
+    ) -> None:
+        self.found: list[Any] = [None] * len(variables)
+        self._receive = receive or self.found.__setitem__
+        self._wanted: dict[Variable, list[int]] = {}
+        for number, variable in enumerate(variables):
+            if isinstance(variable, Literal):
+                self._receive(number, _literal(variable))
+            else:
+                self._wanted.setdefault(variable, []).append(number)
+
+    def take(self, values: dict[Variable, Value]) -> None:
+        """Takes those of the values that are results."""
+        for variable, value in values.items():
+            for number in self._wanted.get(variable, ()):
+                self._receive(number, value)
+
+
+def drawn(program: ClosedJaxpr) -> Form:
+    """The form of a program's draws."""
+    return Form(False, wide_of if _has_doubles(program) else single_of, drawn=True)
+
+
+def _has_doubles(program: ClosedJaxpr) -> bool:
+    variables = [x for each in equations_in(program) for x in each.outvars]
+    dtypes = {getattr(x.aval, "dtype", jnp.dtype(int)) for x in variables}
+    floating = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+    return any(jnp.finfo(x).bits > 32 for x in floating)
+
+
+# ---------------------------------------------------------------------------------
+# A program as pieces.
+
+
+def _inlined(
+    program: ClosedJaxpr,
+) -> tuple[list[Variable], dict[Variable, Value], list[Equation], list[Any]]:
+    """Inputs, constants, the equations that results need, and results."""
+    constants: dict[Variable, Value] = {}
+    equations: list[Equation] = []
+
+    def constant(value: Any) -> Variable:
+        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        variable = Variable(jax.typeof(array))
+        constants[variable] = array
+        return variable
+
+    def walk(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        own = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
+        own.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else own[atom]
+
+        for equation in jaxpr.eqns:
+            given, inner = list(map(read, equation.invars)), called(equation)
+            if inner is None:
+                made: list[Any] = [Variable(x.aval) for x in equation.outvars]
+                equations.append(Equation(equation, given, made))
+            else:
+                made = walk(inner.jaxpr, inner.consts, given)
+            own.update(zip(equation.outvars, made, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    inputs = [Variable(x.aval) for x in program.jaxpr.invars]
+    results = walk(program.jaxpr, program.consts, inputs)
+    needed, kept = set(results), []
+    for equation in reversed(equations):
+        if equation.own.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(x for x in equation.inputs if not isinstance(x, Literal))
+    constants = {x: value for x, value in constants.items() if x in needed}
+    return inputs, constants, kept[::-1], results
+
+
+# Equations that stand alone: what costs much to compile or to run.
+_ALONE = frozenset({
+    "dot_general", "conv_general_dilated", "scatter-add", "gather", "scan", "while",
+    "cond", "sort", "top_k", "custom_linear_solve", "stop_gradient",
+})  # fmt: skip
+
+_DECIDING = frozenset({"sort", "top_k", "cond", "while"})
+
+_LOOPS = frozenset({"scan", "custom_linear_solve"})
+
+
+def _cut(
+    equations: Sequence[Equation], inputs: Sequence[Variable], results: Sequence[Any]
+) -> list[Piece]:
+    """The pieces of a program, in order."""
+    sided = {x for x in inputs if has_sides(x.aval)}
+    groups: list[tuple[list[Equation], bool]] = []
+    together = False
+    for equation in equations:
+        given = _variables(equation)
+        on_sides = not sided.isdisjoint(given)
+        if on_sides:
+            sided.update(x for x in equation.outputs if has_sides(x.aval))
+        decides = on_sides and _decides(equation.own)
+        alone = decides or equation.own.primitive.name in _ALONE
+        if alone or not together:
+            groups.append(([equation], decides))
+        else:
+            groups[-1][0].append(equation)
+        together = not alone
+    last: dict[Variable, int] = {}
+    for number, (group, _) in enumerate(groups):
+        last.update((x, number) for each in group for x in _variables(each))
+    kept = {x for x in results if not isinstance(x, Literal)}
+    return [
+        _piece(group, decides, number, last, kept)
+        for number, (group, decides) in enumerate(groups)
+    ]
+
+
+def _piece(
+    group: list[Equation],
+    decides: bool,
+    number: int,
+    last: dict[Variable, int],
+    kept: set[Any],
+) -> Piece:
+    """A piece; `last` has the number of the last piece that takes a variable."""
+    made = [x for equation in group for x in equation.outputs]
+    own = set(made)
+    inputs = [x for equation in group for x in _variables(equation) if x not in own]
+    inputs = list(dict.fromkeys(inputs))
+    outputs = [x for x in made if x in kept or last.get(x, -1) > number]
+    freed = [x for x in (*inputs, *outputs) if last.get(x, -1) <= number]
+    names = {x: place for place, x in enumerate((*inputs, *made))}
+    key = tuple(_fingerprint(x.own, x.inputs, x.outputs, names) for x in group)
+    taken = tuple(names[x] for x in outputs)
+    holds = any(x.primitive.name == "stop_gradient" for y in group for x in _all(y.own))
+    return Piece(group, inputs, outputs, freed, (key, taken), decides, holds)
+
+
+def _decides(equation: JaxprEqn) -> bool:
+    """Whether the rounded side may decide about its results."""
+    return any(
+        each.primitive.name in _DECIDING | UNMEASURED
+        or (
+            each.primitive.name not in _LOOPS
+            and any(has_sides(x.aval) for x in each.invars)
+            and not all(has_sides(x.aval) for x in each.outvars)
+        )
+        for each in _all(equation)
+    )
+
+
+def _all(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """An equation and those in its programs."""
+    yield equation
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield from equations_in(inner)
+
+
+def _variables(equation: Equation) -> list[Variable]:
+    return [x for x in equation.inputs if not isinstance(x, Literal)]
+
+
+class _Same:
+    """An object that equals itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _fingerprint(
+    equation: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], names: Any
+) -> object:
+    """Equal for equations that compute the same, with variables of the same names."""
+    params = tuple((k, _part(x)) for k, x in sorted(equation.params.items()))
+    given = tuple(
+        _part(x) if isinstance(x, Literal) else (names[x], x.aval) for x in inputs
+    )
+    made = tuple((names.get(x), x.aval) for x in outputs)
+    return equation.primitive, equation.ctx, params, given, made
+
+
+def _part(value: Any) -> object:
+    """Equal for parameters that mean the same."""
+    if isinstance(value, Literal):
+        array = np.asarray(value.val)
+        return "literal", value.aval, array.dtype, array.tobytes()
+    if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):
+        return _part(value.jaxpr), tuple(map(_Same, value.consts))
+    if isinstance(value, Jaxpr):
+        consts = tuple(map(_Same, getattr(value, "consts", ())))
+        variables = [*value.constvars, *value.invars]
+        variables += [x for each in value.eqns for x in each.outvars]
+        names = {x: place for place, x in enumerate(variables)}
+        results = tuple(
+            _part(x) if isinstance(x, Literal) else names[x] for x in value.outvars
+        )
+        given = tuple(x.aval for x in (*value.constvars, *value.invars))
+        each = tuple(_fingerprint(x, x.invars, x.outvars, names) for x in value.eqns)
+        return given, each, results, consts
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_part, value))
+    if isinstance(value, dict):
+        return tuple((k, _part(x)) for k, x in sorted(value.items()))
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return type(value), value
+
+
+# ---------------------------------------------------------------------------------
+# A piece as a program of arrays.
+
+
+def _compiled(
+    piece: Piece,
+    kinds: Sequence[Kind | None],
+    form: Form,
+    sized: frozenset[Any],
+    accumulation: Any,
+) -> Compiled:
+    made: list[Kind | None] = []
+    missed: set[str] = set()
+
+    def evaluate(noise: Sequence[Any], arrays: Sequence[jax.Array]) -> list[Value]:
+        amplitude, seed, pool = noise or (None, jnp.uint32(0), None)
+        perturbation = Perturbation(
+            amplitude,
+            seed,
+            accumulation,
+            missed,
+            held=HELD if form.held and piece.holds else None,
+            wider=form.wider,
+            pool=pool,
+        )
+        values = dict(zip(piece.inputs, _values(arrays, kinds), strict=True))
+        for equation in piece.equations:
+            operands = [
+                _literal(x) if isinstance(x, Literal) else values[x]
+                for x in equation.inputs
+            ]
+            here = not sized.isdisjoint(equation.outputs)
+            # With the mesh and settings of the equation's trace.
+            with equation.own.ctx.manager:
+                found = results_of(equation.own, operands, perturbation, here)
+            values.update(zip(equation.outputs, found, strict=True))
+        return [_leaving(values[x], form) for x in piece.outputs]
+
+    def run(
+        noise: Sequence[Any],
+        arrays: list[jax.Array],
+        before: list[jax.Array] | None,
+    ) -> list[jax.Array]:
+        def once(arrays: list[jax.Array]) -> list[jax.Array]:
+            found = evaluate(noise, arrays)
+            made[:] = map(_kind, found)
+            return _flat(found)
+
+        if before is None:
+            return once(arrays)
+        # The first is where `stop_gradient` holds its values.
+        both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
+        return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
+
+    return Compiled(jax.jit(run), made, missed)
+
+
+def _literal(atom: Literal) -> jax.Array:
+    # A Python number would become a 64-bit one here.
+    value = np.asarray(atom.val)
+    return jnp.asarray(value, getattr(atom.aval, "dtype", value.dtype))
+
+
+def _entering(value: Any, form: Form) -> Value:
+    """An argument of the program, with the sides of a form."""
+    if not isinstance(value, PrecisionPair):
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        value = PrecisionPair(value, value.astype(form.wider(value.dtype)))
+    return PrecisionPair(value.rounded if form.rounded else None, value.wide)
+
+
+def _leaving(value: Value, form: Form) -> Value:
+    """A result of a piece; one that was replayed has a rounded side too many."""
+    if not isinstance(value, PrecisionPair) or form.rounded:
+        return value
+    return PrecisionPair(None, value.wide, value.size, value.narrow)
+
+
+def _with_rounded(operands: list[Value], recorded: list[Value]) -> list[Value]:
+    return [
+        PrecisionPair(before.rounded, now.wide, now.size, now.narrow)
+        if isinstance(now, PrecisionPair) and isinstance(before, PrecisionPair)
+        else now
+        for now, before in zip(operands, recorded, strict=True)
+    ]
+
+
+def _kind(value: Value) -> Kind | None:
+    if not isinstance(value, PrecisionPair):
+        return None
+    return Kind(value.rounded is not None, value.size is not None, value.narrow)
+
+
+def _flat(values: Sequence[Value]) -> list[jax.Array]:
+    """The arrays of values, in the order of `_values`."""
+    flat: list[jax.Array] = []
+    for value in values:
+        if isinstance(value, PrecisionPair):
+            parts = value.wide, value.rounded, value.size
+            flat += [x for x in parts if x is not None]
+        else:
+            flat.append(value)
+    return flat
+
+
+def _values(arrays: Sequence[jax.Array], kinds: Sequence[Kind | None]) -> list[Value]:
+    rest = iter(arrays)
+    return [
+        next(rest)
+        if kind is None
+        else PrecisionPair(
+            wide=next(rest),
+            rounded=next(rest) if kind.rounded else None,
+            size=next(rest) if kind.size else None,
+            narrow=kind.narrow,
+        )
+        for kind in kinds
+    ]
