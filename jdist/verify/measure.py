@@ -1,9 +1,9 @@
 """Measures the magnitudes and rounding errors of the terms of each sum.
 
 The gradient program of one example is traced once, in the user's own settings. It is
-then run on each example alone, as it is and in float64, in lockstep (`lockstep`): once
-exactly, and several times with every equation perturbed as rounding would. From these
-come the sums over examples that `bound.Sums` lists. The backward pass of an example
+then run on each example alone, piece by piece (`piecewise`): as it is, in float64, and
+several times with every equation perturbed as rounding would. Small examples are run
+together, by `vmap`; their gradients stay apart. From these come the sums over examples that `bound.Sums` lists. The backward pass of an example
 begins with its share of the reduced loss, w / sum w for a mean, as that of the whole
 batch does: a custom derivative rule may clip, round or take the sign of its cotangent.
 
@@ -29,7 +29,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._compat import double_precision, equations_in, fast_in_loops
+from jdist._compat import double_precision, equations_in
 from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     BLIND,
@@ -41,10 +41,11 @@ from jdist.verify.bound import (
     doubtful_width,
     in_double,
     measured_bound,
+    single_of,
     unit_roundoff,
     wide_of,
 )
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.lockstep import PrecisionPair, Value
 from jdist.verify.oracle import (
     LossFn,
     differentiated,
@@ -53,13 +54,22 @@ from jdist.verify.oracle import (
     reduced,
     seeded,
 )
+from jdist.verify.piecewise import BOTH, Compiled, Form, Pieces, Recording
+from jdist.verify.piecewise import drawn as drawn_form
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
 COUPLED = math.sqrt(unit_roundoff("float64"))
 
-# Draws of every term's error, all examples together, and at most for one example.
-DRAWS, DRAWS_EACH = 128, 32
+# Draws of every term's error, all examples together, and at most for one example; fewer
+# where all draws together would have more than WORK entries.
+DRAWS, DRAWS_EACH, WORK = 128, 32, 2**23
+
+# Entries of the largest value of the examples that are run together.
+TOGETHER = 2**21
+
+# Sums of leaves with more entries than this are kept in single precision, scaled.
+LARGE = 2**18
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.
@@ -100,12 +110,26 @@ class Counted(NamedTuple):
 class _Collected(NamedTuple):
     """Sums over examples, of the loss and of each floating leaf of the gradient."""
 
-    total: list[jax.Array]
-    magnitude: list[jax.Array]
-    square: list[jax.Array]
-    drift: list[jax.Array]
-    drift_square: list[jax.Array]
-    variance: list[jax.Array]
+    total: list[np.ndarray]
+    magnitude: list[np.ndarray]
+    square: list[np.ndarray]
+    drift: list[np.ndarray]
+    drift_square: list[np.ndarray]
+    variance: list[np.ndarray]
+
+
+class _LeafSums(NamedTuple):
+    """The sums of one leaf while they are made, all but the first divided by a scale.
+
+    Of a large leaf they are in single precision, in which squares may be too small.
+    """
+
+    total: jax.Array
+    magnitude: jax.Array
+    square: jax.Array
+    drift: jax.Array
+    drift_square: jax.Array
+    variance: jax.Array
 
 
 class ReducedLoss:
@@ -190,7 +214,7 @@ class ReducedLoss:
         shares, notes = _shares(losses.exact, blur, weights, reduction)
         examples = int(np.count_nonzero(shares))
         terms = examples if apart else _leading(batch)
-        draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
+        draws = more * _draws(params, examples)
         found = programs.gradients(params, batch, shares, draws)
         bounds = partial(_limits, params, losses.dtype, self._accumulation)
         loss_limit, limits = bounds(found.sums, terms, (draws, draws * examples))
@@ -206,7 +230,7 @@ class ReducedLoss:
                 partial(programs.own_rules, params, batch),
             )
         if coupled:
-            terms, draws = _leading(batch), more * DRAWS_EACH
+            terms, draws = _leading(batch), more * _draws(params, 1)
             found = self._of_whole.gradients(params, (batch, w), np.ones(()), draws)
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
@@ -226,14 +250,15 @@ class _ExampleSums(NamedTuple):
 
 
 class LossPrograms:
-    """The programs of one loss, traced in the user's settings, run in lockstep.
+    """The programs of one loss, traced in the user's settings, run piece by piece.
 
     They do not depend on the reduction or the weights.
     """
 
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
         self._accumulation = accumulation
-        self._unmeasured: dict[ClosedJaxpr, set[str]] = {}
+        self._pieces: dict[ClosedJaxpr, Pieces] = {}
+        self._compiled: dict[Any, Compiled] = {}
 
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
@@ -242,26 +267,29 @@ class LossPrograms:
         self._losses_of = jax.jit(loss_fn)
         self._summed = summed
         self._gradient_of = jax.jit(seeded(summed))
-        self._run_together = jax.jit(self._together, static_argnums=(0, 2))
-        self._run_gradients = jax.jit(self._by_example, static_argnums=0)
+        self._gradients_of = jax.jit(jax.vmap(seeded(summed), in_axes=(0, None, 0)))
 
     def losses(self, params: PyTree, batch: PyTree) -> _Losses:
         """Losses of the whole batch in float64, and the dtype that the user sees."""
         program = self._losses_of.trace(params, batch).jaxpr
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
-            leaves = jax.tree.leaves((params, batch))
-            _, (exact,) = self._run_together(program, leaves, None)
+        (exact,) = self._exact(program, jax.tree.leaves((params, batch)))
         return _Losses(np.asarray(exact), program.out_avals[0].dtype)
 
     def blur(self, params: PyTree, batch: PyTree) -> float:
         """The largest rounding error of a loss in the dtype that is judged."""
         program = self._losses_of.trace(params, batch).jaxpr
         leaves, factor = jax.tree.leaves((params, batch)), magnified(program)
+        pieces, recording = self.pieces_of(program), Recording()
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            (rounded,), (exact,) = self._run_together(program, leaves, None)
-            _, (perturbed,) = self._run_together(program, leaves, factor)
-            own = jnp.max(jnp.abs(rounded.astype(exact.dtype) - exact))
-            return float(jnp.maximum(own, jnp.max(jnp.abs(perturbed - exact)) / factor))
+            (own,) = pieces.run(leaves, BOTH, recording=recording)
+            (drawn,) = pieces.run(
+                leaves, drawn_form(program), amplitude=factor, seed=1, replay=recording
+            )
+            rounded, perturbed = (
+                float(jnp.max(jnp.abs(x.astype(own.wide.dtype) - own.wide)))
+                for x in (own.rounded, drawn.wide)
+            )
+        return max(rounded, perturbed / factor)
 
     def gradients(
         self, params: PyTree, batch: PyTree, shares: np.ndarray, draws: int
@@ -272,17 +300,37 @@ class LossPrograms:
         """
         apart = shares.ndim > 0
         row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
-        program = self._program(params, row)
+        program, together = self._program(params, row), 1
+        if apart and not _convolves(program):
+            largest = self.pieces_of(program).largest
+            together = min(shares.size, max(1, TOGETHER // largest))
+            # As many in each group.
+            together = -(-shares.size // -(-shares.size // together))
+        if together > 1:
+            several = _rows(batch, np.arange(together))
+            one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
+            program = self._gradients_of.trace(one, params, several).jaxpr
+        pieces, factor = self.pieces_of(program), magnified(program)
+        found = _Examples(pieces, drawn_form(program), factor, params, together > 1)
+        losses = np.zeros(max(shares.size, 1))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            sums, losses = self._run_gradients(
-                program, params, batch, jnp.asarray(shares, jnp.float64), draws
-            )
-        missed = ", ".join(sorted(self._unmeasured[program]))
+            for start in range(0, losses.size, together):
+                numbers = np.arange(start, start + together)
+                # The last group is filled up with an example that does not count.
+                inside = numbers < losses.size
+                numbers = np.where(inside, numbers, 0)
+                own = np.where(inside, shares.reshape(-1)[numbers], 0.0)
+                rows = batch
+                if apart:
+                    rows = _rows(batch, numbers if together > 1 else numbers[0])
+                values = found.add(rows, own, draws, seed=start)
+                losses[numbers[inside]] = values[inside]
+            sums = found.sums(draws)
+        missed = ", ".join(sorted(pieces.missed))
         notes = (
             f"the rounding of {missed} was not measured: there the bound is too narrow",
         )
-        sums = jax.tree.map(np.asarray, sums)
-        return _ExampleSums(sums, np.asarray(losses), notes if missed else ())
+        return _ExampleSums(sums, losses, notes if missed else ())
 
     def exact_gradient(
         self, params: PyTree, batch: PyTree, cotangent: float = 1.0
@@ -290,122 +338,232 @@ class LossPrograms:
         """The gradient of the whole batch in float64: its floating leaves in order."""
         program = self._program(params, batch)
         seed = jnp.asarray(cotangent, program.in_avals[0].dtype)
-        # By a program that is never perturbed, which compiles in half the time.
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
-            leaves = jax.tree.leaves((seed, params, batch))
-            _, (_, *exact) = self._run_together(program, leaves, None)
+        _, *exact = self._exact(program, jax.tree.leaves((seed, params, batch)))
         return list(map(np.asarray, exact))
 
     def own_rules(self, params: PyTree, batch: PyTree) -> list[str]:
         """The functions in the loss that have derivative rules of their own."""
         return own_rules(self._losses_of.trace(params, batch).jaxpr)
 
+    def pieces_of(self, program: ClosedJaxpr) -> Pieces:
+        """A program's pieces, made once."""
+        if program not in self._pieces:
+            self._pieces[program] = Pieces(program, self._accumulation, self._compiled)
+        return self._pieces[program]
+
     def _program(self, params: PyTree, batch: PyTree) -> ClosedJaxpr:
         """The program `(cotangent, params, batch) -> (loss, gradient)`."""
         loss = jax.eval_shape(self._summed, params, batch)
         return self._gradient_of.trace(loss, params, batch).jaxpr
 
-    def _together(
-        self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: float | None
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The rounded and the wide results of a program on the whole batch."""
-        strength = None if amplitude is None else jnp.float64(amplitude)
-        noise = Perturbation(strength, jnp.uint32(1), self._accumulation)
-        pairs = run(program, leaves, noise)
-        return [pair.rounded for pair in pairs], [pair.wide for pair in pairs]
+    def _exact(self, program: ClosedJaxpr, leaves: list[Any]) -> list[jax.Array]:
+        """A program's results in float64."""
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            return [x.wide for x in self.pieces_of(program).exact(leaves)]
 
-    def _by_example(
-        self,
-        program: ClosedJaxpr,
-        params: PyTree,
-        batch: PyTree,
-        shares: jax.Array,
-        draws: jax.Array,
-    ) -> tuple[_Collected, jax.Array]:
-        """Sums over all examples and draws; and the examples' losses."""
-        missed = self._unmeasured.setdefault(program, set())
-        factor = magnified(program)
-        count = max(shares.size, 1)
 
-        def evaluate(index: jax.Array, draw: jax.Array | None) -> list[PrecisionPair]:
-            row = batch
-            if shares.ndim:
-                take = jax.lax.dynamic_slice_in_dim
-                row = jax.tree.map(lambda x: take(x, index, 1), batch)
-            if draw is None:
-                noise = Perturbation(None, jnp.uint32(0), self._accumulation)
-            else:
+def _draws(params: PyTree, examples: int) -> int:
+    """Draws of each example."""
+    entries = sum(x.size for x in jax.tree.leaves(params))
+    affordable = WORK // max(examples * entries, 1)
+    return max(1, min(DRAWS_EACH, -(-DRAWS // examples), affordable))
+
+
+def _convolves(program: ClosedJaxpr) -> bool:
+    # XLA's kernels for several convolutions at once are slow on a CPU.
+    names = (x.primitive.name for x in equations_in(program))
+    return "conv_general_dilated" in names
+
+
+def _rows(batch: PyTree, numbers: np.ndarray | np.integer) -> PyTree:
+    """Examples, each as a batch of one: `(examples, 1, ...)`, or `(1, ...)`."""
+    if np.ndim(numbers):
+        return jax.tree.map(lambda x: jnp.expand_dims(x[numbers], 1), batch)
+    return jax.tree.map(lambda x: x[numbers : numbers + 1], batch)
+
+
+class _Examples:
+    """Sums over examples, taken from runs of their gradients' program.
+
+    Args:
+      pieces: The program `(cotangent, params, batch) -> (loss, gradient)`.
+      drawn: The form of its draws.
+      factor: By how much perturbations exceed rounding.
+      params: The parameters.
+      several: Whether it takes several examples, along axis 0 of all but `params`.
+    """
+
+    def __init__(
+        self, pieces: Pieces, drawn: Form, factor: float, params: PyTree, several: bool
+    ) -> None:
+        self._pieces = pieces
+        self._drawn = drawn
+        self._factor = factor
+        self._several = several
+        with double_precision():
+            self._params = [
+                PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
+                for x in jax.tree.leaves(params)
+            ]
+        self._sums: list[_LeafSums] = []
+        self._scales: list[float] = []
+
+    def add(
+        self, batch: PyTree, shares: np.ndarray, draws: int, *, seed: int
+    ) -> np.ndarray:
+        """Adds examples with their shares; returns their losses."""
+        dtype = self._pieces.inputs[0].dtype
+        own = jnp.asarray(shares if self._several else shares[0], jnp.float64)
+        # As in the reference, whose share is rounded to the dtype of the losses.
+        start = PrecisionPair(own.astype(dtype), own)
+        leaves = [start, *self._params, *jax.tree.leaves(batch)]
+        recording = Recording()
+        form = BOTH._replace(sized=True)
+        exact: dict[int, jax.Array] = {}
+        counts = shares > 0
+
+        def receive(number: int, value: Value) -> None:
+            exact[number] = value.wide
+            # The gradient has the share already, with which its pass began.
+            factor = shares if number == 0 else np.ones_like(shares)
+            self._add(number, value, factor, counts)
+
+        self._pieces.run(leaves, form, recording=recording, receive=receive)
+        losses = np.asarray(exact[0]).reshape(-1)
+        if not counts.any():
+            return losses
+
+        def draw(number: int, value: Value) -> None:
+            factor = np.where(counts, shares if number == 0 else 1.0, 0.0)
+            scale = 1 / (self._factor * self._scales[number])
+            sums = self._sums[number]
+            more = _drawn(
+                sums.variance,
+                value.wide,
+                exact[number],
+                factor * scale,
+                several=self._several,
+            )
+            self._sums[number] = sums._replace(variance=more)
+
+        for each in range(draws):
+            self._pieces.run(
+                leaves,
+                self._drawn,
+                amplitude=self._factor,
                 # A prime above the number of draws: no two draws share a seed.
-                seed = (index * 65537 + draw).astype(jnp.uint32)
-                amplitude = jnp.float64(factor)
-                noise = Perturbation(amplitude, seed, self._accumulation, missed)
-            # As in the reference, whose share is rounded to the dtype of the losses.
-            share = shares.reshape(-1)[index]
-            start = PrecisionPair(share.astype(program.in_avals[0].dtype), share)
-            return run(program, [start, *jax.tree.leaves((params, row))], noise)
+                seed=seed * 65537 + each + 1,
+                replay=recording,
+                receive=draw,
+            )
+        return losses
 
-        def step(index: jax.Array, state: PyTree) -> PyTree:
-            sums, losses = state
-            pairs, share = evaluate(index, None), shares.reshape(-1)[index]
-            exact = [pair.wide for pair in pairs]
-            losses = losses.at[index].set(exact[0])
-            # The gradient has the share already, with which its backward pass began.
-            factors: list[ArrayLike] = [share, *[1.0] * len(exact[1:])]
-            each = [x**2 / (factor**2 * draws) for x in factors]
-
-            def drawn(draw: jax.Array, variance: list[jax.Array]) -> list[jax.Array]:
-                # XLA computes nothing else of a draw.
-                again = [pair.wide for pair in evaluate(index, draw)]
-                return [
-                    v + e * jnp.abs(x - base) ** 2
-                    for v, e, x, base in zip(variance, each, again, exact, strict=True)
-                ]
-
-            # An example without a share needs its loss only.
-            counts = share > 0
-            sums = _add(sums, pairs, factors, counts)
-            turns = jnp.where(counts, draws, 0)
-            variance = jax.lax.fori_loop(1, turns + 1, drawn, sums.variance)
-            return sums._replace(variance=variance), losses
-
-        # One example and draw at a time: memory does not grow with their number. The
-        # numbers are arguments: more draws compile nothing anew.
-        loop = fast_in_loops(partial(jax.lax.fori_loop, 0, count, step))
-        sums, losses = loop((_nothing(program), jnp.zeros(count, jnp.float64)))
-        return sums, losses
-
-
-def _nothing(program: ClosedJaxpr) -> _Collected:
-    """The sums over no example, of the outputs of a program."""
-    exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
-    real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
-    return _Collected(exact, real, real, exact, real, real)
-
-
-def _add(
-    sums: _Collected,
-    pairs: list[PrecisionPair],
-    shares: Sequence[ArrayLike],
-    counts: jax.Array,
-) -> _Collected:
-    """Adds an example to the sums, but for the variance of its draws."""
-    columns = []
-    for *old, variance, pair, share in zip(*sums, pairs, shares, strict=True):
-        base = pair.wide
-        error = pair.rounded.astype(base.dtype) - base
-        size = jnp.abs(base)
-        # Larger than the value where the terms of its last sum cancel.
-        free = size if pair.size is None else jnp.maximum(size, pair.size)
-        new = (
-            share * base,
-            share * size,
-            share**2 * free**2,
-            share * error,
-            share**2 * jnp.abs(error) ** 2,
+    def _add(
+        self, number: int, value: Value, factor: np.ndarray, counts: np.ndarray
+    ) -> None:
+        if number == len(self._sums):
+            pass
+        while len(self._sums) <= number:
+            self._sums.append(None)
+            self._scales.append(1.0)
+        if self._sums[number] is None:
+            shape = value.wide.shape[1:] if self._several else value.wide.shape
+            large = math.prod(shape) > LARGE and self._drawn.wider is single_of
+            top = float(jnp.max(jnp.abs(value.wide), initial=0)) if large else 1.0
+            if large and 0 < top < math.inf:
+                self._scales[number] = 2.0 ** round(math.log2(top))
+            self._sums[number] = _nothing(shape, value.wide.dtype, large)
+        self._sums[number] = _added(
+            self._sums[number],
+            value.wide,
+            value.rounded,
+            value.size,
+            factor,
+            counts,
+            self._scales[number],
+            several=self._several,
         )
-        added = [o + jnp.where(counts, x, 0) for o, x in zip(old, new, strict=True)]
-        columns.append([*added, variance])
-    return _Collected(*map(list, zip(*columns, strict=True)))
+
+    def sums(self, draws: int) -> _Collected:
+        """The sums, in double precision; those that were made are not kept."""
+        columns = []
+        for number, scale in enumerate(self._scales):
+            sums, self._sums[number] = self._sums[number], None
+            total, *others = map(np.asarray, sums)
+            powers = 1, 2, 1, 2, 2
+            counted = 1, 1, 1, 1, draws
+            columns.append(
+                [
+                    total,
+                    *(
+                        x.astype(wide_of(x.dtype)) * (scale**power / count)
+                        for x, power, count in zip(others, powers, counted, strict=True)
+                    ),
+                ]
+            )
+        return _Collected(*map(list, zip(*columns, strict=True)))
+
+
+def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
+    """The sums over no example."""
+    own = single_of(jnp.finfo(dtype).dtype) if large else dtype
+    own = jnp.complex64 if large and jnp.issubdtype(dtype, jnp.complexfloating) else own
+    if large and own == jnp.float64:
+        own = jnp.float32
+    real = jnp.zeros(shape, own).real
+    return _LeafSums(
+        jnp.zeros(shape, dtype), real, real, jnp.zeros(shape, own), real, real
+    )
+
+
+@partial(jax.jit, static_argnames="several")
+def _added(
+    sums: _LeafSums,
+    exact: jax.Array,
+    rounded: jax.Array,
+    size: jax.Array | None,
+    factor: jax.Array,
+    counts: jax.Array,
+    scale: jax.Array,
+    *,
+    several: bool,
+) -> _LeafSums:
+    """The sums with further examples, but for the variance of their draws."""
+    if not several:
+        exact, rounded = exact[None], rounded[None]
+        size = None if size is None else size[None]
+    along = (-1, *[1] * (exact.ndim - 1))
+    factor, counts = factor.reshape(along), counts.reshape(along)
+    error = factor * (rounded.astype(exact.dtype) - exact) / scale
+    largest = factor * jnp.abs(exact) / scale
+    # Larger than the value where the terms of its last sum cancel.
+    free = largest
+    if size is not None:
+        free = jnp.maximum(largest, factor * size / scale)
+    new = factor * exact, largest, free**2, error, jnp.abs(error) ** 2
+    added = [
+        old + jnp.sum(jnp.where(counts, x, 0), 0).astype(old.dtype)
+        for old, x in zip(sums[:5], new, strict=True)
+    ]
+    return _LeafSums(*added, sums.variance)
+
+
+@partial(jax.jit, static_argnames="several")
+def _drawn(
+    variance: jax.Array,
+    drawn: jax.Array,
+    exact: jax.Array,
+    factor: jax.Array,
+    *,
+    several: bool,
+) -> jax.Array:
+    """The sum of squares with those of a draw's errors."""
+    if not several:
+        drawn, exact = drawn[None], exact[None]
+    factor = factor.reshape(-1, *[1] * (exact.ndim - 1))
+    square = jnp.abs(factor * (drawn.astype(exact.dtype) - exact)) ** 2
+    counted = jnp.where(factor > 0, square, 0)
+    return variance + jnp.sum(counted, 0).astype(variance.dtype)
 
 
 def magnified(program: ClosedJaxpr) -> float:

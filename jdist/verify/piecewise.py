@@ -19,6 +19,7 @@ there. What stands under `stop_gradient` can be held at its values there, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ from jdist.verify.lockstep import (
     PrecisionPair,
     RoundedSideNeeded,
     Value,
-    as_pair,
     called,
     has_sides,
     noise_pool,
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
     narrow: np.dtype | None = None
 
 
-Recording = dict[int, list[Value]]
+Recording = dict[int, "list[Value]"]
 """The inputs of pieces that decide, or hold values, by the pieces' numbers."""
 
 # The axis along which a piece is evaluated at its recorded and at its own inputs.
@@ -147,7 +147,8 @@ class Pieces:
       compiled: Compiled pieces by their keys, which programs may share.
 
     Attributes:
-      single: The dtypes of a drawn run.
+      inputs: Shapes and dtypes of the program's arguments.
+      largest: The number of entries of its largest value.
       missed: Primitives whose rounding could not be measured.
       decides: Whether a run on one side has to be told decisions.
     """
@@ -161,6 +162,7 @@ class Pieces:
         self.missed: set[str] = set()
         self._accumulation = accumulation
         self._compiled = compiled
+        self.inputs = [x.aval for x in program.jaxpr.invars]
         self._inputs, self._constants, equations, self._results = _inlined(program)
         each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
         self._sized = sized_variables(each, self._results)
@@ -169,7 +171,7 @@ class Pieces:
         self.holds = any(piece.holds for piece in self._pieces)
         sizes = [x.aval.size for piece in self._pieces for x in piece.inputs]
         sizes += [x.aval.size for y in equations for x in y.outputs]
-        self._largest = max(sizes, default=1)
+        self.largest = max(sizes, default=1)
         self._pool: jax.Array | None = None
 
     def run(
@@ -242,9 +244,20 @@ class Pieces:
                 jax.block_until_ready(found)
         return results.found if receive is None else []
 
+    def exact(
+        self, inputs: Sequence[Value], recording: Recording | None = None
+    ) -> list[Value]:
+        """The results in float64, and a rounded side where the program decides."""
+        if not self.decides:
+            try:
+                return self.run(inputs, EXACT, recording=recording)
+            except RoundedSideNeeded:
+                pass
+        return self.run(inputs, BOTH, recording=recording)
+
     def _noise(self) -> jax.Array:
         if self._pool is None:
-            self._pool = jnp.asarray(noise_pool(self._largest))
+            self._pool = jnp.asarray(noise_pool(self.largest))
         return self._pool
 
     def _program(
@@ -456,31 +469,35 @@ def _fingerprint(
 
 def _part(value: Any) -> object:
     """Equal for parameters that mean the same."""
+    found: object = _Same(value)
     if isinstance(value, Literal):
         array = np.asarray(value.val)
-        return "literal", value.aval, array.dtype, array.tobytes()
-    if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):
-        return _part(value.jaxpr), tuple(map(_Same, value.consts))
-    if isinstance(value, Jaxpr):
-        consts = tuple(map(_Same, getattr(value, "consts", ())))
-        variables = [*value.constvars, *value.invars]
-        variables += [x for each in value.eqns for x in each.outvars]
-        names = {x: place for place, x in enumerate(variables)}
-        results = tuple(
-            _part(x) if isinstance(x, Literal) else names[x] for x in value.outvars
-        )
-        given = tuple(x.aval for x in (*value.constvars, *value.invars))
-        each = tuple(_fingerprint(x, x.invars, x.outvars, names) for x in value.eqns)
-        return given, each, results, consts
-    if isinstance(value, tuple | list):
-        return type(value), tuple(map(_part, value))
-    if isinstance(value, dict):
-        return tuple((k, _part(x)) for k, x in sorted(value.items()))
-    try:
-        hash(value)
-    except TypeError:
-        return _Same(value)
-    return type(value), value
+        found = "literal", value.aval, array.dtype, array.tobytes()
+    elif isinstance(value, Jaxpr):  # From JAX 0.12 on with constants.
+        found = _shape_of(value, getattr(value, "consts", ()))
+    elif isinstance(value, ClosedJaxpr):
+        found = _shape_of(value.jaxpr, value.consts)
+    elif isinstance(value, tuple | list):
+        found = type(value), tuple(map(_part, value))
+    elif isinstance(value, dict):
+        found = tuple((k, _part(x)) for k, x in sorted(value.items()))
+    else:
+        with suppress(TypeError):  # What has no hash equals itself alone.
+            hash(value)
+            found = type(value), value
+    return found
+
+
+def _shape_of(jaxpr: Jaxpr, consts: Sequence[Any]) -> object:
+    """Equal for programs that compute the same of the same constants."""
+    given = [*jaxpr.constvars, *jaxpr.invars]
+    made = [x for each in jaxpr.eqns for x in each.outvars]
+    names = {x: place for place, x in enumerate((*given, *made))}
+    results = tuple(
+        _part(x) if isinstance(x, Literal) else names[x] for x in jaxpr.outvars
+    )
+    each = tuple(_fingerprint(x, x.invars, x.outvars, names) for x in jaxpr.eqns)
+    return tuple(x.aval for x in given), each, results, tuple(map(_Same, consts))
 
 
 # ---------------------------------------------------------------------------------
@@ -552,7 +569,11 @@ def _entering(value: Any, form: Form) -> Value:
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return value
         value = PrecisionPair(value, value.astype(form.wider(value.dtype)))
-    return PrecisionPair(value.rounded if form.rounded else None, value.wide)
+    rounded, wide = value.rounded, value.wide
+    dtype = wide.dtype if rounded is None else form.wider(rounded.dtype)
+    if wide.dtype != dtype:
+        wide = wide.astype(dtype)
+    return PrecisionPair(rounded if form.rounded else None, wide)
 
 
 def _leaving(value: Value, form: Form) -> Value:
