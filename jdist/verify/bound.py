@@ -39,19 +39,35 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
 
         C = sqrt(2) tau max(sqrt(V), s S)
 
-    V is itself estimated, from nu draws. For a normal error over an independent
-    estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
-    2 exp(-tau^2 X / (2 nu)) with X chi-squared, which is 2 (1 + tau^2 / nu)^(-nu/2), as
-    in Student's distribution. It is the risk for
+    V is itself estimated, from few draws, d of each example. For a normal error over an
+    independent estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean
+    of 2 exp(-tau^2 X / (2 nu)) with X chi-squared, which is
+    2 (1 + tau^2 / nu)^(-nu/2), as in Student's distribution. It is the risk for
     tau(nu) = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
 
-    nu are the draws of all examples together. They are that many where the examples
-    contribute alike. An entry to which one example alone contributes, such as a row of
-    an embedding, has the draws of this example only, d: no entry has fewer, since the
-    mean above is largest if one example has all the variance. By its own draws a bound
-    is thus at most tau(d) / tau(nu) too narrow. A leaf is *in doubt* up to that many
-    bounds; and wherever the bound is more than ROUNDINGS roundings wide, where a loss
-    may be chaotic, so that errors are not normal and few draws show nothing of them.
+    Where examples contribute alike to an entry, nu is the number of draws of all of
+    them. An entry to which one example alone contributes, such as a row of an
+    embedding, has nu = d; no entry has fewer, since the mean above is largest if one
+    example has all the variance. So there are two limits. *Below* the bound a leaf
+    passes. For it nu is taken as at least POOLED, and V is at least the product of its
+    means over the entry's row and over its column, divided by that over the leaf: a
+    pooled estimate, of many draws. It may be too small for single entries, so it
+    condemns none. *Above* tau(d) / tau(nu) bounds a leaf fails, whatever the
+    distribution of V over examples and entries. In between a leaf is *in doubt*, and
+    more draws decide; and wherever the bound is more than ROUNDINGS roundings wide,
+    where a loss may be chaotic, so that errors are not normal and few draws show
+    nothing of them.
+
+    A leaf as a whole fails sooner. The square of the error's 2-norm is
+    T = sum l_j z_j^2 with z_j normal and W = sum l_j its mean. For 0 < s < 1/2, T
+    exceeds x W with a probability of at most exp(-s x) prod (1 - 2 s l_j / W)^(-1/2),
+    and the estimate of W from d draws has the mean of exp(-s x .) at most
+    prod (1 + 2 s x l_j / (W d))^(-d/2). Both products are largest if one l_j is all of
+    W, whatever the errors' correlations:
+
+        P(T > x W_estimated) <= (1 - 2 s)^(-1/2) (1 + 2 s x / d)^(-d/2)
+
+    There is one such test a leaf, not one an entry.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
 
 The random parts are independent, so their variances add. D is not random: it is the
@@ -91,6 +107,8 @@ EXTRA = 4
 RISK = 1e-9
 # A bound above this share of P says too little, see the end of the derivation.
 BLIND = 1 / 8
+# Draws to which a pooled estimate of a variance amounts at least.
+POOLED = 128
 # Most bounds are some tens of roundings of the gradient wide; and in float64 they would
 # be narrower by the ratio of the units. Both with room to spare.
 ROUNDINGS = 2.0**10
@@ -107,6 +125,15 @@ class Limit(NamedTuple):
 
     doubt: float = 1.0
     """The number of bounds up to which more draws might explain a difference."""
+
+    doubt_in_norm: float = math.inf
+    """Likewise in the 2-norm of the leaf."""
+
+    def widened(self) -> "Limit":
+        """With the bound below which a leaf is in doubt, where that has an end."""
+        if math.isinf(self.doubt):
+            return self
+        return self._replace(bound=self.bound * self.doubt, doubt=1.0)
 
 
 class Sums(NamedTuple):
@@ -152,8 +179,25 @@ def confidence(entries: int, draws: float = math.inf) -> float:
     squared = 2 * math.log(2 * max(entries, 1) / RISK)
     if math.isinf(draws):
         return math.sqrt(squared)
+    if squared / draws > 700:  # Beyond floating numbers.
+        return math.inf
     # `expm1`, because the exponent is small where there are many draws.
     return math.sqrt(draws * math.expm1(squared / draws))
+
+
+def confidence_in_norm(draws: int) -> float:
+    """The number of deviations that the 2-norm of a right leaf may reach.
+
+    Args:
+      draws: Number of draws of each example, d.
+
+    Example:
+      >>> round(confidence_in_norm(3)), round(confidence_in_norm(16))
+      (2716, 16)
+    """
+    each = np.linspace(0.05, 0.495, 90)
+    least = (1 - 2 * each) ** (-1 / draws) * RISK ** (-2 / draws) - 1
+    return float(np.sqrt(np.min(draws * least / (2 * each))))
 
 
 def bound(dtype: DTypeLike, entries: int, terms: int, scale: ArrayLike) -> np.ndarray:
@@ -202,15 +246,32 @@ def measured_bound(
     # bound by its own variance.
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
     deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
-    tau = confidence(entries, most)
+    if most < POOLED:
+        deviation = np.maximum(deviation, np.sqrt(_pooled(variance)))
+    tau = confidence(entries, max(most, POOLED))
     computing = root * tau * deviation
     random = np.sqrt(adding**2 + partial**2 + computing**2)
     allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # An entry that could not be measured has no bound, and is not judged.
     allowed = np.where(np.isnan(allowed), np.inf, allowed)
     narrow = np.linalg.norm(allowed) <= doubtful_width(dtype) * np.linalg.norm(size)
-    doubt = confidence(entries, least) / tau if narrow else math.inf
-    return Limit(allowed, size, doubt)
+    if not narrow:
+        return Limit(allowed, size, math.inf)
+    # The norms of the parts of a bound add up at most.
+    in_norm = 1 + confidence_in_norm(least) / tau
+    return Limit(allowed, size, confidence(entries, least) / tau, in_norm)
+
+
+def _pooled(variance: np.ndarray) -> np.ndarray:
+    """The product of an entry's means along its row and its column, over the leaf's."""
+    if variance.ndim < 2:
+        return np.mean(variance) if variance.size else variance
+    table = variance.reshape(variance.shape[0], -1)
+    mean = float(np.mean(table)) if table.size else 0.0
+    if not 0 < mean < math.inf:
+        return variance
+    rows, columns = (np.mean(table, axis, keepdims=True) for axis in (1, 0))
+    return (rows * (columns / mean)).reshape(variance.shape)
 
 
 def doubtful_width(dtype: DTypeLike) -> float:

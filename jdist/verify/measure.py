@@ -91,6 +91,14 @@ class Measured(NamedTuple):
 
     notes: tuple[str, ...]
 
+    draws: int
+    """Draws of each example's errors."""
+
+    def widened(self) -> "Measured":
+        """With bounds for what is in doubt."""
+        limits = {k: x and x.widened() for k, x in self.limits.items()}
+        return self._replace(limits=limits, loss_limit=self.loss_limit.widened())
+
 
 class Counted(NamedTuple):
     """A batch without the examples that are excluded by a weight of 0.
@@ -235,7 +243,7 @@ class ReducedLoss:
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = self._check(params, batch, weights) if check else None
-        return Measured(limits, loss_limit, oracle, notes)
+        return Measured(limits, loss_limit, oracle, notes, draws)
 
 
 class _Losses(NamedTuple):
