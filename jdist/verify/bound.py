@@ -298,10 +298,9 @@ def wide_of(dtype: DTypeLike) -> np.dtype:
 
 
 def single_of(dtype: DTypeLike) -> np.dtype:
-    """The dtype of single precision with room for a floating dtype, or its own."""
+    """The dtype of single precision for a floating dtype."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    single = jnp.complex64 if is_complex else jnp.float32
-    return jnp.promote_types(dtype, single)
+    return jnp.dtype(jnp.complex64 if is_complex else jnp.float32)
 
 
 def in_double(array: ArrayLike) -> np.ndarray:

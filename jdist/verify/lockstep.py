@@ -30,7 +30,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,6 @@ from jdist.verify.bound import (
     EXTRA,
     accumulated,
     flushes,
-    single_of,
     unit_roundoff,
     wide_of,
 )
@@ -108,6 +107,7 @@ class Perturbation:
       observer: Called with both sides of every tap in the program, while it is traced.
       loops: The position of this scope.
       wider: The dtype of the wide side of a value, given its own.
+      sizes: The dtypes of sizes, likewise.
       pool: Random numbers in [-1, 1], float32, `(numbers,)`, from which errors are
         taken. None for `POOL`.
     """
@@ -121,6 +121,7 @@ class Perturbation:
     in_parts: bool = False
     loops: Position = ()
     wider: Callable[[Any], np.dtype] = wide_of
+    sizes: Callable[[Any], np.dtype] = wide_of
     pool: Array | None = None
     _places: Iterator[int] = field(default_factory=itertools.count)
     _count: int = 0
@@ -447,14 +448,14 @@ def _size(
             tops = [jnp.max(jnp.stack(tops))] * len(tops)
         rest = iter(tops)
         squares = [
-            jnp.square((jnp.abs(x) / next(rest)).astype(single_of(x.real.dtype)))
+            jnp.square((jnp.abs(x) / next(rest)).astype(noise.sizes(float)))
             if _is_float(x)
             else x
             for x in wide
         ]
         rule = _RULES.get(name)
-        call = _Call(equation, operands, squares, single_of)
-        found = rule(call) if rule else _bind_wide(equation, squares, single_of)
+        call = _Call(equation, operands, squares, noise.sizes)
+        found = rule(call) if rule else _bind_wide(equation, squares, noise.sizes)
         total = math.prod(tops) if name in _PRODUCTS else tops[0]
         # A product of complex numbers asks for a complex result.
         roots = jnp.sqrt(jnp.abs(found[0]))
@@ -466,7 +467,7 @@ def _size(
     sizes = [_size_of(x, noise) for x in operands]
     if name in _SCALED:
         return _SCALED[name](*sizes)
-    return _bind_wide(equation, sizes, single_of)[0] if name in _MOVES else None
+    return _bind_wide(equation, sizes, noise.sizes)[0] if name in _MOVES else None
 
 
 def _top(largest: Array) -> Array:
@@ -479,7 +480,7 @@ def _size_of(value: Value, noise: Perturbation) -> Array:
     if isinstance(value, PrecisionPair) and value.size is not None:
         return value.size
     wide = _wide(value, noise)
-    return jnp.abs(wide).astype(single_of(wide.real.dtype)) if _is_float(wide) else wide
+    return jnp.abs(wide).astype(noise.sizes(float)) if _is_float(wide) else wide
 
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})

@@ -3,9 +3,10 @@
 The gradient program of one example is traced once, in the user's own settings. It is
 then run on each example alone, piece by piece (`piecewise`): as it is, in float64, and
 several times with every equation perturbed as rounding would. Small examples are run
-together, by `vmap`; their gradients stay apart. From these come the sums over examples that `bound.Sums` lists. The backward pass of an example
-begins with its share of the reduced loss, w / sum w for a mean, as that of the whole
-batch does: a custom derivative rule may clip, round or take the sign of its cotangent.
+together, by `vmap`; their gradients stay apart. From these come the sums over examples
+that `bound.Sums` lists. The backward pass of an example begins with its share of the
+reduced loss, w / sum w for a mean, as that of the whole batch does: a custom derivative
+rule may clip, round or take the sign of its cotangent.
 
 On the way the examples' losses are compared with those of the whole batch: if they
 differ, examples influence each other (batch statistics), and no split of the batch can
@@ -18,8 +19,10 @@ for it: where it is small beside the bound, or further than the bound from that 
 A rule that adds a gradient of its own, of a loss over the batch, is found in this way.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,8 +48,9 @@ from jdist.verify.bound import (
     unit_roundoff,
     wide_of,
 )
-from jdist.verify.lockstep import PrecisionPair, Value
+from jdist.verify.lockstep import PrecisionPair, RoundedSideNeeded, Value
 from jdist.verify.oracle import (
+    Exact,
     LossFn,
     differentiated,
     finite_differences,
@@ -242,7 +246,10 @@ class ReducedLoss:
             found = self._of_whole.gradients(params, (batch, w), np.ones(()), draws)
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
-        oracle = self._check(params, batch, weights) if check else None
+        oracle = None
+        if check:
+            known = _known(found.sums, self.programs.unit)
+            oracle = self._check(params, batch, weights, known=known)
         return Measured(limits, loss_limit, oracle, notes, draws)
 
 
@@ -273,6 +280,8 @@ class LossPrograms:
 
         # Jitted, because `trace` then caches the program for each set of shapes.
         self._losses_of = jax.jit(loss_fn)
+        # Of the dtype in which draws are perturbed.
+        self.unit = unit_roundoff("float32")
         self._summed = summed
         self._gradient_of = jax.jit(seeded(summed))
         self._gradients_of = jax.jit(jax.vmap(seeded(summed), in_axes=(0, None, 0)))
@@ -319,7 +328,9 @@ class LossPrograms:
             one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
             program = self._gradients_of.trace(one, params, several).jaxpr
         pieces, factor = self.pieces_of(program), magnified(program)
-        found = _Examples(pieces, drawn_form(program), factor, params, together > 1)
+        drawn = drawn_form(program)
+        self.unit = unit_roundoff(drawn.wider("float32"))
+        found = _Examples(pieces, drawn, factor, params, together > 1)
         losses = np.zeros(max(shares.size, 1))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             for start in range(0, losses.size, together):
@@ -426,7 +437,7 @@ class _Examples:
         start = PrecisionPair(own.astype(dtype), own)
         leaves = [start, *self._params, *jax.tree.leaves(batch)]
         recording = Recording()
-        form = BOTH._replace(sized=True)
+        form = BOTH._replace(sized=True, sizes=self._drawn.wider)
         exact: dict[int, jax.Array] = {}
         counts = shares > 0
 
@@ -436,7 +447,8 @@ class _Examples:
             factor = shares if number == 0 else np.ones_like(shares)
             self._add(number, value, factor, counts)
 
-        self._pieces.run(leaves, form, recording=recording, receive=receive)
+        with self._compiled_beside(leaves):
+            self._pieces.run(leaves, form, recording=recording, receive=receive)
         losses = np.asarray(exact[0]).reshape(-1)
         if not counts.any():
             return losses
@@ -466,11 +478,31 @@ class _Examples:
             )
         return losses
 
+    @contextlib.contextmanager
+    def _compiled_beside(self, leaves: list[Any]) -> Iterator[None]:
+        """Compiles the pieces of a draw on another thread, the first time."""
+        # Decisions are not known yet, and a mesh that is set is that of its thread.
+        on_mesh = not jax.sharding.get_abstract_mesh().empty
+        if self._sums or self._pieces.decides or on_mesh:
+            yield
+            return
+
+        def draw() -> None:
+            with (
+                double_precision(),
+                jax.numpy_dtype_promotion("standard"),
+                contextlib.suppress(RoundedSideNeeded),
+            ):
+                self._pieces.run(leaves, self._drawn, receive=lambda *_: None)
+
+        with ThreadPoolExecutor(1) as beside:
+            done = beside.submit(draw)
+            yield
+            done.result()
+
     def _add(
         self, number: int, value: Value, factor: np.ndarray, counts: np.ndarray
     ) -> None:
-        if number == len(self._sums):
-            pass
         while len(self._sums) <= number:
             self._sums.append(None)
             self._scales.append(1.0)
@@ -514,14 +546,9 @@ class _Examples:
 
 def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
     """The sums over no example."""
-    own = single_of(jnp.finfo(dtype).dtype) if large else dtype
-    own = jnp.complex64 if large and jnp.issubdtype(dtype, jnp.complexfloating) else own
-    if large and own == jnp.float64:
-        own = jnp.float32
-    real = jnp.zeros(shape, own).real
-    return _LeafSums(
-        jnp.zeros(shape, dtype), real, real, jnp.zeros(shape, own), real, real
-    )
+    total = jnp.zeros(shape, dtype)
+    error = jnp.zeros(shape, single_of(dtype) if large else dtype)
+    return _LeafSums(total, error.real, error.real, error, error.real, error.real)
 
 
 @partial(jax.jit, static_argnames="several")
@@ -585,6 +612,12 @@ def magnified(program: ClosedJaxpr) -> float:
     dtypes = {getattr(x.aval, "dtype", jnp.dtype(int)) for x in variables}
     floating = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     return 1.0 if any(jnp.finfo(x).bits < 64 for x in floating) else MAGNIFIED
+
+
+def _known(sums: _Collected, unit: float) -> Exact:
+    """The measured gradient, and how far float64 scatters the loss."""
+    scatter = math.sqrt(max(float(sums.variance[0]), 0.0))
+    return Exact(sums.total[1:], scatter * unit_roundoff("float64") / unit)
 
 
 def _limits(

@@ -16,9 +16,9 @@ estimator). Where the difference disagrees and the loss has such a rule that is 
 JAX's own, nothing can be said, and the check says so.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +28,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
-from jdist._compat import double_precision, equations_in, fast_in_loops
+from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.lockstep import PrecisionPair
+from jdist.verify.piecewise import EXACT, Compiled, Pieces, Recording
 from jdist.verify.report import OracleCheck
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]
@@ -120,8 +121,9 @@ def seeded(
 # point, relative to the parameters' typical size.
 ASIDE, REACH = 1e-3, 4e-6
 
-# Where the loss is evaluated, in units of the reach.
-SHIFTS = np.linspace(-1, 1, 13)
+# Where the loss is evaluated, in units of the reach: a few points where it is known how
+# far rounding scatters the loss, else as many as tell it.
+FEW, SHIFTS = np.linspace(-1, 1, 5), np.linspace(-1, 1, 13)
 
 # A kink within reach of one point is hardly in reach of another.
 POINTS = 3
@@ -133,101 +135,142 @@ SCATTERED, COARSE = 0.1, 1e-8
 # Below the smallest normal number digits are lost, of a derivative's parts too.
 LOST = float(np.finfo(np.float64).smallest_normal / np.finfo(np.float64).eps)
 
-# The axis along which a point and a shifted one are evaluated together.
-SHIFT = "shift"
-
 
 class Slopes(NamedTuple):
     """One loss next to the parameters: its derivative along a direction, and itself.
 
     Attributes:
       exact: The derivative, computed by JAX.
-      losses: The losses at each of `SHIFTS`.
+      losses: The losses at each of `SHIFTS`, or of `FEW`.
+      scatter: How far rounding scatters a loss, one deviation; 0 if that is not known.
     """
 
-    exact: jax.Array
-    losses: jax.Array
+    exact: ArrayLike
+    losses: ArrayLike
+    scatter: float = 0.0
+
+
+class Exact(NamedTuple):
+    """The gradient of the whole batch as it was measured.
+
+    Attributes:
+      gradient: Its floating leaves in order, float64.
+      scatter: How far rounding scatters the loss in float64, one deviation.
+    """
+
+    gradient: Sequence[np.ndarray]
+    scatter: float
 
 
 def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleCheck]:
-    """Builds `check(params, batch, weights, seed=0)`, which keeps compiled programs.
+    """Builds `check(params, batch, weights, seed=0, known=None)`, which keeps programs.
 
-    `seed` is that of the points and directions.
+    `seed` is that of the points and directions. With a gradient that is known, the
+    parameters themselves are the first point: that gradient is compared, and no other
+    is computed where it agrees.
     """
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
-    foreign: dict[ClosedJaxpr, set[str]] = {}
+    compiled: dict[Any, Compiled] = {}
+    made: dict[ClosedJaxpr, Pieces] = {}
 
-    def noting(value: ClosedJaxpr, *rest: PyTree) -> Slopes:
-        return _slopes(foreign.setdefault(value, set()), value, *rest)
-
-    slopes_of = jax.jit(noting, static_argnums=(0, 1))
+    def pieces(program: ClosedJaxpr) -> Pieces:
+        if program not in made:
+            made[program] = Pieces(program, None, compiled)
+        return made[program]
 
     def check(
-        params: PyTree, batch: PyTree, weights: ArrayLike | None, seed: int = 0
+        params: PyTree,
+        batch: PyTree,
+        weights: ArrayLike | None,
+        seed: int = 0,
+        known: Exact | None = None,
     ) -> OracleCheck:
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))
-        value = value_of.trace(*given).jaxpr
-        one = jnp.ones((), value.out_avals[0].dtype)
-        gradient = gradient_of.trace(one, *given).jaxpr
+        program = value_of.trace(*given).jaxpr
+        value = pieces(program)
+        if known is not None:
+            own = pinned(_known_slopes(value, given, known, seed))
+            if own.ok and not own.skipped:
+                return own
+        one = jnp.ones((), program.out_avals[0].dtype)
+        gradient = pieces(gradient_of.trace(one, *given).jaxpr)
         found = OracleCheck(skipped="there is nothing to differentiate")
         for point in range(POINTS):
             near, direction = _surroundings(given[0], seed + point)
             with double_precision(), jax.numpy_dtype_promotion("standard"):
-                slopes = slopes_of(value, gradient, given, near, direction)
-            own = pinned(jax.tree.map(np.asarray, slopes))
+                pairs = [one, *_paired(given, near)]
+                _, *slope = gradient.exact(pairs)
+                exact = _along(direction, [pair.wide for pair in slope])
+            losses = _losses(value, given, near, direction, SHIFTS)
+            own = pinned(Slopes(exact, losses))
             # One point that agrees is enough: a kink near another explains a failure
             # there.
             if own.ok and not own.skipped:
                 return own
             # A point where nothing can be said does not explain it.
             found = found if found.wrong else own
-        if foreign[value]:
-            names = ", ".join(sorted(foreign[value]))
+        if value.missed:
+            names = ", ".join(sorted(value.missed))
             return OracleCheck(skipped=f"{names} cannot be evaluated in float64")
-        rules = tuple(own_rules(value))
+        rules = tuple(own_rules(program))
         return replace(found, own_rules=rules) if found.wrong else found
 
     return check
 
 
-def _slopes(
-    missed: set[str],
-    value: ClosedJaxpr,
-    gradient: ClosedJaxpr,
-    given: PyTree,
-    near: PyTree,
-    direction: PyTree,
-) -> Slopes:
-    """Differentiates along a direction, at a point aside of the parameters."""
-    never = jnp.uint32(0)  # A seed of perturbations that are not made.
+def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slopes:
+    """The derivative at the parameters along a direction in which all leaves count."""
+    params, *_ = given
+    _, noise = _surroundings(params, seed)
+    trainable, _ = split_inexact(params)
+    gradient = jax.tree.unflatten(jax.tree.structure(trainable), known.gradient)
+    leaves = max(len(known.gradient), 1)
+    length = math.sqrt(
+        sum(float(np.sum(np.abs(x) ** 2)) for x in jax.tree.leaves(noise))
+    )
 
-    def at(shift: jax.Array) -> list[Any]:
-        moved = jax.tree.map(lambda x, d: x + shift * d, near, direction)
-        return _paired(given, moved)
+    def mixed(slope: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        size = float(np.linalg.norm(slope))
+        if not 0 < size < math.inf:
+            return noise
+        # JAX's gradient g of a complex leaf satisfies dL = Re(g . dz).
+        return noise + length / (size * math.sqrt(leaves)) * np.conj(slope)
 
-    def shifted(shift: jax.Array) -> jax.Array:
-        """The loss at a distance from the point; what is detached does not move."""
-        held = Perturbation(None, never, unmeasured=missed, held=SHIFT)
-        both = jax.vmap(
-            lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
-        )
-        # Index 0 is the point itself, where `stop_gradient` holds its values.
-        return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
+    direction = jax.tree.map(mixed, gradient, noise)
+    exact = _along(direction, known.gradient)
+    wide = jax.tree.map(in_double, trainable)
+    losses = _losses(value, given, wide, direction, FEW)
+    return Slopes(exact, losses, known.scatter)
 
-    # A loop, so that the loss is compiled once and its memory is that of one shift.
-    each = fast_in_loops(partial(jax.lax.map, shifted))
-    losses = each(jnp.asarray(REACH * SHIFTS))
-    one = jnp.ones((), value.out_avals[0].dtype)
-    exact = Perturbation(None, never, unmeasured=missed)
-    _, *slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
-    # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
+
+def _along(direction: PyTree, gradient: Sequence[ArrayLike]) -> float:
+    """The derivative along a direction, of the gradient's leaves."""
     parts = [
-        jnp.sum(pair.wide * d).real
-        for pair, d in zip(slope, jax.tree.leaves(direction), strict=True)
+        float(np.sum(np.asarray(g) * d).real)
+        for g, d in zip(gradient, jax.tree.leaves(direction), strict=True)
     ]
-    return Slopes(sum(parts, jnp.float64(0)), losses)
+    return sum(parts, 0.0)
+
+
+def _losses(
+    value: Pieces, given: PyTree, near: PyTree, direction: PyTree, shifts: np.ndarray
+) -> np.ndarray:
+    """The losses along a direction; what is detached, and decisions, do not move."""
+    recording: Recording = {}
+    found = []
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        (middle,) = value.exact(_paired(given, near), recording)
+        form = EXACT._replace(held=value.holds)
+        for shift in REACH * shifts:
+            if shift == 0:
+                found.append(float(middle.wide))
+                continue
+            moved = jax.tree.map(lambda x, d, s=shift: x + s * d, near, direction)
+            (loss,) = value.run(_paired(given, moved), form, replay=recording)
+            found.append(float(loss.wide))
+    return np.asarray(found)
 
 
 def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
@@ -269,19 +312,22 @@ def pinned(found: Slopes) -> OracleCheck:
     exact, losses = float(found.exact), np.asarray(found.losses)
     if not np.isfinite([exact, *losses]).all():
         return OracleCheck(skipped="the loss is not finite next to the parameters")
+    shifts = np.linspace(-1, 1, losses.size)
     # Centred and scaled, or tiny losses would vanish in the squares.
-    size = np.max(np.abs(losses - losses[SHIFTS.size // 2])) or 1.0
-    centred = (losses - losses[SHIFTS.size // 2]) / size
-    columns = np.vander(SHIFTS, 4, increasing=True)
+    centre = losses[losses.size // 2]
+    size = np.max(np.abs(losses - centre)) or 1.0
+    centred = (losses - centre) / size
+    columns = np.vander(shifts, 4, increasing=True)
     cubic, *_ = np.linalg.lstsq(columns, centred, rcond=None)
-    freedom = SHIFTS.size - columns.shape[1]
+    freedom: float = losses.size - columns.shape[1]
     deviation = np.linalg.norm(centred - columns @ cubic) / np.sqrt(freedom)
-    middle = abs(losses[SHIFTS.size // 2])
-    if deviation > SCATTERED and size > COARSE * middle:
+    if deviation > SCATTERED and size > COARSE * abs(centre):
         return OracleCheck(skipped="the loss is chaotic next to the parameters")
+    if found.scatter:
+        deviation, freedom = max(deviation, found.scatter / size), math.inf
     # The standard error of a slope fitted by least squares.
     error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
-    line = float(SHIFTS @ centred / (SHIFTS @ SHIFTS))
+    line = float(shifts @ centred / (shifts @ shifts))
     # 0 for a line: curvature moves the slope, and a kink makes the sides differ.
     bend = abs(cubic[1] - line) + abs(centred[-1] + centred[0])
     unit = size / REACH

@@ -52,6 +52,7 @@ class Form(NamedTuple):
       wider: The dtypes of the wide side.
       drawn: Whether it is perturbed.
       sized: Whether results have sizes.
+      sizes: Their dtypes.
       held: Whether values under `stop_gradient` are those of the recorded run.
     """
 
@@ -59,6 +60,7 @@ class Form(NamedTuple):
     wider: Callable[[Any], np.dtype]
     drawn: bool = False
     sized: bool = False
+    sizes: Callable[[Any], np.dtype] = single_of
     held: bool = False
 
 
@@ -208,7 +210,7 @@ class Pieces:
             (x, _entering(value, form))
             for x, value in zip(self._inputs, inputs, strict=True)
         )
-        results = _Results(self._results, receive)
+        results = _Results(self._results, form, receive)
         results.take(values)
         for number, piece in enumerate(self._pieces):
             operands = [values[x] for x in piece.inputs]
@@ -280,14 +282,16 @@ class _Results:
     def __init__(
         self,
         variables: Sequence[Any],
+        form: Form,
         receive: Callable[[int, Value], None] | None,
     ) -> None:
         self.found: list[Any] = [None] * len(variables)
+        self._form = form
         self._receive = receive or self.found.__setitem__
         self._wanted: dict[Variable, list[int]] = {}
         for number, variable in enumerate(variables):
             if isinstance(variable, Literal):
-                self._receive(number, _literal(variable))
+                self._receive(number, self._with_sides(_literal(variable)))
             else:
                 self._wanted.setdefault(variable, []).append(number)
 
@@ -295,7 +299,13 @@ class _Results:
         """Takes those of the values that are results."""
         for variable, value in values.items():
             for number in self._wanted.get(variable, ()):
-                self._receive(number, value)
+                self._receive(number, self._with_sides(value))
+
+    def _with_sides(self, value: Value) -> Value:
+        # What depends on no input has none.
+        if isinstance(value, PrecisionPair):
+            return value
+        return _entering(value, self._form)
 
 
 def drawn(program: ClosedJaxpr) -> Form:
@@ -523,6 +533,7 @@ def _compiled(
             missed,
             held=HELD if form.held and piece.holds else None,
             wider=form.wider,
+            sizes=form.sizes,
             pool=pool,
         )
         values = dict(zip(piece.inputs, _values(arrays, kinds), strict=True))
