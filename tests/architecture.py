@@ -60,7 +60,7 @@ ROOMS = {
     "verify": (
         "bound",
         "defects draws parts report",
-        "lockstep mutation_score processes",
+        "evaluation mutation_score processes",
         "explanations oracle candidates",
         "comparison",
         "arguments measure",

@@ -264,12 +264,13 @@ def measured_bound(
 
 def _pooled(variance: np.ndarray) -> np.ndarray:
     """The product of an entry's means along its row and its column, over the leaf's."""
-    if variance.ndim < 2:
-        return np.mean(variance) if variance.size else variance
-    table = variance.reshape(variance.shape[0], -1)
-    mean = float(np.mean(table)) if table.size else 0.0
+    mean = float(np.mean(variance)) if variance.size else 0.0
+    # An entry that could not be measured makes it NaN.
     if not 0 < mean < math.inf:
         return variance
+    if variance.ndim < 2:
+        return np.full_like(variance, mean)
+    table = variance.reshape(variance.shape[0], -1)
     rows, columns = (np.mean(table, axis, keepdims=True) for axis in (1, 0))
     return (rows * (columns / mean)).reshape(variance.shape)
 

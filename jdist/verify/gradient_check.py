@@ -37,18 +37,17 @@ Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 """`candidate(params, batch) -> (loss, gradient)`."""
 
 # Factors of the number of draws, in turn, before a leaf fails that is not grossly
-# wrong. Errors that few draws do not show, such as a decision that one program in a
-# thousand takes otherwise, are small compared with a leaf.
-LOOKS = (1, 3, 16, 64)
-
-# A look with a quarter of these draws of each example is the last.
-DRAWN = 512
+# wrong; in smaller steps from fewer than FEW draws of each example on. Errors that few
+# draws do not show, such as a decision that one program in a thousand takes otherwise,
+# are small compared with a leaf.
+LOOKS, FROM_FEW = (1, 16), (1, 3, 16, 64)
+FEW = 3
 
 # The relative error, in the 2-norm, above which a leaf is grossly wrong.
 GROSS = 0.005
 
 # A candidate with a leaf further off than this many roundings of the leaf, in the
-# 2-norm, is looked at with more draws from the beginning: the first look costs as much.
+# 2-norm, is looked at with more than a few draws from the beginning.
 FAR = 2.0**12
 
 # Maximum number of failing leaves to explain: each traces the loss again.
@@ -355,16 +354,17 @@ class Reference:
         self, name: str, answer: Answer, peers: Peers
     ) -> tuple[tuple[LeafReport, ...], Measured]:
         """The rows of a candidate, and the measurement that decides about it."""
-        # Over several processes no host has whole leaves.
-        far = peers.size == 1 and self._is_far(answer)
-        for more in LOOKS[1:] if far else LOOKS:
+        looks: Sequence[int] = LOOKS
+        if self._loss.draws(self._params, self.counted.batch) < FEW:
+            # Over several processes no host has whole leaves.
+            far = peers.size == 1 and self._is_far(answer)
+            looks = FROM_FEW[far:]
+        for more in looks:
             measured = self._measure(more)
             rows = self._rows(name, answer, measured, peers)
             doubtful = (self._may_be_right(x, answer, measured, peers) for x in rows)
             if not any(doubtful):
                 return rows, measured
-            if 4 * measured.draws > DRAWN:
-                break
         # What is in doubt still has the bound beyond which no draws explain it.
         measured = measured.widened()
         return self._rows(name, answer, measured, peers), measured
@@ -372,10 +372,11 @@ class Reference:
     def _is_far(self, answer: Answer) -> bool:
         """Whether a leaf is off by more than most bounds are wide."""
         return any(
-            _relative(wanted, answer.gradient[path]) > FAR * unit_roundoff(wanted.dtype)
+            _relative(wanted, own) > FAR * unit_roundoff(wanted.dtype)
             for path, wanted in named_leaves(self.gradient).items()
-            if np.shape(answer.gradient.get(path)) == np.shape(wanted)
-            and jnp.issubdtype(np.asarray(answer.gradient[path]).dtype, jnp.inexact)
+            if (own := answer.gradient.get(path)) is not None
+            and np.shape(own) == np.shape(wanted)
+            and jnp.issubdtype(np.asarray(own).dtype, jnp.inexact)
         )
 
     def _may_be_right(

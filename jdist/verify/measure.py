@@ -48,7 +48,16 @@ from jdist.verify.bound import (
     unit_roundoff,
     wide_of,
 )
-from jdist.verify.lockstep import PrecisionPair, RoundedSideNeeded, Value
+from jdist.verify.evaluation import (
+    BOTH,
+    Compiled,
+    Form,
+    Pieces,
+    PrecisionPair,
+    Recording,
+    RoundedSideNeeded,
+    drawn_form,
+)
 from jdist.verify.oracle import (
     Exact,
     LossFn,
@@ -58,8 +67,6 @@ from jdist.verify.oracle import (
     reduced,
     seeded,
 )
-from jdist.verify.piecewise import BOTH, Compiled, Form, Pieces, Recording
-from jdist.verify.piecewise import drawn as drawn_form
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -94,9 +101,6 @@ class Measured(NamedTuple):
     """The finite-difference check; None if none was asked for."""
 
     notes: tuple[str, ...]
-
-    draws: int
-    """Draws of each example's errors."""
 
     def widened(self) -> "Measured":
         """With bounds for what is in doubt."""
@@ -198,6 +202,10 @@ class ReducedLoss:
         counted = Counted(kept, np.asarray(weights)[rows], rows)
         return counted, self._value_and_gradient(params, *counted[:2])
 
+    def draws(self, params: PyTree, batch: PyTree) -> int:
+        """Draws of each example's errors in a first measurement."""
+        return _draws(params, _leading(batch))
+
     def measure(
         self,
         params: PyTree,
@@ -250,7 +258,7 @@ class ReducedLoss:
         if check:
             known = _known(found.sums, self.programs.unit)
             oracle = self._check(params, batch, weights, known=known)
-        return Measured(limits, loss_limit, oracle, notes, draws)
+        return Measured(limits, loss_limit, oracle, notes)
 
 
 class _Losses(NamedTuple):
@@ -424,8 +432,8 @@ class _Examples:
                 PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
                 for x in jax.tree.leaves(params)
             ]
-        self._sums: list[_LeafSums] = []
-        self._scales: list[float] = []
+        self._sums: dict[int, _LeafSums] = {}
+        self._scales: dict[int, float] = {}
 
     def add(
         self, batch: PyTree, shares: np.ndarray, draws: int, *, seed: int
@@ -441,7 +449,7 @@ class _Examples:
         exact: dict[int, jax.Array] = {}
         counts = shares > 0
 
-        def receive(number: int, value: Value) -> None:
+        def receive(number: int, value: PrecisionPair) -> None:
             exact[number] = value.wide
             # The gradient has the share already, with which its pass began.
             factor = shares if number == 0 else np.ones_like(shares)
@@ -453,7 +461,7 @@ class _Examples:
         if not counts.any():
             return losses
 
-        def draw(number: int, value: Value) -> None:
+        def draw(number: int, value: PrecisionPair) -> None:
             factor = np.where(counts, shares if number == 0 else 1.0, 0.0)
             scale = 1 / (self._factor * self._scales[number])
             sums = self._sums[number]
@@ -501,17 +509,14 @@ class _Examples:
             done.result()
 
     def _add(
-        self, number: int, value: Value, factor: np.ndarray, counts: np.ndarray
+        self, number: int, value: PrecisionPair, factor: np.ndarray, counts: np.ndarray
     ) -> None:
-        while len(self._sums) <= number:
-            self._sums.append(None)
-            self._scales.append(1.0)
-        if self._sums[number] is None:
+        if number not in self._sums:
             shape = value.wide.shape[1:] if self._several else value.wide.shape
             large = math.prod(shape) > LARGE and self._drawn.wider is single_of
             top = float(jnp.max(jnp.abs(value.wide), initial=0)) if large else 1.0
-            if large and 0 < top < math.inf:
-                self._scales[number] = 2.0 ** round(math.log2(top))
+            usable = large and 0 < top < math.inf
+            self._scales[number] = 2.0 ** round(math.log2(top)) if usable else 1.0
             self._sums[number] = _nothing(shape, value.wide.dtype, large)
         self._sums[number] = _added(
             self._sums[number],
@@ -527,9 +532,8 @@ class _Examples:
     def sums(self, draws: int) -> _Collected:
         """The sums, in double precision; those that were made are not kept."""
         columns = []
-        for number, scale in enumerate(self._scales):
-            sums, self._sums[number] = self._sums[number], None
-            total, *others = map(np.asarray, sums)
+        for number, scale in sorted(self._scales.items()):
+            total, *others = map(np.asarray, self._sums.pop(number))
             powers = 1, 2, 1, 2, 2
             counted = 1, 1, 1, 1, draws
             columns.append(
@@ -580,7 +584,7 @@ def _added(
         old + jnp.sum(jnp.where(counts, x, 0), 0).astype(old.dtype)
         for old, x in zip(sums[:5], new, strict=True)
     ]
-    return _LeafSums(*added, sums.variance)
+    return _LeafSums._make((*added, sums.variance))
 
 
 @partial(jax.jit, static_argnames="several")

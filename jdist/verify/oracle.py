@@ -32,8 +32,7 @@ from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
-from jdist.verify.lockstep import PrecisionPair
-from jdist.verify.piecewise import EXACT, Compiled, Pieces, Recording
+from jdist.verify.evaluation import EXACT, Compiled, Pieces, PrecisionPair, Recording
 from jdist.verify.report import OracleCheck
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]
@@ -145,8 +144,8 @@ class Slopes(NamedTuple):
       scatter: How far rounding scatters a loss, one deviation; 0 if that is not known.
     """
 
-    exact: ArrayLike
-    losses: ArrayLike
+    exact: float
+    losses: np.ndarray
     scatter: float = 0.0
 
 

@@ -11,6 +11,7 @@ import pytest
 from jdist import VerificationError, verify
 from jdist.verify.bound import Limit
 from jdist.verify.candidates import _apart
+from jdist.verify.gradient_check import GROSS
 from jdist.verify.measure import LossPrograms, ReducedLoss
 from jdist.verify.problem import standard
 from jdist.verify.report import OracleCheck
@@ -523,7 +524,7 @@ def test_what_more_draws_might_explain_is_measured_again(smooth, looks):
     counted, (_, gradient) = reduced.reference(w, x, None)
     (limit,) = reduced.measure(w, counted, gradient).limits.values()
     assert 2 < limit.doubt < 4
-    least = 0.01 * np.linalg.norm(gradient)
+    least = GROSS * np.linalg.norm(gradient)
     assert 100 * limit.bound[2] < least
     for off, expected, ok in [
         (0.9 * limit.bound[2], [12], True),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import Perturbation, PrecisionPair, run
 
 
 def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jdist.verify.lockstep import _EXACT, Perturbation, run
+from jdist.verify.evaluation import Perturbation, run
+from jdist.verify.evaluation.lockstep import _EXACT
 
 SIZE = 12
 

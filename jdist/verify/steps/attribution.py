@@ -21,8 +21,8 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
+from jdist.verify.evaluation import Perturbation, PrecisionPair, run
 from jdist.verify.explanations import diagnose
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
 from jdist.verify.steps.tapped_values import VALUES

@@ -27,7 +27,7 @@ from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import Perturbation, PrecisionPair, run
 from jdist.verify.measure import magnified
 from jdist.verify.steps.trajectory import (
     FOLLOWED,

@@ -29,7 +29,7 @@ from jdist._tree import PyTree, is_inexact
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
 from jdist.verify.comparison import compare_leaves
-from jdist.verify.lockstep import Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import Perturbation, PrecisionPair, run
 from jdist.verify.measure import magnified
 from jdist.verify.processes import brought, on_one_device
 from jdist.verify.report import LeafReport, Report

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jdist._compat import equations_in
 from jdist._errors import requirement
 from jdist.verify.bound import Limit, in_double
-from jdist.verify.lockstep import Observer, Position, PrecisionPair
+from jdist.verify.evaluation import Observer, Position, PrecisionPair
 from jdist.verify.tracing import TapRecord, TapRecording
 from jdist.verify.tracing.primitive import show
 

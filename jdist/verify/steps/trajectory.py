@@ -32,7 +32,7 @@ from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
-from jdist.verify.lockstep import Perturbation, PrecisionPair, Value, run
+from jdist.verify.evaluation import Perturbation, PrecisionPair, Value, run
 from jdist.verify.measure import Counted, Measured, ReducedLoss
 from jdist.verify.oracle import reduced
 from jdist.verify.steps.tapped_values import SeenValues, value_path

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
-from jdist.verify.lockstep import Perturbation, Position, PrecisionPair, run
+from jdist.verify.evaluation import Perturbation, Position, PrecisionPair, run
 from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts

@@ -70,7 +70,7 @@ class PrecisionPair:
         was chosen in which such numbers are accumulated; else None.
     """
 
-    rounded: Array | None
+    rounded: Any
     wide: Array
     size: Array | None = None
     narrow: np.dtype | None = None
@@ -176,9 +176,8 @@ class Perturbation:
             return jax.lax.dynamic_slice(pool, [start], [size]).reshape(shape)
         # As often as needed. Its length is prime, so that an array's rows are not in
         # step with it.
-        turned = jax.lax.dynamic_slice(
-            jnp.concatenate([pool, pool]), [start], pool.shape
-        )
+        twice = jnp.concatenate([pool, pool])
+        turned = jax.lax.dynamic_slice(twice, [start], pool.shape)
         times = -(-size // pool.size)
         repeated = jnp.broadcast_to(turned, (times, pool.size)).reshape(-1)
         return jax.lax.slice(repeated, [0], [size]).reshape(shape)
@@ -202,7 +201,7 @@ def noise_pool(size: int) -> np.ndarray:
     return generator.uniform(-1, 1, size + PLACES).astype(np.float32)
 
 
-# Places in a pool at which an array's errors may begin, and a pool for any array; prime.
+# Places in a pool at which an array's errors may begin, and a pool for any array.
 PLACES = 65521
 POOL = noise_pool(65550)
 
@@ -456,7 +455,7 @@ def _size(
         rule = _RULES.get(name)
         call = _Call(equation, operands, squares, noise.sizes)
         found = rule(call) if rule else _bind_wide(equation, squares, noise.sizes)
-        total = math.prod(tops) if name in _PRODUCTS else tops[0]
+        total = jnp.prod(jnp.stack(tops)) if name in _PRODUCTS else tops[0]
         # A product of complex numbers asks for a complex result.
         roots = jnp.sqrt(jnp.abs(found[0]))
         return roots * total.astype(roots.dtype)
@@ -890,6 +889,7 @@ def _wide(value: Value, noise: Perturbation) -> Array:
 
 
 def as_pair(value: Value, noise: Perturbation) -> PrecisionPair:
+    """The value with its sides; one without sides is the same on both."""
     if isinstance(value, PrecisionPair):
         return value
     return PrecisionPair(value, _wide(value, noise))
@@ -908,6 +908,6 @@ def _is_float(x: Shaped) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def has_sides(x: Shaped) -> bool:
+def has_sides(x: Any) -> bool:
     """Whether a value may differ between the sides: integers and keys do not."""
     return _is_float(x) or x.dtype == jnp.bool_

@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdist._compat import equations_in
 from jdist.verify.bound import single_of, wide_of
-from jdist.verify.lockstep import (
+from jdist.verify.evaluation.lockstep import (
     UNMEASURED,
     Perturbation,
     PrecisionPair,
@@ -185,8 +185,8 @@ class Pieces:
         seed: int = 0,
         recording: Recording | None = None,
         replay: Recording | None = None,
-        receive: Callable[[int, Value], None] | None = None,
-    ) -> list[Value]:
+        receive: Callable[[int, PrecisionPair], None] | None = None,
+    ) -> list[PrecisionPair]:
         """Evaluates the program; to be called with 64-bit types enabled.
 
         Args:
@@ -225,7 +225,7 @@ class Pieces:
                 if replay is None:
                     raise RoundedSideNeeded
                 operands = _with_rounded(operands, replay[number])
-            noise = ()
+            noise: tuple[Any, ...] = ()
             if form.drawn:
                 own = jnp.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
                 noise = jnp.float64(amplitude), own, self._noise()
@@ -248,7 +248,7 @@ class Pieces:
 
     def exact(
         self, inputs: Sequence[Value], recording: Recording | None = None
-    ) -> list[Value]:
+    ) -> list[PrecisionPair]:
         """The results in float64, and a rounded side where the program decides."""
         if not self.decides:
             try:
@@ -283,7 +283,7 @@ class _Results:
         self,
         variables: Sequence[Any],
         form: Form,
-        receive: Callable[[int, Value], None] | None,
+        receive: Callable[[int, PrecisionPair], None] | None,
     ) -> None:
         self.found: list[Any] = [None] * len(variables)
         self._form = form
@@ -299,16 +299,18 @@ class _Results:
         """Takes those of the values that are results."""
         for variable, value in values.items():
             for number in self._wanted.get(variable, ()):
-                self._receive(number, self._with_sides(value))
+                own = value if isinstance(value, PrecisionPair) else None
+                self._receive(number, own or self._with_sides(value))
 
-    def _with_sides(self, value: Value) -> Value:
+    def _with_sides(self, value: Value) -> PrecisionPair:
         # What depends on no input has none.
-        if isinstance(value, PrecisionPair):
-            return value
-        return _entering(value, self._form)
+        found = _entering(value, self._form)
+        return (
+            found if isinstance(found, PrecisionPair) else PrecisionPair(found, found)
+        )
 
 
-def drawn(program: ClosedJaxpr) -> Form:
+def drawn_form(program: ClosedJaxpr) -> Form:
     """The form of a program's draws."""
     return Form(False, wide_of if _has_doubles(program) else single_of, drawn=True)
 

@@ -1,0 +1,41 @@
+"""Evaluation of a program in its own precision, in float64, and as rounding may go."""
+
+from jdist.verify.evaluation.lockstep import (
+    Observer,
+    Perturbation,
+    Position,
+    PrecisionPair,
+    RoundedSideNeeded,
+    Value,
+    bind,
+    called,
+    run,
+)
+from jdist.verify.evaluation.piecewise import (
+    BOTH,
+    EXACT,
+    Compiled,
+    Form,
+    Pieces,
+    Recording,
+    drawn_form,
+)
+
+__all__ = [
+    "BOTH",
+    "EXACT",
+    "Compiled",
+    "Form",
+    "Observer",
+    "Perturbation",
+    "Pieces",
+    "Position",
+    "PrecisionPair",
+    "Recording",
+    "RoundedSideNeeded",
+    "Value",
+    "bind",
+    "called",
+    "drawn_form",
+    "run",
+]

@@ -1,0 +1,183 @@
+"""Programs that run piece by piece, beside the same programs run as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist._compat import double_precision
+from jdist.verify.evaluation import (
+    BOTH,
+    EXACT,
+    Perturbation,
+    Pieces,
+    PrecisionPair,
+    RoundedSideNeeded,
+    drawn_form,
+    run,
+)
+
+
+def blocks(params, x):
+    """Several equal blocks, a residual, a leaf used twice and one that is not used."""
+    for w in params["blocks"]:
+        x = x + jnp.tanh(x @ w) * params["scale"][None, :]
+    return jnp.sum(jax.nn.log_softmax(x @ params["blocks"][0])[:, 0])
+
+
+def routed(params, x):
+    """The largest of three experts, chosen by numbers."""
+    best = jnp.argmax(x @ params["router"], axis=-1)
+    return jnp.sum(jnp.sin(x * params["experts"][best]))
+
+
+def looped(params, x):
+    """A scan of a layer, and a branch that the numbers choose."""
+    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["stack"])
+    return jax.lax.cond(x.sum() > 0, lambda: jnp.sum(x**2), lambda: -jnp.sum(x))
+
+
+def ordered(params, x):
+    """Sorted numbers, of which those at the ends count."""
+    found = jnp.sort(x @ params["router"], axis=-1)
+    return jnp.sum(jnp.cos(found) * jnp.float32([[3.0, 0.5, -1.0]]))
+
+
+@pytest.fixture
+def given(rng):
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {
+        "blocks": [normal(5, 5) / 3 for _ in range(4)],
+        "experts": normal(3, 5),
+        "router": normal(5, 3),
+        "scale": normal(5),
+        "stack": normal(4, 5, 5) / 3,
+    }
+    return params, normal(7, 5)
+
+
+def traced(fn, given):
+    program = jax.jit(jax.value_and_grad(fn)).trace(*given).jaxpr
+    return program, Pieces(program, None, {}), jax.tree.leaves(given)
+
+
+@pytest.mark.parametrize("fn", [blocks, routed, looped, ordered])
+def test_pieces_compute_what_the_whole_computes(fn, given):
+    """On both sides; on one side too, with the decisions of both."""
+    program, pieces, leaves = traced(fn, given)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        never = Perturbation(None, jnp.uint32(0))
+        whole = jax.jit(
+            lambda *x: [(y.rounded, y.wide) for y in run(program, x, never)]
+        )
+        recording = {}
+        both = pieces.run(leaves, BOTH, recording=recording)
+        alone = pieces.run(leaves, EXACT, replay=recording)
+        for (rounded, wide), own, one in zip(whole(*leaves), both, alone, strict=True):
+            np.testing.assert_allclose(own.wide, wide, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(own.rounded, rounded, rtol=1e-4, atol=1e-5)
+            np.testing.assert_array_equal(one.wide, own.wide)
+            assert one.rounded is None
+
+
+def test_equal_blocks_are_compiled_once(given):
+    """However many there are: a program of 4 blocks has no more pieces than one of 3."""
+    params, x = given
+    compiled = []
+    for count in (3, 4):
+        own = {**params, "blocks": params["blocks"][:count]}
+        program = jax.jit(jax.value_and_grad(blocks)).trace(own, x).jaxpr
+        found = {}
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            Pieces(program, None, found).run(jax.tree.leaves((own, x)), EXACT)
+        compiled.append(len(found))
+    assert compiled[0] == compiled[1]
+
+
+@pytest.mark.parametrize("fn", [routed, ordered])
+def test_decisions_have_to_be_told(fn, given):
+    """A run on one side makes none of its own."""
+    program, pieces, leaves = traced(fn, given)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        for form in (EXACT, drawn_form(program)):
+            with pytest.raises(RoundedSideNeeded):  # noqa: PT011 - has no words
+                pieces.run(leaves, form)
+        assert all(x.rounded is not None for x in pieces.exact(leaves))
+
+
+def test_a_decision_is_that_of_the_rounded_side(given):
+    """A perturbation moves the numbers, and not the expert that was chosen."""
+    params, _ = given
+    # A tie but for the last bit: the rounded side chooses the first.
+    params = {**params, "router": jnp.ones((5, 3), jnp.float32)}
+    x = jnp.full((7, 5), 0.1, jnp.float32)
+    program, pieces, leaves = traced(routed, (params, x))
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        recording = {}
+        pieces.run(leaves, BOTH, recording=recording)
+        for seed in range(3):
+            _, *leaves_found = pieces.run(
+                leaves,
+                drawn_form(program),
+                amplitude=2.0**16,
+                seed=seed,
+                replay=recording,
+            )
+            (experts,) = [x.wide for x in leaves_found if x.wide.shape == (3, 5)]
+            assert np.abs(experts[0]).min() > 0
+            assert not np.asarray(experts[1:]).any()
+
+
+def test_draws_differ_by_seed_and_are_repeated(given):
+    """In float32, by some roundings of the values."""
+    program, pieces, leaves = traced(blocks, given)
+    form = drawn_form(program)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        exact = pieces.run(leaves, EXACT)
+        first, again, other = (
+            pieces.run(leaves, form, amplitude=1.0, seed=seed) for seed in (1, 1, 2)
+        )
+    np.testing.assert_array_equal(first[0].wide, again[0].wide)
+    assert any((a.wide != b.wide).any() for a, b in zip(first, other, strict=True))
+    for draw, own in zip(first, exact, strict=True):
+        assert draw.wide.dtype == jnp.float32
+        np.testing.assert_allclose(draw.wide, own.wide, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_detached_can_be_held(given):
+    """Its derivative is none: a moved run keeps its value."""
+
+    def loss(params, x):
+        return jnp.sum(
+            (params["scale"] * jax.lax.stop_gradient(params["scale"]))[None] * x
+        )
+
+    params, x = given
+    program = jax.jit(loss).trace(params, x).jaxpr
+    pieces, leaves = Pieces(program, None, {}), jax.tree.leaves(given)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        recording = {}
+        (before,) = pieces.exact(leaves, recording)
+        moved = [
+            PrecisionPair(x, x.astype(jnp.float64) * 2) if i < len(leaves) - 1 else x
+            for i, x in enumerate(leaves)
+        ]
+        held = EXACT._replace(held=pieces.holds)
+        (after,) = pieces.run(moved, held, replay=recording)
+        (free,) = pieces.run(moved, EXACT)
+    np.testing.assert_allclose(after.wide, 2 * before.wide, rtol=1e-12)
+    np.testing.assert_allclose(free.wide, 4 * before.wide, rtol=1e-12)
+
+
+def test_received_results_are_not_kept(given):
+    """Each comes once, by its number."""
+    _, pieces, leaves = traced(blocks, given)
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        kept = pieces.run(leaves, EXACT)
+        found = {}
+        assert pieces.run(leaves, EXACT, receive=found.__setitem__) == []
+    assert sorted(found) == list(range(len(kept)))
+    for number, value in found.items():
+        np.testing.assert_array_equal(value.wide, kept[number].wide)
