@@ -75,7 +75,8 @@ def test_pieces_compute_what_the_whole_computes(fn, given):
         recording = {}
         both = pieces.run(leaves, BOTH, recording=recording)
         alone = pieces.run(leaves, EXACT, replay=recording)
-        for (rounded, wide), own, one in zip(whole(*leaves), both, alone, strict=True):
+        found = zip(whole(*leaves), both, alone, strict=True)
+        for (rounded, wide), own, one in found:
             np.testing.assert_allclose(own.wide, wide, rtol=1e-12, atol=1e-14)
             np.testing.assert_allclose(own.rounded, rounded, rtol=1e-4, atol=1e-5)
             np.testing.assert_array_equal(one.wide, own.wide)
