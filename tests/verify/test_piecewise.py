@@ -84,7 +84,7 @@ def test_pieces_compute_what_the_whole_computes(fn, given):
 
 
 def test_equal_blocks_are_compiled_once(given):
-    """However many there are: a program of 4 blocks has no more pieces than one of 3."""
+    """A program of 4 blocks has no more compiled pieces than one of 3."""
     params, x = given
     compiled = []
     for count in (3, 4):
