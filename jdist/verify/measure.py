@@ -50,6 +50,7 @@ from jdist.verify.bound import (
 )
 from jdist.verify.evaluation import (
     BOTH,
+    EXACT,
     Compiled,
     Form,
     Pieces,
@@ -57,6 +58,7 @@ from jdist.verify.evaluation import (
     Recording,
     RoundedSideNeeded,
     drawn_form,
+    rounds_as_drawn,
 )
 from jdist.verify.oracle import (
     Exact,
@@ -338,7 +340,8 @@ class LossPrograms:
         pieces, factor = self.pieces_of(program), magnified(program)
         drawn = drawn_form(program)
         self.unit = unit_roundoff(drawn.wider("float32"))
-        found = _Examples(pieces, drawn, factor, params, together > 1)
+        twofold = pieces.decides or not rounds_as_drawn(program)
+        found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
         losses = np.zeros(max(shares.size, 1))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             for start in range(0, losses.size, together):
@@ -418,15 +421,23 @@ class _Examples:
       factor: By how much perturbations exceed rounding.
       params: The parameters.
       several: Whether it takes several examples, along axis 0 of all but `params`.
+      twofold: Whether the program as it rounds needs a form of its own.
     """
 
     def __init__(
-        self, pieces: Pieces, drawn: Form, factor: float, params: PyTree, several: bool
+        self,
+        pieces: Pieces,
+        drawn: Form,
+        factor: float,
+        params: PyTree,
+        several: bool,
+        twofold: bool,
     ) -> None:
         self._pieces = pieces
         self._drawn = drawn
         self._factor = factor
         self._several = several
+        self._twofold = twofold
         with double_precision():
             self._params = [
                 PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
@@ -444,36 +455,54 @@ class _Examples:
         # As in the reference, whose share is rounded to the dtype of the losses.
         start = PrecisionPair(own.astype(dtype), own)
         leaves = [start, *self._params, *jax.tree.leaves(batch)]
-        recording = Recording()
-        form = BOTH._replace(sized=True, sizes=self._drawn.wider)
-        exact: dict[int, jax.Array] = {}
         counts = shares > 0
+        exact: dict[int, jax.Array] = {}
+        several = self._several
+
+        def factor(number: int) -> np.ndarray:
+            # The gradient has the share already, with which its pass began.
+            return shares if number == 0 else np.ones_like(shares)
 
         def receive(number: int, value: PrecisionPair) -> None:
             exact[number] = value.wide
-            # The gradient has the share already, with which its pass began.
-            factor = shares if number == 0 else np.ones_like(shares)
-            self._add(number, value, factor, counts)
+            self._add(number, value, factor(number), counts)
+            if value.rounded is not None:
+                receive_rounded(number, value.rounded)
 
-        with self._compiled_beside(leaves):
-            self._pieces.run(leaves, form, recording=recording, receive=receive)
-        losses = np.asarray(exact[0]).reshape(-1)
-        if not counts.any():
-            return losses
+        def receive_rounded(number: int, rounded: jax.Array) -> None:
+            self._sums[number] = _drifted(
+                self._sums[number],
+                exact[number],
+                rounded,
+                factor(number),
+                counts,
+                self._scales[number],
+                several=several,
+            )
 
         def draw(number: int, value: PrecisionPair) -> None:
-            factor = np.where(counts, shares if number == 0 else 1.0, 0.0)
             scale = 1 / (self._factor * self._scales[number])
             sums = self._sums[number]
             more = _drawn(
                 sums.variance,
                 value.wide,
                 exact[number],
-                factor * scale,
-                several=self._several,
+                np.where(counts, factor(number), 0.0) * scale,
+                several=several,
             )
             self._sums[number] = sums._replace(variance=more)
 
+        with self._compiled_beside(leaves):
+            recording = self._measured(leaves, receive)
+        losses = np.asarray(exact[0]).reshape(-1)
+        if not counts.any():
+            return losses
+        if not self._twofold:
+            self._pieces.run(
+                leaves,
+                self._drawn,
+                receive=lambda number, value: receive_rounded(number, value.wide),
+            )
         for each in range(draws):
             self._pieces.run(
                 leaves,
@@ -485,6 +514,25 @@ class _Examples:
                 receive=draw,
             )
         return losses
+
+    def _measured(
+        self, leaves: list[Any], receive: Callable[[int, PrecisionPair], None]
+    ) -> Recording:
+        """Runs the program in float64, and as it rounds where that is another form."""
+        recording = Recording()
+        form = EXACT._replace(sized=True, sizes=self._drawn.wider)
+        if not self._twofold:
+            try:
+                self._pieces.run(leaves, form, receive=receive)
+                return recording
+            except RoundedSideNeeded:
+                # Only the first run finds that out.
+                self._sums.clear()
+                self._scales.clear()
+                self._twofold = True
+        form = form._replace(rounded=True)
+        self._pieces.run(leaves, form, recording=recording, receive=receive)
+        return recording
 
     @contextlib.contextmanager
     def _compiled_beside(self, leaves: list[Any]) -> Iterator[None]:
@@ -521,7 +569,6 @@ class _Examples:
         self._sums[number] = _added(
             self._sums[number],
             value.wide,
-            value.rounded,
             value.size,
             factor,
             counts,
@@ -559,7 +606,6 @@ def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
 def _added(
     sums: _LeafSums,
     exact: jax.Array,
-    rounded: jax.Array,
     size: jax.Array | None,
     factor: jax.Array,
     counts: jax.Array,
@@ -567,24 +613,49 @@ def _added(
     *,
     several: bool,
 ) -> _LeafSums:
-    """The sums with further examples, but for the variance of their draws."""
+    """The sums with further examples, but for those of errors."""
     if not several:
-        exact, rounded = exact[None], rounded[None]
-        size = None if size is None else size[None]
+        exact, size = exact[None], None if size is None else size[None]
     along = (-1, *[1] * (exact.ndim - 1))
     factor, counts = factor.reshape(along), counts.reshape(along)
-    error = factor * (rounded.astype(exact.dtype) - exact) / scale
     largest = factor * jnp.abs(exact) / scale
     # Larger than the value where the terms of its last sum cancel.
     free = largest
     if size is not None:
         free = jnp.maximum(largest, factor * size / scale)
-    new = factor * exact, largest, free**2, error, jnp.abs(error) ** 2
-    added = [
-        old + jnp.sum(jnp.where(counts, x, 0), 0).astype(old.dtype)
-        for old, x in zip(sums[:5], new, strict=True)
-    ]
-    return _LeafSums._make((*added, sums.variance))
+    return sums._replace(
+        total=_plus(sums.total, factor * exact, counts),
+        magnitude=_plus(sums.magnitude, largest, counts),
+        square=_plus(sums.square, free**2, counts),
+    )
+
+
+@partial(jax.jit, static_argnames="several")
+def _drifted(
+    sums: _LeafSums,
+    exact: jax.Array,
+    rounded: jax.Array,
+    factor: jax.Array,
+    counts: jax.Array,
+    scale: jax.Array,
+    *,
+    several: bool,
+) -> _LeafSums:
+    """The sums with the errors of further examples as the program rounds."""
+    if not several:
+        exact, rounded = exact[None], rounded[None]
+    along = (-1, *[1] * (exact.ndim - 1))
+    factor, counts = factor.reshape(along), counts.reshape(along)
+    error = factor * (rounded.astype(exact.dtype) - exact) / scale
+    return sums._replace(
+        drift=_plus(sums.drift, error, counts),
+        drift_square=_plus(sums.drift_square, jnp.abs(error) ** 2, counts),
+    )
+
+
+def _plus(total: jax.Array, terms: jax.Array, counts: jax.Array) -> jax.Array:
+    """The total with the terms that count."""
+    return total + jnp.sum(jnp.where(counts, terms, 0), 0).astype(total.dtype)
 
 
 @partial(jax.jit, static_argnames="several")

@@ -19,6 +19,7 @@ from jdist.verify.evaluation.piecewise import (
     Pieces,
     Recording,
     drawn_form,
+    rounds_as_drawn,
 )
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "bind",
     "called",
     "drawn_form",
+    "rounds_as_drawn",
     "run",
 ]

@@ -18,6 +18,7 @@ a run of both: a piece that decides is *replayed* with the rounded inputs that i
 there. What stands under `stop_gradient` can be held at its values there, too.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -315,11 +316,25 @@ def drawn_form(program: ClosedJaxpr) -> Form:
     return Form(False, wide_of if _has_doubles(program) else single_of, drawn=True)
 
 
+def rounds_as_drawn(program: ClosedJaxpr) -> bool:
+    """Whether a draw with errors of 0 is the program as it rounds."""
+    # Draws have products of full precision, which a CPU's are by default.
+    precisions = {x.params.get("precision") for x in equations_in(program)}
+    usual = {None, (jax.lax.Precision.DEFAULT,) * 2, (jax.lax.Precision.HIGHEST,) * 2}
+    on_cpu = jax.default_backend() == "cpu"
+    return on_cpu and precisions <= usual and _widths(program) == {32}
+
+
 def _has_doubles(program: ClosedJaxpr) -> bool:
-    variables = [x for each in equations_in(program) for x in each.outvars]
+    return max(_widths(program), default=0) > 32
+
+
+def _widths(program: ClosedJaxpr) -> set[int]:
+    """The widths in bits of the floating dtypes in a program."""
+    made = [x for each in equations_in(program) for x in each.outvars]
+    variables = (*program.jaxpr.invars, *made)
     dtypes = {getattr(x.aval, "dtype", jnp.dtype(int)) for x in variables}
-    floating = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
-    return any(jnp.finfo(x).bits > 32 for x in floating)
+    return {jnp.finfo(x).bits for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
 
 
 # ---------------------------------------------------------------------------------
@@ -567,7 +582,30 @@ def _compiled(
         both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
         return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
 
-    return Compiled(jax.jit(run), made, missed)
+    return Compiled(jax.jit(run, compiler_options=_options()), made, missed)
+
+
+@functools.cache
+def _options() -> dict[str, Any]:
+    """What lets XLA compile for a CPU in a third of the time, where it is known.
+
+    A product is a library's, and the rest of a piece is seldom slower for it.
+    """
+    wanted = {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+    }
+    return {k: x for k, x in wanted.items() if _takes({k: x})}
+
+
+def _takes(options: dict[str, Any]) -> bool:
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:  # Another version of XLA has others.
+        return False
+    return True
 
 
 def _literal(atom: Literal) -> jax.Array:
