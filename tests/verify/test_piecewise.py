@@ -14,6 +14,7 @@ from jdist.verify.evaluation import (
     PrecisionPair,
     RoundedSideNeeded,
     drawn_form,
+    rounds_as_drawn,
     run,
 )
 
@@ -182,3 +183,36 @@ def test_received_results_are_not_kept(given):
     assert sorted(found) == list(range(len(kept)))
     for number, value in found.items():
         np.testing.assert_array_equal(value.wide, kept[number].wide)
+
+
+@pytest.mark.parametrize("fn", [blocks, looped])
+def test_a_draw_without_errors_rounds_as_the_program(fn, given):
+    program, pieces, leaves = traced(fn, given)
+    assert rounds_as_drawn(program)
+    recording = {}
+    with double_precision():
+        both = pieces.run(leaves, BOTH, recording=recording)
+        drawn = pieces.run(leaves, drawn_form(program), replay=recording)
+    for known, found in zip(both, drawn, strict=True):
+        assert found.wide.dtype == known.rounded.dtype
+        apart = np.abs(np.asarray(found.wide) - np.asarray(known.rounded))
+        # A few roundings of the program: their order may differ between two forms.
+        assert (
+            apart.max()
+            <= 16 * np.finfo("float32").eps * np.abs(np.asarray(known.rounded)).max()
+        )
+    assert any(np.any(np.asarray(x.rounded) != np.asarray(x.wide)) for x in both)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda params, x: jnp.sum((x @ params["router"]).astype(jnp.bfloat16)),
+        lambda params, x: jnp.sum((x @ params["router"]).astype(jnp.float64)),
+        lambda params, x: jnp.sum(
+            jnp.matmul(x, params["router"], precision="BF16_BF16_F32")
+        ),
+    ],
+)
+def test_other_dtypes_and_products_round_in_a_form_of_their_own(fn, given):
+    assert not rounds_as_drawn(traced(fn, given)[0])
