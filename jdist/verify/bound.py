@@ -69,6 +69,21 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
 
     There is one such test a leaf, not one an entry.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
+5.  *Decisions*, such as a route or an argmax, are rounding's near a tie. They are the
+    same in all of the above, so that a program that decides otherwise is beyond the
+    bound. It is *not judged* if other choices explain the rest of its error, and fails
+    if they do not. Example i changes the gradient by at most M_i, where it may decide
+    otherwise at all, and v = sum_i E(change^2) for one program with natural errors;
+    both are measured (see `evaluation.decisions`). Reference and candidate decide
+    independently, so that the mean change is 0, the variance 2 v and, by Bernstein's
+    inequality with M = max M_i and L = log(2 m / RISK), one for each entry:
+
+        E = min(sum_i M_i, L M / 3 + sqrt((L M / 3)^2 + 4 v L))
+
+    v is at least what was seen, in R runs: for a sum Y of R v / M^2 expected terms of
+    at most 1, R v / M^2 <= Y + L + sqrt(L^2 + 2 L Y), by Chernoff's bound. The same
+    holds for the leaf's 2-norm with m = 1, M_i and v of vectors (Pinelis 1994). Of a
+    batch that is measured as one term, several decisions may coincide: 2 M.
 
 The random parts are independent, so their variances add. D is not random: it is the
 reference's own, and a candidate's may be the opposite.
@@ -89,6 +104,8 @@ References:
   Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
   Comput. 41(5), 2019, theorem 2.4.
   Parker, Monte Carlo Arithmetic, UCLA CSD TR-970002, 1997.
+  Pinelis, Optimum bounds for the distributions of martingales in Banach spaces, Ann.
+  Probab. 22(4), 1994.
 """
 
 import math
@@ -114,6 +131,21 @@ POOLED = 128
 ROUNDINGS = 2.0**10
 
 
+class Undecided(NamedTuple):
+    """What decisions within rounding may change in a leaf.
+
+    Attributes:
+      bound: E: the largest difference that other choices explain; float64, of the
+        leaf's shape.
+      in_norm: Likewise of the leaf's 2-norm.
+      words: Which decisions these are.
+    """
+
+    bound: Any
+    in_norm: float
+    words: str
+
+
 class Limit(NamedTuple):
     """The limit of a leaf's differences; float64, of the leaf's shape or a scalar."""
 
@@ -128,6 +160,9 @@ class Limit(NamedTuple):
 
     doubt_in_norm: float = math.inf
     """Likewise in the 2-norm of the leaf."""
+
+    undecided: Undecided | None = None
+    """What other choices explain beyond the bound; None if there are none."""
 
     def widened(self) -> "Limit":
         """With the bound below which a leaf is in doubt, where that has an end."""
@@ -273,6 +308,32 @@ def _pooled(variance: np.ndarray) -> np.ndarray:
     table = variance.reshape(variance.shape[0], -1)
     rows, columns = (np.mean(table, axis, keepdims=True) for axis in (1, 0))
     return (rows * (columns / mean)).reshape(variance.shape)
+
+
+def choices_bound(
+    entries: int,
+    draws: int,
+    total: ArrayLike,
+    largest: ArrayLike,
+    square: ArrayLike,
+) -> np.ndarray:
+    """The largest difference that other choices explain: E.
+
+    Args:
+      entries: Number of entries in the leaf, m.
+      draws: Number of runs in which the squares were measured, R.
+      total: The sum over examples of the largest changes, M_i.
+      largest: The largest of these, M.
+      square: The sum over examples of the mean squares of the changes, v.
+    """
+    log = math.log(2 * max(entries, 1) / RISK)
+    most = np.asarray(largest, np.float64)
+    unit = np.where(most > 0, most, 1.0) ** 2
+    seen = draws * np.asarray(square) / unit
+    variance = unit / draws * (seen + log + np.sqrt(log**2 + 2 * log * seen))
+    third = log * most / 3
+    random = third + np.sqrt(third**2 + 4 * variance * log)
+    return np.minimum(total, random)
 
 
 def doubtful_width(dtype: DTypeLike) -> float:

@@ -338,6 +338,8 @@ class _Judged:
         if self.excuse and 1 < worst <= self.excused and worst < math.inf:
             unjudged = self.excuse
         # Not `worst > 1`, which is false for NaN.
+        elif not worst <= 1 and (unjudged := _other_choices(limit, shard, error)):
+            pass
         elif not worst <= 1:
             problem = self.describe(row.path, self.wanted, shard, ratio)
         elif hidden.any():
@@ -444,6 +446,21 @@ def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
         f"rounding explains differences up to {widest:.1e}, and the largest entry is "
         f"{largest:.1e}: zero would pass too"
     )
+
+
+def _other_choices(limit: Limit, shard: Shard, error: np.ndarray) -> str:
+    """Words if decisions within rounding explain what the bound does not; or none."""
+    other = limit.undecided
+    if other is None:
+        return ""
+    allowed = np.asarray(limit.bound)
+    norm = np.linalg.norm(allowed) + other.in_norm
+    allowed, changes = allowed[shard.index], other.bound[shard.index]
+    # False for NaN.
+    if not ((error <= allowed + changes).all() and np.linalg.norm(error) <= norm):
+        return ""
+    most = np.max(changes, initial=0)
+    return f"{other.words}: here other choices explain differences up to {most:.1e}"
 
 
 def _unmeasured(error: np.ndarray, hidden: np.ndarray, shard: Shard) -> str:

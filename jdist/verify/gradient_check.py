@@ -18,6 +18,7 @@ from jdist.verify.arguments import check_candidates, check_options, check_proble
 from jdist.verify.bound import Limit, in_double, unit_roundoff
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Named, compare_leaves, renamed
+from jdist.verify.evaluation import chosen
 from jdist.verify.explanations import uses_counted
 from jdist.verify.measure import Measured, ReducedLoss
 from jdist.verify.oracle import LossFn, gradient_of_sum
@@ -293,8 +294,12 @@ class Reference:
         for name, answer in answers.items():
             # By looks of its own: a verdict must not depend on its neighbours.
             own, measured = self._looked_at(name, answer, peers)
-            notes += tuple(x for x in measured.notes if x not in notes)
             if any(row.ratio > 1 for row in own):
+                measured = measured.undecided()
+                own, told = self._decided(name, answer, measured, peers)
+                notes += told
+            notes += tuple(x for x in measured.notes if x not in notes)
+            if any(row.ratio > 1 and row.problem for row in own):
 
                 def leaves(name: str = name, answer: Answer = answer) -> Iterator[Any]:
                     yield answer.gradient
@@ -369,6 +374,47 @@ class Reference:
         measured = measured.widened()
         return self._rows(name, answer, measured, peers), measured
 
+    def _decided(
+        self, name: str, answer: Answer, measured: Measured, peers: Peers
+    ) -> tuple[tuple[LeafReport, ...], tuple[str, ...]]:
+        """The rows where the reference takes the candidate's choices, and a note.
+
+        Without such choices the rows are those of the reference's own.
+        """
+        own = self._rows(name, answer, measured, peers)
+        choices = measured.choices()
+        wrong = any(row.problem and not row.ratio > 1 for row in own)
+        # Over several processes no host has whole leaves.
+        if wrong or not choices.examples or peers.size > 1:
+            return own, ()
+        limits = {k: x for k, x in _limits(measured).items() if x is not None}
+        wanted = {LOSS: self.loss_value, **named_leaves(self.gradient)}
+        found = {LOSS: answer.loss, **answer.gradient}
+        pairs = [(in_double(wanted[k]), in_double(found[k])) for k in limits]
+        # An entry without a bound decides about no choice.
+        bounds = [np.where(x.bound > 0, x.bound, np.inf) for x in limits.values()]
+        errors = [
+            np.where(np.isfinite(w), y - x, 0)
+            for (x, y), w in zip(pairs, bounds, strict=True)
+        ]
+        taken = chosen(errors, bounds, choices.examples)
+        if taken is None:
+            return own, ()
+        examples, moves = taken
+        for path, (x, _), move in zip(limits, pairs, moves, strict=True):
+            wanted[path] = (x + move).astype(wanted[path].dtype)
+        rows = self._rows(name, answer, measured, peers, wanted=wanted)
+        if not all(row.ratio <= 1 for row in rows):
+            return own, ()
+        where = f"in example {choices.listed(examples)}"
+        if choices.factor > 1:
+            where = "in the batch"
+        told = (
+            f"{name}: decides otherwise than one device {where}, within rounding: it "
+            f"is compared with the gradient of its own decisions"
+        )
+        return rows, (told,)
+
     def _is_far(self, answer: Answer) -> bool:
         """Whether a leaf is off by more than most bounds are wide."""
         return any(
@@ -404,8 +450,9 @@ class Reference:
         measured: Measured,
         peers: Peers,
         excuse: str = "",
+        wanted: Mapping[str, Any] | None = None,
     ) -> tuple[LeafReport, ...]:
-        """A row for the loss and for each leaf of a candidate."""
+        """A row for the loss and for each leaf; `wanted` is None for the reference."""
         value, (loss, gradient) = np.asarray(self.loss_value), answer
         is_array = loss is None or isinstance(loss, jax.Array)
         own = loss if is_array else np.asarray(loss)
@@ -417,7 +464,8 @@ class Reference:
         ):
             with as_the_caller():
                 own = own.astype(value.dtype)
-        wanted = {LOSS: value, **named_leaves(self.gradient)}
+        if wanted is None:
+            wanted = {LOSS: value, **named_leaves(self.gradient)}
         found = {LOSS: own, **gradient}
         return compare_leaves(
             name, wanted, found, _limits(measured), peers, excuse=excuse

@@ -17,13 +17,18 @@ Losses can hide it, as those of `f - stop_gradient(f)` do. So the batch's gradie
 the sum of its examples' own are compared in float64 where a wrong gradient might pass
 for it: where it is small beside the bound, or further than the bound from that sum.
 A rule that adds a gradient of its own, of a loss over the batch, is found in this way.
+
+Where a candidate fails, or examples seem to influence each other, and the program makes
+decisions, those examples are looked for whose decisions rounding may turn: see
+`evaluation.decisions`. Their losses and gradients may differ without any influence.
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +44,9 @@ from jdist.verify.bound import (
     ROUNDINGS,
     Limit,
     Sums,
+    Undecided,
     accumulated,
+    choices_bound,
     confidence,
     doubtful_width,
     in_double,
@@ -51,8 +58,12 @@ from jdist.verify.bound import (
 from jdist.verify.evaluation import (
     BOTH,
     EXACT,
+    NATURAL,
+    Changes,
+    Choice,
     Compiled,
     Form,
+    OtherChoices,
     Pieces,
     PrecisionPair,
     Recording,
@@ -81,12 +92,59 @@ DRAWS, DRAWS_EACH, WORK = 128, 32, 2**23
 # Entries of the largest value of the examples that are run together.
 TOGETHER = 2**21
 
+# Number of undecided examples that a note lists.
+LISTED = 6
+
 # Sums of leaves with more entries than this are kept in single precision, scaled.
 LARGE = 2**18
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.
 MAGNIFIED = 2.0**24
+
+
+class Choices(NamedTuple):
+    """Decisions that rounding may turn, and the changes of loss and gradient by them.
+
+    Attributes:
+      words: What decides within rounding; empty if nothing does.
+      note: A sentence on it.
+      examples: The examples in which it does, and other choices there; a batch that is
+        one term is one example.
+      changes: By number: 0 is the loss, floating leaves follow.
+      factor: Of the changes: 2 for a batch that is one term.
+      rows: The examples' numbers in the batch, if these are not all.
+    """
+
+    words: str = ""
+    note: str = ""
+    examples: Mapping[int, Sequence[Choice]] = {}
+    changes: Mapping[int, Changes] = {}
+    factor: float = 1.0
+    rows: np.ndarray | None = None
+
+    def undecided(self, number: int, limit: Limit) -> Limit:
+        """The limit of a result with what other choices explain."""
+        own = self.changes.get(number)
+        if own is None:
+            return limit
+        entries = own.total.size
+        explained = choices_bound(entries, NATURAL, own.total, own.largest, own.square)
+        norms = own.total_norm, own.largest_norm, own.square_norm
+        in_norm = float(choices_bound(1, NATURAL, *norms))
+        factor = self.factor
+        found = Undecided(factor * explained, factor * in_norm, self.words)
+        return limit._replace(undecided=found)
+
+    def of_leaves(self, limits: dict[str, Limit | None]) -> dict[str, Limit | None]:
+        """The same of each leaf, by path."""
+        numbers = itertools.count(1)
+        return {k: x and self.undecided(next(numbers), x) for k, x in limits.items()}
+
+    def listed(self, examples: Sequence[int]) -> str:
+        """The numbers of some examples in the batch that was given."""
+        own = examples if self.rows is None else self.rows[list(examples)].tolist()
+        return ", ".join([*map(str, own[:LISTED]), *["..."] * (len(own) > LISTED)])
 
 
 class Measured(NamedTuple):
@@ -103,6 +161,20 @@ class Measured(NamedTuple):
     """The finite-difference check; None if none was asked for."""
 
     notes: tuple[str, ...]
+
+    choices: Callable[[], Choices]
+    """Measures what decisions within rounding may change."""
+
+    def undecided(self) -> "Measured":
+        """With what other choices explain, and a note on them if there are any."""
+        choices = self.choices()
+        if not choices.examples:
+            return self
+        return self._replace(
+            limits=choices.of_leaves(self.limits),
+            loss_limit=choices.undecided(0, self.loss_limit),
+            notes=(*self.notes, choices.note),
+        )
 
     def widened(self) -> "Measured":
         """With bounds for what is in doubt."""
@@ -237,30 +309,40 @@ class ReducedLoss:
         examples = int(np.count_nonzero(shares))
         terms = examples if apart else _leading(batch)
         draws = more * _draws(params, examples)
-        found = programs.gradients(params, batch, shares, draws)
+        given = params, batch, shares
+        found = programs.gradients(*given, draws)
+        choices = programs.choices(*given, rows)
         bounds = partial(_limits, params, losses.dtype, self._accumulation)
         loss_limit, limits = bounds(found.sums, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
         coupled: tuple[str, ...] = ()
         if apart:
-            coupled = _coupling(losses.exact, found.losses, rows) or _hidden_coupling(
+            hidden = partial(
+                _hidden_coupling,
                 gradient,
                 found.sums,
-                limits,
-                partial(self._of_whole.exact_gradient, params, (batch, w)),
-                partial(programs.own_rules, params, batch),
+                exact=partial(self._of_whole.exact_gradient, params, (batch, w)),
+                rules=partial(programs.own_rules, params, batch),
             )
+            coupled = _coupling(losses.exact, found.losses, rows) or hidden(limits)
+            if coupled and (turned := list(choices().examples)):
+                # Their decisions, and not other examples, may be what differs.
+                coupled = _coupling(losses.exact, found.losses, rows, turned) or hidden(
+                    choices().of_leaves(limits)
+                )
         if coupled:
             terms, draws = _leading(batch), more * _draws(params, 1)
-            found = self._of_whole.gradients(params, (batch, w), np.ones(()), draws)
+            given = params, (batch, w), np.ones(())
+            found = self._of_whole.gradients(*given, draws)
+            choices = self._of_whole.choices(*given)
             loss_limit, limits = bounds(found.sums, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = None
         if check:
             known = _known(found.sums, self.programs.unit)
             oracle = self._check(params, batch, weights, known=known)
-        return Measured(limits, loss_limit, oracle, notes)
+        return Measured(limits, loss_limit, oracle, notes, choices)
 
 
 class _Losses(NamedTuple):
@@ -325,42 +407,51 @@ class LossPrograms:
 
         With a scalar share the batch is one example.
         """
-        apart = shares.ndim > 0
-        row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
-        program, together = self._program(params, row), 1
-        if apart and not _convolves(program):
-            largest = self.pieces_of(program).largest
-            together = min(shares.size, max(1, TOGETHER // largest))
-            # As many in each group.
-            together = -(-shares.size // -(-shares.size // together))
-        if together > 1:
-            several = _rows(batch, np.arange(together))
-            one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
-            program = self._gradients_of.trace(one, params, several).jaxpr
-        pieces, factor = self.pieces_of(program), magnified(program)
-        drawn = drawn_form(program)
+        pieces, together = self._examples_program(params, batch, shares)
+        factor, drawn = magnified(pieces.program), drawn_form(pieces.program)
         self.unit = unit_roundoff(drawn.wider("float32"))
-        twofold = pieces.decides or not rounds_as_drawn(program)
+        twofold = pieces.decides or not rounds_as_drawn(pieces.program)
         found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
         losses = np.zeros(max(shares.size, 1))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            for start in range(0, losses.size, together):
-                numbers = np.arange(start, start + together)
-                # The last group is filled up with an example that does not count.
-                inside = numbers < losses.size
-                numbers = np.where(inside, numbers, 0)
-                own = np.where(inside, shares.reshape(-1)[numbers], 0.0)
-                rows = batch
-                if apart:
-                    rows = _rows(batch, numbers if together > 1 else numbers[0])
-                values = found.add(rows, own, draws, seed=start)
-                losses[numbers[inside]] = values[inside]
+            for group in _groups(batch, shares, together):
+                values = found.add(group, draws)
+                losses[group.numbers[group.inside]] = values[group.inside]
             sums = found.sums(draws)
         missed = ", ".join(sorted(pieces.missed))
         notes = (
             f"the rounding of {missed} was not measured: there the bound is too narrow",
         )
         return _ExampleSums(sums, losses, notes if missed else ())
+
+    def choices(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        shares: np.ndarray,
+        rows: np.ndarray | None = None,
+    ) -> Callable[[], Choices]:
+        """Measures decisions that rounding may turn, once where it is called.
+
+        `rows` are the examples' numbers, if these are not all.
+        """
+
+        @cache
+        def measured() -> Choices:
+            pieces, together = self._examples_program(params, batch, shares)
+            if not pieces.decisions:
+                return Choices()
+            form, several = drawn_form(pieces.program), together > 1
+            found = OtherChoices(pieces, form, several)
+            with double_precision(), jax.numpy_dtype_promotion("standard"):
+                own = _pairs(params)
+                for group in _groups(batch, shares, together):
+                    if group.shares.any():
+                        given = group.leaves(pieces.inputs[0].dtype, several, own)
+                        found.add(given, group.numbers, group.shares, group.seed)
+            return _choices(found, shares, rows)
+
+        return measured
 
     def exact_gradient(
         self, params: PyTree, batch: PyTree, cotangent: float = 1.0
@@ -380,6 +471,24 @@ class LossPrograms:
         if program not in self._pieces:
             self._pieces[program] = Pieces(program, self._accumulation, self._compiled)
         return self._pieces[program]
+
+    def _examples_program(
+        self, params: PyTree, batch: PyTree, shares: np.ndarray
+    ) -> tuple[Pieces, int]:
+        """The gradient's program of some examples, and how many it takes together."""
+        apart = shares.ndim > 0
+        row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
+        program, together = self._program(params, row), 1
+        if apart and not _convolves(program):
+            largest = self.pieces_of(program).largest
+            together = min(shares.size, max(1, TOGETHER // largest))
+            # As many in each group.
+            together = -(-shares.size // -(-shares.size // together))
+        if together > 1:
+            several = _rows(batch, np.arange(together))
+            one = jax.ShapeDtypeStruct((together,), program.in_avals[0].dtype)
+            program = self._gradients_of.trace(one, params, several).jaxpr
+        return self.pieces_of(program), together
 
     def _program(self, params: PyTree, batch: PyTree) -> ClosedJaxpr:
         """The program `(cotangent, params, batch) -> (loss, gradient)`."""
@@ -412,6 +521,76 @@ def _rows(batch: PyTree, numbers: np.ndarray | np.integer) -> PyTree:
     return jax.tree.map(lambda x: x[numbers : numbers + 1], batch)
 
 
+class _Group(NamedTuple):
+    """Examples that run together.
+
+    Attributes:
+      batch: Each a batch of one; the whole batch where it is one term.
+      shares: Their shares; 0 for what fills up the last group.
+      numbers: Their numbers.
+      inside: Which of them do not fill up.
+      seed: Seed of their errors.
+    """
+
+    batch: PyTree
+    shares: np.ndarray
+    numbers: np.ndarray
+    inside: np.ndarray
+    seed: int
+
+    def leaves(self, dtype: Any, several: bool, params: Sequence[Any]) -> list[Any]:
+        """The program's arguments."""
+        own = jnp.asarray(self.shares if several else self.shares[0], jnp.float64)
+        # As in the reference, whose share is rounded to the dtype of the losses.
+        start = PrecisionPair(own.astype(dtype), own)
+        return [start, *params, *jax.tree.leaves(self.batch)]
+
+
+def _groups(batch: PyTree, shares: np.ndarray, together: int) -> Iterator[_Group]:
+    """All examples; with a scalar share the batch is one."""
+    size, apart = max(shares.size, 1), shares.ndim > 0
+    for start in range(0, size, together):
+        numbers = np.arange(start, start + together)
+        # The last group is filled up with an example that does not count.
+        inside = numbers < size
+        numbers = np.where(inside, numbers, 0)
+        own = np.where(inside, shares.reshape(-1)[numbers], 0.0)
+        rows = batch
+        if apart:
+            rows = _rows(batch, numbers if together > 1 else numbers[0])
+        yield _Group(rows, own, numbers, inside, start)
+
+
+def _pairs(params: PyTree) -> list[Any]:
+    """The leaves of parameters, floating ones with a wide side of their own."""
+    with double_precision():
+        return [
+            PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
+            for x in jax.tree.leaves(params)
+        ]
+
+
+def _choices(
+    found: OtherChoices, shares: np.ndarray, rows: np.ndarray | None
+) -> Choices:
+    """What decisions within rounding change, in words and numbers."""
+    several, names = len(found.examples), ", ".join(sorted(found.pieces.decisions))
+    if not several:
+        return Choices()
+    words, factor = f"the batch has decisions that rounding may turn ({names})", 2.0
+    where = ""
+    if shares.ndim > 0:
+        have = "have decisions" if several > 1 else "has a decision"
+        total = np.count_nonzero(shares)
+        words = f"{several} of {total} examples {have} that rounding may turn ({names})"
+        where, factor = f": {Choices(rows=rows).listed(sorted(found.examples))}", 1.0
+    note = (
+        f"{words}{where}. A right program may decide otherwise, and what only that "
+        f"explains is not judged"
+    )
+    return Choices(words, note, found.examples, found.changes, factor, rows)
+
+
 class _Examples:
     """Sums over examples, taken from runs of their gradients' program.
 
@@ -438,23 +617,14 @@ class _Examples:
         self._factor = factor
         self._several = several
         self._twofold = twofold
-        with double_precision():
-            self._params = [
-                PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
-                for x in jax.tree.leaves(params)
-            ]
+        self._params = _pairs(params)
         self._sums: dict[int, _LeafSums] = {}
         self._scales: dict[int, float] = {}
 
-    def add(
-        self, batch: PyTree, shares: np.ndarray, draws: int, *, seed: int
-    ) -> np.ndarray:
+    def add(self, group: "_Group", draws: int) -> np.ndarray:
         """Adds examples with their shares; returns their losses."""
-        dtype = self._pieces.inputs[0].dtype
-        own = jnp.asarray(shares if self._several else shares[0], jnp.float64)
-        # As in the reference, whose share is rounded to the dtype of the losses.
-        start = PrecisionPair(own.astype(dtype), own)
-        leaves = [start, *self._params, *jax.tree.leaves(batch)]
+        shares = group.shares
+        leaves = group.leaves(self._pieces.inputs[0].dtype, self._several, self._params)
         counts = shares > 0
         exact: dict[int, jax.Array] = {}
         several = self._several
@@ -509,7 +679,7 @@ class _Examples:
                 self._drawn,
                 amplitude=self._factor,
                 # A prime above the number of draws: no two draws share a seed.
-                seed=seed * 65537 + each + 1,
+                seed=group.seed * 65537 + each + 1,
                 replay=recording,
                 receive=draw,
             )
@@ -729,9 +899,23 @@ def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, .
 
 
 def _coupling(
-    together: np.ndarray, alone: np.ndarray, rows: np.ndarray | None = None
+    together: np.ndarray,
+    alone: np.ndarray,
+    rows: np.ndarray | None = None,
+    turned: Sequence[int] = (),
 ) -> tuple[str, ...]:
-    """A note if losses differ; `rows` are their numbers, if these are not all."""
+    """A note if losses differ.
+
+    Args:
+      together: Those of the batch.
+      alone: Those of each example alone.
+      rows: The examples' numbers, if these are not all.
+      turned: The places of those whose decisions rounding may turn, which tell nothing
+        unless all of them are.
+    """
+    if 0 < len(turned) < len(together):
+        alone = alone.copy()
+        alone[list(turned)] = together[list(turned)]
     # One loss that is NaN or infinite must not hide how large the others are.
     slack = COUPLED * np.abs(together[np.isfinite(together)]).max(initial=0)
     if np.allclose(alone, together, rtol=0, atol=slack, equal_nan=True):
@@ -750,6 +934,7 @@ def _hidden_coupling(
     gradient: PyTree,
     alone: _Collected,
     limits: dict[str, Limit | None],
+    *,
     exact: Callable[..., list[np.ndarray]],
     rules: Callable[[], list[str]],
 ) -> tuple[str, ...]:
@@ -777,7 +962,11 @@ def _hidden_coupling(
         # Decisions are those of the rounded programs (see `lockstep`), of which the
         # batch's may take some otherwise: a small part of the gradient.
         large = BLIND * np.linalg.norm(part if part.any() else whole)
-        if np.linalg.norm(apart) > large and (apart > finer * limit.bound).any():
+        allowed = finer * limit.bound
+        if limit.undecided is not None:
+            large += limit.undecided.in_norm
+            allowed = allowed + limit.undecided.bound
+        if np.linalg.norm(apart) > large and (apart > allowed).any():
             adds = f" through what a rule adds ({', '.join(rules())})"
             return (
                 f"examples influence each other{adds if part.any() else ''}: the "

@@ -1,5 +1,12 @@
 """Evaluation of a program in its own precision, in float64, and as rounding may go."""
 
+from jdist.verify.evaluation.decisions import (
+    NATURAL,
+    Changes,
+    Choice,
+    OtherChoices,
+    chosen,
+)
 from jdist.verify.evaluation.lockstep import (
     Observer,
     Perturbation,
@@ -25,9 +32,13 @@ from jdist.verify.evaluation.piecewise import (
 __all__ = [
     "BOTH",
     "EXACT",
+    "NATURAL",
+    "Changes",
+    "Choice",
     "Compiled",
     "Form",
     "Observer",
+    "OtherChoices",
     "Perturbation",
     "Pieces",
     "Position",
@@ -37,6 +48,7 @@ __all__ = [
     "Value",
     "bind",
     "called",
+    "chosen",
     "drawn_form",
     "rounds_as_drawn",
     "run",

@@ -15,7 +15,8 @@ A run has one of three forms:
 
 Decisions, such as an argmax, are the rounded side's. A run on one side takes them from
 a run of both: a piece that decides is *replayed* with the rounded inputs that it had
-there. What stands under `stop_gradient` can be held at its values there, too.
+there. What stands under `stop_gradient` can be held at its values there, too. A drawn
+run may also be *free*: it decides by its own values, rounded, as another program would.
 """
 
 import functools
@@ -116,6 +117,8 @@ class Piece:
       key: Equal for pieces that may share a compiled program.
       decides: Whether its results may depend on decisions.
       holds: Whether it has a `stop_gradient`.
+      decisions: The primitives that decide by values; none where the rounded side also
+        stands for what has no other.
     """
 
     equations: list[Equation]
@@ -125,6 +128,7 @@ class Piece:
     key: object
     decides: bool
     holds: bool
+    decisions: frozenset[str]
 
 
 class Compiled(NamedTuple):
@@ -150,10 +154,12 @@ class Pieces:
       compiled: Compiled pieces by their keys, which programs may share.
 
     Attributes:
+      program: The program.
       inputs: Shapes and dtypes of the program's arguments.
       largest: The number of entries of its largest value.
       missed: Primitives whose rounding could not be measured.
       decides: Whether a run on one side has to be told decisions.
+      decisions: The primitives whose decisions a free run makes for itself.
     """
 
     def __init__(
@@ -165,6 +171,7 @@ class Pieces:
         self.missed: set[str] = set()
         self._accumulation = accumulation
         self._compiled = compiled
+        self.program = program
         self.inputs = [x.aval for x in program.jaxpr.invars]
         self._inputs, self._constants, equations, self._results = _inlined(program)
         each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
@@ -172,6 +179,9 @@ class Pieces:
         self._pieces = _cut(equations, self._inputs, self._results)
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
+        self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
+        free = [i for i, piece in enumerate(self._pieces) if piece.decisions]
+        self._last_free = max(free, default=-1)
         sizes = [x.aval.size for piece in self._pieces for x in piece.inputs]
         sizes += [x.aval.size for y in equations for x in y.outputs]
         self.largest = max(sizes, default=1)
@@ -186,6 +196,7 @@ class Pieces:
         seed: int = 0,
         recording: Recording | None = None,
         replay: Recording | None = None,
+        free: bool = False,
         receive: Callable[[int, PrecisionPair], None] | None = None,
     ) -> list[PrecisionPair]:
         """Evaluates the program; to be called with 64-bit types enabled.
@@ -197,6 +208,8 @@ class Pieces:
           seed: Seed of a drawn run.
           recording: Is filled, for runs that replay it.
           replay: A recording.
+          free: Whether decisions are made anew, and not replayed. The run then ends
+            with the last of them, and what it has recorded is replayed for results.
           receive: Is called with the number of each result and the result as soon as
             there is one; none is kept then.
 
@@ -216,8 +229,7 @@ class Pieces:
         for number, piece in enumerate(self._pieces):
             operands = [values[x] for x in piece.inputs]
             sided = any(isinstance(x, PrecisionPair) for x in operands)
-            if recording is not None and sided and (piece.decides or piece.holds):
-                recording[number] = operands
+            kept = sided and (piece.decides or piece.holds)
             before = None
             if form.held and piece.holds and sided:
                 assert replay is not None
@@ -225,19 +237,16 @@ class Pieces:
             if piece.decides and sided and not form.rounded:
                 if replay is None:
                     raise RoundedSideNeeded
-                operands = _with_rounded(operands, replay[number])
+                own = free and bool(piece.decisions)
+                operands = _with_rounded(operands, replay[number], own)
+            if recording is not None and kept:
+                recording[number] = operands
             noise: tuple[Any, ...] = ()
             if form.drawn:
-                own = jnp.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
-                noise = jnp.float64(amplitude), own, self._noise()
+                bits = jnp.uint32((seed * 1000003 + number * 799939) & 0xFFFFFFFF)
+                noise = jnp.float64(amplitude), bits, self._noise()
             compiled = self._program(piece, operands, form, before is not None)
-            try:
-                found = compiled.run(noise, _flat(operands), before)
-            except RoundedSideNeeded:
-                # What JAX does not evaluate in float64 is as the rounded side has it.
-                piece.decides = self.decides = True
-                raise
-            self.missed |= compiled.missed
+            found = self._ran(piece, compiled, noise, operands, before)
             made = dict(zip(piece.outputs, _values(found, compiled.kinds), strict=True))
             values.update(made)
             results.take(made)
@@ -245,7 +254,26 @@ class Pieces:
                 del values[variable]
             if number % AHEAD == 0:
                 jax.block_until_ready(found)
+            if free and number == self._last_free:
+                return []
         return results.found if receive is None else []
+
+    def _ran(
+        self,
+        piece: Piece,
+        compiled: Compiled,
+        noise: tuple[Any, ...],
+        operands: list[Value],
+        before: list[jax.Array] | None,
+    ) -> list[jax.Array]:
+        try:
+            found = compiled.run(noise, _flat(operands), before)
+        except RoundedSideNeeded:
+            # What JAX does not evaluate in float64 is as the rounded side has it.
+            piece.decides = self.decides = True
+            raise
+        self.missed |= compiled.missed
+        return found
 
     def exact(
         self, inputs: Sequence[Value], recording: Recording | None = None
@@ -440,20 +468,34 @@ def _piece(
     key = tuple(_fingerprint(x.own, x.inputs, x.outputs, names) for x in group)
     taken = tuple(names[x] for x in outputs)
     holds = any(x.primitive.name == "stop_gradient" for y in group for x in _all(y.own))
-    return Piece(group, inputs, outputs, freed, (key, taken), decides, holds)
+    decisions = _decisions(group) if decides else frozenset()
+    shared = key, taken
+    return Piece(group, inputs, outputs, freed, shared, decides, holds, decisions)
 
 
 def _decides(equation: JaxprEqn) -> bool:
     """Whether the rounded side may decide about its results."""
     return any(
-        each.primitive.name in _DECIDING | UNMEASURED
-        or (
-            each.primitive.name not in _LOOPS
-            and any(has_sides(x.aval) for x in each.invars)
-            and not all(has_sides(x.aval) for x in each.outvars)
-        )
-        for each in _all(equation)
+        each.primitive.name in UNMEASURED or _chooses(each) for each in _all(equation)
     )
+
+
+def _chooses(equation: JaxprEqn) -> bool:
+    """Whether an equation makes an order, a branch or an integer of floating values."""
+    return equation.primitive.name in _DECIDING or (
+        equation.primitive.name not in _LOOPS
+        and any(has_sides(x.aval) for x in equation.invars)
+        and not all(has_sides(x.aval) for x in equation.outvars)
+    )
+
+
+def _decisions(group: Sequence[Equation]) -> frozenset[str]:
+    """The primitives that decide in a piece, if a free run may repeat it."""
+    each = [x for equation in group for x in _all(equation.own)]
+    # The bits of a float are no decision: any rounding changes them.
+    if any(x.primitive.name in UNMEASURED | {"bitcast_convert_type"} for x in each):
+        return frozenset()
+    return frozenset(x.primitive.name for x in each if _chooses(x))
 
 
 def _all(equation: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -634,9 +676,17 @@ def _leaving(value: Value, form: Form) -> Value:
     return PrecisionPair(None, value.wide, value.size, value.narrow)
 
 
-def _with_rounded(operands: list[Value], recorded: list[Value]) -> list[Value]:
+def _with_rounded(
+    operands: list[Value], recorded: list[Value], own: bool
+) -> list[Value]:
+    """Operands with a rounded side: that of the recording, or their own rounded."""
     return [
-        PrecisionPair(before.rounded, now.wide, now.size, now.narrow)
+        PrecisionPair(
+            now.wide.astype(before.rounded.dtype) if own else before.rounded,
+            now.wide,
+            now.size,
+            now.narrow,
+        )
         if isinstance(now, PrecisionPair) and isinstance(before, PrecisionPair)
         else now
         for now, before in zip(operands, recorded, strict=True)
