@@ -61,7 +61,7 @@ from jdist.verify.evaluation import (
     NATURAL,
     Changes,
     Choice,
-    Compiled,
+    CompiledPiece,
     Form,
     OtherChoices,
     Pieces,
@@ -365,7 +365,7 @@ class LossPrograms:
     def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
         self._accumulation = accumulation
         self._pieces: dict[ClosedJaxpr, Pieces] = {}
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, CompiledPiece] = {}
 
         def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
@@ -640,15 +640,8 @@ class _Examples:
                 receive_rounded(number, value.rounded)
 
         def receive_rounded(number: int, rounded: jax.Array) -> None:
-            self._sums[number] = _drifted(
-                self._sums[number],
-                exact[number],
-                rounded,
-                factor(number),
-                counts,
-                self._scales[number],
-                several=several,
-            )
+            own = self._sums[number], exact[number], rounded, factor(number), counts
+            self._sums[number] = _drifted(*own, self._scales[number], several=several)
 
         def draw(number: int, value: PrecisionPair) -> None:
             scale = 1 / (self._factor * self._scales[number])

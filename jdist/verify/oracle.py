@@ -32,7 +32,13 @@ from jdist._compat import double_precision, equations_in
 from jdist._errors import requirement
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence, in_double
-from jdist.verify.evaluation import EXACT, Compiled, Pieces, PrecisionPair, Recording
+from jdist.verify.evaluation import (
+    EXACT,
+    CompiledPiece,
+    Pieces,
+    PrecisionPair,
+    Recording,
+)
 from jdist.verify.report import OracleCheck
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]
@@ -170,7 +176,7 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
     """
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(seeded(scalar))
-    compiled: dict[Any, Compiled] = {}
+    compiled: dict[Any, CompiledPiece] = {}
     made: dict[ClosedJaxpr, Pieces] = {}
 
     def pieces(program: ClosedJaxpr) -> Pieces:

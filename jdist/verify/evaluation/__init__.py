@@ -21,7 +21,7 @@ from jdist.verify.evaluation.lockstep import (
 from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
-    Compiled,
+    CompiledPiece,
     Form,
     Pieces,
     Recording,
@@ -35,7 +35,7 @@ __all__ = [
     "NATURAL",
     "Changes",
     "Choice",
-    "Compiled",
+    "CompiledPiece",
     "Form",
     "Observer",
     "OtherChoices",

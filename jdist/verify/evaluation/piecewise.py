@@ -88,7 +88,7 @@ HELD = "held"
 AHEAD = 4
 
 
-class Variable:
+class InlinedVariable:
     """A variable of a program whose calls are inlined."""
 
     __slots__ = ("aval",)
@@ -102,7 +102,7 @@ class Equation(NamedTuple):
 
     own: JaxprEqn
     inputs: Sequence[Any]
-    outputs: Sequence[Variable]
+    outputs: Sequence[InlinedVariable]
 
 
 @dataclass(slots=True, eq=False)
@@ -122,16 +122,16 @@ class Piece:
     """
 
     equations: list[Equation]
-    inputs: list[Variable]
-    outputs: list[Variable]
-    freed: list[Variable]
+    inputs: list[InlinedVariable]
+    outputs: list[InlinedVariable]
+    freed: list[InlinedVariable]
     key: object
     decides: bool
     holds: bool
     decisions: frozenset[str]
 
 
-class Compiled(NamedTuple):
+class CompiledPiece(NamedTuple):
     """A piece in one form, compiled when it runs first.
 
     Attributes:
@@ -166,7 +166,7 @@ class Pieces:
         self,
         program: ClosedJaxpr,
         accumulation: Any,
-        compiled: dict[Any, Compiled],
+        compiled: dict[Any, CompiledPiece],
     ) -> None:
         self.missed: set[str] = set()
         self._accumulation = accumulation
@@ -219,7 +219,7 @@ class Pieces:
         Raises:
           RoundedSideNeeded: The program decides and nothing is replayed.
         """
-        values: dict[Variable, Value] = dict(self._constants)
+        values: dict[InlinedVariable, Value] = dict(self._constants)
         values.update(
             (x, _entering(value, form))
             for x, value in zip(self._inputs, inputs, strict=True)
@@ -261,7 +261,7 @@ class Pieces:
     def _ran(
         self,
         piece: Piece,
-        compiled: Compiled,
+        compiled: CompiledPiece,
         noise: tuple[Any, ...],
         operands: list[Value],
         before: list[jax.Array] | None,
@@ -293,7 +293,7 @@ class Pieces:
 
     def _program(
         self, piece: Piece, operands: list[Value], form: Form, held: bool
-    ) -> Compiled:
+    ) -> CompiledPiece:
         kinds = tuple(map(_kind, operands))
         wanted = tuple(form.sized and x in self._sized for x in piece.outputs)
         key = piece.key, kinds, wanted, form, held, self._accumulation
@@ -317,14 +317,14 @@ class _Results:
         self.found: list[Any] = [None] * len(variables)
         self._form = form
         self._receive = receive or self.found.__setitem__
-        self._wanted: dict[Variable, list[int]] = {}
+        self._wanted: dict[InlinedVariable, list[int]] = {}
         for number, variable in enumerate(variables):
             if isinstance(variable, Literal):
                 self._receive(number, self._with_sides(_literal(variable)))
             else:
                 self._wanted.setdefault(variable, []).append(number)
 
-    def take(self, values: dict[Variable, Value]) -> None:
+    def take(self, values: dict[InlinedVariable, Value]) -> None:
         """Takes those of the values that are results."""
         for variable, value in values.items():
             for number in self._wanted.get(variable, ()):
@@ -371,14 +371,16 @@ def _widths(program: ClosedJaxpr) -> set[int]:
 
 def _inlined(
     program: ClosedJaxpr,
-) -> tuple[list[Variable], dict[Variable, Value], list[Equation], list[Any]]:
+) -> tuple[
+    list[InlinedVariable], dict[InlinedVariable, Value], list[Equation], list[Any]
+]:
     """Inputs, constants, the equations that results need, and results."""
-    constants: dict[Variable, Value] = {}
+    constants: dict[InlinedVariable, Value] = {}
     equations: list[Equation] = []
 
-    def constant(value: Any) -> Variable:
+    def constant(value: Any) -> InlinedVariable:
         array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-        variable = Variable(jax.typeof(array))
+        variable = InlinedVariable(jax.typeof(array))
         constants[variable] = array
         return variable
 
@@ -392,14 +394,14 @@ def _inlined(
         for equation in jaxpr.eqns:
             given, inner = list(map(read, equation.invars)), called(equation)
             if inner is None:
-                made: list[Any] = [Variable(x.aval) for x in equation.outvars]
+                made: list[Any] = [InlinedVariable(x.aval) for x in equation.outvars]
                 equations.append(Equation(equation, given, made))
             else:
                 made = walk(inner.jaxpr, inner.consts, given)
             own.update(zip(equation.outvars, made, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    inputs = [Variable(x.aval) for x in program.jaxpr.invars]
+    inputs = [InlinedVariable(x.aval) for x in program.jaxpr.invars]
     results = walk(program.jaxpr, program.consts, inputs)
     needed, kept = set(results), []
     for equation in reversed(equations):
@@ -422,7 +424,9 @@ _LOOPS = frozenset({"scan", "custom_linear_solve"})
 
 
 def _cut(
-    equations: Sequence[Equation], inputs: Sequence[Variable], results: Sequence[Any]
+    equations: Sequence[Equation],
+    inputs: Sequence[InlinedVariable],
+    results: Sequence[Any],
 ) -> list[Piece]:
     """The pieces of a program, in order."""
     sided = {x for x in inputs if has_sides(x.aval)}
@@ -440,7 +444,7 @@ def _cut(
         else:
             groups[-1][0].append(equation)
         together = not alone
-    last: dict[Variable, int] = {}
+    last: dict[InlinedVariable, int] = {}
     for number, (group, _) in enumerate(groups):
         last.update((x, number) for each in group for x in _variables(each))
     kept = {x for x in results if not isinstance(x, Literal)}
@@ -454,7 +458,7 @@ def _piece(
     group: list[Equation],
     decides: bool,
     number: int,
-    last: dict[Variable, int],
+    last: dict[InlinedVariable, int],
     kept: set[Any],
 ) -> Piece:
     """A piece; `last` has the number of the last piece that takes a variable."""
@@ -507,7 +511,7 @@ def _all(equation: JaxprEqn) -> Iterator[JaxprEqn]:
                 yield from equations_in(inner)
 
 
-def _variables(equation: Equation) -> list[Variable]:
+def _variables(equation: Equation) -> list[InlinedVariable]:
     return [x for x in equation.inputs if not isinstance(x, Literal)]
 
 
@@ -579,7 +583,7 @@ def _compiled(
     form: Form,
     sized: frozenset[Any],
     accumulation: Any,
-) -> Compiled:
+) -> CompiledPiece:
     made: list[Kind | None] = []
     missed: set[str] = set()
 
@@ -624,7 +628,7 @@ def _compiled(
         both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
         return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
 
-    return Compiled(jax.jit(run, compiler_options=_options()), made, missed)
+    return CompiledPiece(jax.jit(run, compiler_options=_options()), made, missed)
 
 
 @functools.cache
