@@ -564,3 +564,111 @@ def test_an_average_is_no_accumulator_of_the_gradient():
     report = verify.step(losses, update, (params, init(params)), batches[:1], wrong)
     parts = {x.candidate: x.part for x in report.attributions}
     assert parts == {"rate": "optimizer update", "gradient": "gradient"}
+
+
+def momentum(rate=0.05, decay=0.9):
+    """SGD with momentum, as the judge takes it."""
+
+    def update(p, g, m):
+        m = jax.tree.map(lambda m, g: decay * m + g, m, g)
+        return jax.tree.map(lambda w, m: w - rate * m, p, m), m
+
+    return update
+
+
+def plain(p, g, s):
+    return jax.tree.map(lambda w, g: w - 0.05 * g, p, g), s
+
+
+def adam(p, g, s):
+    own = optax.adam(0.01)
+    moves, s = own.update(g, s, p)
+    return optax.apply_updates(p, moves), s
+
+
+def shares_of(batch, parts, share):
+    """The gradient of each micro-batch, at the same parameters."""
+    size = len(batch["x"]) // parts
+    pieces = [
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch)
+        for i in range(parts)
+    ]
+    factor = 1 / parts if share else 1.0
+    return lambda p: [
+        jax.tree.map(lambda g: factor * g, MEAN(p, piece)) for piece in pieces
+    ]
+
+
+def in_turn(update, parts, share=True, mean_of_moves=False, shown=False):
+    """Updates by each micro-batch, where it should be by their sum."""
+
+    def train(params, state, batch):
+        gradients = shares_of(batch, parts, share)(params)
+        moved, all_moved = params, []
+        for gradient in gradients:
+            start = params if mean_of_moves else moved
+            moved, state = update(start, gradient, state)
+            all_moved.append(moved)
+        if mean_of_moves:
+            moved = jax.tree.map(lambda *x: sum(x) / len(x), *all_moved)
+        if shown:
+            whole = jax.tree.map(lambda *g: sum(g), *gradients)
+            return verify.Trained(moved, state, gradient=whole)
+        return moved, state
+
+    return train
+
+
+def test_an_update_for_each_micro_batch_is_recognized():
+    """By the momentum, or by the parameters where the optimizer keeps nothing."""
+    params, batches = problem(examples=10)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    start = {"momentum": zeros, "plain": (), "adam": optax.adam(0.01).init(params)}
+    of = {"momentum": momentum(), "plain": plain, "adam": adam}
+    told = "as if it ran once for each of 5 micro-batches"
+    cases = {
+        ("momentum", "in turn"): in_turn(momentum(), 5),
+        ("momentum", "own means"): in_turn(momentum(), 5, share=False),
+        ("momentum", "mean of moves"): in_turn(momentum(), 5, mean_of_moves=True),
+        ("momentum", "shown"): in_turn(momentum(), 5, shown=True),
+        ("plain", "own means"): in_turn(plain, 5, share=False),
+        ("adam", "in turn"): in_turn(adam, 5),
+    }
+    for (name, case), trainer_of in cases.items():
+        judge = verify.step_judge(losses, of[name], (params, start[name]), batches)
+        report = judge({case: trainer_of})
+        (cause,) = report.attributions
+        assert (cause.part, told in cause.why) == ("optimizer update", True), (
+            name, case, cause,
+        )  # fmt: skip
+        if name == "momentum":
+            assert "its momentum state/" in cause.why
+
+
+def test_what_is_no_update_for_each_micro_batch_is_not_said_to_be():
+    """Micro-batches whose sum is updated by; other mistakes; parts of other sizes."""
+    params, batches = problem(steps=2, examples=10)
+    start = params, jax.tree.map(jnp.zeros_like, params)
+    judge = verify.step_judge(losses, momentum(), start, batches)
+
+    def accumulated(update, factor=1.0):
+        def train(params, state, batch):
+            own = shares_of(batch, 5, share=True)(params)
+            whole = jax.tree.map(lambda *g: factor * sum(g), *own)
+            return update(params, whole, state)
+
+        return train
+
+    report = judge({
+        "right": accumulated(momentum()),
+        "decay": accumulated(momentum(decay=0.8)),
+        "rate": accumulated(momentum(rate=0.1)),
+        "doubled": accumulated(momentum(), 2.0),
+        "twice": lambda p, m, b: momentum()(*momentum()(p, MEAN(p, b), m)[:1],
+                                            MEAN(p, b), m),
+    })  # fmt: skip
+    assert report.of("right").ok
+    assert not any("micro-batches" in cause.why for cause in report.attributions)
+    assert {cause.candidate for cause in report.attributions} == {
+        "decay", "rate", "doubled", "twice"
+    }  # fmt: skip

@@ -1,9 +1,10 @@
 """What a failing leaf is said to look like, for each known mistake and for none."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.explanations.diagnosis import LIKENESS, diagnose
+from jdist.verify.explanations.diagnosis import ENTRIES, LIKENESS, diagnose
 
 
 @pytest.fixture
@@ -131,3 +132,44 @@ def test_a_scalar_leaf_has_an_empty_index():
     """Its place needs no number."""
     words = said({"s": np.float64(1.0)}, "s", np.float64(3.0))
     assert words == "off by 2 times the bound at []: expected 1, got 3"
+
+
+def rounded_to(narrow, x):
+    """The numbers of a narrow dtype that are nearest, in the dtype of x."""
+    sides = x.view(x.real.dtype)
+    return np.asarray(jnp.asarray(sides, narrow), sides.dtype).view(x.dtype)
+
+
+@pytest.mark.parametrize("own", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_sums_in_a_narrower_dtype_are_recognized(rng, own, narrow):
+    """Each term is rounded to it, and each sum."""
+    terms = rng.normal(size=(7, 5, 3)).astype(own)
+    if own == "complex64":
+        terms = terms * np.complex64(1 + 0.3j)
+    total = np.zeros_like(terms[0])
+    for term in terms:
+        total = rounded_to(narrow, total + rounded_to(narrow, term))
+    words = said({"leaf": terms.sum(0)}, "leaf", total)
+    assert words.endswith(f"all its entries are {narrow} numbers, as of sums in it")
+
+
+def test_single_precision_in_double_is_recognized(leaves):
+    words = said(leaves, "first", leaves["first"].astype("f4").astype("f8"))
+    assert words.endswith("all its entries are float32 numbers, as of sums in it")
+
+
+def test_other_numbers_of_few_digits_are_not_blamed_on_a_dtype(leaves, rng):
+    """Signs, counts, few entries; a reference of such numbers; any other mistake."""
+    own = leaves["first"].astype("f4")
+    narrow = np.asarray(own.astype(jnp.bfloat16), "f4")
+    few = narrow * (np.arange(own.size).reshape(own.shape) < ENTRIES - 1)
+    wrong = {
+        "signs": np.sign(own), "counts": np.round(own), "few": few,
+        "others": np.asarray(rng.normal(size=own.shape).astype(jnp.bfloat16), "f4"),
+        "one entry": np.where(np.arange(12).reshape(own.shape) == 5, own, narrow),
+    }  # fmt: skip
+    for name, found in wrong.items():
+        assert "numbers" not in said({"leaf": own}, "leaf", found), name
+    off = narrow + np.float32(2.0**-4) * (narrow == narrow.max())
+    assert "numbers" not in said({"leaf": narrow}, "leaf", off)

@@ -1,5 +1,6 @@
 """Values that are tapped in an update: which of them is wrong, and by which factor."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from jdist.verify import tap
 from jdist.verify.bound import Limit
 from jdist.verify.steps.tapped_values import shown_values
 from jdist.verify.tracing import TapRecord
+from jdist.verify.tracing.recording import MeshAxis
 
 EXAMPLES = 12
 
@@ -200,6 +202,113 @@ def test_a_value_in_a_loop_is_numbered():
     assert report.of("right").ok
     (cause,) = report.attributions
     assert cause.part == "iteration[1]"
+
+
+def thrice(p, g, m, scales=(1.0, 1.0, 1.0), scan=False):
+    """A momentum that is moved three times in a step, of which each value is tapped."""
+    turn = lambda m, k, f: tap(  # noqa: E731
+        jax.tree.map(lambda m, g: f * (0.5 * m + (3 - k) * g), m, g), "momentum"
+    )
+    if scan:
+        given = jnp.arange(3.0, dtype="f4"), jnp.asarray(scales, jnp.float32)
+        m, _ = lax.scan(lambda m, x: (turn(m, *x), None), m, given)
+    else:
+        for k, factor in enumerate(scales):
+            m = turn(m, k, factor)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, p, m), m
+
+
+def on_devices(scales):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
+    own = partial(thrice, scales=scales)
+    same = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(lambda p, m, x: same(p, jax.grad(mean_loss)(p, x), m))
+
+
+def mean_loss(p, x):
+    return losses(p, x).mean()
+
+
+def on_one(scan, scales):
+    return jax.jit(
+        lambda p, m, x: thrice(p, jax.grad(mean_loss)(p, x), m, scales, scan)
+    )
+
+
+@pytest.mark.parametrize("examples", [5, 7, 11])
+def test_the_first_wrong_one_of_three_passages_is_named(examples, rng):
+    """In the program's order, though each makes those after it wrong."""
+    params, _ = problem(1)
+    batch = jnp.asarray(rng.normal(size=(examples, 5)), jnp.float32)
+    start = params, jax.tree.map(jnp.zeros_like, params)
+    judge = verify.step_judge(losses, thrice, start, [batch])
+    builds = {"unrolled": partial(on_one, False), "scan": partial(on_one, True),
+              "devices": on_devices}  # fmt: skip
+    for name, build in builds.items():
+        assert judge({name: build((1.0, 1.0, 1.0))}).ok, name
+        for wrong in range(3):
+            scales = [1.0, 1.0, 1.0]
+            scales[wrong] = 1.25
+            (cause,) = judge({name: build(tuple(scales))}).attributions
+            assert cause.part in (f"momentum/b[{wrong}]", f"momentum/w[{wrong}]"), name
+            if wrong == 0:
+                assert "it is 1.25 times the reference" in cause.why
+
+
+def test_values_that_arrive_in_another_order_are_no_random_numbers(judge):
+    """Micro-batches take turns as threads do; the step's results are the same."""
+    turns = []
+
+    @jax.jit
+    def part(p, m, x):
+        g = gradient(p, x)
+        return g, tap(jax.tree.map(lambda m, g: 0.9 * m + g, m, g), "momentum")
+
+    def step(p, m, x):
+        parts = jnp.split(x, 3)
+        turns.append(len(turns))
+        order = [(i + len(turns)) % 3 for i in range(3)]
+        found = {i: jax.block_until_ready(part(p, m, parts[i])) for i in order}
+        return thrice(p, sum_of([found[i][0] for i in range(3)]), m)[0], m
+
+    report = judge({"wrong": step})
+    assert len(turns) == 3  # It is called again, to see whether its results repeat.
+    assert report.failures
+    assert not any(row.unjudged for row in report.leaves)
+    assert {cause.part for cause in report.attributions} <= {
+        "momentum/b", "momentum/v", "momentum/w"
+    }  # fmt: skip
+
+
+def sum_of(trees):
+    return jax.tree.map(lambda *x: sum(x), *trees)
+
+
+def test_the_order_of_arrival_does_not_matter():
+    """Loops arrive in turn, and all else as XLA likes."""
+    wanted = {f"values/n[{i}]": np.float32(10 * i) for i in (1, 2, 3)}
+    limits = dict.fromkeys(wanted, Limit(0.1, 1.0))
+
+    axes = (MeshAxis("dp", 2, None, False),)
+
+    def found(order, *values, devices=1):
+        records = [
+            TapRecord("n", 0, np.float32(x), None, axes, (d,), i)
+            for i, x in enumerate(values) for d in range(devices)
+        ]  # fmt: skip
+        own = shown_values([records[i] for i in order], wanted, limits)
+        return [float(own[path]) if path in own else None for path in wanted]
+
+    for order in itertools.permutations(range(3)):
+        # The second is nearer to the first one's value than the first is.
+        assert found(order, 12, 11, 7) == [12, 11, 7]
+        assert found(order, 10, 17, 31) == [10, 17, 31]
+        # One that is right may be in any place.
+        assert found(order, 20, 13, 33) == [13, 20, 33]
+        # The one that is too many may be any.
+        assert found((*order, 3), 10, 20, 30, 17) == [10, 17, 30]
+    for order in itertools.permutations(range(6), 6):
+        assert found(order, 12, 11, 7, devices=2) == [12, 11, 7]
 
 
 def test_adam_hides_a_factor_of_the_gradient():

@@ -3,12 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jdist.verify.bound import in_double
+from jdist.verify.bound import in_double, unit_roundoff
 
 # A suspected explanation must account for all but this share of the leaf.
 LIKENESS = 1e-4
+
+# From narrow to wide: numbers of the first are also of those after it.
+NARROWER = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
+# The number of entries from which it is no accident that all fit into a narrow dtype.
+ENTRIES = 4
+# The largest error of a leaf that was rounded to a narrow dtype, in its roundoffs.
+ROUNDINGS = 32
 
 
 def diagnose(
@@ -66,7 +74,33 @@ def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
         for other, leaf in wanted.items()
         if other != path and leaf is not None and _alike(leaf, found)
     ]
-    return f"it is the reference's {others[0]}" if others else ""
+    if others:
+        return f"it is the reference's {others[0]}"
+    narrow = _narrow(reference, found)
+    return f"all its entries are {narrow} numbers, as of sums in it" if narrow else ""
+
+
+def _narrow(reference: np.ndarray, found: np.ndarray) -> str:
+    """The narrower dtype of which all entries are; empty if there is none."""
+    a, b = _flat(reference), _flat(found)
+    if np.unique(b[b != 0]).size < ENTRIES:
+        return ""
+    off, size = np.linalg.norm(b - a), np.linalg.norm(a)
+    for dtype in NARROWER:
+        if dtype.itemsize >= found.dtype.itemsize // (2 if np.iscomplexobj(b) else 1):
+            continue
+        # Other numbers, as of signs or counts, have no roundings to blame.
+        near = off <= ROUNDINGS * unit_roundoff(dtype) * size
+        if near and _fits(b, dtype) and not _fits(a, dtype):
+            return dtype.name
+    return ""
+
+
+def _fits(values: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether all values are numbers of a dtype."""
+    real = values.view(values.real.dtype)
+    with np.errstate(over="ignore"):
+        return np.array_equal(real.astype(dtype).astype(real.dtype), real)
 
 
 def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jdist._compat import double_precision
 from jdist._tree import Shaped, is_inexact, words
 from jdist.verify.bound import in_double
-from jdist.verify.evaluation import Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import Perturbation, PrecisionPair, Value, run
 from jdist.verify.explanations import diagnose
 from jdist.verify.report import Attribution, LeafReport, worst_first
 from jdist.verify.steps.clipping import clipped_in_parts
@@ -104,8 +104,9 @@ def attributed(
     elif any(within(path, "gradient") for path in found):
         why = f"its gradient is right; {_worst(rows, 'params', 'state')}"
         clip = _clip_of_state(found, moment)
-        part = (CLIPPING, f"{clip}; {why}") if clip else ("optimizer update", why)
-        parts.append(part)
+        turns = "" if clip else _in_turns(updated, found, moment)
+        told = "; ".join(filter(None, (clip, turns, why)))
+        parts.append((CLIPPING if clip else "optimizer update", told))
     else:
         parts.append(_inferred(rows, updated, found, moment))
     parts = _with_values(parts, values)
@@ -285,6 +286,8 @@ def _inferred(
             return unknown
         why = f"its step is that of about {factor:.3g} times the gradient"
         return "gradient", f"{why}; {_worst(rows, 'params')}"
+    if turns := _in_turns(failing, whole, moment):
+        return "optimizer update", f"{turns}; {_worst(rows, 'params', 'state')}"
     fixed = [p for p in failing if moment.limits[p] is None]
     if fixed:
         why = f"{fixed[0]}, which does not depend on the gradient, is wrong"
@@ -411,16 +414,84 @@ def _factor(tangent: np.ndarray, along: np.ndarray) -> float | None:
 
 def _update(moment: Moment, gradient: list[jax.Array]) -> list[jax.Array]:
     """The reference's update of another gradient, in float64."""
+    after = _updated_from(moment, _start(moment), gradient)
+    return [x.wide for x in after if is_inexact(x.rounded)]
+
+
+def _start(moment: Moment) -> list[Value]:
+    """The parameters and the optimizer's state before the step."""
     assert moment.composed is not None
-    params, own, opt_state = moment.composed.inputs
-    pairs = map(PrecisionPair, jax.tree.leaves(own), gradient)
-    given = [*jax.tree.leaves(params), *pairs, *jax.tree.leaves(opt_state)]
-    exact = Perturbation(None, jnp.uint32(0))
-    return [
-        x.wide
-        for x in run(moment.composed.update, given, exact)
-        if is_inexact(x.rounded)
-    ]
+    params, _, opt_state = moment.composed.inputs
+    return jax.tree.leaves((params, opt_state))
+
+
+def _updated_from(
+    moment: Moment, state: Sequence[Value], gradient: Sequence[jax.Array]
+) -> list[PrecisionPair]:
+    """The reference's update of any state and gradient, in float64."""
+    assert moment.composed is not None
+    params, own, _ = map(jax.tree.leaves, moment.composed.inputs)
+    pairs, count = map(PrecisionPair, own, gradient), len(params)
+    given = [*state[:count], *pairs, *state[count:]]
+    return run(moment.composed.update, given, Perturbation(None, jnp.uint32(0)))
+
+
+# --- an update for each part of the batch ---
+
+
+def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> str:
+    """The micro-batches that an update ran once for each, in words; empty if for none.
+
+    It moves the parameters by each in turn, or by the mean of all moves: momenta tell.
+    """
+    if moment.composed is None or not all(
+        _alike(found.get(p), x) for p, x in _updated(moment.wanted).items()
+    ):
+        return ""
+    names = [p for p, x in _updated(moment.wanted).items() if x is not None]
+    states = [p for p in _floating(moment) if within(p, "state") and p in failing]
+    told = states or [p for p in _floating(moment) if p in failing]
+    if not told:
+        return ""
+
+    @jax.jit
+    def turn(state: Any, gradient: Any) -> Any:
+        given = [PrecisionPair(*x) if is_inexact(x[0]) else x[0] for x in state]
+        after = _updated_from(moment, given, gradient)
+        return [(x.rounded, x.wide) for x in after]
+
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        begin = [(x, in_double(x)) for x in map(np.asarray, _start(moment))]
+        for count, shares, gradients in moment.in_parts():
+            # Each micro-batch's share of the gradient, or a gradient of its own.
+            for scales in dict.fromkeys([tuple(shares), (1.0,) * count]):
+                state = begin
+                for scale, own in zip(scales, gradients, strict=True):
+                    given = [x for p, x in own.items() if x is not None]
+                    state = turn(state, [scale * in_double(x) for x in given])
+                made = {p: np.asarray(x[1]) for p, x in zip(names, state, strict=True)}
+                if all(_explains(made[p], p, found, moment) for p in told):
+                    return _turns_told(count, states, moment)
+    return ""
+
+
+def _explains(
+    made: np.ndarray, path: str, found: Mapping[str, Any], moment: Moment
+) -> bool:
+    """Whether a leaf was made so, up to rounding or a small part of its error."""
+    got, reference = in_double(found[path]), in_double(moment.wanted[path])
+    return _fits(got - made, got - reference, _width(moment, path))
+
+
+def _turns_told(count: int, states: Sequence[str], moment: Moment) -> str:
+    words = f"as if it ran once for each of {count} micro-batches"
+    if not states:
+        return words
+    linear = [x.name for x in (_accumulators(moment) or {}).values()]
+    momenta = [path for path in states if path in linear]
+    if momenta:
+        return f"{words}: its momentum {momenta[0]} is that of {count} updates"
+    return f"{words}: its {states[0]} is that of {count} updates"
 
 
 def _floating(moment: Moment) -> list[str]:
@@ -440,11 +511,7 @@ def _explained(
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         after = _update(moment, [jnp.asarray(gradient[path]) for path in order])
     made = dict(zip(_floating(moment), map(np.asarray, after), strict=True))
-    for path in failing:
-        got, reference = in_double(found[path]), in_double(moment.wanted[path])
-        if not _fits(got - made[path], got - reference, _width(moment, path)):
-            return False
-    return True
+    return all(_explains(made[path], path, found, moment) for path in failing)
 
 
 def _factor_of_gradient(

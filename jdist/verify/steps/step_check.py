@@ -535,11 +535,11 @@ def _judged(
             def answers(
                 first: _Shown = shown, again: Callable[[], _Shown] = call
             ) -> Iterator[Mapping[str, PyTree]]:
-                yield first.leaves
+                yield _returned(first)
                 # A further call of a stateful candidate is another step, not a
                 # repetition.
                 while first.repeatable:
-                    yield again().leaves
+                    yield _returned(again())
 
             drawn = (steps.draws, *brought((steps.start[0], batch)))
             why, notes = excuse(
@@ -566,6 +566,14 @@ def _judged(
         # A candidate continues from its own state, as in a training run.
         given = shown.then
     return rows, (), notes + _unseen(name, shown)
+
+
+def _returned(shown: _Shown) -> dict[str, Any]:
+    """The leaves that a candidate returns, which tell whether its results repeat.
+
+    Which wrong value stands for which of the reference's is no result of its own.
+    """
+    return {p: x for p, x in shown.leaves.items() if not within(p, VALUES)}
 
 
 def _unseen(name: str, shown: _Shown) -> tuple[str, ...]:

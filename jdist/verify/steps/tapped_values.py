@@ -7,8 +7,8 @@ name, on any device and in any loop, must be one of the reference's values.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jdist.verify.bound import Limit, in_double
 from jdist.verify.evaluation import Observer, Position, PrecisionPair
 from jdist.verify.tracing import TapRecord, TapRecording
 from jdist.verify.tracing.primitive import show
+from jdist.verify.tracing.recording import in_program_order
 
 VALUES = "values"
 """The part of a step that tapped values are."""
@@ -113,33 +114,66 @@ def shown_values(
 ) -> dict[str, np.ndarray]:
     """For each tapped value that a candidate shows, by path, what tells most of it.
 
-    Replicas and loops show a value many times. One that is no value of the reference
-    stands for the first that the candidate does not show, or else the nearest.
+    Replicas and loops show a value many times, and XLA in any order. Values that are
+    none of the reference's stand for those that the candidate does not show, in the
+    program's order, or else for the nearest.
     """
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in wanted:
         if path.startswith(f"{VALUES}/"):
             by_name[path.removeprefix(f"{VALUES}/").partition("[")[0]].append(path)
-    found: dict[str, np.ndarray] = {}
-    strange: list[tuple[list[str], list[np.ndarray], list[float]]] = []
-    for record in records:
+    by_device: dict[Any, list[_Passage]] = defaultdict(list)
+    for record in in_program_order(records):
         paths = by_name.get(record.name, [])
         for each in _each(record, [wanted[path] for path in paths]):
             ratios = [
                 _ratio(value, wanted[path], limits[path])
                 for path, value in zip(paths, each, strict=True)
             ]
-            best = int(np.argmin(ratios))
-            if ratios[best] > 1:
-                strange.append((paths, each, ratios))
-            else:
-                found.setdefault(paths[best], each[best])
-    wrong: dict[str, np.ndarray] = {}
-    for paths, each, ratios in strange:
-        left = [i for i, p in enumerate(paths) if p not in found and p not in wrong]
-        place = left[0] if left else int(np.argmin(ratios))
-        wrong.setdefault(paths[place], each[place])
-    return found | wrong
+            by_device[record.name, record.place].append(_Passage(each, ratios))
+    found: dict[str, np.ndarray] = {}
+    wrong: dict[str, tuple[float, np.ndarray]] = {}
+    # Sorted, because devices arrive in any order.
+    for (name, _), passed in sorted(by_device.items(), key=lambda x: x[0]):
+        for path, passage, i in _assigned(by_name[name], passed):
+            if passage.ratios[i] <= 1:
+                found.setdefault(path, passage.values[i])
+            # Of several devices, that which is farthest off.
+            elif path not in wrong or passage.ratios[i] > wrong[path][0]:
+                wrong[path] = passage.ratios[i], passage.values[i]
+    return found | {path: value for path, (_, value) in wrong.items()}
+
+
+class _Passage(NamedTuple):
+    """One passage of a tap: its value in the place of each of the reference's.
+
+    Attributes:
+      values: The value, of the shape of each of the reference's.
+      ratios: Its error/bound as each of them.
+    """
+
+    values: list[np.ndarray]
+    ratios: list[float]
+
+
+def _assigned(
+    paths: Sequence[str], passed: Sequence[_Passage]
+) -> Iterator[tuple[str, _Passage, int]]:
+    """Which of the reference's values each passage on one device is."""
+    best = [int(np.argmin(passage.ratios)) for passage in passed]
+    right = [passage.ratios[i] <= 1 for passage, i in zip(passed, best, strict=True)]
+    each = list(zip(passed, best, right, strict=True))
+    yield from ((paths[i], passage, i) for passage, i, ok in each if ok)
+    strange = [passage for passage, _, ok in each if not ok]
+    shown = {i for _, i, ok in each if ok}
+    left = [i for i in range(len(paths)) if i not in shown]
+    # A wrong value makes those after it wrong: they are in the reference's order.
+    if len(strange) > len(left):
+        # Those that are too many stand for the nearest: which is extra is not known.
+        strange.sort(key=lambda passage: (min(passage.ratios), *passage.ratios))
+    for k, passage in enumerate(strange):
+        i = left[k] if k < len(left) else int(np.argmin(passage.ratios))
+        yield paths[i], passage, i
 
 
 def _each(record: TapRecord, wanted: Sequence[Any]) -> Iterable[list[np.ndarray]]:

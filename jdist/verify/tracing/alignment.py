@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist.verify.tracing.layout import Layout, finite_part, infinities
 from jdist.verify.tracing.mesh_parts import WHOLE, ValuePart
-from jdist.verify.tracing.recording import TapRecord
+from jdist.verify.tracing.recording import TapRecord, in_program_order
 from jdist.verify.tracing.reference import Passage
 
 NONE = -1
@@ -29,6 +29,7 @@ class Passed:
       values: `(rows, entries)`.
       cotangents: Cotangents, of the same shape; None in the forward pass.
       found: The class of each row; `NONE` for a row of no example.
+      seen: Whether some row is within the bound of each row of the reference.
       calls: Number of rows of each record.
       devices: The coordinates of each record's device in the mesh.
     """
@@ -36,6 +37,7 @@ class Passed:
     values: np.ndarray
     cotangents: np.ndarray | None
     found: np.ndarray
+    seen: np.ndarray
     calls: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
@@ -79,6 +81,13 @@ class Aligned:
         found: np.ndarray = self.label[start : start + self.examples]
         return found
 
+    def seen_at(self, place: int, *, backward: bool = False) -> np.ndarray:
+        """Whether a row of the candidate is that of each example at a passage."""
+        passed = self.backward if backward else self.forward
+        start = self.places.index(place) * self.examples
+        found: np.ndarray = passed.seen[start : start + self.examples]
+        return found
+
     def with_cotangents(self, added: Sequence[tuple[int, np.ndarray]]) -> "Aligned":
         """With cotangents of other processes: the class of each, and the row."""
         if not added:
@@ -89,7 +98,8 @@ class Aligned:
         values = np.concatenate([own.values, new])  # Only cotangents are looked at.
         cotangents = np.concatenate([own.cotangents, new])
         return replace(
-            self, backward=Passed(values, cotangents, found, own.calls, own.devices)
+            self,
+            backward=replace(own, values=values, cotangents=cotangents, found=found),
         )
 
     def members(self, label: int) -> list[tuple[int, int]]:
@@ -117,19 +127,21 @@ def align(
     bounds = np.concatenate([p.forward.bounds for p in passages])
     label = _classes(expected, bounds)
     layout = passages[0].layout
+    # The rows of a call that arrived late are told apart from those before it.
+    ordered = in_program_order(records)
 
     def passed(backward: bool) -> Passed:
-        own = [r for r in records if (r.cotangent is not None) == backward]
+        own = [r for r in ordered if (r.cotangent is not None) == backward]
         values = [_rows(layout, r.value, r.axes) for r in own]
         theirs = [
             _rows(layout, r.cotangent, r.axes) for r in own if r.cotangent is not None
         ]
         stacked = _stacked(values, expected)
-        found = _matched(stacked, expected, bounds, label)
+        found, seen = _matched(stacked, expected, bounds, label)
         calls = tuple(map(len, values))
         cotangents = _stacked(theirs, expected) if backward else None
         devices = tuple(r.place for r in own)
-        return Passed(stacked, cotangents, found, calls, devices)
+        return Passed(stacked, cotangents, found, seen, calls, devices)
 
     examples = len(passages[0].forward.values)
     sides = passed(False), passed(True)
@@ -150,16 +162,22 @@ def _stacked(parts: list[np.ndarray], like: np.ndarray) -> np.ndarray:
 
 def _matched(
     found: np.ndarray, expected: np.ndarray, bounds: np.ndarray, label: np.ndarray
-) -> np.ndarray:
-    """The class of each row."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each row, and which rows of the reference are seen.
+
+    Classes of many rows that are near to each other may reach far: there a row within
+    one bound is not within all.
+    """
     near = _near((found, np.zeros_like(bounds[:1])), (expected, bounds))
     classes = np.full(len(found), NONE)
+    seen = np.zeros(len(expected), bool)
     for row, close in enumerate(near.T):
+        rows = np.flatnonzero(close)
+        same = rows[_within(found[rows], expected[row], bounds[row])]
+        seen[row] = len(same) > 0
         # Rows of several classes' bounds are none: such classes are one.
-        left = np.flatnonzero(close & (classes == NONE))
-        same = _within(found[left], expected[row], bounds[row])
-        classes[left[same]] = label[row]
-    return classes
+        classes[same] = np.where(classes[same] == NONE, label[row], classes[same])
+    return classes, seen
 
 
 def _within(found: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:

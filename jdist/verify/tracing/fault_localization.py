@@ -268,7 +268,8 @@ def _of_shares(
 ) -> Difference:
     """Says which examples count wrongly, and whether their cotangents already do."""
     path, ratio, words = place
-    odd = [(g, s) for g, s in zip(groups, found, strict=True) if s != 1]
+    # Sorted, because calls arrive in any order.
+    odd = sorted((g, s) for g, s in zip(groups, found, strict=True) if s != 1)
     examples = tuple(sorted(e for group, _ in odd for e in group))
     told = "; ".join(
         f"examples {ranges(group)} count {round(share, 4) + 0.0:g} times"

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
       shape: Shape of the value for the whole batch; of one part of it, where the loss
         is of parts by `vmap`.
       axis: The axis along which the examples follow each other; None if there is none
-        and the value is compared as a whole.
+        and the value is compared as a whole, or that of each part as a whole.
       each: Number of entries along it for each example.
     """
 
@@ -124,6 +124,9 @@ def layouts(
 def _layout(
     shape: Shape, larger: Shape, outer: int, examples: int, more: int
 ) -> Layout:
+    if shape == larger:
+        # A value of each part of the batch, or of the whole if nothing is in parts.
+        return Layout(shape[outer:], None, 1)
     axes = [i for i, (a, b) in enumerate(zip(shape, larger, strict=False)) if a != b]
     if len(shape) != len(larger) or len(axes) != 1:
         return Layout(shape, None, 1)

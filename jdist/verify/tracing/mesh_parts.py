@@ -86,7 +86,10 @@ class ValuePart(NamedTuple):
 
         backward = passage.backward and own(passage.backward)
         forward = own(passage.forward)
-        return replace(passage, layout=layout, forward=forward, backward=backward)
+        through = {name: x[:, entries] for name, x in passage.through.items()}
+        return replace(
+            passage, layout=layout, forward=forward, backward=backward, through=through
+        )
 
 
 WHOLE = ValuePart()

@@ -5,9 +5,10 @@ themselves; their `records` are plain data that can be sent by any means, and `r
 adds them to the active recordings of the process that receives them.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -51,6 +52,9 @@ class TapRecord(NamedTuple):
         forward pass.
       mesh: The axes of the mesh, inside of `shard_map`.
       place: The coordinate of the device along each of them.
+      number: The tap's place in the order in which programs were traced. XLA runs taps
+        that do not depend on each other in any order; passages of one number, as in a
+        loop, arrive in turn.
     """
 
     name: str
@@ -59,6 +63,12 @@ class TapRecord(NamedTuple):
     cotangent: np.ndarray | None
     mesh: tuple[MeshAxis, ...] = ()
     place: tuple[int, ...] = ()
+    number: int = 0
+
+
+def in_program_order(records: Iterable[TapRecord]) -> list[TapRecord]:
+    """The records as a program that runs one operation after the other passes them."""
+    return sorted(records, key=lambda record: record.number)
 
 
 class TapRecording:
@@ -84,9 +94,10 @@ class TapRecording:
     def records(self) -> tuple[TapRecord, ...]:
         """The records so far, in the order of arrival.
 
-        Each is a tuple `(name, axes, value, cotangent, mesh, place)`: the tap's name,
-        how many leading axes of the arrays are those of `vmap`, the value, its
-        cotangent in the backward pass, else None, and where in a mesh it is.
+        Each is a tuple `(name, axes, value, cotangent, mesh, place, number)`: the tap's
+        name, how many leading axes of the arrays are those of `vmap`, the value, its
+        cotangent in the backward pass, else None, where in a mesh it is, and where in
+        its program.
         """
         with _lock:
             return tuple(self._records)
@@ -121,15 +132,18 @@ class Delivery:
 
     Attributes:
       mesh: The axes of the mesh of which the last array has the coordinates.
+      number: The tap's place in the order in which programs were traced.
     """
 
     mesh: tuple[MeshAxis, ...] = ()
+    number: int = field(default_factory=itertools.count(1).__next__)
 
     def __call__(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
         """Adds a passage: a value, or a cotangent and its value; then coordinates."""
         if not self.mesh:
             *cotangent, value = arrays
-            _add([TapRecord(name, axes, value, cotangent[0] if cotangent else None)])
+            own = cotangent[0] if cotangent else None
+            _add([TapRecord(name, axes, value, own, number=self.number)])
             return
         *shown, places = arrays
         # An axis of `vmap` can be an axis of the mesh: its rows have other places.
@@ -143,8 +157,9 @@ class Delivery:
             *cotangent, value = (x[i] for x in shown)
             place = tuple(places[i].reshape(-1, len(self.mesh))[0].tolist())
             own = cotangent[0] if cotangent else None
+            inner = axes - len(outer)
             records.append(
-                TapRecord(name, axes - len(outer), value, own, self.mesh, place)
+                TapRecord(name, inner, value, own, self.mesh, place, self.number)
             )
         _add(records)
 
@@ -162,7 +177,7 @@ def replay(records: Iterable[Sequence[object]]) -> None:
     rule = "must be records, each a tuple"
     for each in listed("replay(records=...)", records, Sequence, rule):
         # Of one device, which has no place in a mesh, four fields are enough.
-        if len(each) not in (4, len(TapRecord._fields)):
+        if len(each) not in (4, 6, len(TapRecord._fields)):
             rule = f"must be records: {', '.join(TapRecord._fields)}"
             got = f"a sequence of {len(each)}"
             raise ValueError(requirement("replay(records=...)", rule, got))

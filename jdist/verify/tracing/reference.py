@@ -6,20 +6,22 @@ tap shows both sides. The entries of one example are a row, and each row has a b
 like a leaf's (`bound`), of a sum of one term.
 """
 
+import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jdist._compat import double_precision, fast_in_loops
+from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.evaluation import Perturbation, Position, PrecisionPair, run
@@ -30,6 +32,10 @@ from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import TapRecording
 
 DRAWS = 32
+
+HEADS = 4
+"""Maximum number of scalar values whose share of each cotangent is found: each costs a
+run of the reference more."""
 
 
 class Rows(NamedTuple):
@@ -55,6 +61,8 @@ class Passage:
       layout: Layout of the value.
       forward: Rows of the value.
       backward: Rows of the cotangent; None if none flows.
+      through: The part of those rows that comes through each scalar value behind this
+        one, such as an auxiliary loss, by its name.
     """
 
     name: str
@@ -62,17 +70,24 @@ class Passage:
     layout: Layout
     forward: Rows
     backward: Rows | None
+    through: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def with_cotangents(self, other: "Passage", rows: np.ndarray) -> "Passage":
         """The passage with the cotangents of another, whose examples are these rows."""
         if self.backward is None or other.backward is None:
             return self
         backward = other.backward
+        through = other.through
         if self.layout.axis is not None:
-            backward = Rows(*map(np.zeros_like, self.backward))
-            for whole, part in zip(backward, other.backward, strict=True):
+
+            def filled(part: np.ndarray) -> np.ndarray:
+                whole = np.zeros_like(part, shape=self.forward.values.shape)
                 whole[rows] = part
-        return replace(self, backward=backward)
+                return whole
+
+            backward = Rows(*map(filled, backward))
+            through = {name: filled(part) for name, part in through.items()}
+        return replace(self, backward=backward, through=through)
 
 
 def passages(
@@ -124,7 +139,7 @@ def _passages(
     with TapRecording():
         program = jax.make_jaxpr(value_and_gradient)(params, batch, weights)
         where = {} if examples is None else layouts(loss_fn, params, batch, examples)
-    seen = _Seen(magnified(program))
+    seen = _Seen(magnified(program), _heads(program, where))
     leaves = jax.tree.leaves((params, batch, weights))
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         evaluate = jax.jit(lambda *given: _evaluate(program, given, accumulation, seen))
@@ -139,7 +154,10 @@ def _evaluate(
     accumulation: DTypeLike | None,
     seen: "_Seen",
 ) -> jax.Array:
-    """Runs the program once exactly and `DRAWS` times perturbed, one by one."""
+    """Runs the program once exactly and `DRAWS` times perturbed, one by one.
+
+    And then exactly without the cotangent of each of `seen.heads`.
+    """
 
     def one(draw: jax.Array) -> list[jax.Array]:
         def observe(
@@ -148,22 +166,48 @@ def _evaluate(
             sides = [side for pair in given for side in (pair.rounded, pair.wide)]
             at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
             shown = show(*sides, at, draw, name=name, receive=seen.receive)
-            return PrecisionPair(shown, given[0].wide, given[0].size)
+            found = PrecisionPair(shown, given[0].wide, given[0].size)
+            if len(given) > 1 and name in seen.heads:
+                kept = draw != DRAWS + 1 + seen.heads.index(name)
+                found = PrecisionPair(
+                    jnp.where(kept, found.rounded, jnp.zeros_like(found.rounded)),
+                    jnp.where(kept, found.wide, jnp.zeros_like(found.wide)),
+                    found.size,
+                )
+            return found
 
-        amplitude = jnp.where(draw == 0, 0.0, seen.factor)
+        perturbed = (draw > 0) & (draw <= DRAWS)
+        amplitude = jnp.where(perturbed, seen.factor, 0.0)
         seed = draw.astype(jnp.uint32)
         noise = Perturbation(amplitude, seed, accumulation, observer=observe)
         return [jnp.sum(x.rounded) for x in run(program, leaves, noise)]
 
     each = fast_in_loops(partial(jax.lax.map, one))
-    return each(jnp.arange(DRAWS + 1))
+    return each(jnp.arange(DRAWS + 1 + len(seen.heads)))
+
+
+def _heads(
+    program: ClosedJaxpr, where: Mapping[tuple[str, Shape], Layout]
+) -> tuple[str, ...]:
+    """The tapped values that are one number for the batch or for each part of it."""
+    names = []
+    for each in equations_in(program):
+        # A cotangent has its value beside it.
+        if each.primitive.name == "tap" and len(each.invars) == 1:
+            name, value = each.params["name"], cast(ShapedArray, each.invars[0].aval)
+            own = Layout(value.shape, None, 1)
+            layout = where.get((name, value.shape), own)
+            if layout.axis is None and math.prod(layout.shape) == 1:
+                names.append(name)
+    return tuple(dict.fromkeys(names))[:HEADS]
 
 
 class _Seen:
     """Collects what the reference's taps show, on XLA's threads."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, heads: tuple[str, ...]) -> None:
         self.factor = factor
+        self.heads = heads
         self._lock = threading.Lock()
         self._draws: dict[Any, dict[int, list[np.ndarray]]] = defaultdict(dict)
 
@@ -192,8 +236,18 @@ class _Seen:
             number[name] += 1
             rows = self._rows(key, layout, accumulation)
             theirs = cotangent and self._rows(cotangent, layout, accumulation)
-            found.append(Passage(name, label, layout, rows, theirs))
+            through = self._through(cotangent, layout) if cotangent else {}
+            found.append(Passage(name, label, layout, rows, theirs, through))
         return found
+
+    def _through(self, key: Any, layout: Layout) -> dict[str, np.ndarray]:
+        """The part of a cotangent that comes through each of the heads."""
+        exact = self._draws[key][0][1]
+        parts = {
+            head: exact - self._draws[key][DRAWS + 1 + i][1]
+            for i, head in enumerate(self.heads)
+        }
+        return {head: _split(layout, x) for head, x in parts.items() if x.any()}
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """The keys of all values in order, each with that of its cotangent or None."""

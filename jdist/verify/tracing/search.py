@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,10 @@ DECLARE = (
     ": it may be divided over several axes of the mesh. Say which: "
     "verify.tap(x, name, axis=dimension)"
 )
+
+# The largest share of an error that its explanation may leave; and how far parts of a
+# cotangent have to be from counting once.
+SHARE = 1e-2
 
 STALE = (
     "the backward pass has other values than the forward pass, as of stale parameters"
@@ -129,9 +133,10 @@ def _aligned(
     passages: Sequence[Passage], records: Sequence[TapRecord], notes: list[str]
 ) -> _Sides:
     """The candidate's records by place, where it reached that tap."""
-    places: dict[tuple[str, Layout], list[int]] = {}
+    places: dict[tuple[str, Layout, int], list[int]] = {}
     for place, passage in enumerate(passages):
-        places.setdefault((passage.name, passage.layout), []).append(place)
+        key = passage.name, passage.layout, len(passage.forward.values)
+        places.setdefault(key, []).append(place)
     by_name: dict[str, list[TapRecord]] = {}
     for record in records:
         by_name.setdefault(record.name, []).append(record)
@@ -140,7 +145,7 @@ def _aligned(
     sides = _Sides({}, {})
     # What is declared first: a shape alone may be explained by several tables.
     for find in (_declared, partial(_inferred, learned)):
-        for (name, layout), own in places.items():
+        for (name, layout, _), own in places.items():
             like = [passages[p] for p in own]
             free = [r for r in by_name.get(name, ()) if id(r) in left]
             parts = find(layout, like, free)
@@ -252,7 +257,7 @@ def _forward(
     for place, passage in enumerate(passages):
         owns = aligned.get(place, ())
         whole = passage.layout.axis is None
-        every = np.ones(1, bool) if whole else counted
+        every = np.ones(len(passage.forward.values), bool) if whole else counted
         present: dict[str, set[int]] = {}
         shown: dict[str, set[str]] = {}
         for told in peers.exchange([_told(own, place) for own in owns]):
@@ -267,7 +272,9 @@ def _forward(
         }
         wrong = [part for part, examples in missing.items() if examples]
         passes = sum(
-            p.name == passage.name and p.layout == passage.layout for p in passages
+            len(p.forward.values)
+            for p in passages
+            if p.name == passage.name and p.layout == passage.layout
         )
         if wrong and whole and any(len(shown[part]) > passes for part in wrong):
             findings.of_parts.add(place)
@@ -298,11 +305,12 @@ def _told(own: Aligned, place: int) -> tuple[str, list[int], list[str]]:
     What does not depend on the batch, such as a parameter, is the same in all calls.
     """
     # Records of another process may be of its backward pass alone.
-    passed = own.forward if len(own.forward.found) else own.backward
-    classes, known = own.classes_at(place), set(passed.found.tolist())
+    backward = not len(own.forward.found)
+    passed = own.backward if backward else own.forward
     whole = own.passage_at(place).layout.axis is None
     digests = set(map(_digest, passed.values)) if whole else set()
-    found = [e for e, label in enumerate(classes.tolist()) if label in known]
+    # Not by its class: an example's own value has to be there.
+    found = np.flatnonzero(own.seen_at(place, backward=backward)).tolist()
     return str(own.part), found, sorted(digests)
 
 
@@ -354,7 +362,7 @@ def _wrong_values(
 ) -> Difference:
     passage = aligned.passage_at(place)
     examples = tuple(missing) if passage.layout.axis is not None else ()
-    rows = _assigned(passage, aligned, missing, orders)
+    rows = _assigned(passage, aligned, place, missing, orders)
     if not rows:
         return Difference("forward", passage.label, examples, float("inf"), ABSENT)
     known = sorted(rows)
@@ -369,6 +377,7 @@ def _wrong_values(
 def _assigned(
     passage: Passage,
     aligned: Aligned,
+    place: int,
     missing: list[int],
     orders: Orders,
 ) -> dict[int, int]:
@@ -378,7 +387,9 @@ def _assigned(
     several choices, and where there is none, the row of the nearest direction is taken.
     """
     passed, expected = aligned.forward, passage.forward.values
-    strange = passed.found == NONE
+    # Of no example, or of another one that is near to a missing one.
+    near = aligned.classes_at(place)[missing]
+    strange = (passed.found == NONE) | np.isin(passed.found, near)
     cosine = _cosines(passed.values, expected)
     proposals = []
     for own, rows in zip(passed.devices, passed.rows_by_call(), strict=True):
@@ -420,6 +431,9 @@ def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 WHOLE = -1
 """The key of the factor of values without examples."""
+
+_Wrong = Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""The cotangents of each wrong row: found, expected, and the bound."""
 
 
 @dataclass(slots=True)
@@ -585,22 +599,23 @@ class _Backward:
         sources = {self.origin[key] for key in keys if key in self.origin}
         # Several losses have cotangents of their own: one that is right in absolute
         # terms is right, and the tap that the factor was taken from is not.
-        right = not any(self._wrong(place, own, absolute=True) for own in differing)
+        right = not any(self._wrong(place, own, True) for own in differing)
         told = self.peers.exchange([bool(differing), right, sorted(sources)])
         if not any(differs for differs, _, _ in told):
             return None
         sources = {p for _, _, own in told for p in own}
-        if sources and all(right for _, right, _ in told):
-            others = self._parts(max(sources))
-            first = {
-                own.part: self._wrong(max(sources), own, absolute=True)
-                for own in others
-            }
+        absolute = bool(sources) and all(right for _, right, _ in told)
+        # A loss that was compared before the examples had a factor may not have theirs.
+        heads = () if absolute else self._heads_behind(place, differing, wrong)
+        for source in [max(sources)] if absolute else heads:
+            others = self._parts(source)
+            first = {own.part: self._wrong(source, own, absolute) for own in others}
             if any(self.peers.exchange(any(first.values()))):
-                place, owns, wrong = max(sources), others, first
+                place, owns, wrong = source, others, first
                 label = f"backward {self.passages[place].label}"
                 if label in self.findings.right:
                     del self.findings.right[self.findings.right.index(label) :]
+                break
         differences = {
             str(own.part): self._difference(place, own, wrong[own.part])
             for own in owns
@@ -611,15 +626,32 @@ class _Backward:
         }
         return _joined(differences, len(parts), self.peers)
 
-    def _wrong(
-        self, place: int, own: Aligned, *, absolute: bool = False
-    ) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _heads_behind(
+        self, place: int, differing: Sequence[Aligned], wrong: Mapping[Any, _Wrong]
+    ) -> list[int]:
+        """The places of the scalar values that explain a difference, the last first."""
+        names: set[str] = set()
+        for own in differing:
+            rows = sorted(wrong[own.part])
+            found, expected, _ = map(
+                np.stack, zip(*map(wrong[own.part].__getitem__, rows), strict=True)
+            )
+            passage = own.passage_at(place)
+            names |= _shares_of_heads(passage, rows, expected, found).keys()
+        told = set().union(*self.peers.exchange(sorted(names)))
+        return [
+            p
+            for p in reversed(range(place + 1, len(self.passages)))
+            if self.passages[p].name in told
+            and any(self.peers.exchange(p in self.aligned))
+        ]
+
+    def _wrong(self, place: int, own: Aligned, absolute: bool = False) -> _Wrong:
         """The cotangents of each wrong example: found, expected, and the bound."""
-        whole = self.passages[place].layout.axis is None
         wrong: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for label, members in self._classes(place, own):
             found, expected, allowed = self._sums(place, own, label, members, absolute)
-            if sum(p == place for p, _ in members) > 1 and not whole:
+            if sum(p == place for p, _ in members) > 1:
                 # Equal examples: which cotangent is whose, and which is a copy, cannot
                 # be told. Their direction can.
                 factor = _fitted(expected, found)
@@ -715,7 +747,7 @@ class _Backward:
         self,
         place: int,
         own: Aligned,
-        wrong: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]],
+        wrong: _Wrong,
     ) -> Difference:
         passage = own.passage_at(place)
         known = sorted(wrong)
@@ -736,8 +768,48 @@ class _Backward:
             if p.backward is not None
         }
         others[passage.label] = expected
-        ratio, words = _described(passage, others, found, allowed, known)
+        told = _shares_told(_shares_of_heads(passage, known, expected, found))
+        ratio, words = _described(passage, others, found, allowed, known, told)
         return Difference("backward", passage.label, examples, ratio, words)
+
+
+def _shares_of_heads(
+    passage: Passage, rows: list[int], expected: np.ndarray, found: np.ndarray
+) -> dict[str, float]:
+    """How often a cotangent counts what comes through scalar values; empty if not so.
+
+    With the parts g_h that come through each of them and the rest g_0, a cotangent that
+    is wrong in this way alone is g_0 + sum_h c_h g_h; those of c_h that are not 1.
+    """
+    assert passage.backward is not None, "a cotangent is wrong"
+    each = passage.backward.values[rows]
+    # The candidate's own factor of each example is in what is expected.
+    pairs = zip(each, expected, strict=True)
+    factors = np.array([_fitted(own, x) for own, x in pairs])[:, None]
+    parts = {name: factors * x[rows] for name, x in passage.through.items()}
+    parts = {name: x for name, x in parts.items() if x.any()}
+    if not parts or not np.isfinite(found).all():
+        return {}
+    rest = expected - sum(parts.values())
+    sizes = np.array([np.linalg.norm(x) for x in parts.values()])
+    matrix = np.stack([x.ravel() for x in parts.values()], 1) / sizes
+    shares, _, _, singular = np.linalg.lstsq(matrix, (found - rest).ravel())
+    shares = shares / sizes
+    # What is left of the error has to be small, and the parts have to be unlike.
+    error = np.linalg.norm(found - expected)
+    left = np.linalg.norm(found - rest - sum(map(np.multiply, shares, parts.values())))
+    if left > SHARE * error or singular[-1] < SHARE:
+        return {}
+    counts = {n: float(x.real) for n, x in zip(parts, shares, strict=True)}
+    return {name: count for name, count in counts.items() if abs(count - 1) > SHARE}
+
+
+def _shares_told(shares: Mapping[str, float]) -> str:
+    return " and ".join(
+        f"its part through {name} is "
+        + (f"{share:.4g} times the reference" if abs(share) > SHARE else "absent")
+        for name, share in shares.items()
+    )
 
 
 def _fitted(expected: np.ndarray, found: np.ndarray) -> complex:
@@ -814,8 +886,12 @@ def _described(
     found: np.ndarray,
     bounds: np.ndarray,
     examples: list[int],
+    alike: str = "",
 ) -> tuple[float, str]:
-    """The largest error/bound of several examples, and what they look like."""
+    """The largest error/bound of several examples, and what they look like.
+
+    `alike` is what they look like if they are known values in no other way.
+    """
     expected = wanted[passage.label]
     usual = np.isfinite(found) | (found == expected)
     if not usual.all():
@@ -831,7 +907,11 @@ def _described(
     )
     whole = {label: finite_part(x) for label, x in wanted.items()}
     whole |= _transposed(passage, whole[passage.label])
-    alike = likeness(passage.label, whole, finite_part(found))
+    known = likeness(passage.label, whole, finite_part(found))
+    # A factor says nothing of one number of many, and everything of a loss's cotangent.
+    if found.size == 1 and passage.layout.axis is None and expected.all():
+        known = f"it is {(found / expected).real.item():.6g} times the reference"
+    alike = known or alike
     if not alike:
         alike = _cosine_words(finite_part(expected), finite_part(found))
     return float(ratio[row, entry]), f"{words}; {alike}"

@@ -96,6 +96,130 @@ def test_examples_of_the_wrong_part_are_named(judge, plant, place, words):
     assert words in own.words
 
 
+# --- a tapped load ---
+
+
+def routed(p, b, share=lambda x: x):
+    """The examples' losses, and the load of their part, which is tapped."""
+    hidden = tap(jnp.tanh(b["x"] @ p["in"]), "hidden")
+    gates = jax.nn.softmax(tap(hidden @ p["router"], "router"))
+    out = (gates * (hidden @ p["experts"].T)).sum(-1)
+    load = EXPERTS * (gates.mean((0, 1)) ** 2).sum()
+    return tap(((out - b["y"]) ** 2).sum(1), "losses"), share(tap(load, "load"))
+
+
+def of_parts(p, b):
+    of_examples, loads = verify.in_parts(routed, PARTS)(p, b)
+    return of_examples.mean() + 0.3 * loads.mean()
+
+
+def of_the_batch(p, b):
+    of_examples, load = routed(p, b)
+    return of_examples.mean() + 0.3 * load
+
+
+@jax.custom_vjp
+def thrice(x):
+    """The identity, with three times the derivative."""
+    return x
+
+
+thrice.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+
+
+def micro_batches(scale=1.0, **change):
+    """A trainer that differentiates the sum of the micro-batches' losses."""
+
+    def candidate(params, rows):
+        def own(p, few):
+            each, load = routed(p, few, **change)
+            return scale * (each.sum() / EXAMPLES + 0.3 * load / PARTS)
+
+        few = jax.tree.map(lambda x: x.reshape(PARTS, -1, *x.shape[1:]), rows)
+        step = jax.jit(jax.value_and_grad(own))
+        found = [step(params, jax.tree.map(lambda x, i=i: x[i], few))
+                 for i in range(PARTS)]  # fmt: skip
+        return jax.tree.map(lambda *x: sum(x) / scale, *found)
+
+    return candidate
+
+
+@pytest.fixture(scope="module")
+def of_loads():
+    return verify.trace_judge(
+        of_parts, parameters(), batch(), finite_differences=False
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_the_load_of_each_part_is_compared(of_loads, scale):
+    """Whatever factor all losses have until the gradient is divided by it."""
+    found = of_loads(micro_batches(scale))
+    assert found.ok
+    assert found.difference is None
+    assert found.notes == ()
+    assert {"forward load", "backward load"} <= set(found.right)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (thrice, "it is 3 times the reference"),
+        (jax.lax.stop_gradient, "no cotangent arrives"),
+    ],
+)
+def test_the_factor_of_a_wrong_load_is_told(of_loads, scale, share, words):
+    found = of_loads(micro_batches(scale, share=share))
+    assert not found.ok
+    assert (found.difference.direction, found.difference.tap) == ("backward", "load")
+    assert words in found.difference.words
+
+
+def whole_batch(change=lambda x: x):
+    """A trainer that routes twice, and whose load reaches no tap of its own."""
+
+    def candidate(params, rows):
+        def own(p):
+            hidden = jnp.tanh(rows["x"] @ p["in"])
+            scores = tap(hidden @ p["router"], "router")
+            load = (jax.nn.softmax(scores).mean((0, 1)) ** 2).sum()
+            return routed(p, rows)[0].mean() + 0.3 * change(EXPERTS * load)
+
+        return jax.jit(jax.value_and_grad(own))(params)
+
+    return candidate
+
+
+@pytest.fixture(scope="module")
+def of_one_load():
+    return verify.trace_judge(
+        of_the_batch, parameters(), batch(), finite_differences=False
+    )
+
+
+def test_a_load_that_reaches_no_tap_may_be_right(of_one_load):
+    found = of_one_load(whole_batch())
+    assert found.ok
+    assert "backward router" in found.right
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (thrice, "its part through load is 3 times the reference"),
+        (jax.lax.stop_gradient, "its part through load is absent"),
+    ],
+)
+def test_the_part_of_a_cotangent_that_comes_through_the_load_is_told(
+    of_one_load, change, words
+):
+    found = of_one_load(whole_batch(change))
+    assert not found.ok
+    assert (found.difference.direction, found.difference.tap) == ("backward", "router")
+    assert found.difference.words.endswith(words)
+
+
 def test_taps_of_a_keyed_loss_match_those_of_a_whole_batch():
     """The reference has one example at a time, and the trainer all of a micro-batch."""
 

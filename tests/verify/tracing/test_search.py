@@ -533,3 +533,164 @@ def test_taps_that_were_not_compared_are_noted(reference):
         "the candidate has reached no tap: it is compiled ahead of time, or runs in "
         "another process. See `verify.TapRecording` and `verify.replay`",
     ]
+
+
+# --- rows that are near to each other ---
+
+
+def test_an_example_is_found_by_its_own_value_not_by_its_neighbours():
+    """Numbers in steps of a bound are one class, of which one value is one example."""
+    values = np.arange(EXAMPLES)[:, None] * BOUND
+    reference = [passage("gate", values), passage("far", 1 + 9.0 * values / BOUND)]
+    right = [
+        TapRecord("gate", 0, values, None),
+        TapRecord("far", 0, 1 + 9.0 * values / BOUND, None),
+    ]
+    assert search(reference, right, np.ones(EXAMPLES, bool)).difference is None
+    same = [TapRecord("gate", 0, np.zeros_like(values), None), right[1]]
+    difference = search(reference, same, np.ones(EXAMPLES, bool)).difference
+    assert (difference.tap, difference.direction) == ("gate", "forward")
+    assert difference.examples == (2, 3, 4, 5, 6)
+    assert difference.ratio == pytest.approx(6)
+    assert "of example 6" in difference.words
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_values_of_the_batch_are_in_the_order_of_the_program(rng, wrong):
+    """One number cannot tell which passage it is, and XLA runs taps in any order."""
+    values = [np.array(x) for x in (1.0, 2.0, 4.0)]
+    reference = [passage("norm", x, axis=None, label=f"norm[{i}]")
+                 for i, x in enumerate(values)]  # fmt: skip
+    shown = [x * (1.25 if i >= wrong else 1) for i, x in enumerate(values)]
+    records = [TapRecord("norm", 0, x, None, number=i) for i, x in enumerate(shown)]
+    for _ in range(6):
+        mixed = [records[i] for i in rng.permutation(3)]
+        difference = search(reference, mixed, np.ones(EXAMPLES, bool)).difference
+        assert difference.tap == f"norm[{wrong}]"
+        assert f"got {1.25 * values[wrong]:.6g}" in difference.words
+
+
+# --- scalar values behind others ---
+
+
+def through_heads(rng):
+    """A tap of examples before two scalar losses, which candidates do not show."""
+    values, *parts = (rng.normal(size=(EXAMPLES, 4)) for _ in range(4))
+    parts = dict(zip(("nll", "load loss", "z loss"), parts, strict=True))
+    rest = rng.normal(size=(EXAMPLES, 1))
+    passages = [
+        dataclasses.replace(
+            passage("router", values, sum(parts.values())),
+            through={x: parts[x] for x in ("load loss", "z loss")},
+        ),
+        passage("token", rest, rest),
+    ]
+
+    def trained(factors, scale=1.0, noise=0.0):
+        own = sum(f * x for f, x in zip(factors, parts.values(), strict=True))
+        own = scale * (own + noise * rng.normal(size=own.shape))
+        return [
+            TapRecord("router", 0, values, None), TapRecord("token", 0, rest, None),
+            TapRecord("token", 0, rest, scale * rest),
+            TapRecord("router", 0, values, own),
+        ]  # fmt: skip
+
+    return passages, trained
+
+
+@pytest.mark.parametrize("scale", [1.0, -3.0])
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ((1, 0.5, 1), "its part through load loss is 0.5 times the reference"),
+        ((1, 1, 3), "its part through z loss is 3 times the reference"),
+        ((1, 0, 1), "its part through load loss is absent"),
+        ((1, 2, 0), "its part through load loss is 2 times the reference and "
+                    "its part through z loss is absent"),
+    ],
+)  # fmt: skip
+def test_the_loss_that_counts_wrongly_is_named(rng, scale, factors, words):
+    """Whatever the trainer's own factor of all of them is."""
+    passages, trained = through_heads(rng)
+    difference = search(passages, trained(factors, scale), np.ones(EXAMPLES, bool))
+    assert difference.difference.tap == "router"
+    assert difference.difference.words.endswith(f"; {words}")
+
+
+@pytest.mark.parametrize("factors", [(1, 1, 1), (1.5, 1, 1), (1, 0.5, 1)])
+def test_no_loss_is_blamed_for_another_mistake(rng, factors):
+    passages, trained = through_heads(rng)
+    records = trained(factors, noise=0.0 if factors == (1, 1, 1) else 0.3)
+    found = search(passages, records, np.ones(EXAMPLES, bool))
+    if factors == (1, 1, 1):
+        assert found.difference is None
+    else:
+        assert "through" not in found.difference.words
+
+
+# --- a number for each part of the batch ---
+
+
+def of_parts(rng, parts=3):
+    """A loss of each of several parts, behind a value of examples."""
+    values, loads = rng.normal(size=(EXAMPLES, 4)), rng.normal(size=(parts, 1))
+    slopes = rng.normal(size=(EXAMPLES, 4))
+    flowing = np.full((parts, 1), 0.1 / parts)
+    load = Passage("load", "load", Layout((), None, 1), rows(loads), rows(flowing))
+    passages = [load, passage("token", values, slopes)]
+
+    def trained(share=1.0, factors=(1.0,) * parts, lost=()):
+        own = [TapRecord("load", 0, x * f, None)
+               for x, f in zip(loads[:, 0], factors, strict=True)]  # fmt: skip
+        back = [TapRecord("load", 0, loads[i, 0], np.array(share * 0.1 / parts))
+                for i in range(parts) if i not in lost]  # fmt: skip
+        tokens = [TapRecord("token", 0, values, x) for x in (None, slopes)]
+        return [*own, *tokens, *back]
+
+    return passages, trained
+
+
+def test_a_number_of_each_part_is_found_in_any_call(rng):
+    passages, trained = of_parts(rng)
+    found = search(passages, trained(), np.ones(EXAMPLES, bool))
+    assert found.difference is None
+    assert found.right == [
+        "forward load", "forward token", "backward token", "backward load"
+    ]  # fmt: skip
+    batched = [r for r in trained() if r.name == "token"]
+    batched += [
+        TapRecord("load", 1, passages[0].forward.values[:, 0], None),
+        TapRecord(
+            "load",
+            1,
+            *(x.values[:, 0] for x in (passages[0].forward, passages[0].backward)),
+        ),
+    ]
+    assert search(passages, batched, np.ones(EXAMPLES, bool)).right == found.right
+
+
+@pytest.mark.parametrize(
+    ("change", "direction", "words"),
+    [
+        ({"share": 3.0}, "backward", "it is 3 times the reference"),
+        ({"share": 0.25}, "backward", "it is 0.25 times the reference"),
+        ({"lost": (0, 1, 2)}, "backward", "no cotangent arrives"),
+        ({"lost": (1,)}, "backward", "no cotangent arrives"),
+        ({"factors": (1.0, 1.0, 1.5)}, "forward", "expected"),
+    ],
+)
+def test_a_wrong_number_of_parts_is_named(rng, change, direction, words):
+    passages, trained = of_parts(rng)
+    difference = search(passages, trained(**change), np.ones(EXAMPLES, bool)).difference
+    assert (difference.direction, difference.tap) == (direction, "load")
+    assert words in difference.words
+
+
+def test_a_number_of_smaller_parts_is_not_compared(rng):
+    """A trainer of more micro-batches than the reference has parts."""
+    passages, trained = of_parts(rng)
+    more = [TapRecord("load", 0, np.array(x), None) for x in rng.normal(size=5)]
+    tokens = [r for r in trained() if r.name == "token"]
+    found = search(passages, [*more, *tokens], np.ones(EXAMPLES, bool))
+    assert found.difference is None
+    assert any("computes it of parts of the batch" in note for note in found.notes)
