@@ -4,7 +4,8 @@ A parameter that a program uses in several places has the sum of their gradients
 which a pipeline with tied parameters, or a psum in a wrong place, may leave some out or
 add some twice. Each use is given a copy of the parameter here. With the copies'
 gradients g_k, a gradient g that is wrong in this way alone is sum_k c_k g_k, and least
-squares finds the counts c_k: a right one has all of them 1.
+squares finds the counts c_k: a right one has all of them 1. Where the loss is given in
+terms, of the calls or devices that compute it, each use has a count for each term.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ class _Parameter(NamedTuple):
 
 
 def uses_counted(
-    fn: Callable[[PyTree], jax.Array], params: PyTree, gradients: Mapping[str, Any]
+    fn: Callable[[PyTree], jax.Array],
+    params: PyTree,
+    gradients: Mapping[str, Any],
+    terms: Sequence[str] = ("",),
 ) -> dict[str, str]:
     """How often gradients count each use of their parameters.
 
     Args:
-      fn: The scalar loss, as a function of the parameters.
+      fn: The scalar loss, as a function of the parameters; or `(terms,)`, its terms.
       params: Pytree.
       gradients: What was found for some of its floating leaves, by path.
+      terms: Names of the terms, such as "examples 0-2".
 
     Returns:
       By path, words such as "gather once, dot_general 0 times", by the operations that
@@ -62,14 +67,18 @@ def uses_counted(
         *leaves
     )
     found = {
-        path: _counted(program, leaves, paths.index(path), np.asarray(gradient))
+        path: _counted(program, leaves, paths.index(path), np.asarray(gradient), terms)
         for path, gradient in gradients.items()
     }
     return {path: words for path, words in found.items() if words}
 
 
 def _counted(
-    program: ClosedJaxpr, leaves: Sequence[Any], place: int, gradient: np.ndarray
+    program: ClosedJaxpr,
+    leaves: Sequence[Any],
+    place: int,
+    gradient: np.ndarray,
+    terms: Sequence[str],
 ) -> str:
     """The counts of one leaf in words; empty if they explain nothing."""
     names: list[str] = []
@@ -79,20 +88,35 @@ def _counted(
 
     # Traced once for the names of the uses, and so for the number of copies.
     jax.eval_shape(lambda leaf: loss(repeat(leaf)), leaves[place])
-    if not 2 <= len(names) <= MOST:
+    # Fewer numbers than counts would be explained by some counts whatever they are.
+    few = len(names) * len(terms) > gradient.size // 2 and len(terms) > 1
+    if few or not 2 <= len(names) <= MOST:
         return ""
     uses = _numbered(names)
     copies = [leaves[place]] * len(uses)
-    found = jax.jit(jax.grad(lambda own: loss(iter(own))))(copies)
+    found = jax.jit(jax.jacrev(lambda own: loss(iter(own))))(copies)
     parts = {
-        use: np.asarray(part, np.float64).ravel()
+        (use, term): own
         for use, part in zip(uses, found, strict=True)
-        if part.any()  # A comparison, or what stands behind `stop_gradient`, has none.
+        for term, own in zip(
+            terms, np.asarray(part, np.float64).reshape(len(terms), -1), strict=True
+        )
+        if own.any()  # A comparison, or what stands behind `stop_gradient`, has none.
     }
     counts = _solved(list(parts.values()), gradient) if len(parts) > 1 else None
     if counts is None or np.ptp(counts) < LIKENESS:
         return ""  # One factor for all is said of the leaf itself.
-    return ", ".join(map("{} {}".format, parts, map(_times, counts)))
+    told: dict[str, dict[str, str]] = {}
+    for (use, term), number in zip(parts, counts, strict=True):
+        told.setdefault(use, {})[term] = _times(number)
+    return ", ".join(f"{use} {_of_terms(own)}" for use, own in told.items())
+
+
+def _of_terms(counts: Mapping[str, str]) -> str:
+    """How often a use counts; by the terms, if they differ in it."""
+    if len(set(counts.values())) == 1:
+        return next(iter(counts.values()))
+    return " and ".join(f"{times} of {term}" for term, times in counts.items())
 
 
 def _solved(parts: Sequence[np.ndarray], gradient: np.ndarray) -> np.ndarray | None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, wraps
+from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import check_function, requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, named_leaves
 from jdist.verify.arguments import check_options, check_problem
 from jdist.verify.candidates import copied
+from jdist.verify.explanations import uses_counted
 from jdist.verify.gradient_check import LOSS, Candidate, Reference
 from jdist.verify.measure import Counted, ReducedLoss
 from jdist.verify.oracle import LossFn
@@ -141,12 +144,14 @@ def trace_judge(
     # A scalar loss of unlike leaves counts as one example.
     w = np.ones(examples or 1) if weights is None else np.asarray(weights, np.float64)
 
+    each = w / w.sum() if reduction == "mean" else w
+    summed = apart and reduction in ("mean", "sum")
+
     @cache
     def parts() -> dict[str, np.ndarray] | None:
         """Each example's part of the gradient; None if it has no such parts."""
-        if not (apart and reduction in ("mean", "sum")):
+        if not summed:
             return None
-        each = w / w.sum() if reduction == "mean" else w
         return example_gradients(loss_fn, params, batch, each)
 
     def judge(candidate: Candidate) -> Trace:
@@ -159,6 +164,15 @@ def trace_judge(
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
+            if peers.size == 1 and difference is not None and summed:
+                findings.notes += _uses(
+                    report,
+                    difference,
+                    findings,
+                    result[1],
+                    (loss_fn, params, batch),
+                    each,
+                )
             told = peers.exchange(findings.notes)
         notes = list(dict.fromkeys(note for own in told for note in own))
         if examples and all(passage.layout.axis is None for passage in own):
@@ -241,6 +255,53 @@ def _beyond_taps(
             together = [tuple(own) for own in alike.values()]
             return _of_shares(findings, together, list(alike), place, weights)
     return Difference("gradient", worst.path, (), worst.ratio, words)
+
+
+def _uses(
+    report: Report,
+    difference: Difference,
+    findings: Findings,
+    gradient: PyTree,
+    given: tuple[LossFn, PyTree, PyTree],
+    each: np.ndarray,
+) -> list[str]:
+    """Notes on leaves of which a use counts wrongly for some calls' examples.
+
+    Args:
+      report: The verdict.
+      difference: The first difference.
+      findings: What the taps told.
+      gradient: The wrong gradient.
+      given: The loss, its parameters and its batch.
+      each: The factor of each example in the loss.
+    """
+    groups = sorted(_partition(findings.groups, each > 0))
+    # Examples that count wrongly in all uses explain the gradient already.
+    if difference.direction != "gradient" or difference.examples or len(groups) < 2:
+        return []
+    loss_fn, params, batch = given
+    leaves = named_leaves(gradient)
+    wrong = {
+        row.path: np.asarray(leaves[row.path])
+        for row in report.failures
+        if row.path != LOSS and np.isfinite(row.ratio)
+    }
+    few = {path: x for path, x in islice(wrong.items(), TOLD) if not np.iscomplexobj(x)}
+    shares = np.zeros((len(groups), len(each)))
+    for own, group in zip(shares, groups, strict=True):
+        own[list(group)] = each[list(group)]
+
+    def terms(params: PyTree) -> jax.Array:
+        losses = loss_fn(params, batch)
+        return jnp.asarray(shares, losses.dtype) @ losses
+
+    names = [f"examples {ranges(group)}" for group in groups]
+    counts = uses_counted(terms, params, few, names)
+    return [
+        f"{path}: the uses that it counts: {words}"
+        for path, words in counts.items()
+        if " of examples " in words
+    ]
 
 
 def _examples(batch: PyTree) -> int | None:

@@ -620,3 +620,68 @@ def test_a_large_gradient_that_lacks_a_leaf_has_shares(monkeypatch, rng):
     found = verify.trace(loss, w, x, doubled, finite_differences=False)
     assert {row.path for row in found.report.failures} == {"a", "b"}
     assert found.difference.words.startswith("all examples count 2 times; ")
+
+
+TOKENS = jnp.asarray(np.random.default_rng(6).integers(0, 9, (7, 5)))
+
+
+def tied(p, tokens, head=None):
+    """A table at both ends; `head` is what stands for it at the last one."""
+    h = verify.tap(jnp.tanh(p["table"][tokens] @ p["mix"]), "hidden")
+    logits = h @ (p["table"] if head is None else head).T
+    return verify.tap(jax.nn.logsumexp(logits, -1).sum(-1), "losses")
+
+
+def of_ends(counts):
+    """Parts of the batch, of which each end's gradient counts so often."""
+
+    def candidate(p, tokens):
+        found = []
+        for (first, last), (a, b) in zip(counts, ((0, 3), (3, 7)), strict=True):
+            few = tokens[a:b]
+            own = lambda p, head, few=few: tied(p, few, head).sum() / 7  # noqa: E731
+            loss, (g, head) = jax.value_and_grad(own, (0, 1))(p, p["table"])
+            found.append((loss, g | {"table": first * g["table"] + last * head}))
+        return jax.tree.map(jnp.add, *found)
+
+    return candidate
+
+
+@pytest.fixture(scope="module")
+def of_tied():
+    rng = np.random.default_rng(5)
+    p = {"table": rng.normal(size=(9, 4)), "mix": rng.normal(size=(4, 4))}
+    p = {name: jnp.asarray(x, jnp.float32) for name, x in p.items()}
+    return verify.trace_judge(tied, p, TOKENS, finite_differences=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (((1, 1), (1, 0)),
+         "gather once, dot_general once of examples 0-2 and 0 times of examples 3-6"),
+        (((2, 1), (1, 1)),
+         "gather 2 times of examples 0-2 and once of examples 3-6, dot_general once"),
+    ],
+)  # fmt: skip
+def test_a_use_that_counts_wrongly_for_some_examples_is_named(of_tied, counts, words):
+    found = of_tied(of_ends(counts))
+    assert found.difference.direction == "gradient"
+    assert f"table: the uses that it counts: {words}" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        (((1, 1), (1, 1)), ""),
+        # Of all examples: the report of the gradient says so.
+        (((1, 0), (1, 0)), "gather once, dot_general 0 times"),
+        # Of all uses: the examples count wrongly.
+        (((1, 1), (2, 2)), ""),
+    ],
+)
+def test_uses_are_not_told_by_example_where_less_explains(of_tied, counts, told):
+    found = of_tied(of_ends(counts))
+    notes = [n for n in (*found.notes, *found.report.notes) if "uses that" in n]
+    assert [n.partition("counts: ")[2] for n in notes] == ([told] if told else [])
+    assert found.ok == (counts == ((1, 1), (1, 1)))
