@@ -31,6 +31,11 @@ from jdist.verify.tracing.shares import example_gradients, shares
 
 NAME = "candidate"
 
+WHOLES = (
+    "no tapped value has an axis of examples, as far as can be seen: values are "
+    "compared as wholes, and not those of parts of the batch"
+)
+
 TOLD = 4
 """Number of groups of wrongly counted examples that are listed."""
 
@@ -143,7 +148,6 @@ def trace_judge(
         raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
     # A scalar loss of unlike leaves counts as one example.
     w = np.ones(examples or 1) if weights is None else np.asarray(weights, np.float64)
-
     each = w / w.sum() if reduction == "mean" else w
     summed = apart and reduction in ("mean", "sum")
 
@@ -164,22 +168,14 @@ def trace_judge(
             difference = findings.difference
             if difference is None and report.failures:
                 difference = _beyond_taps(report, findings, result[1], parts, w)
-            if peers.size == 1 and difference is not None and summed:
-                findings.notes += _uses(
-                    report,
-                    difference,
-                    findings,
-                    result[1],
-                    (loss_fn, params, batch),
-                    each,
-                )
+            # Over several processes no host has a whole gradient to explain.
+            if difference is not None and summed and peers.size == 1:
+                wrong, terms = (report, difference, result[1]), (loss_fn, params, batch)
+                findings.notes += _uses(*wrong, findings, terms, each)
             told = peers.exchange(findings.notes)
-        notes = list(dict.fromkeys(note for own in told for note in own))
+        notes = list(dict.fromkeys(note for theirs in told for note in theirs))
         if examples and all(passage.layout.axis is None for passage in own):
-            notes.append(
-                "no tapped value has an axis of examples, as far as can be seen: "
-                "values are compared as wholes, and not those of parts of the batch"
-            )
+            notes.append(WHOLES)
         if difference is not None and report.ok:
             notes.append("a tap differs, yet loss and gradient are right")
         return Trace(report, difference, tuple(findings.right), tuple(notes))
@@ -260,9 +256,9 @@ def _beyond_taps(
 def _uses(
     report: Report,
     difference: Difference,
-    findings: Findings,
     gradient: PyTree,
-    given: tuple[LossFn, PyTree, PyTree],
+    findings: Findings,
+    loss: tuple[LossFn, PyTree, PyTree],
     each: np.ndarray,
 ) -> list[str]:
     """Notes on leaves of which a use counts wrongly for some calls' examples.
@@ -270,16 +266,16 @@ def _uses(
     Args:
       report: The verdict.
       difference: The first difference.
-      findings: What the taps told.
       gradient: The wrong gradient.
-      given: The loss, its parameters and its batch.
+      findings: What the taps told.
+      loss: The loss, its parameters and its batch.
       each: The factor of each example in the loss.
     """
     groups = sorted(_partition(findings.groups, each > 0))
     # Examples that count wrongly in all uses explain the gradient already.
     if difference.direction != "gradient" or difference.examples or len(groups) < 2:
         return []
-    loss_fn, params, batch = given
+    loss_fn, params, batch = loss
     leaves = named_leaves(gradient)
     wrong = {
         row.path: np.asarray(leaves[row.path])
