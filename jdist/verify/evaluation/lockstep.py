@@ -523,12 +523,17 @@ def _perturb(
     if errors is None:
         return wide
     if flushes(dtype):
-        return wide + wide * errors
+        return _with_error(wide, wide * errors)
     # Subnormal numbers have one absolute spacing: their relative rounding error has no
     # limit, so they are perturbed as much as the smallest normal number.
     tiny = float(jnp.finfo(dtype).smallest_normal)
     least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
-    return wide + least * errors
+    return _with_error(wide, least * errors)
+
+
+def _with_error(wide: Array, error: Array) -> Array:
+    """A value with an error; an infinite one, as of a masked logit, has none."""
+    return jnp.where(jnp.isfinite(wide), wide + error, wide)
 
 
 def _perturb_terms(
@@ -543,7 +548,7 @@ def _perturb_terms(
         # At most a rounding of every term for each of the roundings that `bound` takes.
         unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
     errors = noise.errors(wide, unit)
-    return wide if errors is None else wide + wide * errors
+    return wide if errors is None else _with_error(wide, wide * errors)
 
 
 def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array:
@@ -552,7 +557,7 @@ def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array
     if not jnp.issubdtype(narrow, jnp.inexact):
         return wide
     errors = noise.errors(wide, unit_roundoff(narrow) * math.sqrt(EXTRA))
-    return wide if errors is None else wide + wide * errors
+    return wide if errors is None else _with_error(wide, wide * errors)
 
 
 def _summed(equation: JaxprEqn) -> int:
