@@ -185,7 +185,8 @@ class Pieces:
         sizes = [x.aval.size for piece in self._pieces for x in piece.inputs]
         sizes += [x.aval.size for y in equations for x in y.outputs]
         self.largest = max(sizes, default=1)
-        self._pool: jax.Array | None = None
+        self._pool: np.ndarray | None = None
+        self._placed: jax.Array | None = None
 
     def run(
         self,
@@ -286,10 +287,15 @@ class Pieces:
                 pass
         return self.run(inputs, BOTH, recording=recording)
 
-    def _noise(self) -> jax.Array:
+    def _noise(self) -> jax.Array | np.ndarray:
         if self._pool is None:
-            self._pool = jnp.asarray(noise_pool(self.largest))
-        return self._pool
+            self._pool = noise_pool(self.largest)
+        # A mesh that is set may not have the device on which it is placed.
+        if not jax.sharding.get_abstract_mesh().empty:
+            return self._pool
+        if self._placed is None:
+            self._placed = jnp.asarray(self._pool)
+        return self._placed
 
     def _program(
         self, piece: Piece, operands: list[Value], form: Form, held: bool

@@ -461,7 +461,11 @@ def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> s
         return [(x.rounded, x.wide) for x in after]
 
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        begin = [(x, in_double(x)) for x in map(np.asarray, _start(moment))]
+        # Keys of random numbers have no float64.
+        begin = [
+            (x, in_double(np.asarray(x)) if is_inexact(x) else x)
+            for x in _start(moment)
+        ]
         for count, shares, gradients in moment.in_parts():
             # Each micro-batch's share of the gradient, or a gradient of its own.
             for scales in dict.fromkeys([tuple(shares), (1.0,) * count]):
@@ -469,8 +473,8 @@ def _in_turns(failing: list[str], found: Mapping[str, Any], moment: Moment) -> s
                 for scale, own in zip(scales, gradients, strict=True):
                     given = [x for p, x in own.items() if x is not None]
                     state = turn(state, [scale * in_double(x) for x in given])
-                made = {p: np.asarray(x[1]) for p, x in zip(names, state, strict=True)}
-                if all(_explains(made[p], p, found, moment) for p in told):
+                made = {p: x[1] for p, x in zip(names, state, strict=True)}
+                if all(_explains(np.asarray(made[p]), p, found, moment) for p in told):
                     return _turns_told(count, states, moment)
     return ""
 
