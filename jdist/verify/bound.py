@@ -228,7 +228,7 @@ def confidence_in_norm(draws: int) -> float:
 
     Example:
       >>> round(confidence_in_norm(3)), round(confidence_in_norm(16))
-      (2716, 16)
+      (2520, 16)
     """
     each = np.linspace(0.05, 0.495, 90)
     least = (1 - 2 * each) ** (-1 / draws) * RISK ** (-2 / draws) - 1
