@@ -7,7 +7,7 @@ from tests.experiments.quick import check_held, run_quick
 OTHERS = [name for name in _runner.names() if name != "data_parallel_equivalence"]
 # A process for several of them imports JAX, Flax and Matplotlib once. One for all would
 # take longer than a single test may.
-PROCESSES = 8
+PROCESSES = 16
 GROUPS = [OTHERS[number::PROCESSES] for number in range(PROCESSES)]
 
 _ran = {}
