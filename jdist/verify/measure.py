@@ -779,8 +779,7 @@ def _added(
     """The sums with further examples, but for those of errors."""
     if not several:
         exact, size = exact[None], None if size is None else size[None]
-    along = (-1, *[1] * (exact.ndim - 1))
-    factor, counts = factor.reshape(along), counts.reshape(along)
+    factor, counts = (_of_examples(x, exact) for x in (factor, counts))
     largest = factor * jnp.abs(exact) / scale
     # Larger than the value where the terms of its last sum cancel.
     free = largest
@@ -807,13 +806,17 @@ def _drifted(
     """The sums with the errors of further examples as the program rounds."""
     if not several:
         exact, rounded = exact[None], rounded[None]
-    along = (-1, *[1] * (exact.ndim - 1))
-    factor, counts = factor.reshape(along), counts.reshape(along)
+    factor, counts = (_of_examples(x, exact) for x in (factor, counts))
     error = factor * (rounded.astype(exact.dtype) - exact) / scale
     return sums._replace(
         drift=_plus(sums.drift, error, counts),
         drift_square=_plus(sums.drift_square, jnp.abs(error) ** 2, counts),
     )
+
+
+def _of_examples(numbers: jax.Array, values: jax.Array) -> jax.Array:
+    """A number for each example, along axis 0 of the values."""
+    return numbers.reshape(-1, *[1] * (values.ndim - 1))
 
 
 def _plus(total: jax.Array, terms: jax.Array, counts: jax.Array) -> jax.Array:
@@ -833,7 +836,7 @@ def _drawn(
     """The sum of squares with those of a draw's errors."""
     if not several:
         drawn, exact = drawn[None], exact[None]
-    factor = factor.reshape(-1, *[1] * (exact.ndim - 1))
+    factor = _of_examples(factor, exact)
     square = jnp.abs(factor * (drawn.astype(exact.dtype) - exact)) ** 2
     counted = jnp.where(factor > 0, square, 0)
     return variance + jnp.sum(counted, 0).astype(variance.dtype)
