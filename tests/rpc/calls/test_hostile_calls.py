@@ -16,7 +16,7 @@ import pytest
 
 from jdist import autograd, pipeline, rpc
 from jdist.data_parallel.elasticity import replica_group
-from jdist.rpc.base import current
+from jdist.rpc.base import current, thread_pool
 from jdist.rpc.calls.callee import TAKE_BACK
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.codec.functions import FunctionTable
@@ -96,7 +96,13 @@ class Mad:
 @pytest.fixture(scope="module")
 def group(host_processes):
     """The worker under attack; the honest one calls it meanwhile."""
-    with nothing_left(), ReservedPort() as reserved:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        nothing_left(),
+        ReservedPort() as reserved,
+    ):
+        # Each attack's threads are to end before it counts as over.
+        patch.setattr(thread_pool, "_IDLE_SECONDS", 0.01)
         calling = host_processes.start(1, be_honest, reserved.port, KEY)
         be_one_of(0, 2, reserved.port, key=KEY)
         try:
