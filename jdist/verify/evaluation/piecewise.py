@@ -3,7 +3,9 @@
 A large program takes XLA longer to compile than to run, above all with an error after
 every equation. So it is cut into *pieces*: products, loops and branches singly, and all
 that stands between two of them together. Equal pieces, such as those of a transformer's
-blocks, share one compiled program. Values are freed after their last use.
+blocks, share one compiled program. Values are freed after their last use. In a small
+program only decisions and `stop_gradient` stand alone: to call a piece takes longer
+there than to run it.
 
 A run has one of three forms:
 
@@ -83,6 +85,9 @@ Recording = dict[int, "list[Value]"]
 
 # The axis along which a piece is evaluated at its recorded and at its own inputs.
 HELD = "held"
+
+# The equations, and the entries of the largest value, of a small program.
+FEW_EQUATIONS, FEW_ENTRIES = 500, 2**16
 
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
@@ -176,15 +181,15 @@ class Pieces:
         self._inputs, self._constants, equations, self._results = _inlined(program)
         each = [(x.own.primitive.name, x.inputs, x.outputs) for x in equations]
         self._sized = sized_variables(each, self._results)
-        self._pieces = _cut(equations, self._inputs, self._results)
+        values = [*self._inputs, *(x for y in equations for x in y.outputs)]
+        self.largest = max((x.aval.size for x in values), default=1)
+        self._small = len(equations) <= FEW_EQUATIONS and self.largest <= FEW_ENTRIES
+        self._pieces = _cut(equations, self._inputs, self._results, self._small)
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
         free = [i for i, piece in enumerate(self._pieces) if piece.decisions]
         self._last_free = max(free, default=-1)
-        sizes = [x.aval.size for piece in self._pieces for x in piece.inputs]
-        sizes += [x.aval.size for y in equations for x in y.outputs]
-        self.largest = max(sizes, default=1)
         self._pool: np.ndarray | None = None
         self._placed: jax.Array | None = None
 
@@ -306,7 +311,7 @@ class Pieces:
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation
+                piece, kinds, form, sized, self._accumulation, int(not self._small)
             )
         return self._compiled[key]
 
@@ -418,11 +423,13 @@ def _inlined(
     return inputs, constants, kept[::-1], results
 
 
+_HELD = frozenset({"stop_gradient"})
+
 # Equations that stand alone: what costs much to compile or to run.
-_ALONE = frozenset({
+_ALONE = _HELD | {
     "dot_general", "conv_general_dilated", "scatter-add", "gather", "scan", "while",
-    "cond", "sort", "top_k", "custom_linear_solve", "stop_gradient",
-})  # fmt: skip
+    "cond", "sort", "top_k", "custom_linear_solve",
+}  # fmt: skip
 
 _DECIDING = frozenset({"sort", "top_k", "cond", "while"})
 
@@ -433,8 +440,10 @@ def _cut(
     equations: Sequence[Equation],
     inputs: Sequence[InlinedVariable],
     results: Sequence[Any],
+    small: bool,
 ) -> list[Piece]:
     """The pieces of a program, in order."""
+    singly = _HELD if small else _ALONE
     sided = {x for x in inputs if has_sides(x.aval)}
     groups: list[tuple[list[Equation], bool]] = []
     together = False
@@ -444,7 +453,7 @@ def _cut(
         if on_sides:
             sided.update(x for x in equation.outputs if has_sides(x.aval))
         decides = on_sides and _decides(equation.own)
-        alone = decides or equation.own.primitive.name in _ALONE
+        alone = decides or equation.own.primitive.name in singly
         if alone or not together:
             groups.append(([equation], decides))
         else:
@@ -589,6 +598,7 @@ def _compiled(
     form: Form,
     sized: frozenset[Any],
     accumulation: Any,
+    level: int,
 ) -> CompiledPiece:
     made: list[Kind | None] = []
     missed: set[str] = set()
@@ -634,17 +644,18 @@ def _compiled(
         both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
         return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
 
-    return CompiledPiece(jax.jit(run, compiler_options=_options()), made, missed)
+    return CompiledPiece(jax.jit(run, compiler_options=_options(level)), made, missed)
 
 
 @functools.cache
-def _options() -> dict[str, Any]:
+def _options(level: int) -> dict[str, Any]:
     """What lets XLA compile for a CPU in two thirds of the time, where it is known.
 
-    A product is a library's, and the rest of a piece is seldom slower for it.
+    A product is a library's, and the rest of a piece is seldom slower for it at level
+    1. Level 0 compiles sooner still, and takes twice as long where values are large.
     """
     wanted = {
-        "xla_backend_optimization_level": 1,
+        "xla_backend_optimization_level": level,
         "xla_cpu_use_fusion_emitters": False,
     }
     return {k: x for k, x in wanted.items() if _takes({k: x})}
