@@ -59,7 +59,7 @@ ROOMS = {
     ),
     "verify": (
         "bound",
-        "defects draws parts report",
+        "defects draws parts progress report",
         "evaluation mutation_score processes",
         "explanations oracle candidates",
         "comparison",

@@ -27,6 +27,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ from jdist.verify.evaluation import (
     BOTH,
     EXACT,
     NATURAL,
+    Abandoned,
     Changes,
     Choice,
     CompiledPiece,
@@ -80,6 +82,7 @@ from jdist.verify.oracle import (
     reduced,
     seeded,
 )
+from jdist.verify.progress import progress
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -413,9 +416,16 @@ class LossPrograms:
         twofold = pieces.decides or not rounds_as_drawn(pieces.program)
         found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
         losses = np.zeros(max(shares.size, 1))
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
+        groups = -(-losses.size // together)
+        # A small program is measured before a bar could be read.
+        runs = 0 if pieces.small else groups * (2 - twofold + draws)
+        with (
+            progress("measuring rounding", runs) as advance,
+            double_precision(),
+            jax.numpy_dtype_promotion("standard"),
+        ):
             for group in _groups(batch, shares, together):
-                values = found.add(group, draws)
+                values = found.add(group, draws, advance)
                 losses[group.numbers[group.inside]] = values[group.inside]
             sums = found.sums(draws)
         missed = ", ".join(sorted(pieces.missed))
@@ -621,8 +631,11 @@ class _Examples:
         self._sums: dict[int, _LeafSums] = {}
         self._scales: dict[int, float] = {}
 
-    def add(self, group: "_Group", draws: int) -> np.ndarray:
-        """Adds examples with their shares; returns their losses."""
+    def add(self, group: _Group, draws: int, advance: Callable[[], None]) -> np.ndarray:
+        """Adds examples with their shares; returns their losses.
+
+        `advance` is called after each run.
+        """
         shares = group.shares
         leaves = group.leaves(self._pieces.inputs[0].dtype, self._several, self._params)
         counts = shares > 0
@@ -657,6 +670,7 @@ class _Examples:
 
         with self._compiled_beside(leaves):
             recording = self._measured(leaves, receive)
+        advance()
         losses = np.asarray(exact[0]).reshape(-1)
         if not counts.any():
             return losses
@@ -666,6 +680,7 @@ class _Examples:
                 self._drawn,
                 receive=lambda number, value: receive_rounded(number, value.wide),
             )
+            advance()
         for each in range(draws):
             self._pieces.run(
                 leaves,
@@ -676,6 +691,7 @@ class _Examples:
                 replay=recording,
                 receive=draw,
             )
+            advance()
         return losses
 
     def _measured(
@@ -710,13 +726,18 @@ class _Examples:
             with (
                 double_precision(),
                 jax.numpy_dtype_promotion("standard"),
-                contextlib.suppress(RoundedSideNeeded),
+                contextlib.suppress(RoundedSideNeeded, Abandoned),
             ):
                 self._pieces.run(leaves, self._drawn, receive=lambda *_: None)
 
         with ThreadPoolExecutor(1) as beside:
             done = beside.submit(draw)
-            yield
+            try:
+                yield
+            except BaseException:
+                with self._pieces.abandoned():
+                    futures.wait([done])
+                raise
             done.result()
 
     def _add(

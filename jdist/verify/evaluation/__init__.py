@@ -21,6 +21,7 @@ from jdist.verify.evaluation.lockstep import (
 from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
+    Abandoned,
     CompiledPiece,
     Form,
     Pieces,
@@ -33,6 +34,7 @@ __all__ = [
     "BOTH",
     "EXACT",
     "NATURAL",
+    "Abandoned",
     "Changes",
     "Choice",
     "CompiledPiece",

@@ -21,9 +21,9 @@ there. What stands under `stop_gradient` can be held at its values there, too. A
 run may also be *free*: it decides by its own values, rounded, as another program would.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,10 @@ FEW_EQUATIONS, FEW_ENTRIES = 500, 2**16
 
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
+
+
+class Abandoned(Exception):
+    """A run was ended before its results were there."""
 
 
 class InlinedVariable:
@@ -162,6 +166,7 @@ class Pieces:
       program: The program.
       inputs: Shapes and dtypes of the program's arguments.
       largest: The number of entries of its largest value.
+      small: Whether it takes longer to call pieces than to run them.
       missed: Primitives whose rounding could not be measured.
       decides: Whether a run on one side has to be told decisions.
       decisions: The primitives whose decisions a free run makes for itself.
@@ -183,13 +188,14 @@ class Pieces:
         self._sized = sized_variables(each, self._results)
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
-        self._small = len(equations) <= FEW_EQUATIONS and self.largest <= FEW_ENTRIES
-        self._pieces = _cut(equations, self._inputs, self._results, self._small)
+        self.small = len(equations) <= FEW_EQUATIONS and self.largest <= FEW_ENTRIES
+        self._pieces = _cut(equations, self._inputs, self._results, self.small)
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
         free = [i for i, piece in enumerate(self._pieces) if piece.decisions]
         self._last_free = max(free, default=-1)
+        self._abandoned = False
         self._pool: np.ndarray | None = None
         self._placed: jax.Array | None = None
 
@@ -224,6 +230,7 @@ class Pieces:
 
         Raises:
           RoundedSideNeeded: The program decides and nothing is replayed.
+          Abandoned: Another thread abandoned the run.
         """
         values: dict[InlinedVariable, Value] = dict(self._constants)
         values.update(
@@ -272,6 +279,8 @@ class Pieces:
         operands: list[Value],
         before: list[jax.Array] | None,
     ) -> list[jax.Array]:
+        if self._abandoned:
+            raise Abandoned
         try:
             found = compiled.run(noise, _flat(operands), before)
         except RoundedSideNeeded:
@@ -280,6 +289,15 @@ class Pieces:
             raise
         self.missed |= compiled.missed
         return found
+
+    @contextlib.contextmanager
+    def abandoned(self) -> Iterator[None]:
+        """Ends runs on other threads before their next piece, while its block runs."""
+        self._abandoned = True
+        try:
+            yield
+        finally:
+            self._abandoned = False
 
     def exact(
         self, inputs: Sequence[Value], recording: Recording | None = None
@@ -311,7 +329,7 @@ class Pieces:
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation, int(not self._small)
+                piece, kinds, form, sized, self._accumulation, int(not self.small)
             )
         return self._compiled[key]
 
@@ -570,7 +588,7 @@ def _part(value: Any) -> object:
     elif isinstance(value, dict):
         found = tuple((k, _part(x)) for k, x in sorted(value.items()))
     else:
-        with suppress(TypeError):  # What has no hash equals itself alone.
+        with contextlib.suppress(TypeError):  # What has no hash equals itself alone.
             hash(value)
             found = type(value), value
     return found

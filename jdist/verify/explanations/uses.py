@@ -38,8 +38,9 @@ _PASSED_ON = frozenset({
 
 
 class _Parameter(NamedTuple):
-    """A placeholder for the parameter, with the equations that moved it so far."""
+    """A placeholder for a parameter, with the equations that moved it so far."""
 
+    place: int
     moves: tuple[JaxprEqn, ...] = ()
 
 
@@ -66,35 +67,48 @@ def uses_counted(
     program = jax.make_jaxpr(lambda *own: fn(jax.tree.unflatten(structure, own)))(
         *leaves
     )
-    found = {
-        path: _counted(program, leaves, paths.index(path), np.asarray(gradient), terms)
-        for path, gradient in gradients.items()
+    own = {paths.index(path): np.asarray(x) for path, x in gradients.items()}
+    # Traced once for the names of the uses, and so for the number of copies.
+    uses: dict[int, list[str]] = {}
+    copies: dict[int, Any] = {place: repeat(leaves[place]) for place in own}
+    jax.eval_shape(
+        lambda all_leaves: _evaluate(program, all_leaves, copies, uses), leaves
+    )
+    uses = {
+        place: _numbered(uses[place])
+        for place, gradient in own.items()
+        if 2 <= len(uses[place]) <= MOST and not _few(gradient, uses[place], terms)
     }
-    return {path: words for path, words in found.items() if words}
+
+    @jax.jit
+    def parts(copies: dict[int, list[jax.Array]], leaves: list[Any]) -> Any:
+        def loss(copies: dict[int, list[jax.Array]]) -> jax.Array:
+            given = {place: iter(each) for place, each in copies.items()}
+            return _evaluate(program, leaves, given, {})
+
+        return jax.jacrev(loss)(copies)
+
+    each = {place: [leaves[place]] * len(names) for place, names in uses.items()}
+    found = parts(each, leaves) if each else {}
+    told = {
+        paths[place]: _counted(names, found[place], own[place], terms)
+        for place, names in uses.items()
+    }
+    return {path: words for path, words in told.items() if words}
+
+
+def _few(gradient: np.ndarray, names: Sequence[str], terms: Sequence[str]) -> bool:
+    """Whether some counts would explain a gradient whatever it is."""
+    return len(terms) > 1 and len(names) * len(terms) > gradient.size // 2
 
 
 def _counted(
-    program: ClosedJaxpr,
-    leaves: Sequence[Any],
-    place: int,
+    uses: Sequence[str],
+    found: Sequence[jax.Array],
     gradient: np.ndarray,
     terms: Sequence[str],
 ) -> str:
     """The counts of one leaf in words; empty if they explain nothing."""
-    names: list[str] = []
-
-    def loss(copies: Iterator[jax.Array]) -> jax.Array:
-        return _evaluate(program, leaves, place, copies, names)
-
-    # Traced once for the names of the uses, and so for the number of copies.
-    jax.eval_shape(lambda leaf: loss(repeat(leaf)), leaves[place])
-    # Fewer numbers than counts would be explained by some counts whatever they are.
-    few = len(names) * len(terms) > gradient.size // 2 and len(terms) > 1
-    if few or not 2 <= len(names) <= MOST:
-        return ""
-    uses = _numbered(names)
-    copies = [leaves[place]] * len(uses)
-    found = jax.jit(jax.jacrev(lambda own: loss(iter(own))))(copies)
     parts = {
         (use, term): own
         for use, part in zip(uses, found, strict=True)
@@ -152,19 +166,18 @@ def _numbered(names: Sequence[str]) -> list[str]:
 def _evaluate(
     program: ClosedJaxpr,
     leaves: Sequence[Any],
-    place: int,
-    copies: Iterator[jax.Array],
-    names: list[str],
+    copies: Mapping[int, Iterator[jax.Array]],
+    names: dict[int, list[str]],
 ) -> jax.Array:
-    """The result of a program in which each use of one argument has a copy of its own.
+    """The result of a program in which uses of some arguments have copies of their own.
 
     `names` becomes the primitives of the uses, in the order of the copies.
     """
-    names.clear()
+    names.update((place, []) for place in copies)
 
     def used(parameter: _Parameter, name: str) -> jax.Array:
-        names.append(name)
-        value = next(copies)
+        names[parameter.place].append(name)
+        value = next(copies[parameter.place])
         for move in parameter.moves:
             (value,) = bind(move, [value])
         return value
@@ -188,7 +201,8 @@ def _evaluate(
         if not any(isinstance(each, _Parameter) for each in operands):
             return bind(equation, operands)
         if name in _PASSED_ON and len(operands) == 1:
-            return [_Parameter((*operands[0].moves, equation))]
+            moved: _Parameter = operands[0]
+            return [moved._replace(moves=(*moved.moves, equation))]
         # A custom rule may return any derivative, so the call itself is the use.
         inner = None if name.startswith("custom_") else called(equation)
         if inner is not None:
@@ -196,7 +210,6 @@ def _evaluate(
         given = [used(x, name) if isinstance(x, _Parameter) else x for x in operands]
         return bind(equation, given)
 
-    arguments = [*leaves]
-    arguments[place] = _Parameter()
+    arguments = [_Parameter(i) if i in copies else x for i, x in enumerate(leaves)]
     (result,) = run(program, arguments)
     return used(result, "the result") if isinstance(result, _Parameter) else result
