@@ -417,8 +417,8 @@ class LossPrograms:
         found = _Examples(pieces, drawn, factor, params, together > 1, twofold)
         losses = np.zeros(max(shares.size, 1))
         groups = -(-losses.size // together)
-        # A small program is measured before a bar could be read.
-        runs = 0 if pieces.small else groups * (2 - twofold + draws)
+        # A tiny program is measured before a bar could be read.
+        runs = 0 if pieces.tiny else groups * (2 - twofold + draws)
         with (
             progress("measuring rounding", runs) as advance,
             double_precision(),

@@ -51,7 +51,7 @@ def test_a_log_has_lines(rng, monkeypatch, caplog, capfd):
 
 @pytest.mark.parametrize(("width", "shown"), [(LARGE, True), (11, False)])
 def test_a_terminal_has_a_bar(rng, monkeypatch, capsys, width, shown):
-    """But for a small program, which is measured before a bar could be read."""
+    """But for a tiny program, which is measured before a bar could be read."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     judged(rng, width).raise_if_failed()
     told = capsys.readouterr()

@@ -4,8 +4,8 @@ A large program takes XLA longer to compile than to run, above all with an error
 every equation. So it is cut into *pieces*: products, loops and branches singly, and all
 that stands between two of them together. Equal pieces, such as those of a transformer's
 blocks, share one compiled program. Values are freed after their last use. In a small
-program only decisions and `stop_gradient` stand alone: to call a piece takes longer
-there than to run it.
+program only decisions and `stop_gradient` stand alone: it has few equal pieces, and to
+call them takes as long as to run them.
 
 A run has one of three forms:
 
@@ -87,7 +87,10 @@ Recording = dict[int, "list[Value]"]
 HELD = "held"
 
 # The equations, and the entries of the largest value, of a small program.
-FEW_EQUATIONS, FEW_ENTRIES = 500, 2**16
+FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
+
+# The entries of the largest value where XLA's code is not worth optimizing.
+TINY = 2**16
 
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
@@ -166,7 +169,7 @@ class Pieces:
       program: The program.
       inputs: Shapes and dtypes of the program's arguments.
       largest: The number of entries of its largest value.
-      small: Whether it takes longer to call pieces than to run them.
+      tiny: Whether its values are so small that it is over at once.
       missed: Primitives whose rounding could not be measured.
       decides: Whether a run on one side has to be told decisions.
       decisions: The primitives whose decisions a free run makes for itself.
@@ -188,8 +191,10 @@ class Pieces:
         self._sized = sized_variables(each, self._results)
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
-        self.small = len(equations) <= FEW_EQUATIONS and self.largest <= FEW_ENTRIES
-        self._pieces = _cut(equations, self._inputs, self._results, self.small)
+        few = len(equations) <= FEW_EQUATIONS
+        self.tiny = few and self.largest <= TINY
+        small = few and self.largest <= FEW_ENTRIES
+        self._pieces = _cut(equations, self._inputs, self._results, small)
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
@@ -329,7 +334,7 @@ class Pieces:
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation, int(not self.small)
+                piece, kinds, form, sized, self._accumulation, int(not self.tiny)
             )
         return self._compiled[key]
 
