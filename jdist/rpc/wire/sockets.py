@@ -177,9 +177,14 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
         if isinstance(error, ChannelClosed) or out_of_files(error):
             raise
         raise ChannelClosed(f"no worker listens at {where} ({error})") from error
-    if connected.getsockname() == connected.getpeername():
+    try:
         # TCP lets a socket connect to itself if the kernel gave it the very port that
         # it connects to.
+        reached_itself = connected.getsockname() == connected.getpeername()
+    except OSError as error:  # The other side has closed it already.
+        connected.close()
+        raise ChannelClosed(f"no worker listens at {where} ({error})") from error
+    if reached_itself:
         connected.close()
         raise ChannelClosed(f"no worker listens at {where} (it reached itself)")
     return connected

@@ -1,6 +1,7 @@
 """Addresses, listening sockets, and what counts as this machine."""
 
 import socket
+import struct
 
 import pytest
 
@@ -14,7 +15,7 @@ from jdist.rpc.wire.sockets import (
     is_loopback,
     parse_address,
 )
-from tests.rpc.sockets import nothing_left, soon
+from tests.rpc.sockets import nothing_left, soon, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,28 @@ def test_a_socket_that_reaches_itself(monkeypatch):
     ):
         dial(Address("h", 1), soon(), Attempt())
     assert itself.fileno() == -1
+
+
+def test_a_socket_that_was_reset_at_once(monkeypatch):
+    """A listener that ends resets what it has not accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connected = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted.close()
+    wait_until(lambda: not _has_peer(connected))
+    monkeypatch.setattr(sockets, "_dial_tcp", lambda *_: connected)
+    with pytest.raises(ChannelClosed, match=r"no worker listens at h:1 \(.*not conn"):
+        dial(Address("h", 1), soon(), Attempt())
+    assert connected.fileno() == -1
+
+
+def _has_peer(connected):
+    try:
+        return bool(connected.getpeername())
+    except OSError:
+        return False
+
 
 
 @pytest.mark.parametrize(
