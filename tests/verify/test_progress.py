@@ -75,13 +75,13 @@ def test_an_interrupt_waits_for_one_piece(rng, monkeypatch):
 
     def interrupted(self, *_):
         assert begun.wait(60)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("by the user")
 
     judge = verify.gradients_judge(losses)
     with monkeypatch.context() as patch:
         patch.setattr(Pieces, "_program", one_at_a_time)
         patch.setattr(measure._Examples, "_measured", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="by the user"):
             judge(w, x, {"right": gradient})
     assert len(compiled) == 1
     judge(w, x, {"right": gradient}).raise_if_failed()

@@ -69,7 +69,6 @@ def _has_peer(connected):
         return False
 
 
-
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
