@@ -105,7 +105,7 @@ for number, handler in (
 # The tests that take longer than `QUICK` seconds, all cases together. `make test` runs
 # as many cases of each as fit into these, `make test-slow` the others.
 SLOW = ROOT / "tests" / "slow.txt"
-QUICK = 0.7
+QUICK = 0.4
 RECORD = os.environ.get("JDIST_RECORD_SLOW", "") not in ("", "0")
 # Tracing makes objects by the hundred thousand, none of them garbage: to look for some
 # after every 700, which is Python's default, took a quarter of it.

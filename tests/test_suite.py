@@ -70,7 +70,7 @@ class Item:
 def test_slow_tests_keep_the_cases_that_there_is_time_for(monkeypatch, tmp_path):
     """Evenly spread, the first among them; a slow test of one case is left out."""
     monkeypatch.setattr(conftest, "SLOW", tmp_path / "slow.txt")
-    conftest.SLOW.write_text("2.0 a.py::many\n0.8 a.py::one\n")
+    conftest.SLOW.write_text("1.6 a.py::many\n0.8 a.py::one\n")
     many = [Item(f"a.py::many[{k}]") for k in range(8)]
     others = [Item("a.py::one"), Item("a.py::quick[0]")]
     slow = set(conftest._slow([*many, *others]))
