@@ -28,7 +28,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -730,7 +729,7 @@ class _Examples:
             ):
                 self._pieces.run(leaves, self._drawn, receive=lambda *_: None)
 
-        with ThreadPoolExecutor(1) as beside:
+        with futures.ThreadPoolExecutor(1) as beside:
             done = beside.submit(draw)
             try:
                 yield

@@ -11,6 +11,7 @@ import pytest
 from jdist import verify
 from jdist.verify import measure, progress
 from jdist.verify.evaluation import Pieces
+from tests.rpc.sockets import wait_until
 
 
 def losses(w, x):
@@ -69,8 +70,7 @@ def test_an_interrupt_waits_for_one_piece(rng, monkeypatch):
         if threading.current_thread() is not threading.main_thread():
             compiled.append(None)
             begun.set()
-            while not self._abandoned:
-                pass
+            wait_until(lambda: self._abandoned)
         return program(self, *args)
 
     def interrupted(self, *_):
