@@ -367,9 +367,13 @@ class Reference:
         for more in looks:
             measured = self._measure(more)
             rows = self._rows(name, answer, measured, peers)
-            doubtful = (self._may_be_right(x, answer, measured, peers) for x in rows)
+            failing = [row for row in rows if row.ratio > 1]
+            doubtful = [self._may_be_right(x, answer, measured, peers) for x in failing]
             if not any(doubtful):
                 return rows, measured
+            # It is condemned, whatever more draws would say of its other leaves.
+            if not all(doubtful):
+                break
         # What is in doubt still has the bound beyond which no draws explain it.
         measured = measured.widened()
         return self._rows(name, answer, measured, peers), measured

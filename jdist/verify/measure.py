@@ -71,6 +71,7 @@ from jdist.verify.evaluation import (
     RoundedSideNeeded,
     drawn_form,
     rounds_as_drawn,
+    summed,
 )
 from jdist.verify.oracle import (
     Exact,
@@ -93,6 +94,12 @@ DRAWS, DRAWS_EACH, WORK = 128, 32, 2**23
 
 # Entries of the largest value of the examples that are run together.
 TOGETHER = 2**21
+
+# Multiplications of an example's convolution, up to which it is one with others': XLA's
+# kernel for many takes less time than many calls of that for one. Of ten times as many
+# multiplications it takes four times as long as they do, of a hundred times as many a
+# hundred times as long.
+CONVOLVED = 2**17
 
 # Number of undecided examples that a note lists.
 LISTED = 6
@@ -488,7 +495,7 @@ class LossPrograms:
         apart = shares.ndim > 0
         row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
         program, together = self._program(params, row), 1
-        if apart and not _convolves(program):
+        if apart and _products_of_convolutions(program) <= CONVOLVED:
             largest = self.pieces_of(program).largest
             together = min(shares.size, max(1, TOGETHER // largest))
             # As many in each group.
@@ -517,10 +524,16 @@ def _draws(params: PyTree, examples: int) -> int:
     return max(1, min(DRAWS_EACH, -(-DRAWS // examples), affordable))
 
 
-def _convolves(program: ClosedJaxpr) -> bool:
-    # XLA's kernels for several convolutions at once are slow on a CPU.
-    names = (x.primitive.name for x in equations_in(program))
-    return "conv_general_dilated" in names
+def _products_of_convolutions(program: ClosedJaxpr) -> int:
+    """The number of multiplications of its largest convolution."""
+    return max(
+        (
+            x.outvars[0].aval.size * summed(x)
+            for x in equations_in(program)
+            if x.primitive.name == "conv_general_dilated"
+        ),
+        default=0,
+    )
 
 
 def _rows(batch: PyTree, numbers: np.ndarray | np.integer) -> PyTree:

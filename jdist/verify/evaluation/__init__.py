@@ -17,6 +17,7 @@ from jdist.verify.evaluation.lockstep import (
     bind,
     called,
     run,
+    summed,
 )
 from jdist.verify.evaluation.piecewise import (
     BOTH,
@@ -54,4 +55,5 @@ __all__ = [
     "drawn_form",
     "rounds_as_drawn",
     "run",
+    "summed",
 ]

@@ -327,7 +327,7 @@ def _both_sides(
             w = _perturb_part(w, equation, noise)
         elif perturbed and _is_float(r):
             dtypes = r.dtype, _cast_from(operands) or r.dtype
-            w = _perturb(w, dtypes, _summed(equation), noise)
+            w = _perturb(w, dtypes, summed(equation), noise)
         size = _size(equation, operands, noise) if sized and _is_float(r) else None
         own = None if alone else r
         found.append(PrecisionPair(own, w, size, narrow) if has_sides(r) else r)
@@ -368,7 +368,7 @@ def _widely(
     wide = [_wide(x, noise) for x in operands]
     if name in UNMEASURED or any(map(is_key, wide)):
         return None
-    terms = 1 if noise.amplitude is None else _summed(equation)
+    terms = 1 if noise.amplitude is None else summed(equation)
     if terms > 1:
         dtype = _dtype_of(equation.outvars[0])
         dtypes = dtype, _cast_from(operands) or dtype
@@ -439,7 +439,7 @@ def _size(
 ) -> Array | None:
     """The size of the one result of an equation; None if it is that of its value."""
     name = equation.primitive.name
-    if name in _SQUARED and _summed(equation) > 1:
+    if name in _SQUARED and summed(equation) > 1:
         wide = [_wide(x, noise) for x in operands]
         # Relative to the largest, so that no square is too small or too large.
         tops = [_top(jnp.max(jnp.abs(x), initial=0)) for x in wide if _is_float(x)]
@@ -560,7 +560,7 @@ def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array
     return wide if errors is None else _with_error(wide, wide * errors)
 
 
-def _summed(equation: JaxprEqn) -> int:
+def summed(equation: JaxprEqn) -> int:
     """How many terms each entry of the result is a sum of; 1 if it is no sum."""
     count = _SUMS.get(equation.primitive.name)
     operands: list[Any] = equation.invars

@@ -22,7 +22,8 @@ def losses(y, batch):
 
 
 def problem(rng, examples=7):
-    params = [rng.normal(size=(4, 4)).astype(np.float32) for _ in STAGES]
+    # Small enough that no tanh saturates: 1 - tanh^2 would cancel in single precision.
+    params = [0.4 * rng.normal(size=(4, 4)).astype(np.float32) for _ in STAGES]
     names = {"x": 4, "t": 4}
     batch = {
         n: rng.normal(size=(examples, k)).astype(np.float32) for n, k in names.items()
@@ -89,8 +90,6 @@ def test_means_and_extremes_do_not_depend_on_the_size(kind, where, size, rng):
             assert told.weight == given.sum(dtype=np.float64)
 
 
-# 1 - tanh^2 cancels: the tolerance is that of optimized programs.
-@pytest.mark.optimized
 def test_one_large_weight_beside_small_ones(rng):
     """Of a mean the small ones are rounded away; an extreme may be one of theirs."""
     params, batch, weights = problem(rng)
