@@ -4,8 +4,8 @@ A large program takes XLA longer to compile than to run, above all with an error
 every equation. So it is cut into *pieces*: products, loops and branches singly, and all
 that stands between two of them together. Equal pieces, such as those of a transformer's
 blocks, share one compiled program. Values are freed after their last use. In a small
-program only decisions and `stop_gradient` stand alone: it has few equal pieces, and to
-call them takes as long as to run them.
+program only decisions and `stop_gradient` stand alone: to call its pieces takes as long
+as to run them. So too where few pieces are alike.
 
 A run has one of three forms:
 
@@ -88,6 +88,10 @@ HELD = "held"
 
 # The equations, and the entries of the largest value, of a small program.
 FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
+
+# The share of its equations in pieces unlike each other from which on a program with as
+# small values has nothing from being cut, however many equations it has.
+UNLIKE = 0.75
 
 # The entries of the largest value where XLA's code is not worth optimizing.
 TINY = 2**16
@@ -191,10 +195,15 @@ class Pieces:
         self._sized = sized_variables(each, self._results)
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
-        few = len(equations) <= FEW_EQUATIONS
-        self.tiny = few and self.largest <= TINY
-        small = few and self.largest <= FEW_ENTRIES
-        self._pieces = _cut(equations, self._inputs, self._results, small)
+        cut = functools.partial(_cut, equations, self._inputs, self._results)
+        self._pieces = cut(_ALONE)
+        small = self.largest <= FEW_ENTRIES and (
+            len(equations) <= FEW_EQUATIONS
+            or _unlike(self._pieces) > UNLIKE * len(equations)
+        )
+        if small:
+            self._pieces = cut(_HELD)
+        self.tiny = small and self.largest <= TINY
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))
@@ -463,10 +472,9 @@ def _cut(
     equations: Sequence[Equation],
     inputs: Sequence[InlinedVariable],
     results: Sequence[Any],
-    small: bool,
+    singly: frozenset[str],
 ) -> list[Piece]:
-    """The pieces of a program, in order."""
-    singly = _HELD if small else _ALONE
+    """The pieces of a program, in order; primitives that stand in one of their own."""
     sided = {x for x in inputs if has_sides(x.aval)}
     groups: list[tuple[list[Equation], bool]] = []
     together = False
@@ -490,6 +498,11 @@ def _cut(
         _piece(group, decides, number, last, kept)
         for number, (group, decides) in enumerate(groups)
     ]
+
+
+def _unlike(pieces: Sequence[Piece]) -> int:
+    """The number of equations that are compiled if equal pieces are compiled once."""
+    return sum({x.key: len(x.equations) for x in pieces}.values())
 
 
 def _piece(
