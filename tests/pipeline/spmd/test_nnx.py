@@ -1,5 +1,7 @@
 """Flax modules in one program: equal blocks, between an embedding and a head."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -52,11 +54,20 @@ def trained(found, places, schedule, specs=None, key=None):
     return losses, [embed, one_half, other, head]
 
 
+@functools.cache
+def on_one_device(dropout):
+    """The model's stages, and what `trained` finds where they share a device."""
+    found = made(llama.Sizes(blocks=4, dropout=dropout))
+    schedule = pipeline.gpipe(2, llama.MICRO_BATCHES)
+    key = jax.random.key(0) if dropout else None
+    return found, trained(found, [jax.devices()[0]] * 2, schedule, key=key)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("layout", ["stages", "stages, data and model"])
 def test_one_program_of_modules_is_the_other_executors(layout, dropout):
     """Modules keep their names, and the model can be made of them again."""
-    found = made(llama.Sizes(blocks=4, dropout=dropout))
+    found, (expected, others) = on_one_device(dropout)
     key = jax.random.key(0) if dropout else None
     schedule, specs = pipeline.gpipe(2, llama.MICRO_BATCHES), None
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
@@ -65,7 +76,6 @@ def test_one_program_of_modules_is_the_other_executors(layout, dropout):
         mesh = Mesh(devices, ("stage", "data", "model"))
         specs = jax.tree_util.tree_map_with_path(llama.spec, found.params)
     losses, params = trained(found, pipeline.OneProgram(mesh), schedule, specs, key)
-    expected, others = trained(found, [jax.devices()[0]] * 2, schedule, key=key)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     assert jax.tree.structure(params) == jax.tree.structure(others)
     assert list(params[2]) == ["layer3", "layer4"]
