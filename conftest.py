@@ -200,9 +200,8 @@ def pytest_collection_modifyitems(items):
     if not RECORD:
         for item in _slow(items):
             item.add_marker("slow")
-    if THOROUGH:
-        # The experiments take longest: begun last, they would run on one core.
-        items.sort(key=lambda item: item.get_closest_marker("optimized") is None)
+    # The experiments take longest: begun last, they would run on one core.
+    items.sort(key=lambda item: "experiments" not in Path(item.nodeid).parts)
 
 
 def _slow(items):

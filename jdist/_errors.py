@@ -20,6 +20,10 @@ Kind: TypeAlias = type | UnionType | tuple[type, ...]
 """A type as `isinstance` takes it."""
 
 
+# Characters of a value that a message quotes.
+LONGEST = 300
+
+
 class JdistError(Exception):
     """Base class of the errors that only jdist can raise."""
 
@@ -77,16 +81,22 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
     Args:
       call: Function and argument, such as `"shard_batch(sizes=...)"`.
       rule: What the argument must be, such as `"must add up to 8 examples"`.
-      got: What was given; shown with `repr` unless it is a string.
+      got: What was given; shown with `repr`, cut, unless it is a string.
       remedy: One or more full sentences on what to do instead.
 
     Example:
       >>> requirement("sgd(lr=...)", "must be at least 0", -1.0)
       '`sgd(lr=...)` must be at least 0. Got -1.0.'
     """
-    shown = got if isinstance(got, str) else repr(got)
+    shown = got if isinstance(got, str) else _in_a_line(got)
     message = f"`{call}` {rule}. Got {shown}."
     return f"{message} {remedy}" if remedy else message
+
+
+def _in_a_line(value: object) -> str:
+    """A value's `repr`, cut: that of a model's gradient has thousands of lines."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def check_type(call: str, value: object, kind: Kind, rule: str) -> None:
@@ -102,7 +112,7 @@ def check_type(call: str, value: object, kind: Kind, rule: str) -> None:
       TypeError: It is of another type.
     """
     if not isinstance(value, kind):
-        raise TypeError(requirement(call, rule, repr(value)))
+        raise TypeError(requirement(call, rule, _in_a_line(value)))
 
 
 def check_function(call: str, value: object, rule: str = "must be a function") -> None:
@@ -117,7 +127,7 @@ def check_function(call: str, value: object, rule: str = "must be a function") -
       TypeError: It cannot.
     """
     if not callable(value):
-        raise TypeError(requirement(call, rule, repr(value)))
+        raise TypeError(requirement(call, rule, _in_a_line(value)))
 
 
 def check_flags(call: str, **flags: Any) -> None:
@@ -135,7 +145,9 @@ def check_flags(call: str, **flags: Any) -> None:
         plain = flag.item() if getattr(flag, "shape", None) == () else flag
         if not isinstance(plain, bool):
             argument = f"{call}({name}=...)"
-            raise TypeError(requirement(argument, "must be True or False", repr(flag)))
+            raise TypeError(
+                requirement(argument, "must be True or False", _in_a_line(flag))
+            )
 
 
 def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
@@ -146,7 +158,7 @@ def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
     """
     several = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not several or not all(isinstance(value, kind) for value in values):
-        raise TypeError(requirement(call, rule, repr(values)))
+        raise TypeError(requirement(call, rule, _in_a_line(values)))
 
 
 def listed(call: str, values: Any, kind: Kind, rule: str) -> list[Any]:
@@ -162,7 +174,7 @@ def listed(call: str, values: Any, kind: Kind, rule: str) -> list[Any]:
       TypeError: It is none, or a value is of another type.
     """
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise TypeError(requirement(call, rule, repr(values)))
+        raise TypeError(requirement(call, rule, _in_a_line(values)))
     found = list(values)
     check_sequence(call, found, kind, rule)
     return found
@@ -193,7 +205,7 @@ def check_number(
     # True is an int, and no number.
     if isinstance(number, bool) or not isinstance(number, Integral if whole else Real):
         kind = "an integer" if whole else "a number"
-        raise TypeError(requirement(call, f"{rule}, {kind}", repr(value)))
+        raise TypeError(requirement(call, f"{rule}, {kind}", _in_a_line(value)))
     if not holds(number):
         raise ValueError(requirement(call, rule, number))
 
@@ -242,4 +254,4 @@ def check_choice(call: str, value: object, known: Iterable[object]) -> None:
     # An array, compared element by element, has no truth: it cannot be hashed either.
     if not isinstance(value, Hashable) or value not in known:
         rule = f"must be one of {', '.join(map(repr, known))}"
-        raise ValueError(requirement(call, rule, repr(value)))
+        raise ValueError(requirement(call, rule, _in_a_line(value)))

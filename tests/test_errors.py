@@ -141,3 +141,13 @@ def test_commands_of_other_projects_are_not_shown(monkeypatch, tmp_path, capsys)
     assert "python -m experiments" not in shown
     assert "docs/" not in shown
     assert "In Python, `help(jdist)` tells of its parts" in shown
+
+
+def test_a_large_value_is_quoted_in_a_line():
+    """A gradient that is given where a function is expected."""
+    given = {"w": np.arange(900.0).reshape(300, 3)}
+    with pytest.raises(TypeError, match=r"function\. Got \{'w': array\(\[\[") as told:
+        _errors.check_function("judge(candidates=...)", given)
+    assert "\n" not in str(told.value)
+    assert str(told.value).endswith("....")
+    assert len(str(told.value)) < 400
