@@ -16,15 +16,16 @@ from jdist import optim, verify
 from jdist.data_parallel import LocalSGD, averaged, train_step, zero
 from jdist.optim.internal import copies_over
 
-# Over four replicas: columns divide, rows divide, nothing divides.
-SHAPES = {"first": (5, 8), "second": (8, 7), "last": (7, 5)}
+# Over four replicas: rows divide, columns divide, nothing divides.
+SHAPES = {"first": (5, 8), "second": (8, 12), "third": (12, 7), "last": (7, 5)}
 
 
 def losses(params, batch):
     """A deep network with a bias, whose gradient takes every direction."""
     inputs, targets = batch
     hidden = jnp.tanh(inputs @ params["first"] + params["bias"][None])
-    hidden = jnp.tanh(hidden @ params["second"])
+    for name in ("second", "third"):
+        hidden = jnp.tanh(hidden @ params[name])
     return jnp.sum((hidden @ params["last"] - targets) ** 2, axis=1)
 
 
@@ -57,6 +58,7 @@ SPECS = {
     "first": PartitionSpec(None, "model"),
     "bias": PartitionSpec("model"),
     "second": PartitionSpec("model"),
+    "third": PartitionSpec("model"),
     "last": PartitionSpec(),
 }
 
