@@ -526,14 +526,12 @@ def _draws(params: PyTree, examples: int) -> int:
 
 def _products_of_convolutions(program: ClosedJaxpr) -> int:
     """The number of multiplications of its largest convolution."""
-    return max(
-        (
-            x.outvars[0].aval.size * summed(x)
-            for x in equations_in(program)
-            if x.primitive.name == "conv_general_dilated"
-        ),
-        default=0,
-    )
+    largest = 0
+    for each in equations_in(program):
+        if each.primitive.name == "conv_general_dilated":
+            result: Any = each.outvars[0]
+            largest = max(largest, result.aval.size * summed(each))
+    return largest
 
 
 def _rows(batch: PyTree, numbers: np.ndarray | np.integer) -> PyTree:
