@@ -245,6 +245,18 @@ def test_the_judge(problem, more):
     assert more == 1 or all(len(each) == 1 for each in found)
 
 
+@pytest.mark.parametrize(("more", "together"), [(1, True), (10, False)])
+def test_the_judge_runs_examples_with_small_convolutions_together(
+    problem, more, together
+):
+    """Where XLA has a fast kernel for many; with large ones one after the other."""
+    params, batch = jax.tree.map(jnp.asarray, problem)
+    batch = {**batch, "x": jnp.tile(batch["x"], (1, more, more, 1))}
+    shares = np.ones(len(batch["x"]))
+    _, count = LossPrograms(losses, None)._examples_program(params, batch, shares)
+    assert count == (len(shares) if together else 1)
+
+
 def conv(x, window, strides=(1, 1)):
     """A convolution of images `(rows, height, width, channels)`."""
     numbers = ("NHWC", "HWIO", "NHWC")

@@ -98,6 +98,29 @@ def test_equal_blocks_are_compiled_once(given):
     assert compiled[0] == compiled[1]
 
 
+def test_a_long_program_is_cut_where_pieces_are_alike(given):
+    """And left whole where they differ: nothing is compiled less often then."""
+    unlike = [jnp.sin, jnp.cos, jnp.tanh, jnp.exp, jnp.square, jnp.arctan]
+
+    def long(params, x, alike):
+        for number in range(600):
+            w = params["blocks"][0]
+            if alike and number % 20 == 0:
+                x = x @ w
+            elif number % 20 == 0:
+                # A new shape, so that no piece is like another.
+                x = jnp.concatenate([x, x[:1]]) @ w
+            x = unlike[number % 6](x) / 7
+        return jnp.sum(x)
+
+    counts = {}
+    for alike in (False, True):
+        program = jax.make_jaxpr(lambda p, x, a=alike: long(p, x, a))(*given)
+        counts[alike] = len(Pieces(program, None, {})._pieces)
+    assert counts[False] == 1
+    assert counts[True] > 30
+
+
 @pytest.mark.parametrize("fn", [routed, ordered])
 def test_decisions_have_to_be_told(fn, given):
     """A run on one side makes none of its own."""
