@@ -115,13 +115,16 @@ def returned(to):
     rpc.rpc_sync(to, make, args=(1,)).owner_name()
 
 
+NOTHING_LEFT = {"owner_rrefs": 0, "forks": 0, "forks_under_way": 0}
+
+
 def interrupt_answers(to):
     """After each interrupt the owner learns that its reference is not in use."""
     number = 0
     returned(to)
     while interrupt(number, returned, to):
         wait_for_references(user_rrefs=0, pending_users=0, forks_under_way=0)
-        rpc.rpc_sync(to, wait_for_references, kwargs={"owner_rrefs": 0, "forks": 0})
+        rpc.rpc_sync(to, wait_for_references, kwargs=NOTHING_LEFT)
         number += 1
     assert number > 40
     return number
@@ -137,7 +140,7 @@ def interrupt_creations(to):
     created(to)
     while interrupt(number, created, to):
         wait_for_references(user_rrefs=0, pending_users=0, forks_under_way=0)
-        rpc.rpc_sync(to, wait_for_references, kwargs={"owner_rrefs": 0, "forks": 0})
+        rpc.rpc_sync(to, wait_for_references, kwargs=NOTHING_LEFT)
         number += 1
     assert number > 40
     return number

@@ -483,8 +483,10 @@ class Protocol:
             return [Send(giver, Accept(ref.fork))]  # a second one changes nothing
         if taken is None:
             taken = self.user_forks.get(ref.fork)
-            if isinstance(taken, UserFork) and taken.pending:
-                effects = self._confirm(taken, giver)
+            if isinstance(taken, UserFork):
+                # The interrupt may have come before it was sent, or after.
+                accept: Effects = [Send(giver, Accept(ref.fork))]
+                effects = self._confirm(taken, giver) if taken.pending else accept
         return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 
     def on_take(self, giver: int, message: Take) -> Effects:

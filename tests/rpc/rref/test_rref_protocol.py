@@ -139,8 +139,24 @@ def test_a_reference_whose_taking_was_interrupted_is_given_up(marked):
     receiver._taken[1] = window
     sent = [e for e in receiver.decline(1, ref) if isinstance(e, Send)]
     assert Send(1, Delete(ref.rref, ref.fork)) in sent
+    assert Send(1, Accept(ref.fork)) in sent
     assert receiver.user_forks == {}
     assert receiver.decline(1, ref) == []
+
+
+def test_an_interrupt_between_counting_and_accepting_leaves_nothing_under_way():
+    """What was to be sent is lost; the giver would wait for it when it shuts down."""
+    receiver, owner = two_workers()
+    ref = owner.give_owned(owner.name(), OwnerValue(), 0)
+    receiver.take(1, ref)
+    for sent in receiver.decline(1, ref):
+        match sent:
+            case Send(1, Accept() as message):
+                owner.on_accept(0, message)
+            case Send(1, Delete() as message):
+                owner.on_delete(0, message)
+    assert len(owner.unacknowledged) == 0
+    assert owner.owned.forks == 0
 
 
 def test_a_reference_that_came_home_is_accepted_again():
