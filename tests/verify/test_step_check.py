@@ -333,7 +333,7 @@ def test_what_is_no_function_is_named():
         (losses, "sgd", keeps, "update"),
         (losses, keeps, 5, r"candidates={'mine': \.\.\.}"),
     ]:
-        match = rf"^`step\({argument}(=\.\.\.)?\)` must be a function\. Got "
+        match = rf"^`step\({argument}(=\.\.\.)?\)` must be a function(, and not what it returns)?\. Got "
         with pytest.raises(TypeError, match=match):
             verify.step(loss, update, state, batches, {"mine": candidate})
 
