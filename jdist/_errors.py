@@ -7,6 +7,7 @@ failed, or hardware that is not there. All derive from `JdistError`.
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import metadata
@@ -95,7 +96,7 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
 
 def _in_a_line(value: object) -> str:
     """A value's `repr`, cut: that of a model's gradient has thousands of lines."""
-    text = " ".join(repr(value).split())
+    text = re.sub(r"\s*\n\s*", " ", repr(value))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

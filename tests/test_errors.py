@@ -151,3 +151,5 @@ def test_a_large_value_is_quoted_in_a_line():
     assert "\n" not in str(told.value)
     assert str(told.value).endswith("....")
     assert len(str(told.value)) < 400
+    with pytest.raises(TypeError, match="Got 'two  spaces'"):
+        _errors.check_function("judge(candidates=...)", "two  spaces")

@@ -48,9 +48,8 @@ def check_candidates(call: str, candidates: Mapping[str, Any]) -> None:
     rule = "must be a mapping from names to functions"
     check_type(argument, candidates, Mapping, rule)
     for name, candidate in candidates.items():
-        argument = f"{call}(candidates={{{name!r}: ...}})"
-        rule = "must be a function, and not what it returns"
-        check_function(argument, candidate, rule)
+        own = f"{call}(candidates={{{name!r}: ...}})"
+        check_function(own, candidate, "must be a function, and not what it returns")
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement(argument, rule, candidates))

@@ -371,7 +371,7 @@ class Reference:
             doubtful = [self._may_be_right(x, answer, measured, peers) for x in failing]
             if not any(doubtful):
                 return rows, measured
-            # It is condemned, whatever more draws would say of its other leaves.
+            # A leaf is wrong for certain, whatever more draws would say of the others.
             if not all(doubtful):
                 break
         # What is in doubt still has the bound beyond which no draws explain it.
@@ -434,7 +434,7 @@ class Reference:
     ) -> bool:
         """Whether more draws might explain the difference of a failing leaf."""
         limit = _limits(measured).get(row.path)
-        if limit is None or not row.ratio > 1:
+        if limit is None:
             return False
         # Over several processes no host has whole leaves.
         if peers.size > 1:

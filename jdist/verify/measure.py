@@ -95,10 +95,9 @@ DRAWS, DRAWS_EACH, WORK = 128, 32, 2**23
 # Entries of the largest value of the examples that are run together.
 TOGETHER = 2**21
 
-# Multiplications of an example's convolution, up to which it is one with others': XLA's
-# kernel for many takes less time than many calls of that for one. Of ten times as many
-# multiplications it takes four times as long as they do, of a hundred times as many a
-# hundred times as long.
+# Multiplications of a convolution up to which examples run together. There XLA's CPU
+# kernel for many is faster than calls of that for one; at ten times as many
+# multiplications it is four times slower, at a hundred times as many a hundred times.
 CONVOLVED = 2**17
 
 # Number of undecided examples that a note lists.

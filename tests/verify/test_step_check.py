@@ -328,12 +328,12 @@ def test_one_batch_in_place_of_a_list_of_batches(kind, rows, rng):
 def test_what_is_no_function_is_named():
     state, batches = (THREE[0], ()), THREE[1]
     keeps = lambda p, g, s: (p, s)  # noqa: E731
-    for loss, update, candidate, argument in [
-        (3, keeps, keeps, "loss_fn"),
-        (losses, "sgd", keeps, "update"),
-        (losses, keeps, 5, r"candidates={'mine': \.\.\.}"),
+    for loss, update, candidate, argument, more in [
+        (3, keeps, keeps, "loss_fn", ""),
+        (losses, "sgd", keeps, "update", ""),
+        (losses, keeps, 5, r"candidates={'mine': \.\.\.}", ", and not what it returns"),
     ]:
-        match = rf"^`step\({argument}(=\.\.\.)?\)` must be a function(, and not what it returns)?\. Got "
+        match = rf"^`step\({argument}(=\.\.\.)?\)` must be a function{more}\. Got "
         with pytest.raises(TypeError, match=match):
             verify.step(loss, update, state, batches, {"mine": candidate})
 

@@ -479,13 +479,13 @@ class Protocol:
         if giver in self._gone:
             return []
         taken, effects = self.take(giver, ref)
-        if taken is None and ref.owner == self.me:
-            return [Send(giver, Accept(ref.fork))]  # a second one changes nothing
         if taken is None:
+            # It may have been sent: a second one changes nothing.
+            accept: Effects = [Send(giver, Accept(ref.fork))]
+            if ref.owner == self.me:
+                return accept
             taken = self.user_forks.get(ref.fork)
             if isinstance(taken, UserFork):
-                # The interrupt may have come before it was sent, or after.
-                accept: Effects = [Send(giver, Accept(ref.fork))]
                 effects = self._confirm(taken, giver) if taken.pending else accept
         return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 

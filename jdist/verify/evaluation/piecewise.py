@@ -89,8 +89,8 @@ HELD = "held"
 # The equations, and the entries of the largest value, of a small program.
 FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
 
-# The share of its equations in pieces unlike each other from which on a program with as
-# small values has nothing from being cut, however many equations it has.
+# A longer program of as small values is left whole, too, if more than this share of its
+# equations would be compiled after it was cut: few pieces are alike.
 UNLIKE = 0.75
 
 # The entries of the largest value where XLA's code is not worth optimizing.
@@ -196,14 +196,12 @@ class Pieces:
         values = [*self._inputs, *(x for y in equations for x in y.outputs)]
         self.largest = max((x.aval.size for x in values), default=1)
         cut = functools.partial(_cut, equations, self._inputs, self._results)
-        self._pieces = cut(_ALONE)
-        small = self.largest <= FEW_ENTRIES and (
+        whole = self.largest <= FEW_ENTRIES and (
             len(equations) <= FEW_EQUATIONS
-            or _unlike(self._pieces) > UNLIKE * len(equations)
+            or _unlike(cut(_ALONE)) > UNLIKE * len(equations)
         )
-        if small:
-            self._pieces = cut(_HELD)
-        self.tiny = small and self.largest <= TINY
+        self._pieces = cut(_HELD if whole else _ALONE)
+        self.tiny = whole and self.largest <= TINY
         self.decides = any(piece.decides for piece in self._pieces)
         self.holds = any(piece.holds for piece in self._pieces)
         self.decisions = frozenset().union(*(x.decisions for x in self._pieces))

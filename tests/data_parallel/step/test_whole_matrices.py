@@ -32,7 +32,7 @@ def losses(params, batch):
 def problem(rng, dtype=np.float32):
     shapes = SHAPES | {"bias": (8,)}
     params = {k: 0.5 * rng.standard_normal(shape) for k, shape in shapes.items()}
-    batches = [rng.standard_normal((2, 12, 5)) for _ in range(2)]
+    batches = [rng.standard_normal((2, 12, 5)) for _ in range(3)]
     params, batches = jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, batches))
     return params, [tuple(batch) for batch in batches]
 

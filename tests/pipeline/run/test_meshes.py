@@ -1,5 +1,7 @@
 """Stages whose places are meshes: the gradient is that of the whole batch."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jdist import pipeline
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.stages.place import StageMesh, moved
-from tests.pairs import pairs
 from tests.pipeline.mesh_models import (
     LAYOUTS,
     SCHEDULES,
@@ -26,25 +27,40 @@ from tests.pipeline.mesh_models import (
 WIDE = "PP x DP x TP"
 
 
-@pytest.mark.parametrize(
-    ("layout", "schedule", "dtype"),
-    pairs(
-        layout=LAYOUTS,
-        schedule=SCHEDULES,
-        dtype=[np.float32, jnp.bfloat16, np.float64],
-    ),
-)
-def test_gradient_of_the_whole_batch(layout, schedule, dtype):
-    """Uneven micro-batches, weights, a tied table, parameters used twice and never."""
+def judged(layouts, schedules, dtype=np.float32, reduction="mean", **options):
     own, batch, weights = problem(dtype=dtype)
-    report = judge()(
-        own,
-        batch,
-        {f"{layout}, {schedule}": candidate(layout, schedule, weights)},
-        weights=weights,
-        finite_differences=False,
+    candidates = {
+        f"{layout}, {schedule}": candidate(
+            layout, schedule, weights, reduction=reduction, **options
+        )
+        for layout, schedule in itertools.product(layouts, schedules)
+    }
+    report = judge(reduction)(
+        own, batch, candidates, weights=weights, finite_differences=False
     )
     report.raise_if_failed()
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "PP"])
+def test_gradient_of_the_whole_batch(layout):
+    """Uneven micro-batches, weights, a tied table, parameters used twice and never."""
+    judged([layout], ["1F1B"])
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1F1B"])
+def test_gradient_of_the_whole_batch_under_other_schedules(schedule):
+    judged([WIDE], [schedule])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float64])
+def test_gradient_of_the_whole_batch_in_other_precisions(dtype):
+    judged([WIDE], ["1F1B"], dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float64])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_over_every_layout(schedule, dtype):
+    judged(LAYOUTS, [schedule], dtype)
 
 
 @pytest.mark.parametrize(
