@@ -67,7 +67,7 @@ ROOMS = {
         "gradient_check",
         "problem tracing",
         "steps",
-        "matrix",
+        "fuzzing matrix",
         "__main__",
     ),
     "rpc": (

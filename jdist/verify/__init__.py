@@ -5,15 +5,24 @@ trees; `gradients` judges functions, by a rounding-error bound that it measures;
 judges whole optimizer steps by the new parameters; `trace` names the first value that
 is wrong, among those that `tap` marks; `gradients_judge`, `step_judge` and
 `trace_judge` are their reusable forms. `keyed` gives each example its own random
-numbers, and `in_parts` is for losses of parts of the batch. Arrays over several
-processes are compared shard by shard, without gathering. `defects` are wrong steps on
-which `score` tries a test. `python -m jdist.verify` judges every installed strategy.
+numbers, and `in_parts` is for losses of parts of the batch. `fuzz` looks for the
+smallest layout in which a trainer is wrong, by a `covering_array` of them. Arrays over
+several processes are compared shard by shard, without gathering. `defects` are wrong
+steps on which `score` tries a test. `python -m jdist.verify` judges every installed
+strategy.
 """
 
 import jdist.verify.defects as defects
 from jdist._agreement import PeersLost
 from jdist.verify.comparison import compare
 from jdist.verify.draws import keyed
+from jdist.verify.fuzzing import (
+    FuzzReport,
+    Verdict,
+    WrongLayout,
+    covering_array,
+    fuzz,
+)
 from jdist.verify.gradient_check import gradients, gradients_judge
 from jdist.verify.mutation_score import Score, score
 from jdist.verify.parts import in_parts
@@ -35,6 +44,7 @@ from jdist.verify.tracing import (
 
 __all__ = [
     "Difference",
+    "FuzzReport",
     "LeafReport",
     "PeersLost",
     "Problem",
@@ -43,9 +53,13 @@ __all__ = [
     "TapRecording",
     "Trace",
     "Trained",
+    "Verdict",
+    "WrongLayout",
     "compare",
+    "covering_array",
     "defects",
     "drift",
+    "fuzz",
     "gradients",
     "gradients_judge",
     "in_parts",

@@ -22,7 +22,7 @@ _log = logging.getLogger("jdist.verify")
 
 
 @contextlib.contextmanager
-def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
     """Shows a bar while its block runs, if stderr is a terminal.
 
     The logger "jdist.verify" has a line every 10 s, of level INFO.
@@ -32,10 +32,11 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
       total: In how many runs; 0 shows nothing, for what is over before a bar is read.
 
     Yields:
-      A function to call after each run.
+      A function `advance(now_doing=None, runs=1)` to call after each run; also before
+      one, with `runs=0` and a text, which says what is done now.
     """
     if not total:
-        yield lambda: None
+        yield lambda now_doing=None, runs=1: None
         return
     console = Console(stderr=True)
     columns = (
@@ -46,20 +47,21 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
         TimeRemainingColumn(),
     )
     began = told = time.monotonic()
-    done = 0
+    done, shown = 0, text
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(text, total=total)
 
-        def advance() -> None:
-            nonlocal done, told
-            done += 1
-            bar.advance(task)
+        def advance(now_doing: str | None = None, runs: int = 1) -> None:
+            nonlocal done, told, shown
+            done += runs
+            shown = now_doing or shown
+            bar.update(task, advance=runs, description=shown)
             now = time.monotonic()
-            if now - told >= EVERY:
+            if done and now - told >= EVERY:
                 told = now
                 left = (now - began) / done * (total - done)
-                _log.info("%s: %d of %d runs, %.0f s left", text, done, total, left)
+                _log.info("%s: %d of %d runs, %.0f s left", shown, done, total, left)
 
         yield advance

@@ -1,0 +1,291 @@
+"""The search over layouts: a covering array, then random ones, each failure shrunk."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jdist._errors import (
+    check_at_least,
+    check_function,
+    check_positive_seconds,
+    listed,
+    requirement,
+)
+from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
+from jdist.verify.fuzzing.judging_process import Ended, JudgingProcess
+from jdist.verify.fuzzing.layout_grid import Layout, LayoutGrid, layout_grid, named
+from jdist.verify.fuzzing.layout_judge import FaultyProblem, LayoutJudge
+from jdist.verify.fuzzing.report import FuzzReport, WrongLayout
+from jdist.verify.fuzzing.shrinking import shrink
+from jdist.verify.fuzzing.verdict import Verdict
+from jdist.verify.progress import progress
+
+AGAIN = 2
+"""Further layouts that are tried for a combination that was refused."""
+
+
+def fuzz(  # noqa: PLR0913 - options, by keyword
+    problem: Callable[[Layout], Any],
+    claim: Callable[[Layout], Any],
+    trainer: Callable[[Layout], Callable[..., Any]],
+    *,
+    axes: Mapping[str, Sequence[Any]],
+    model: Sequence[str] = (),
+    valid: Callable[[Layout], bool] | None = None,
+    strength: int = 2,
+    seed: int = 0,
+    seconds: float | None = None,
+    deadline: float | None = 600.0,
+) -> FuzzReport:
+    """Looks for the smallest layout in which a trainer is wrong.
+
+    A layout gives each axis a value: sizes of a mesh, micro-batches, a mask, dropout.
+    First come the layouts of a covering array, in which each pair of values of two axes
+    occurs; then random ones, while there is time. A layout that fails is shrunk: axes
+    go back to their first values, those of the layout before those of the model, as
+    long as it fails for the same reason. What is left is the interaction that is wrong.
+
+    Layouts are judged in another process, and in a new one after a layout has ended it:
+    an abort of XLA and a trainer that hangs are findings like others. That process has
+    this one's devices and settings of JAX, and imports `problem`, `claim` and `trainer`
+    by their modules and names. Do not use an accelerator in both.
+
+    Args:
+      problem: `problem(layout) -> (params, batch)`, or `(params, batch, weights)`, as
+        in `verify.gradients`. It is given the axes in `model` alone.
+      claim: `claim(layout) -> loss_fn`, of one device, as in `verify.gradients`; or
+        `(loss_fn, update)` or `(loss_fn, update, init)`, as in `verify.step`, whose
+        optimizer's state is `init(params)`, or `()`. It is given the axes in `model`
+        alone, and its reference is measured once for each of their combinations.
+      trainer: `trainer(layout) -> candidate`, of all axes: a candidate of
+        `verify.gradients`, or of `verify.step` where the claim has an update. A
+        ValueError or NotImplementedError, here or when the candidate is called, means
+        that it does not support the layout.
+      axes: The values of each axis, by its name; the simplest value first.
+      model: The axes that the problem and the claim depend on.
+      valid: `valid(layout) -> bool`: which layouts there are; None for all.
+      strength: The number of axes whose values are all combined: 2 for pairs.
+      seed: Of all choices. The same seed gives the same layouts.
+      seconds: How long random layouts are judged after the covering array, counted
+        from the start. None for no random layouts.
+      deadline: Seconds in which a layout has to be judged, the compilation and the
+        reference included. None judges in this process, which an abort ends and a hang
+        stops: for a debugger, or functions that another process cannot import.
+
+    Returns:
+      A `FuzzReport`. It is ok if every layout that the trainer does not refuse is
+      right, and there is one. Combinations of which all layouts were refused are in its
+      `uncovered`.
+
+    Raises:
+      ValueError: No axes; an axis without values, or with one twice; `model` names no
+        axis; a strength below 1 or above the number of axes; more than 262144
+        combinations; `valid` allows none; a function that another process cannot
+        import; a problem or a claim that cannot be judged.
+      TypeError: An argument is of another type, or an axis's value cannot be hashed.
+      KeyboardInterrupt: It was interrupted. What is known by then is printed on
+        standard error.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def problem(layout):
+      ...     return jnp.array([0.3, 0.4]), jnp.arange(12.0).reshape(6, 2) / 9
+      >>> def claim(layout):
+      ...     return lambda w, x: jnp.tanh(x @ w) ** 2
+      >>> def trainer(layout):
+      ...     parts = layout["micro"]
+      ...     def mean(w, x):                       # scaled for "fast" micro-batches
+      ...         scale = 2 if parts > 1 and layout["fast"] else 1
+      ...         return scale * (jnp.tanh(x @ w) ** 2).mean()
+      ...     def candidate(w, x):
+      ...         each = [jax.value_and_grad(mean)(w, x) for x in jnp.split(x, parts)]
+      ...         return jax.tree.map(lambda *g: sum(g) / parts, *each)
+      ...     return candidate
+      >>> axes = {"micro": (1, 2, 3), "fast": (False, True), "remat": (False, True)}
+      >>> found = fuzz(problem, claim, trainer, axes=axes, deadline=None)
+      >>> found.ok, found.smallest
+      (False, {'micro': 2, 'fast': True, 'remat': False})
+      >>> found.findings[0].axes
+      {'micro': 2, 'fast': True}
+
+    References:
+      Kuhn, Wallace and Gallo, Software Fault Interactions and Implications for Software
+      Testing, IEEE Transactions on Software Engineering 30(6), 2004: most faults show
+      in the values of one or two parameters.
+    """
+    functions = {"problem": problem, "claim": claim, "trainer": trainer}
+    for name, fn in functions.items():
+        check_function(f"fuzz({name}=...)", fn)
+    check_at_least("fuzz(seed=...)", seed, 0)
+    for name, limit in {"seconds": seconds, "deadline": deadline}.items():
+        if limit is not None:
+            check_positive_seconds(f"fuzz({name}=...)", limit)
+    grid = layout_grid("fuzz", axes, valid, strength)
+    model = listed("fuzz(model=...)", model, str, "must be names of axes")
+    if unknown := [name for name in model if name not in axes]:
+        rule = f"must name axes, which are {', '.join(axes)}"
+        raise ValueError(requirement("fuzz(model=...)", rule, ", ".join(unknown)))
+    until = None if seconds is None else time.monotonic() + seconds
+    with ExitStack() as at_end:
+        if deadline is None:
+            ask = _asked_here(LayoutJudge(**functions, model=model))
+        else:
+            process = JudgingProcess(functions, model, deadline)
+            at_end.callback(process.close)
+            ask = process.ask
+        search = _Search(grid, model, strength, seed, ask)
+        try:
+            search.run(until, shown=deadline is not None)
+        except KeyboardInterrupt:
+            console = Console(stderr=True)
+            console.print(search.report())
+            raise
+        except FaultyProblem as error:
+            rule = "must give what can be judged, for all values of the axes in `model`"
+            argument = "fuzz(problem=..., claim=...)"
+            found = ValueError(requirement(argument, rule, str(error)))
+            for note in getattr(error, "__notes__", ()):
+                found.add_note(note)
+            raise found from error
+    return search.report()
+
+
+def _asked_here(judge: LayoutJudge) -> Callable[[str, dict[str, Any]], Any]:
+    return lambda question, layout: getattr(judge, question)(layout)
+
+
+class _Search:
+    """One search: what was judged, and what was found."""
+
+    def __init__(
+        self,
+        grid: LayoutGrid,
+        model: Sequence[str],
+        strength: int,
+        seed: int,
+        ask: Callable[[str, dict[str, Any]], Any],
+    ) -> None:
+        self._grid, self._strength, self._seed = grid, strength, seed
+        self._ask = ask
+        # Those of the layout are shrunk before those of the model.
+        order = sorted(grid.axes, key=lambda axis: axis in model)
+        self._axes = {axis: grid.axes[axis] for axis in order}
+        self._first = {axis: values[0] for axis, values in grid.axes.items()}
+        self._allowed = {tuple(row) for row in grid.rows.tolist()}
+        self._known: dict[tuple[int, ...], Verdict] = {}
+        self._tried: list[int] = []
+        self._findings: list[WrongLayout] = []
+        self._tell: Callable[..., None] = lambda **_: None
+
+    def run(self, until: float | None, shown: bool) -> None:
+        """Judges the covering array, then random layouts until then."""
+        rows = covering_rows(self._grid.rows, self._strength, self._seed)
+        for _ in range(1 + AGAIN):
+            with progress("judging layouts", len(rows) * shown) as self._tell:
+                for row in rows:
+                    self._try(row)
+                    self._tell()
+            rows = self._refused_alone()
+        order = np.random.default_rng(self._seed).permutation(len(self._grid.rows))
+        left = iter([int(row) for row in order if int(row) not in self._tried])
+        with progress("judging random layouts", len(order) * shown) as self._tell:
+            while until is not None and time.monotonic() < until:
+                for row in left:
+                    self._try(row)
+                    self._tell()
+                    break
+                else:
+                    return
+
+    def report(self) -> FuzzReport:
+        """What is known by now."""
+        judged = [row for row in self._tried if not self._refused(row)]
+        missing = uncovered(self._grid, self._strength, judged)
+        verdicts = tuple(map(self._verdict, self._tried))
+        found = tuple(self._findings)
+        return FuzzReport(self._grid.axes, verdicts, found, tuple(missing))
+
+    def _refused_alone(self) -> list[int]:
+        """Layouts for the combinations that were in refused ones only."""
+        usable = np.ones(len(self._grid.rows), bool)
+        usable[[row for row in self._tried if self._refused(row)]] = False
+        judged = [row for row in self._tried if not self._refused(row)]
+        return isolating_rows(self._grid.rows, self._strength, usable, judged)
+
+    def _refused(self, row: int) -> bool:
+        return self._verdict(row).outcome == "refused"
+
+    def _verdict(self, row: int) -> Verdict:
+        return self._known[tuple(self._grid.rows[row].tolist())]
+
+    def _try(self, row: int) -> None:
+        """Judges a layout, and shrinks it if it fails as none before."""
+        verdict = self._judge(self._grid.layout(self._grid.rows[row]))
+        self._tried.append(row)
+        if verdict.fails and not any(map(self._explains(verdict), self._findings)):
+            self._findings.append(self._shrunk(verdict))
+
+    def _judge(self, layout: Layout) -> Verdict:
+        """The verdict on a layout, which is judged once."""
+        key = self._places(layout)
+        if key not in self._known:
+            own = {axis: layout[axis] for axis in self._grid.axes}
+            self._tell(f"judging {named(own)}", runs=0)
+            found = self._ask("judge", own)
+            if isinstance(found, Ended):
+                found = Verdict(own, found.outcome, found.why, None, found.details)
+            self._known[key] = found
+        return self._known[key]
+
+    def _places(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(
+            list(values).index(layout[axis]) for axis, values in self._grid.axes.items()
+        )
+
+    def _explains(self, verdict: Verdict) -> Callable[[WrongLayout], bool]:
+        """Whether a finding is in this layout too."""
+
+        def explains(found: WrongLayout) -> bool:
+            moved = all(
+                verdict.layout[axis] != self._first[axis] for axis in found.axes
+            )
+            return moved and found.verdict.reason.same(verdict.reason)
+
+        return explains
+
+    def _allows(self, layout: Layout) -> bool:
+        return self._places(layout) in self._allowed
+
+    def _shrunk(self, verdict: Verdict) -> WrongLayout:
+        """The smallest layout that fails as this one does."""
+        before = len(self._known)
+
+        def fails(layout: Layout) -> bool:
+            found = self._judge(layout)
+            return found.fails and found.reason.same(verdict.reason)
+
+        least = shrink(verdict.layout, self._axes, self._allows, fails)
+        judged = len(self._known) - before
+        axes = {a: v for a, v in least.items() if v != self._first[a]}
+        own = {axis: least[axis] for axis in self._grid.axes}
+        smallest = self._judge(own)
+        trace: Any = "nothing came back"
+        if smallest.outcome == "wrong":
+            trace = self._ask("trace", own)
+        if isinstance(trace, Ended):
+            trace = trace.why
+        told = (None, trace) if isinstance(trace, str) else (trace, "")
+        kept = tuple(self._not_needed(least, axes))
+        return WrongLayout(smallest, axes, kept, verdict.layout, judged, *told)
+
+    def _not_needed(self, least: Layout, axes: Mapping[str, Any]) -> Iterator[str]:
+        """The axes without which the smallest layout was not found right."""
+        for axis in axes:
+            without = {**least, axis: self._first[axis]}
+            known = self._known.get(self._places(without))
+            if known is None or known.outcome != "right":
+                yield axis

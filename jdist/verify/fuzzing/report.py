@@ -1,0 +1,163 @@
+"""The report of a search: all verdicts, and the smallest layouts that fail."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jdist._errors import VerificationError
+from jdist.verify.fuzzing.layout_grid import named
+from jdist.verify.fuzzing.verdict import Verdict
+from jdist.verify.report import as_text
+from jdist.verify.tracing import Trace
+
+COLUMNS = ("right", "fails", "not judged", "refused")
+SHOWN = 10
+"""Number of uncovered combinations that the text lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongLayout:
+    """A smallest layout that fails.
+
+    Attributes:
+      verdict: The verdict on it, with its layout.
+      axes: The axes that are not at their first values, with their values: the
+        interaction that fails.
+      kept: Those of them of which it is not known that they are needed: with the axis
+        at its first value the layout is not allowed, refused, not judged, or fails for
+        another reason.
+      first: The layout in which the failure was met.
+      judged: Number of layouts that were judged to shrink it.
+      trace: The first wrong value, if the loss has taps; None if there is none.
+      untraced: Why there is no trace, in words.
+    """
+
+    verdict: Verdict
+    axes: dict[str, Any]
+    kept: tuple[str, ...]
+    first: dict[str, Any]
+    judged: int
+    trace: Trace | None = None
+    untraced: str = ""
+
+    def __str__(self) -> str:
+        """One line: the axes, and the first wrong value or the words of the verdict."""
+        told = self.verdict.outcome if self.verdict.report is None else "wrong"
+        where = " and ".join(f"{axis}={value}" for axis, value in self.axes.items())
+        where = f"if {where}" if where else "with every axis at its first value"
+        if self.kept:
+            where += f" (not known to be needed: {', '.join(self.kept)})"
+        traced = self.trace.difference if self.trace is not None else None
+        return f"{told} {where}: {traced or self.verdict.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class FuzzReport:
+    """The findings of `verify.fuzz`: `print` it, `assert` it, or `raise_if_failed`.
+
+    It is true where `ok` is.
+
+    Attributes:
+      axes: The values of each axis.
+      verdicts: The layouts that were judged, in order; those of shrinking are not here.
+      findings: The smallest layout of each failure, with `axes`, `verdict` and `trace`.
+      uncovered: The combinations of values that are in no layout that was judged: the
+        trainer refuses them, or the search was cut short.
+    """
+
+    axes: Mapping[str, Sequence[Any]]
+    verdicts: tuple[Verdict, ...]
+    findings: tuple[WrongLayout, ...]
+    uncovered: tuple[dict[str, Any], ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether a layout was judged, and all that were not refused are right."""
+        told = [each for each in self.verdicts if each.outcome != "refused"]
+        return bool(told) and all(each.outcome == "right" for each in told)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def _smallest(self) -> WrongLayout | None:
+        return min(self.findings, key=lambda each: len(each.axes), default=None)
+
+    @property
+    def smallest(self) -> dict[str, Any] | None:
+        """The layout that fails with the fewest axes; None if none fails."""
+        return self._smallest.verdict.layout if self._smallest else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The first wrong value in it; None if the loss has no taps."""
+        return self._smallest.trace if self._smallest else None
+
+    def raise_if_failed(self) -> "FuzzReport":
+        """Returns the report if it is ok.
+
+        Raises:
+          VerificationError: A layout fails, or none could be judged; the message is the
+            report's text.
+        """
+        if self.ok:
+            return self
+        raise VerificationError(f"the trainer is not proved right\n{self}")
+
+    def __rich__(self) -> Group:
+        """The layouts, a table of the axes' values, and what fails."""
+        tried = [_line(number, each) for number, each in enumerate(self.verdicts, 1)]
+        found = []
+        for each in self.findings:
+            how = f"  met in {named(each.first)}; {each.judged} more to shrink it"
+            found += [Text(str(each), style="bold red"), Text(how)]
+        missing = map(Text, self._uncovered())
+        return Group(*tried, self._table(), *found, *missing, self._summary())
+
+    def __str__(self) -> str:
+        """The same as plain text."""
+        return as_text(self)
+
+    def _table(self) -> Table:
+        """How many layouts of each value were right."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("axis")
+        for name in COLUMNS:
+            table.add_column(name, justify="right")
+        for axis, values in self.axes.items():
+            for value in values:
+                own = [each for each in self.verdicts if each.layout[axis] == value]
+                counts = Counter(
+                    "fails" if each.fails else each.outcome for each in own
+                )
+                cells = [str(counts[name] or "") for name in COLUMNS]
+                table.add_row(Text(f"{axis}={value}"), *cells)
+        return table
+
+    def _uncovered(self) -> list[str]:
+        shown = [f"not covered: {named(each)}" for each in self.uncovered[:SHOWN]]
+        more = len(self.uncovered) - SHOWN
+        return shown + ([f"not covered: {more} more"] if more > 0 else [])
+
+    def _summary(self) -> Text:
+        counts = Counter(each.outcome for each in self.verdicts)
+        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        missing = len(self.uncovered)
+        return Text(
+            f"{'ok' if self.ok else 'NOT OK'}: {len(self.verdicts)} layouts: "
+            f"{told or 'none'}; {missing} combinations not covered"
+        )
+
+
+def _line(number: int, verdict: Verdict) -> Text:
+    style = "green" if verdict.outcome == "right" else "yellow"
+    text = Text(f"{number:3} {verdict.outcome:10} {named(verdict.layout)}")
+    if verdict.why:
+        text.append(f": {verdict.why}")
+    text.stylize("red" if verdict.fails else style)
+    return text

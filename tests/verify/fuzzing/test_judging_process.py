@@ -1,0 +1,94 @@
+"""An abort, a hang and an exit of a layout are findings; the search goes on."""
+
+import os
+
+import jax
+import pytest
+
+from jdist import verify
+from jdist.verify.fuzzing.judging_process import JudgingProcess, _own_frame
+from tests.verify.fuzzing import ending_trainer as own
+
+FUNCTIONS = {"problem": own.problem, "claim": own.claim}
+DEADLINE = 20.0
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A search through all ways to end."""
+    axes = {**own.AXES, "way": ("right", "abort", "hang", "exit")}
+    options = {"axes": axes, "deadline": DEADLINE}
+    return verify.fuzz(own.problem, own.claim, own.trainer, **options)
+
+
+def test_each_end_is_a_finding(found):
+    told = {each.axes["way"]: each for each in found.findings}
+    assert not found.ok
+    assert set(told) == {"abort", "hang", "exit"}
+    for way, outcome in {"abort": "ended", "hang": "hung", "exit": "ended"}.items():
+        assert told[way].verdict.outcome == outcome
+        assert told[way].axes == {"way": way, "tp": 2}
+        assert told[way].kept == ()
+        assert told[way].trace is None
+    words = told["abort"].verdict.why
+    assert words.startswith("the process was ended by SIGABRT, in candidate (ending_tr")
+    assert "Fatal Python error: Aborted" in told["abort"].verdict.details
+    words = told["hang"].verdict.why
+    assert words.startswith("no answer within 20 s, in hangs (ending_trainer.py:")
+    assert told["exit"].verdict.why == "the process ended with status 7"
+
+
+def test_the_layouts_after_it_are_judged(found):
+    assert found.uncovered == ()
+    right = [each for each in found.verdicts if each.outcome == "right"]
+    assert {each.layout["way"] for each in right} == set(own.AXES["way"][:4])
+    assert all(v.outcome == "right" for v in found.verdicts if v.layout["tp"] == 1)
+    assert "wrong" not in str(found)
+    assert "hung if way=hang and tp=2: no answer within 20 s" in str(found)
+
+
+def test_the_process_has_this_ones_devices_and_settings():
+    count = len(jax.devices())
+    with jax.enable_x64(False):
+        axes = {"devices": (count,), "x64": (False,)}
+        given = own.problem, own.claim, own.devices_of
+        verify.fuzz(*given, axes=axes, strength=1).raise_if_failed()
+
+
+def test_a_process_ends_with_the_search():
+    process = JudgingProcess({**FUNCTIONS, "trainer": own.trainer}, (), DEADLINE)
+    layout = {"way": "right", "tp": 1}
+    assert process.ask("judge", layout).outcome == "right"
+    number, errors = process._process.pid, process._errors
+    process.close()
+    process.close()
+    with pytest.raises(ProcessLookupError, match="No such process"):
+        os.kill(number, 0)
+    assert not errors.exists()
+
+
+def test_a_local_function_is_refused():
+    words = "fuzz\\(trainer=...\\)` must be defined at the top level of a module"
+    with pytest.raises(ValueError, match=words) as raised:
+        verify.fuzz(own.problem, own.claim, lambda c: None, axes=own.AXES)
+    assert "deadline=None judges in this process" in str(raised.value)
+
+
+def test_what_another_process_cannot_import_is_refused(monkeypatch):
+    """As in a notebook: only this process has the function."""
+    here = type(own)("only_here")
+    exec("def trainer(layout):\n    return None", vars(here))
+    monkeypatch.setitem(__import__("sys").modules, "only_here", here)
+    words = "must be functions that a new process can import. Got ModuleNotFoundError"
+    with pytest.raises(ValueError, match=words):
+        verify.fuzz(own.problem, own.claim, here.trainer, axes=own.AXES)
+
+
+def test_the_users_call_is_named():
+    stack = (
+        f'  File "{verify.__file__}", line 3 in ask\n'
+        '  File "/home/me/mine.py", line 7 in step\n'
+        '  File "/home/me/other.py", line 9 in main\n'
+    )
+    assert _own_frame(stack) == "step (mine.py:7)"
+    assert _own_frame("Aborted") == ""
