@@ -38,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names a test by its layout, such as those of `verify.covering_array`."""
+    if argname != "layout" or not isinstance(val, Mapping):
+        return None
+    return ",".join(f"{axis}={value}" for axis, value in val.items())
+
+
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> GradientJudge:
     """Judges trainers; a wrong gradient fails the test, which shows the report."""

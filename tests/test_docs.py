@@ -154,6 +154,7 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
         # Both layers are wrong by as much: rounding decides which is worse.
         assert re.search("gradient, (in|out)ward/kernel/value, examples 0-9: ", shown)
         assert "examples 0-5 count 0.8333 times; examples 6-9 count 1.25 times" in shown
+        assert "wrong if micro=3 and mask=True: gradient, (root): " in shown
 
 
 def test_the_recipes_for_logging_run(monkeypatch):

@@ -107,7 +107,7 @@ def session(tests, *options):
 def page(tmp_path_factory):
     """A folder with the test file that docs/pytest.md shows."""
     folder = tmp_path_factory.mktemp("users")
-    (code,) = CODE.findall((ROOT / "docs" / "pytest.md").read_text())
+    code, _ = CODE.findall((ROOT / "docs" / "pytest.md").read_text())
     (folder / "test_trainer.py").write_text(code)
     return folder
 
@@ -118,6 +118,29 @@ def test_pytest_finds_it_by_its_entry_point():
     assert project["entry-points"]["pytest11"] == {NAME: NAME}
     assert pytest_plugin.__name__ == NAME
     assert not any("pytest" in each for each in project["dependencies"])
+
+
+def test_a_test_is_named_by_its_layout(tmp_path):
+    """The two blocks of the pages, whose trainer is wrong with a mask and in parts."""
+    text = (ROOT / "docs" / "verify.md").read_text()
+    layouts = CODE.findall(text.partition("## Right in every layout")[2])[0]
+    _, code = CODE.findall((ROOT / "docs" / "pytest.md").read_text())
+    (tmp_path / "layouts.py").write_text(layouts)
+    (tmp_path / "test_layouts.py").write_text(code)
+    status, shown = session(tmp_path)
+    assert status == 1
+    told = re.findall(r"^(PASSED|FAILED) \S+::test_layout\[(\S+)\]", shown, re.M)
+    assert ("PASSED", "dp=1,micro=1,remat=False,mask=False") in told
+    for outcome, layout in told:
+        assert (outcome == "FAILED") == ("micro=3" in layout and "mask=True" in layout)
+    assert {outcome for outcome, _ in told} == {"PASSED", "FAILED"}
+
+
+def test_other_parameters_keep_their_names():
+    name = pytest_plugin.pytest_make_parametrize_id
+    assert name({"dp": 2, "mask": True}, "layout") == "dp=2,mask=True"
+    assert name({"dp": 2}, "options") is None
+    assert name((1, 2), "layout") is None
 
 
 def test_to_import_it_imports_neither_jax_nor_the_judge():

@@ -6,6 +6,8 @@ values of any t axes in at least one of its rows. How many rows it needs grows w
 logarithm of the number of axes, where the number of layouts grows exponentially.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any

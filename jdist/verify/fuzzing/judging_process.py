@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,12 +68,12 @@ class JudgingProcess:
 
     def __init__(
         self,
-        functions: dict[str, Callable[..., Any]],
+        functions: Mapping[str, Callable[..., Any]],
         model: Sequence[str],
         deadline: float,
     ) -> None:
         for name, fn in functions.items():
-            _check_importable(name, fn)
+            check_sent(name, fn)
         self._work = pickle.dumps((functions, tuple(model)))
         self._deadline = deadline
         self._process: Any = None
@@ -157,14 +157,15 @@ class JudgingProcess:
         return Ended("hung" if hung else "ended", words, details)
 
 
-def _check_importable(name: str, fn: Callable[..., Any]) -> None:
+def check_sent(name: str, value: object) -> None:
+    """Raises a ValueError unless an argument of `fuzz` can go to another process."""
     try:
-        pickle.dumps(fn)
+        pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        rule = "must be defined at the top level of a module: another process calls it"
+        rule = "must go to another process: functions by their module and name"
         remedy = "deadline=None judges in this process."
         argument = f"fuzz({name}=...)"
-        raise ValueError(requirement(argument, rule, repr(fn), remedy)) from error
+        raise ValueError(requirement(argument, rule, value, remedy)) from error
 
 
 def _end(status: int) -> str:

@@ -1,5 +1,7 @@
 """The search over layouts: a covering array, then random ones, each failure shrunk."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from jdist._errors import (
     requirement,
 )
 from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
-from jdist.verify.fuzzing.judging_process import Ended, JudgingProcess
+from jdist.verify.fuzzing.judging_process import Ended, JudgingProcess, check_sent
 from jdist.verify.fuzzing.layout_grid import Layout, LayoutGrid, layout_grid, named
 from jdist.verify.fuzzing.layout_judge import FaultyProblem, LayoutJudge
 from jdist.verify.fuzzing.report import FuzzReport, WrongLayout
@@ -134,6 +136,7 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
         if deadline is None:
             ask = _asked_here(LayoutJudge(**functions, model=model))
         else:
+            check_sent("axes", dict(axes))
             process = JudgingProcess(functions, model, deadline)
             at_end.callback(process.close)
             ask = process.ask

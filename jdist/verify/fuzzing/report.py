@@ -1,5 +1,7 @@
 """The report of a search: all verdicts, and the smallest layouts that fail."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +100,7 @@ class FuzzReport:
         """The first wrong value in it; None if the loss has no taps."""
         return self._smallest.trace if self._smallest else None
 
-    def raise_if_failed(self) -> "FuzzReport":
+    def raise_if_failed(self) -> FuzzReport:
         """Returns the report if it is ok.
 
         Raises:

@@ -1,5 +1,7 @@
 """The verdict on one layout, and its reason: which failures are the same."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ class Reason:
     part: str | None = None
     loss_wrong: bool | None = None
 
-    def same(self, other: "Reason") -> bool:
+    def same(self, other: Reason) -> bool:
         """Whether two layouts fail for the same reason, as far as words can tell."""
         mine, theirs = self.kinds, other.kinds
         if self.part or other.part:

@@ -1,6 +1,8 @@
 """An abort, a hang and an exit of a layout are findings; the search goes on."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -68,10 +70,49 @@ def test_a_process_ends_with_the_search():
 
 
 def test_a_local_function_is_refused():
-    words = "fuzz\\(trainer=...\\)` must be defined at the top level of a module"
+    words = "fuzz\\(trainer=...\\)` must go to another process: functions by their mod"
     with pytest.raises(ValueError, match=words) as raised:
         verify.fuzz(own.problem, own.claim, lambda c: None, axes=own.AXES)
     assert "deadline=None judges in this process" in str(raised.value)
+
+
+def test_a_value_that_cannot_be_sent_is_refused():
+    axes = {"way": (len, lambda: 3)}
+    with pytest.raises(ValueError, match=r"fuzz\(axes=...\)` must go to another p"):
+        verify.fuzz(own.problem, own.claim, own.trainer, axes=axes, strength=1)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+from jdist import verify
+from tests.verify.fuzzing import ending_trainer as own
+
+def trainer(layout):
+    return own.gradient
+
+found = verify.fuzz(own.problem, own.claim, trainer, axes={"tp": (1, 2)}, strength=1)
+"""
+
+
+def test_a_script_without_a_guard_is_refused(tmp_path):
+    """Its process would search again; and what is in no file cannot be imported."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ways = [[str(tmp_path / "script.py")], ["-c", SCRIPT]]
+    told = "must be functions that a new process can import"
+    for way, reason in zip(
+        ways, ("bootstrapping phase", "attribute 'trainer'"), strict=True
+    ):
+        ran = subprocess.run(
+            [sys.executable, *way],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ran.returncode == 1
+        assert told in ran.stderr
+        assert reason in ran.stderr
+        assert "under `if __name__ == '__main__':`" in ran.stderr
 
 
 def test_what_another_process_cannot_import_is_refused(monkeypatch):
