@@ -70,6 +70,7 @@ from jdist.verify.evaluation import (
     Recording,
     RoundedSideNeeded,
     drawn_form,
+    rounding_note,
     rounds_as_drawn,
     summed,
 )
@@ -434,10 +435,11 @@ class LossPrograms:
                 losses[group.numbers[group.inside]] = values[group.inside]
             sums = found.sums(draws)
         missed = ", ".join(sorted(pieces.missed))
-        notes = (
-            f"the rounding of {missed} was not measured: there the bound is too narrow",
-        )
-        return _ExampleSums(sums, losses, notes if missed else ())
+        notes = rounding_note(pieces.program)
+        if missed:
+            words = f"the rounding of {missed} was not measured"
+            notes += (f"{words}: there the bound is too narrow",)
+        return _ExampleSums(sums, losses, notes)
 
     def choices(
         self,

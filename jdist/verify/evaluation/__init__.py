@@ -30,6 +30,7 @@ from jdist.verify.evaluation.piecewise import (
     drawn_form,
     rounds_as_drawn,
 )
+from jdist.verify.evaluation.products import rounding_note
 
 __all__ = [
     "BOTH",
@@ -53,6 +54,7 @@ __all__ = [
     "called",
     "chosen",
     "drawn_form",
+    "rounding_note",
     "rounds_as_drawn",
     "run",
     "summed",

@@ -19,7 +19,8 @@ y (1 + u d), with u the unit of the equation's own dtype and d uniform in [-1, 1
 of k terms has k roundings: for terms x in random order, the squares of the partial sums
 add up to about k (s^2 / 3 + sum x^2 / 6), s being the result. So its result is
 perturbed with u sqrt(k / 3) and each of its terms with u sqrt(k / 6), u being the unit
-of the dtype that is accumulated in.
+of the dtype that is accumulated in. Where the device rounds the operands of float32
+products (`products`), so does the rounded side, and they are perturbed by that unit.
 
 References:
   Parker, Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic,
@@ -48,6 +49,7 @@ from jdist.verify.bound import (
     unit_roundoff,
     wide_of,
 )
+from jdist.verify.evaluation.products import PRODUCTS, kept_bits
 
 Array = jax.Array
 
@@ -304,7 +306,7 @@ def _both_sides(
     results: Sequence[Any] = (
         [x.aval for x in equation.outvars]
         if alone
-        else bind(equation, [_rounded(x) for x in operands])
+        else bind(equation, _as_rounded(equation, operands))
     )
     if alone and not all(map(has_sides, results)):
         raise RoundedSideNeeded(name)
@@ -332,6 +334,21 @@ def _both_sides(
         own = None if alone else r
         found.append(PrecisionPair(own, w, size, narrow) if has_sides(r) else r)
     return found
+
+
+def _as_rounded(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
+    """The operands of the rounded side, rounded as the device does for a product."""
+    given = [_rounded(x) for x in operands]
+    bits = kept_bits(equation)
+    # Where it does so itself, this changes nothing: its kernel for an example alone may
+    # have full precision.
+    return given if bits is None else [_with_bits(x, bits) for x in given]
+
+
+def _with_bits(x: Array, bits: int) -> Array:
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(_with_bits(x.real, bits), _with_bits(x.imag, bits))
+    return jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, bits)
 
 
 def _narrow(equation: JaxprEqn, operands: list[Value]) -> np.dtype | None:
@@ -368,11 +385,8 @@ def _widely(
     wide = [_wide(x, noise) for x in operands]
     if name in UNMEASURED or any(map(is_key, wide)):
         return None
-    terms = 1 if noise.amplitude is None else summed(equation)
-    if terms > 1:
-        dtype = _dtype_of(equation.outvars[0])
-        dtypes = dtype, _cast_from(operands) or dtype
-        wide = [_perturb_terms(x, dtypes, terms, noise) for x in wide]
+    if noise.amplitude is not None:
+        wide = _perturb_terms(wide, equation, _cast_from(operands), noise)
     try:
         if name in _RULES:
             return _RULES[name](_Call(equation, operands, wide, noise.wider, results))
@@ -443,7 +457,7 @@ def _size(
         wide = [_wide(x, noise) for x in operands]
         # Relative to the largest, so that no square is too small or too large.
         tops = [_top(jnp.max(jnp.abs(x), initial=0)) for x in wide if _is_float(x)]
-        if name not in _PRODUCTS:
+        if name not in PRODUCTS:
             tops = [jnp.max(jnp.stack(tops))] * len(tops)
         rest = iter(tops)
         squares = [
@@ -455,7 +469,7 @@ def _size(
         rule = _RULES.get(name)
         call = _Call(equation, operands, squares, noise.sizes)
         found = rule(call) if rule else _bind_wide(equation, squares, noise.sizes)
-        total = jnp.prod(jnp.stack(tops)) if name in _PRODUCTS else tops[0]
+        total = jnp.prod(jnp.stack(tops)) if name in PRODUCTS else tops[0]
         # A product of complex numbers asks for a complex result.
         roots = jnp.sqrt(jnp.abs(found[0]))
         return roots * total.astype(roots.dtype)
@@ -481,8 +495,6 @@ def _size_of(value: Value, noise: Perturbation) -> Array:
     wide = _wide(value, noise)
     return jnp.abs(wide).astype(noise.sizes(float)) if _is_float(wide) else wide
 
-
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 _SQUARED = frozenset({
     "dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum",
@@ -537,17 +549,30 @@ def _with_error(wide: Array, error: Array) -> Array:
 
 
 def _perturb_terms(
-    wide: Array, dtypes: tuple[np.dtype, np.dtype], terms: int, noise: Perturbation
-) -> Array:
-    """An operand of a sum, perturbed for the roundings of its partial sums."""
-    if not _is_float(wide):
-        return wide
-    dtype, narrow = dtypes
-    unit = unit_roundoff(accumulated(narrow, noise.accumulation)) * math.sqrt(terms / 6)
-    if noise.in_parts:
-        # At most a rounding of every term for each of the roundings that `bound` takes.
-        unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
-    errors = noise.errors(wide, unit)
+    wide: list[Array],
+    equation: JaxprEqn,
+    narrow: np.dtype | None,
+    noise: Perturbation,
+) -> list[Array]:
+    """Operands of a sum, perturbed for the roundings of its partial sums.
+
+    Those of a product are perturbed for their own roundings, too.
+    """
+    dtype, terms, unit = _dtype_of(equation.outvars[0]), summed(equation), 0.0
+    if terms > 1:
+        adding = unit_roundoff(accumulated(narrow or dtype, noise.accumulation))
+        unit = adding * math.sqrt(terms / 6)
+        if noise.in_parts:
+            # At most a rounding of every term for each that `bound` takes.
+            unit = math.hypot(unit, unit_roundoff(dtype) * math.sqrt(EXTRA))
+    bits = kept_bits(equation)
+    if bits is not None:
+        unit = math.hypot(unit, 2.0 ** -(bits + 1))
+    return [_perturbed_by(x, unit, noise) for x in wide] if unit else wide
+
+
+def _perturbed_by(wide: Array, unit: float, noise: Perturbation) -> Array:
+    errors = noise.errors(wide, unit) if _is_float(wide) else None
     return wide if errors is None else _with_error(wide, wide * errors)
 
 
@@ -556,8 +581,7 @@ def _perturb_part(wide: Array, equation: JaxprEqn, noise: Perturbation) -> Array
     narrow = _dtype_of(equation.invars[0])
     if not jnp.issubdtype(narrow, jnp.inexact):
         return wide
-    errors = noise.errors(wide, unit_roundoff(narrow) * math.sqrt(EXTRA))
-    return wide if errors is None else _with_error(wide, wide * errors)
+    return _perturbed_by(wide, unit_roundoff(narrow) * math.sqrt(EXTRA), noise)
 
 
 def summed(equation: JaxprEqn) -> int:

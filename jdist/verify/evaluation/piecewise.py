@@ -46,6 +46,7 @@ from jdist.verify.evaluation.lockstep import (
     results_of,
     sized_variables,
 )
+from jdist.verify.evaluation.products import kept_bits
 
 
 class Form(NamedTuple):
@@ -387,11 +388,13 @@ def drawn_form(program: ClosedJaxpr) -> Form:
 
 def rounds_as_drawn(program: ClosedJaxpr) -> bool:
     """Whether a draw with errors of 0 is the program as it rounds."""
-    # Draws have products of full precision, which a CPU's are by default.
-    precisions = {x.params.get("precision") for x in equations_in(program)}
+    # Draws have products of full precision. An algorithm that is stated may be followed
+    # for some shapes only.
+    equations = list(equations_in(program))
+    precisions = {x.params.get("precision") for x in equations}
     usual = {None, (jax.lax.Precision.DEFAULT,) * 2, (jax.lax.Precision.HIGHEST,) * 2}
-    on_cpu = jax.default_backend() == "cpu"
-    return on_cpu and precisions <= usual and _widths(program) == {32}
+    whole = all(kept_bits(x) is None for x in equations)
+    return whole and precisions <= usual and _widths(program) == {32}
 
 
 def _has_doubles(program: ClosedJaxpr) -> bool:

@@ -28,6 +28,7 @@ from jdist.verify.bound import BLIND
 from jdist.verify.candidates import called, excuse
 from jdist.verify.comparison import compare_leaves, described_shard
 from jdist.verify.draws import check_loss
+from jdist.verify.evaluation import rounding_note
 from jdist.verify.gradient_check import agreed
 from jdist.verify.oracle import gradient_of_sum
 from jdist.verify.processes import (
@@ -327,22 +328,27 @@ def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any
 def _reference(problem: _Problem, options: _Options) -> _Steps:
     """Measures the reference's steps."""
     if problem.update == WHOLE:
-        return _whole_steps(problem, options)
+        steps = _whole_steps(problem, options)
+    else:
+        steps = _composed_steps(problem, problem.update, options)
+    given = brought((steps.start[0], steps.batches[0]))
+    narrow = rounding_note(jax.make_jaxpr(steps.draws)(*given))
+    return steps._replace(notes=steps.notes + narrow)
+
+
+def _composed_steps(
+    problem: _Problem, update: Callable[..., Any], options: _Options
+) -> _Steps:
+    """The steps of a loss's gradient and an update."""
     training = Training(
         problem.function,
-        problem.update,
+        update,
         len(problem.state) == 3,
         options.reduction,
         options.accumulation,
     )
-    weighted = _weighted(problem.batches, options.weights)
-    return _composed_steps(training, problem.state, weighted)
-
-
-def _composed_steps(
-    training: Training, state: tuple[PyTree, ...], batches: Sequence[tuple[PyTree, Any]]
-) -> _Steps:
-    """The steps of a loss's gradient and an update."""
+    batches = _weighted(problem.batches, options.weights)
+    state = problem.state
     states = tuple(state[2:]) or ((),)
     losses = partial(training.losses, states=brought(states[0]))
     check = partial(check_problem, "step", losses, state[0], names=("state", "batches"))
