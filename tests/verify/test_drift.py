@@ -181,3 +181,15 @@ def test_refusals(given, message):
     own = {"gradients": [jnp.ones(3)], **given}
     with pytest.raises(ValueError, match=message):
         verify.drift(update, (jnp.ones(3), ()), **own)
+
+
+def test_numpy_gradients_are_what_jax_makes_of_them():
+    rng = np.random.default_rng(3)
+    params, gradients = rng.normal(size=5), list(rng.normal(size=(7, 5)))
+
+    def update(w, g, m):
+        m = 0.9 * m + 0.1 * g**2
+        return w - g / (1 + m), m
+
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        assert verify.drift(update, (params, np.zeros(5)), gradients).ok

@@ -541,3 +541,34 @@ def test_a_state_may_be_a_list_and_batches_a_tuple():
     assert {row.path for row in report.leaves} == paths
     with pytest.raises(ValueError, match=r"^`step\(batches=...\)` .*Got none"):
         verify.step(losses, update, state, (), {"mine": train})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_numpy_batches_are_what_jax_makes_of_them(whole):
+    """Labels of 64 bits, as of scikit-learn's data, and numbers in float64."""
+    rng = np.random.default_rng(5)
+    params = {"w": rng.normal(size=(5, 3)).astype(np.float32)}
+    batch = rng.normal(size=(7, 5)), rng.integers(0, 3, 7)
+    opt = optim.sgd(lr=0.1)
+
+    def loss(p, b):
+        x, y = b
+        scores = jax.nn.log_softmax(x @ p["w"])
+        return -jnp.take_along_axis(scores, y[:, None], 1)[:, 0]
+
+    def train(params, state, b, factor=1.0):
+        slope = jax.grad(lambda p: loss(p, b).mean())(params)
+        slope = jax.tree.map(lambda x: factor * x, slope)
+        return opt.step(params, slope, state)
+
+    wrong = functools.partial(train, factor=1.01)
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        state = params, opt.init(params)
+        if whole:
+            judge = verify.step_judge(lambda s, b: train(*s, b), state, [batch] * 2)
+            right = judge(lambda s, b: train(*s, b)).ok
+            found = judge(lambda s, b: wrong(*s, b)).ok
+        else:
+            judge = verify.step_judge(loss, opt.step, state, [batch] * 2)
+            right, found = judge({"own": train}).ok, judge({"own": wrong}).ok
+    assert (right, found) == (True, False)

@@ -127,6 +127,7 @@ class Perturbation:
     pool: Array | None = None
     _places: Iterator[int] = field(default_factory=itertools.count)
     _count: int = 0
+    _hashed: dict[int, Array] = field(default_factory=dict)
 
     def inner(self, step: Array) -> "Perturbation":
         """A perturbation for iteration `step` of a loop inside this scope."""
@@ -137,7 +138,7 @@ class Perturbation:
 
     def within(self, seed: Array) -> "Perturbation":
         """A perturbation with another seed, for a scope of its own."""
-        return replace(self, seed=seed, _count=0)
+        return replace(self, seed=seed, _count=0, _hashed={})
 
     def loop(self) -> "Perturbation":
         """A perturbation for a loop inside this scope; iterations share the seed."""
@@ -171,9 +172,7 @@ class Perturbation:
     def _draw(self, shape: tuple[int, ...]) -> Array:
         """Numbers of the pool, from a random place on."""
         pool = _in_context(jnp.asarray(POOL) if self.pool is None else self.pool)
-        size = math.prod(shape)
-        bits = _mix(_in_context(self.seed) + _golden(self._tick()))
-        start = (bits % jnp.uint32(PLACES)).astype(jnp.int32)
+        size, start = math.prod(shape), self._place()
         if size + PLACES <= pool.size:
             return jax.lax.dynamic_slice(pool, [start], [size]).reshape(shape)
         # As often as needed. Its length is prime, so that an array's rows are not in
@@ -183,6 +182,19 @@ class Perturbation:
         times = -(-size // pool.size)
         repeated = jnp.broadcast_to(turned, (times, pool.size)).reshape(-1)
         return jax.lax.slice(repeated, [0], [size]).reshape(shape)
+
+    def _place(self) -> Array:
+        """The place in the pool for the next array: a hash of seed and count."""
+        group, number = divmod(self._tick(), HASHED)
+        if group not in self._hashed:
+            # Many at once: a dozen scalar equations for each array would be half of
+            # what XLA has to compile.
+            steps = jnp.asarray(_golden(group * HASHED + np.arange(HASHED)))
+            bits = _mix(_in_context(self.seed) + _in_context(steps))
+            self._hashed[group] = (bits % jnp.uint32(PLACES)).astype(jnp.int32)
+        return jax.lax.index_in_dim(
+            _in_context(self._hashed[group]), number, keepdims=False
+        )
 
     def _tick(self) -> int:
         self._count += 1
@@ -203,14 +215,15 @@ def noise_pool(size: int) -> np.ndarray:
     return generator.uniform(-1, 1, size + PLACES).astype(np.float32)
 
 
-# Places in a pool at which an array's errors may begin, and a pool for any array.
-PLACES = 65521
+# Places in a pool at which an array's errors may begin, how many are computed at once,
+# and a pool for any array.
+PLACES, HASHED = 65521, 64
 POOL = noise_pool(65550)
 
 
-def _golden(step: int) -> Array:
+def _golden(step: int | np.ndarray) -> np.ndarray:
     """Numbers far apart for consecutive steps: multiples of the golden ratio."""
-    return jnp.uint32(step * 0x9E3779B9 & 0xFFFFFFFF)
+    return np.asarray(step * 0x9E3779B9 & 0xFFFFFFFF, np.uint32)
 
 
 def _mix(bits: Array) -> Array:
@@ -545,7 +558,7 @@ def _perturb(
 
 def _with_error(wide: Array, error: Array) -> Array:
     """A value with an error; an infinite one, as of a masked logit, has none."""
-    return jnp.where(jnp.isfinite(wide), wide + error, wide)
+    return jax.lax.select(jnp.isfinite(wide), wide + error, wide)
 
 
 def _perturb_terms(

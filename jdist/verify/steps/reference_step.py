@@ -111,7 +111,8 @@ class ReferenceStep:
         """
         advance = jax.jit(self.advance)
         moved = jax.jit(self._moved, static_argnums=(0, 1, 2))
-        state = jax.tree.map(jnp.asarray, state)
+        # Before x64 is enabled, which would give NumPy arrays wider dtypes.
+        state, batches = jax.tree.map(jnp.asarray, (state, batches))
         others = starts(state)
         origin = [wide[0] for wide in others]
         for t, batch in enumerate(batches):

@@ -92,9 +92,14 @@ def drift(
             name: _Run(name, own, brought(jax.tree.map(jnp.asarray, start)))
             for name, (own, start) in runs.items()
         }
+
+        def arrays(gradient: PyTree) -> PyTree:
+            # Before x64 is enabled, which would give NumPy arrays wider dtypes.
+            return brought(jax.tree.map(jnp.asarray, gradient))
+
         own = live["update"]
-        exact = _Exact(own, brought(gradients[0]))
-        for t, gradient in enumerate(map(brought, gradients), 1):
+        exact = _Exact(own, arrays(gradients[0]))
+        for t, gradient in enumerate(map(arrays, gradients), 1):
             exact.step(own, gradient, t)
             # It goes on where it is wrong: it decides for the others.
             for each in (x for x in live.values() if x is own or not x.failed):

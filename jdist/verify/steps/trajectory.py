@@ -175,7 +175,9 @@ def trajectory(
     updated = jax.jit(training.update)
     seen: SeenValues | None = None
     counted, measure = _measurement(training)
-    state = start = jax.tree.map(jnp.asarray, start)
+    # Before x64 is enabled, which would give NumPy arrays wider dtypes.
+    start, batches = jax.tree.map(jnp.asarray, (start, batches))
+    state = start
     earlier: PyTree = None
     others = starts(start)
     origin = [wide[0] for wide in others]
