@@ -1,5 +1,6 @@
 """Evaluation of a program in its own precision, in float64, and as rounding may go."""
 
+from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.decisions import (
     NATURAL,
     Changes,
@@ -36,6 +37,7 @@ __all__ = [
     "BOTH",
     "EXACT",
     "NATURAL",
+    "TINY",
     "Abandoned",
     "Changes",
     "Choice",
@@ -54,6 +56,7 @@ __all__ = [
     "called",
     "chosen",
     "drawn_form",
+    "quick_to_compile",
     "rounding_note",
     "rounds_as_drawn",
     "run",

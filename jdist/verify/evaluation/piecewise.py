@@ -34,6 +34,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdist._compat import equations_in
 from jdist.verify.bound import single_of, wide_of
+from jdist.verify.evaluation.compilation import TINY, quick_to_compile
 from jdist.verify.evaluation.lockstep import (
     UNMEASURED,
     Perturbation,
@@ -93,9 +94,6 @@ FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
 # A longer program of as small values is left whole, too, if more than this share of its
 # equations would be compiled after it was cut: few pieces are alike.
 UNLIKE = 0.75
-
-# The entries of the largest value where XLA's code is not worth optimizing.
-TINY = 2**16
 
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
@@ -342,7 +340,7 @@ class Pieces:
         if key not in self._compiled:
             sized = self._sized if form.sized else frozenset()
             self._compiled[key] = _compiled(
-                piece, kinds, form, sized, self._accumulation, int(not self.tiny)
+                piece, kinds, form, sized, self._accumulation, self.tiny
             )
         return self._compiled[key]
 
@@ -635,7 +633,7 @@ def _compiled(
     form: Form,
     sized: frozenset[Any],
     accumulation: Any,
-    level: int,
+    tiny: bool,
 ) -> CompiledPiece:
     made: list[Kind | None] = []
     missed: set[str] = set()
@@ -681,31 +679,8 @@ def _compiled(
         both = [jnp.stack(x) for x in zip(before, arrays, strict=True)]
         return [x[1] for x in jax.vmap(once, axis_name=HELD)(both)]
 
-    return CompiledPiece(jax.jit(run, compiler_options=_options(level)), made, missed)
-
-
-@functools.cache
-def _options(level: int) -> dict[str, Any]:
-    """What lets XLA compile for a CPU in two thirds of the time, where it is known.
-
-    A product is a library's, and the rest of a piece is seldom slower for it at level
-    1. Level 0 compiles sooner still, and takes twice as long where values are large.
-    """
-    wanted = {
-        "xla_backend_optimization_level": level,
-        "xla_cpu_use_fusion_emitters": False,
-    }
-    return {k: x for k, x in wanted.items() if _takes({k: x})}
-
-
-def _takes(options: dict[str, Any]) -> bool:
-    if jax.default_backend() != "cpu":
-        return False
-    try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:  # Another version of XLA has others.
-        return False
-    return True
+    options = quick_to_compile(tiny)
+    return CompiledPiece(jax.jit(run, compiler_options=options), made, missed)
 
 
 def _literal(atom: Literal) -> jax.Array:

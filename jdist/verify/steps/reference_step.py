@@ -27,11 +27,17 @@ from jdist._tree import PyTree, described, is_inexact, named_leaves, type_name
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
-from jdist.verify.evaluation import Perturbation, PrecisionPair, run
+from jdist.verify.evaluation import (
+    Perturbation,
+    PrecisionPair,
+    quick_to_compile,
+    run,
+)
 from jdist.verify.measure import magnified
 from jdist.verify.steps.trajectory import (
     FOLLOWED,
     Moment,
+    is_tiny,
     limits_of,
     named,
     on_host,
@@ -110,11 +116,12 @@ class ReferenceStep:
           accumulation: The dtype in which 16-bit sums are accumulated.
         """
         advance = jax.jit(self.advance)
-        moved = jax.jit(self._moved, static_argnums=(0, 1, 2))
         # Before x64 is enabled, which would give NumPy arrays wider dtypes.
         state, batches = jax.tree.map(jnp.asarray, (state, batches))
         others = starts(state)
         origin = [wide[0] for wide in others]
+        options = quick_to_compile(is_tiny(origin))
+        moved = jax.jit(self._moved, static_argnums=(0, 1, 2), compiler_options=options)
         for t, batch in enumerate(batches):
             program = advance.trace(state, batch).jaxpr
             factor = magnified(program)

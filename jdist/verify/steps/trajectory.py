@@ -18,7 +18,7 @@ whole loss, since it is no sum over examples.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +32,14 @@ from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
-from jdist.verify.evaluation import Perturbation, PrecisionPair, Value, run
+from jdist.verify.evaluation import (
+    TINY,
+    Perturbation,
+    PrecisionPair,
+    Value,
+    quick_to_compile,
+    run,
+)
 from jdist.verify.measure import Counted, Measured, ReducedLoss
 from jdist.verify.oracle import reduced
 from jdist.verify.steps.tapped_values import SeenValues, value_path
@@ -328,12 +335,23 @@ def _move(
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Takes one step of each trainer; returns states, gradients and sizes."""
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        found = _moved(programs, stateful, seen, taken, others, jnp.uint32(seed))
+        moved = _compiled(is_tiny([x[0] for x in others]))
+        found = moved(programs, stateful, seen, taken, others, jnp.uint32(seed))
         after, slopes, sizes = jax.tree.map(np.asarray, found)
         return after, slopes, sizes
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+def is_tiny(leaves: Sequence[np.ndarray]) -> bool:
+    """Whether XLA's code for a step from such leaves is not worth optimizing."""
+    return max((x.size for x in leaves), default=0) <= TINY
+
+
+@cache
+def _compiled(tiny: bool) -> Callable[..., Any]:
+    options = quick_to_compile(tiny)
+    return jax.jit(_moved, static_argnums=(0, 1, 2), compiler_options=options)
+
+
 def _moved(
     programs: tuple[ClosedJaxpr, ClosedJaxpr],
     stateful: bool,

@@ -24,7 +24,14 @@ from jax.typing import DTypeLike
 from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
-from jdist.verify.evaluation import Perturbation, Position, PrecisionPair, run
+from jdist.verify.evaluation import (
+    TINY,
+    Perturbation,
+    Position,
+    PrecisionPair,
+    quick_to_compile,
+    run,
+)
 from jdist.verify.measure import Counted, magnified
 from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.tracing.layout import Layout, Shape, finite_part, layouts
@@ -142,10 +149,21 @@ def _passages(
     seen = _Seen(magnified(program), _heads(program, where))
     leaves = jax.tree.leaves((params, batch, weights))
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        evaluate = jax.jit(lambda *given: _evaluate(program, given, accumulation, seen))
+        evaluate = jax.jit(
+            lambda *given: _evaluate(program, given, accumulation, seen),
+            compiler_options=quick_to_compile(_largest(program) <= TINY),
+        )
         # Taps deliver while the program runs.
         jax.block_until_ready(evaluate(*leaves))
     return seen.passages(where, accumulation)
+
+
+def _largest(program: ClosedJaxpr) -> int:
+    """The entries of its largest value."""
+    made = [x.aval for each in equations_in(program) for x in each.outvars]
+    return max(
+        (math.prod(x.shape) for x in made if isinstance(x, ShapedArray)), default=0
+    )
 
 
 def _evaluate(
