@@ -65,3 +65,15 @@ def test_the_device_is_asked_within_a_trace_and_on_a_mesh():
     products._kept.cache_clear()
     with jax.set_mesh(mesh):
         np.testing.assert_array_equal(jax.jit(asking)(np.arange(3)), [1, 2, 3])
+
+
+def test_each_device_is_asked():
+    """`jax.default_device` may name a CPU beside a GPU."""
+    (equation,) = [
+        x for x in product("float32").eqns if x.primitive.name == "dot_general"
+    ]
+    products._kept.cache_clear()
+    for device in (None, jax.devices()[1], None):
+        with jax.default_device(device):
+            assert kept_bits(equation) is None
+    assert products._kept.cache_info().misses == 2

@@ -41,7 +41,9 @@ def kept_bits(equation: JaxprEqn) -> int | None:
     operands: list[Any] = [x.aval for x in equation.invars]
     if any(x.dtype not in (jnp.float32, jnp.complex64) for x in operands):
         return None
-    return _kept(equation.params["precision"], jax.default_backend())
+    config: Any = jax.config
+    where = jax.default_backend(), config.jax_default_device
+    return _kept(equation.params["precision"], where)
 
 
 def rounding_note(program: ClosedJaxpr) -> tuple[str, ...]:
@@ -59,8 +61,8 @@ def rounding_note(program: ClosedJaxpr) -> tuple[str, ...]:
 
 
 @functools.cache
-def _kept(precision: Any, backend: str) -> int | None:
-    """Asks the device."""
+def _kept(precision: Any, where: tuple[str, Any]) -> int | None:
+    """Asks the device on which programs run."""
     drawn = np.random.default_rng(7).uniform(1, 2, (SIZE, SIZE))
     given, identity = drawn.astype(np.float32), np.eye(SIZE, dtype=np.float32)
     # Also while a program is traced, and without the mesh that it may have set.
