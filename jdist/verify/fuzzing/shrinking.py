@@ -34,37 +34,40 @@ def shrink(
       Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, IEEE
       Transactions on Software Engineering 28(2), 2002: the result is 1-minimal.
     """
-    now, asked = dict(layout), [dict(layout)]
+    asked = [dict(layout)]
+
+    def works(simpler: dict[str, Any]) -> bool:
+        if simpler in asked or not valid(simpler):
+            return False
+        asked.append(simpler)
+        return fails(simpler)
+
+    now = dict(layout)
     while True:
-        for simpler in _simpler(now, axes, valid):
-            if simpler in asked:
-                continue
-            asked.append(simpler)
-            if fails(simpler):
-                now = simpler
-                break
-        else:
+        before = now
+        for axis in axes:
+            now = next(filter(works, _earlier(now, axis, axes)), now)
+        if now == before:
+            now = next(filter(works, _two_earlier(now, axes, valid)), now)
+        if now == before:
             return now
 
 
-def _simpler(
+def _two_earlier(
     layout: dict[str, Any],
     axes: Mapping[str, Sequence[Any]],
     valid: Callable[[Layout], bool],
 ) -> Iterator[dict[str, Any]]:
-    """Allowed layouts with one axis at an earlier value, or two if one may not be."""
-    bound: list[dict[str, Any]] = []
+    """The layouts with two axes at earlier values, of which one alone is not allowed.
+
+    Such as a number of micro-batches that the number of stages has to divide.
+    """
     for axis in axes:
         for one in _earlier(layout, axis, axes):
-            if valid(one):
-                yield one
-            else:
-                bound.append(one)
-    # Such as a number of micro-batches that the number of stages has to divide.
-    for one in bound:
-        for axis in axes:
-            if one[axis] == layout[axis]:
-                yield from filter(valid, _earlier(one, axis, axes))
+            if not valid(one):
+                for other in axes:
+                    if other != axis:
+                        yield from _earlier(one, other, axes)
 
 
 def _earlier(
