@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class JudgingProcess:
 
     Args:
       functions: The problem, the claim and the trainer, which another process imports.
-      model: The axes that the problem and the claim depend on.
+      options: The other arguments of a `LayoutJudge`.
       deadline: Seconds for each answer.
 
     Raises:
@@ -69,12 +69,12 @@ class JudgingProcess:
     def __init__(
         self,
         functions: Mapping[str, Callable[..., Any]],
-        model: Sequence[str],
+        options: Mapping[str, Any],
         deadline: float,
     ) -> None:
         for name, fn in functions.items():
             check_sent(name, fn)
-        self._work = pickle.dumps((functions, tuple(model)))
+        self._work = pickle.dumps((functions, options))
         self._deadline = deadline
         self._process: Any = None
         self._connection: Any = None
@@ -201,11 +201,11 @@ def _serve(
                 jax.config.update(name, value)
         # What comes after this process, once it has ended, compiles nothing again.
         _compilation_cache.switch_on()
-        functions, model = pickle.loads(work)
+        functions, options = pickle.loads(work)
     except Exception as error:  # noqa: BLE001 - told by the process that asked
         connection.send("".join(traceback.format_exception_only(error)))
         return
-    judge = LayoutJudge(**functions, model=model)
+    judge = LayoutJudge(**functions, **options)
     connection.send(True)
     while True:
         try:

@@ -38,6 +38,8 @@ class LayoutJudge:
       claim: `claim(layout) -> loss_fn`, or with an update and its first state.
       trainer: `trainer(layout) -> candidate`.
       model: The axes that the problem and the claim depend on.
+      reduction: Of the examples' losses, as in `verify.gradients`.
+      finite_differences: Whether a loss is compared with its differences, likewise.
     """
 
     def __init__(
@@ -46,7 +48,11 @@ class LayoutJudge:
         claim: Callable[[Layout], Any],
         trainer: Callable[[Layout], Callable[..., Any]],
         model: Sequence[str],
+        reduction: str = "mean",
+        finite_differences: bool = True,
     ) -> None:
+        self._reduction = reduction
+        self._checked = finite_differences
         self._problem = problem
         self._claim = claim
         self._trainer = trainer
@@ -79,7 +85,14 @@ class LayoutJudge:
             return "a step was judged: see the report's attributions"
         try:
             candidate = self._trainer(layout)
-            return trace(loss_fn, params, batch, candidate, weights=weights)
+            return trace(
+                loss_fn,
+                params,
+                batch,
+                candidate,
+                weights=weights,
+                reduction=self._reduction,
+            )
         except Exception as error:  # noqa: BLE001 - the finding stands without it
             return _first_line(error)
 
@@ -115,12 +128,19 @@ class LayoutJudge:
             step, *init = update
             state = params, init[0](params) if init else ()
             each = None if weights is None else [weights] * STEPS
-            judge = step_judge(loss_fn, step, state, [batch] * STEPS, weights=each)
+            judge = step_judge(
+                loss_fn,
+                step,
+                state,
+                [batch] * STEPS,
+                weights=each,
+                reduction=self._reduction,
+            )
             return lambda candidate: judge({TRAINER: _guarded(candidate)})
         with joined(TIMEOUT), on_one_device(given):
-            check_problem("fuzz", loss_fn, params, batch, weights, "mean")
-            loss = ReducedLoss(loss_fn, "mean", None)
-            reference = Reference("fuzz", loss, params, batch, weights, True)
+            check_problem("fuzz", loss_fn, params, batch, weights, self._reduction)
+            loss = ReducedLoss(loss_fn, self._reduction, None)
+            reference = Reference("fuzz", loss, *given, self._checked)
 
         def judged(candidate: Callable[..., Any]) -> Report:
             with joined(TIMEOUT) as peers, on_one_device(given):

@@ -17,6 +17,7 @@ from jdist._errors import (
     listed,
     requirement,
 )
+from jdist.verify.arguments import check_options
 from jdist.verify.fuzzing.coverage import covering_rows, isolating_rows, uncovered
 from jdist.verify.fuzzing.judging_process import Ended, JudgingProcess, check_sent
 from jdist.verify.fuzzing.layout_grid import Layout, LayoutGrid, layout_grid, named
@@ -38,6 +39,8 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     axes: Mapping[str, Sequence[Any]],
     model: Sequence[str] = (),
     valid: Callable[[Layout], bool] | None = None,
+    reduction: str = "mean",
+    finite_differences: bool = True,
     strength: int = 2,
     seed: int = 0,
     seconds: float | None = None,
@@ -70,6 +73,9 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
       axes: The values of each axis, by its name; the simplest value first.
       model: The axes that the problem and the claim depend on.
       valid: `valid(layout) -> bool`: which layouts there are; None for all.
+      reduction: Of the examples' losses, as in `verify.gradients`.
+      finite_differences: Whether each loss is compared with its finite differences, as
+        in `verify.gradients`. One with a derivative rule of its own is not judged then.
       strength: The number of axes whose values are all combined: 2 for pairs.
       seed: Of all choices. The same seed gives the same layouts.
       seconds: How long random layouts are judged after the covering array, counted
@@ -86,8 +92,8 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
     Raises:
       ValueError: No axes; an axis without values, or with one twice; `model` names no
         axis; a strength below 1 or above the number of axes; more than 262144
-        combinations; `valid` allows none; a function that another process cannot
-        import; a problem or a claim that cannot be judged.
+        combinations; `valid` allows none; an unknown reduction; a function that another
+        process cannot import; a problem or a claim that cannot be judged.
       TypeError: An argument is of another type, or an axis's value cannot be hashed.
       KeyboardInterrupt: It was interrupted. What is known by then is printed on
         standard error.
@@ -119,28 +125,35 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
       Testing, IEEE Transactions on Software Engineering 30(6), 2004: most faults show
       in the values of one or two parameters.
     """
-    functions = {"problem": problem, "claim": claim, "trainer": trainer}
+    functions: dict[str, Any] = {
+        "problem": problem,
+        "claim": claim,
+        "trainer": trainer,
+    }
     for name, fn in functions.items():
         check_function(f"fuzz({name}=...)", fn)
+    check_options("fuzz", reduction, None)
     check_at_least("fuzz(seed=...)", seed, 0)
     for name, limit in {"seconds": seconds, "deadline": deadline}.items():
         if limit is not None:
             check_positive_seconds(f"fuzz({name}=...)", limit)
     grid = layout_grid("fuzz", axes, valid, strength)
-    model = listed("fuzz(model=...)", model, str, "must be names of axes")
-    if unknown := [name for name in model if name not in axes]:
-        rule = f"must name axes, which are {', '.join(axes)}"
-        raise ValueError(requirement("fuzz(model=...)", rule, ", ".join(unknown)))
+    own = _axes_in("fuzz(model=...)", model, axes)
+    options: dict[str, Any] = {
+        "model": own,
+        "reduction": reduction,
+        "finite_differences": finite_differences,
+    }
     until = None if seconds is None else time.monotonic() + seconds
     with ExitStack() as at_end:
         if deadline is None:
-            ask = _asked_here(LayoutJudge(**functions, model=model))
+            ask = _asked_here(LayoutJudge(**functions, **options))
         else:
             check_sent("axes", dict(axes))
-            process = JudgingProcess(functions, model, deadline)
+            process = JudgingProcess(functions, options, deadline)
             at_end.callback(process.close)
             ask = process.ask
-        search = _Search(grid, model, strength, seed, ask)
+        search = _Search(grid, own, strength, seed, ask)
         try:
             search.run(until, shown=deadline is not None)
         except KeyboardInterrupt:
@@ -148,13 +161,27 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
             console.print(search.report())
             raise
         except FaultyProblem as error:
-            rule = "must give what can be judged, for all values of the axes in `model`"
-            argument = "fuzz(problem=..., claim=...)"
-            found = ValueError(requirement(argument, rule, str(error)))
-            for note in getattr(error, "__notes__", ()):
-                found.add_note(note)
-            raise found from error
+            raise _of_problem(error) from error
     return search.report()
+
+
+def _axes_in(argument: str, names: Sequence[str], axes: Mapping[str, Any]) -> list[str]:
+    """Names that an argument lists, if all are axes."""
+    found = listed(argument, names, str, "must be names of axes")
+    if unknown := [name for name in found if name not in axes]:
+        rule = f"must name axes, which are {', '.join(axes)}"
+        raise ValueError(requirement(argument, rule, ", ".join(unknown)))
+    return found
+
+
+def _of_problem(error: FaultyProblem) -> ValueError:
+    """The error of `fuzz` for what it cannot judge."""
+    rule = "must give what can be judged, for all values of the axes in `model`"
+    argument = "fuzz(problem=..., claim=...)"
+    found = ValueError(requirement(argument, rule, str(error)))
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def _asked_here(judge: LayoutJudge) -> Callable[[str, dict[str, Any]], Any]:

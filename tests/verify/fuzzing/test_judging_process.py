@@ -58,7 +58,9 @@ def test_the_process_has_this_ones_devices_and_settings():
 
 
 def test_a_process_ends_with_the_search():
-    process = JudgingProcess({**FUNCTIONS, "trainer": own.trainer}, (), DEADLINE)
+    process = JudgingProcess(
+        {**FUNCTIONS, "trainer": own.trainer}, {"model": ()}, DEADLINE
+    )
     layout = {"way": "right", "tp": 1}
     assert process.ask("judge", layout).outcome == "right"
     number, errors = process._process.pid, process._errors

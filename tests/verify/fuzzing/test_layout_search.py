@@ -364,6 +364,7 @@ def test_another_process_tells_what_cannot_be_judged():
         ({"strength": 3}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"strength": 0}, ValueError, "fuzz\\(strength=...\\)` must be from 1 to 2"),
         ({"valid": lambda c: False}, ValueError, "must allow at least one layout"),
+        ({"reduction": "median"}, ValueError, "fuzz\\(reduction=...\\)` must be"),
         ({"seed": -1}, ValueError, "fuzz\\(seed=...\\)` must be at least 0"),
         (
             {"seconds": 0},
@@ -412,6 +413,61 @@ def one_judge():
             return known[key]
 
     return Judge
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_the_reduction_is_that_of_the_judges(steps):
+    def problem(layout):
+        return jnp.array([0.3, 0.4]), jnp.arange(10.0).reshape(5, 2) / 9
+
+    def loss(w, x):
+        return jnp.tanh(x @ w) ** 2
+
+    def update(w, gradient, state):
+        return w - 0.1 * gradient, state
+
+    def trainer(layout):
+        whole = jnp.sum if layout["sum"] else jnp.mean
+        gradient = jax.value_and_grad(lambda w, x: whole(loss(w, x)))
+        if not steps:
+            return gradient
+        return lambda w, s, x: update(w, gradient(w, x)[1], s)
+
+    def found(reduction):
+        claim = (loss, update) if steps else loss
+        options = {"axes": {"sum": (False, True)}, "strength": 1, "deadline": None}
+        given = problem, lambda layout: claim, trainer
+        report = verify.fuzz(*given, reduction=reduction, **options)
+        return [each.outcome for each in report.verdicts]
+
+    assert sorted(found("mean")) == sorted(found("sum")) == ["right", "wrong"]
+    assert found("mean") != found("sum")
+
+
+def test_a_loss_with_a_rule_of_its_own_is_judged_without_differences():
+    @jax.custom_jvp
+    def halved(x):
+        return x
+
+    halved.defjvp(lambda primals, tangents: (primals[0], tangents[0] / 2))
+
+    def loss(w, x):
+        return halved(jnp.tanh(x @ w)) ** 2
+
+    def found(**options):
+        report = verify.fuzz(
+            lambda layout: (jnp.array([0.3, 0.4]), jnp.arange(10.0).reshape(5, 2) / 9),
+            lambda layout: loss,
+            lambda layout: jax.value_and_grad(lambda w, x: loss(w, x).mean()),
+            axes={"dp": (1, 2)},
+            strength=1,
+            deadline=None,
+            **options,
+        )
+        return [each.outcome for each in report.verdicts]
+
+    assert found() == ["not judged"] * 2
+    assert found(finite_differences=False) == ["right"] * 2
 
 
 @pytest.mark.parametrize("fault", [None, *planted_trainer.FAULTS])
