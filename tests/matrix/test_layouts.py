@@ -1,7 +1,7 @@
-"""The library's own trainers in layouts that nobody chose: `verify.fuzz` finds nothing.
+"""`data_parallel.train_step` in a covering array of its options, by `verify.fuzz`.
 
-Each pair of options is in one of the layouts; the matrix has the combinations that
-somebody thought of.
+Each pair of values of two options occurs in one of the layouts. The other files of this
+folder test combinations that were chosen by hand.
 """
 
 from functools import partial

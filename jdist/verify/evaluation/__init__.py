@@ -1,6 +1,6 @@
 """Evaluation of a program in its own precision, in float64, and as rounding may go."""
 
-from jdist.verify.evaluation.compilation import TINY, quick_to_compile
+from jdist.verify.evaluation.compilation import is_tiny, quick_to_compile
 from jdist.verify.evaluation.decisions import (
     NATURAL,
     Changes,
@@ -37,7 +37,6 @@ __all__ = [
     "BOTH",
     "EXACT",
     "NATURAL",
-    "TINY",
     "Abandoned",
     "Changes",
     "Choice",
@@ -56,6 +55,7 @@ __all__ = [
     "called",
     "chosen",
     "drawn_form",
+    "is_tiny",
     "quick_to_compile",
     "rounding_note",
     "rounds_as_drawn",

@@ -46,12 +46,13 @@ def kept_bits(equation: JaxprEqn) -> int | None:
     return _kept(equation.params["precision"], where)
 
 
-def rounding_note(program: ClosedJaxpr) -> tuple[str, ...]:
-    """A sentence on a program whose products round their operands; none without."""
-    found = {kept_bits(x) for x in equations_in(program)} - {None}
+def rounding_note(*programs: ClosedJaxpr) -> tuple[str, ...]:
+    """A sentence on programs whose products round their operands; none without."""
+    kept = [kept_bits(x) for program in programs for x in equations_in(program)]
+    found = [bits for bits in kept if bits is not None]
     if not found:
         return ()
-    least = min(x for x in found if x is not None)
+    least = min(found)
     name = f" ({_NAMES[least]})" if least in _NAMES else ""
     return (
         f"this device rounds float32 operands of products to {least + 1} bits{name}, "
@@ -62,10 +63,10 @@ def rounding_note(program: ClosedJaxpr) -> tuple[str, ...]:
 
 @functools.cache
 def _kept(precision: Any, where: tuple[str, Any]) -> int | None:
-    """Asks the device on which programs run."""
+    """Measures it on the default device."""
     drawn = np.random.default_rng(7).uniform(1, 2, (SIZE, SIZE))
     given, identity = drawn.astype(np.float32), np.eye(SIZE, dtype=np.float32)
-    # Also while a program is traced, and without the mesh that it may have set.
+    # The caller may be tracing a program.
     with jax.ensure_compile_time_eval():
         product = jax.jit(functools.partial(jnp.dot, precision=precision))
         found = np.asarray(product(given, identity), np.float64)

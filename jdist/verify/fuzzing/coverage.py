@@ -82,12 +82,9 @@ def covering_rows(
     Returns:
       Places in `rows`, in the order of their choice.
     """
-    numbers, count = _combinations(rows, strength)
-    missing = np.zeros(count, bool)
-    missing[numbers] = True
     # The simplest row comes first: all have as many combinations.
     chosen = [0]
-    missing[numbers[0]] = False
+    numbers, missing = _missing(rows, strength, chosen)
     draw = np.random.default_rng(seed)
     while (left := np.flatnonzero(missing)).size:
         few = np.arange(len(rows))
@@ -120,11 +117,8 @@ def isolating_rows(
     Returns:
       Places in `rows`; at most one for each missing combination.
     """
-    numbers, count = _combinations(rows, strength)
     allowed = np.flatnonzero(usable)
-    missing = np.zeros(count, bool)
-    missing[numbers[allowed]] = True
-    missing[numbers[list(covered)]] = False
+    numbers, missing = _missing(rows, strength, covered, allowed)
     others = missing[numbers[allowed]].sum(axis=1)
     chosen: list[int] = []
     for one in np.flatnonzero(missing):
@@ -143,10 +137,7 @@ def uncovered(
       strength: The number of axes whose values are combined.
       covered: Places of rows.
     """
-    numbers, count = _combinations(grid.rows, strength)
-    missing = np.zeros(count, bool)
-    missing[numbers] = True
-    missing[numbers[list(covered)]] = False
+    numbers, missing = _missing(grid.rows, strength, covered)
     names = list(grid.axes)
     for own, subset in zip(
         numbers.T, combinations(range(len(names)), strength), strict=True
@@ -155,6 +146,23 @@ def uncovered(
         for place in firsts[missing[own[firsts]]]:
             layout = grid.layout(grid.rows[place])
             yield {names[axis]: layout[names[axis]] for axis in subset}
+
+
+def _missing(
+    rows: np.ndarray,
+    strength: int,
+    covered: Sequence[int],
+    allowed: np.ndarray | slice = slice(None),
+) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the combinations in each row, and which of them are missing.
+
+    A combination is missing if it occurs in an allowed row and in no covered one.
+    """
+    numbers, count = _combinations(rows, strength)
+    missing = np.zeros(count, bool)
+    missing[numbers[allowed]] = True
+    missing[numbers[list(covered)]] = False
+    return numbers, missing
 
 
 def _combinations(rows: np.ndarray, strength: int) -> tuple[np.ndarray, int]:

@@ -220,21 +220,20 @@ class _Search:
                     self._try(row)
                     self._tell()
             rows = self._refused_alone()
+        if until is None:
+            return
         order = np.random.default_rng(self._seed).permutation(len(self._grid.rows))
-        left = iter([int(row) for row in order if int(row) not in self._tried])
         with progress("judging random layouts", len(order) * shown) as self._tell:
-            while until is not None and time.monotonic() < until:
-                for row in left:
-                    self._try(row)
-                    self._tell()
-                    break
-                else:
+            for row in map(int, order):
+                if time.monotonic() >= until:
                     return
+                if row not in self._tried:
+                    self._try(row)
+                self._tell()
 
     def report(self) -> FuzzReport:
-        """What is known by now."""
-        judged = [row for row in self._tried if not self._refused(row)]
-        missing = uncovered(self._grid, self._strength, judged)
+        """The report of what has been judged so far."""
+        missing = uncovered(self._grid, self._strength, self._judged())
         verdicts = tuple(map(self._verdict, self._tried))
         found = tuple(self._findings)
         return FuzzReport(self._grid.axes, verdicts, found, tuple(missing))
@@ -243,8 +242,12 @@ class _Search:
         """Layouts for the combinations that were in refused ones only."""
         usable = np.ones(len(self._grid.rows), bool)
         usable[[row for row in self._tried if self._refused(row)]] = False
-        judged = [row for row in self._tried if not self._refused(row)]
-        return isolating_rows(self._grid.rows, self._strength, usable, judged)
+        rows = self._grid.rows
+        return isolating_rows(rows, self._strength, usable, self._judged())
+
+    def _judged(self) -> list[int]:
+        """The layouts that were tried and not refused."""
+        return [row for row in self._tried if not self._refused(row)]
 
     def _refused(self, row: int) -> bool:
         return self._verdict(row).outcome == "refused"

@@ -12,7 +12,7 @@ The limit of a leaf follows from the distances as for a composed step (`trajecto
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,14 +30,15 @@ from jdist.verify.draws import made_of_batch
 from jdist.verify.evaluation import (
     Perturbation,
     PrecisionPair,
+    is_tiny,
     quick_to_compile,
+    rounding_note,
     run,
 )
 from jdist.verify.measure import magnified
 from jdist.verify.steps.trajectory import (
     FOLLOWED,
     Moment,
-    is_tiny,
     limits_of,
     named,
     on_host,
@@ -120,8 +121,14 @@ class ReferenceStep:
         state, batches = jax.tree.map(jnp.asarray, (state, batches))
         others = starts(state)
         origin = [wide[0] for wide in others]
-        options = quick_to_compile(is_tiny(origin))
-        moved = jax.jit(self._moved, static_argnums=(0, 1, 2), compiler_options=options)
+
+        @cache
+        def compiled(tiny: bool) -> Callable[..., Any]:
+            options = quick_to_compile(tiny)
+            return jax.jit(
+                self._moved, static_argnums=(0, 1, 2), compiler_options=options
+            )
+
         for t, batch in enumerate(batches):
             program = advance.trace(state, batch).jaxpr
             factor = magnified(program)
@@ -130,6 +137,7 @@ class ReferenceStep:
             with double_precision(), jax.numpy_dtype_promotion("standard"):
                 # One seed for each followed trainer and step.
                 seed = jnp.uint32(t * (FOLLOWED + 1))
+                moved = compiled(is_tiny(program))
                 found = moved(program, factor, accumulation, leaves, others, seed)
                 others, sizes = jax.tree.map(np.asarray, found)
             after = advance(state, batch)
@@ -138,7 +146,10 @@ class ReferenceStep:
             near = [x[:1] + (x - x[:1]) / factor for x in others]
             limits, moves = limits_of(wanted, near, (origin, before), sizes, t + 1)
             earlier = on_host(named_state(state))
-            yield Moment(earlier, wanted, limits, moves, sized(moves, sizes))
+            notes = rounding_note(program)
+            yield Moment(
+                earlier, wanted, limits, moves, sized(moves, sizes), notes=notes
+            )
             state = after
 
     def _moved(

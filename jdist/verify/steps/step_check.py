@@ -28,7 +28,6 @@ from jdist.verify.bound import BLIND
 from jdist.verify.candidates import called, excuse
 from jdist.verify.comparison import compare_leaves, described_shard
 from jdist.verify.draws import check_loss
-from jdist.verify.evaluation import rounding_note
 from jdist.verify.gradient_check import agreed
 from jdist.verify.oracle import gradient_of_sum
 from jdist.verify.processes import (
@@ -328,27 +327,22 @@ def _named(problem: _Problem, candidates: Any) -> Mapping[str, Callable[..., Any
 def _reference(problem: _Problem, options: _Options) -> _Steps:
     """Measures the reference's steps."""
     if problem.update == WHOLE:
-        steps = _whole_steps(problem, options)
-    else:
-        steps = _composed_steps(problem, problem.update, options)
-    given = brought((steps.start[0], steps.batches[0]))
-    narrow = rounding_note(jax.make_jaxpr(steps.draws)(*given))
-    return steps._replace(notes=steps.notes + narrow)
-
-
-def _composed_steps(
-    problem: _Problem, update: Callable[..., Any], options: _Options
-) -> _Steps:
-    """The steps of a loss's gradient and an update."""
+        return _whole_steps(problem, options)
     training = Training(
         problem.function,
-        update,
+        problem.update,
         len(problem.state) == 3,
         options.reduction,
         options.accumulation,
     )
-    batches = _weighted(problem.batches, options.weights)
-    state = problem.state
+    weighted = _weighted(problem.batches, options.weights)
+    return _composed_steps(training, problem.state, weighted)
+
+
+def _composed_steps(
+    training: Training, state: tuple[PyTree, ...], batches: Sequence[tuple[PyTree, Any]]
+) -> _Steps:
+    """The steps of a loss's gradient and an update."""
     states = tuple(state[2:]) or ((),)
     losses = partial(training.losses, states=brought(states[0]))
     check = partial(check_problem, "step", losses, state[0], names=("state", "batches"))
@@ -405,7 +399,8 @@ def _report(
         rows += own
         notes += _equalities(name, own) + unsure
         causes += cause
-    return Report(rows, notes=notes + steps.notes, attributions=causes)
+    notes += steps.notes + steps.moments[0].notes
+    return Report(rows, notes=notes, attributions=causes)
 
 
 def _check_without_loss(weights: object, reduction: str) -> None:

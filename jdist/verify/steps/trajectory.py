@@ -33,11 +33,12 @@ from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, 
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
 from jdist.verify.evaluation import (
-    TINY,
     Perturbation,
     PrecisionPair,
     Value,
+    is_tiny,
     quick_to_compile,
+    rounding_note,
     run,
 )
 from jdist.verify.measure import Counted, Measured, ReducedLoss
@@ -139,6 +140,7 @@ class Moment(NamedTuple):
       in_parts: Computes the gradients of equal parts of the batch.
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
+      notes: On the step's programs.
     """
 
     before: Mapping[str, Any]
@@ -149,6 +151,7 @@ class Moment(NamedTuple):
     composed: Composed | None = None
     stale: Mapping[str, np.ndarray] = MappingProxyType({})
     in_parts: Callable[[], Iterable[InParts]] = tuple
+    notes: tuple[str, ...] = ()
 
 
 class _Taken(NamedTuple):
@@ -225,6 +228,7 @@ def trajectory(
             Composed((params, gradient, opt_state), traced[1]),
             stale,
             partial(_in_parts, training, gradient_of, state, weighted),
+            rounding_note(*traced),
         )
         earlier, state = params, after
 
@@ -335,15 +339,10 @@ def _move(
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Takes one step of each trainer; returns states, gradients and sizes."""
     with double_precision(), jax.numpy_dtype_promotion("standard"):
-        moved = _compiled(is_tiny([x[0] for x in others]))
+        moved = _compiled(is_tiny(*programs))
         found = moved(programs, stateful, seen, taken, others, jnp.uint32(seed))
         after, slopes, sizes = jax.tree.map(np.asarray, found)
         return after, slopes, sizes
-
-
-def is_tiny(leaves: Sequence[np.ndarray]) -> bool:
-    """Whether XLA's code for a step from such leaves is not worth optimizing."""
-    return max((x.size for x in leaves), default=0) <= TINY
 
 
 @cache

@@ -25,10 +25,10 @@ from jdist._compat import double_precision, equations_in, fast_in_loops
 from jdist._tree import PyTree
 from jdist.verify.bound import Sums, accumulated, measured_bound
 from jdist.verify.evaluation import (
-    TINY,
     Perturbation,
     Position,
     PrecisionPair,
+    is_tiny,
     quick_to_compile,
     run,
 )
@@ -151,19 +151,11 @@ def _passages(
     with double_precision(), jax.numpy_dtype_promotion("standard"):
         evaluate = jax.jit(
             lambda *given: _evaluate(program, given, accumulation, seen),
-            compiler_options=quick_to_compile(_largest(program) <= TINY),
+            compiler_options=quick_to_compile(is_tiny(program)),
         )
         # Taps deliver while the program runs.
         jax.block_until_ready(evaluate(*leaves))
     return seen.passages(where, accumulation)
-
-
-def _largest(program: ClosedJaxpr) -> int:
-    """The entries of its largest value."""
-    made = [x.aval for each in equations_in(program) for x in each.outvars]
-    return max(
-        (math.prod(x.shape) for x in made if isinstance(x, ShapedArray)), default=0
-    )
 
 
 def _evaluate(

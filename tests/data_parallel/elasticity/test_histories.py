@@ -245,7 +245,7 @@ def die_handing_out(folder, number):
 
 def test_who_hands_out_a_state_dies(fresh_hosts, uninterrupted, tmp_path):
     """The newcomer asks all others, and at last the first once more."""
-    # It asks nobody who is expelled.
+    # A newcomer asks no replica that was expelled for a slow first share.
     history = Drawn(True, 3, [(0.0, None)], deadline=LIMIT)
     prepare = partial(die_handing_out, tmp_path)
     group = Group(fresh_hosts(4), history, 0, tmp_path / "run", prepare)
