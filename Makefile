@@ -10,6 +10,8 @@ PROCESSES ?= 2
 # Which delays `make chaos` makes, and the share of the tests that it runs.
 SEED  ?= 1
 SHARE ?= 0.1
+# Which part of the slow cases `make test-slow` runs: 2/3 is the second third.
+PART  ?= 1/1
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # Hundreds of processes import the library and the tests: each would compile them again.
 export PYTHONDONTWRITEBYTECODE =
@@ -28,8 +30,8 @@ run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal o
 test: $(VENV)/.test  ## set up, then run the tests: of each as many cases as there is time for
 	$(PYTEST) -m "not slow and $(LIBRARY)"
 
-test-slow: $(VENV)/.test  ## the others, but for what test-thorough runs
-	$(PYTEST) -m "slow and not compiled and $(LIBRARY)"
+test-slow: $(VENV)/.test  ## the others, but for what test-thorough runs; PART=2/3: the second third
+	JDIST_SLOW_PART=$(PART) $(PYTEST) -m "slow and not compiled and $(LIBRARY)"
 
 test-thorough: $(VENV)/.test  ## what rests on XLA, compiled as users have it
 	JDIST_THOROUGH=1 $(PYTEST) -m "(optimized or compiled) and $(LIBRARY)"
@@ -56,7 +58,9 @@ ray: $(VENV)/.test $(VENV)/.ray  ## place workers by Ray on a cluster of made-up
 	$(BIN)/python -m pytest -q -m ray tests/ray
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
-	JDIST_THOROUGH=1 $(PYTEST) -m parity tests --ignore tests/parity/test_migration.py
+	JDIST_THOROUGH=1 $(PYTEST) -m parity tests --ignore tests/parity/test_migration.py -k "not all_options"
+	# Random options are static arguments: each example is another program, whose time is XLA's.
+	$(BIN)/python -m pytest -n $(PROCESSES) -m parity tests/optim -k all_options
 	$(BIN)/python -m pytest -m parity tests/parity/test_migration.py
 
 docs: $(VENV)/.docs  ## build the site, build/docs/index.html; a warning is an error

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -107,6 +108,9 @@ for number, handler in (
 SLOW = ROOT / "tests" / "slow.txt"
 QUICK = 0.4
 RECORD = os.environ.get("JDIST_RECORD_SLOW", "") not in ("", "0")
+# "2/3": of the slow cases the second third only, by the hash of their names, so that a
+# test with many cases has some in each part.
+PART = os.environ.get("JDIST_SLOW_PART", "1/1")
 # Tracing makes objects by the hundred thousand, none of them garbage: to look for some
 # after every 700, which is Python's default, took a quarter of it.
 gc.set_threshold(50_000, 20, 20)
@@ -180,7 +184,7 @@ def mesh():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks what is slow; skips what `make test` cannot tell; refuses names that vary.
 
     Processes could not share tests with such names.
@@ -198,8 +202,12 @@ def pytest_collection_modifyitems(items):
                 f"{item.nodeid} needs `ids` that are always the same"
             )
     if not RECORD:
-        for item in _slow(items):
+        slow = list(_slow(items))
+        for item in slow:
             item.add_marker("slow")
+        if left := {item for item in slow if not _in_part(item.nodeid)}:
+            items[:] = [item for item in items if item not in left]
+            config.hook.pytest_deselected(items=list(left))
     # The experiments take longest: begun last, they would run on one core.
     items.sort(key=lambda item: "experiments" not in Path(item.nodeid).parts)
 
@@ -220,6 +228,11 @@ def _slow(items):
             for number, item in enumerate(every)
             if number * kept % len(every) >= kept
         )
+
+
+def _in_part(nodeid, part=PART):
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(nodeid.encode()) % parts == number - 1
 
 
 def pytest_report_header():

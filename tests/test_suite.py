@@ -23,7 +23,7 @@ def commands(target):
 
 
 def test_ci_runs_everything():
-    """All that `make test` runs, what it leaves out, and what rests on XLA again."""
+    """But of the slow cases a third: `make test`, what rests on XLA again, and so on."""
     library = "not parity and not compilers and not ray"
     assert f'$(PYTEST) -m "not slow and {library}"' in commands("test")
     assert f'$(PYTEST) -m "slow and not compiled and {library}"' in (
@@ -34,8 +34,10 @@ def test_ci_runs_everything():
     assert "-m parity tests" in commands("parity")
     assert "-m ray tests/ray" in commands("ray")
     ci = (ROOT / ".ci" / "run").read_text()
-    for target in ("test", "test-slow", "test-thorough", "parity"):
+    for target in ("test", "test-thorough", "parity"):
         assert f"\nmake {target}\n" in ci
+    chosen = 'PART="$((0x$(git rev-parse --short=7 HEAD) % 3 + 1))/3"'
+    assert f"\nmake test-slow {chosen}\n" in ci
     beside = "make --jobs=2 --output-sync=target lint targets docs ray package"
     assert f"\n{beside}\n" in ci
 
@@ -75,6 +77,17 @@ def test_slow_tests_keep_the_cases_that_there_is_time_for(monkeypatch, tmp_path)
     others = [Item("a.py::one"), Item("a.py::quick[0]")]
     slow = set(conftest._slow([*many, *others]))
     assert slow == {*many, others[0]} - {many[0], many[4]}
+
+
+def test_each_slow_case_is_in_one_part():
+    """A part has some cases of a test with many, and every case is in one."""
+    names = [f"a.py::many[{k}]" for k in range(100)]
+    parts = [
+        {name for name in names if conftest._in_part(name, f"{k}/3")} for k in (1, 2, 3)
+    ]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 100
+    assert min(map(len, parts)) > 20
+    assert all(conftest._in_part(name, "1/1") for name in names)
 
 
 @pytest.mark.skipif(conftest.new_context is None, reason="JAX makes them elsewhere")
