@@ -76,6 +76,8 @@ def rows() -> dict[str, Row | Mapping[str, Row]]:
         ),
         "1F1B, three workers": partial(_over_workers, one_f_one_b),
         "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
+        "V-Half x2": partial(_over_devices, pipeline.v_half(2, 4)),
+        "V-Min x3": partial(_over_devices, pipeline.v_min(3, m)),
         "DualPipeV x2": partial(_over_devices, pipeline.dualpipe_v(2, 4)),
         "on a mesh, data x2": partial(_over_meshes, _ONE_STAGE, {"data": 2}),
         "on a mesh, model x2": partial(_over_meshes, _ONE_STAGE, {"model": 2}),

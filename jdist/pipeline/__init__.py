@@ -26,6 +26,7 @@ from jdist.pipeline.schedules.interleaved import interleaved
 from jdist.pipeline.schedules.looped_bfs import looped_bfs
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream, pipedream_2bw
+from jdist.pipeline.schedules.v_shaped import v_half, v_min
 from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
 from jdist.pipeline.simulation import Costs, Record, Timeline, simulate
@@ -80,6 +81,8 @@ __all__ = [
     "stages_from_modules",
     "stages_from_nnx",
     "timed",
+    "v_half",
+    "v_min",
     "with_ends",
     "with_weight_stashing",
     "zbv",

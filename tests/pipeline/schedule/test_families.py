@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
+from jdist.pipeline.schedule import memory
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from tests.pipeline.epochs import forward_only
@@ -112,6 +113,32 @@ def test_zbv():
             assert schedule.clock[end - 1] - schedule.clock[begin] + 1 == 6 * m
 
 
+@pytest.mark.parametrize("make", [pipeline.v_half, pipeline.v_min])
+def test_building_blocks_with_controllable_memory(make):
+    """The published memory from F to W, the clocks promised, and less idle than 1F1B.
+
+    Each number of the docstrings is reached.
+    """
+    half = make is pipeline.v_half
+    for n, m in itertools.product(range(1, 13), range(1, 21)):
+        schedule = make(n, m).validate()
+        kept = n // 2 + 1 if half else (n + 4) // 3
+        from_f_to_w = memory.peaks(
+            schedule.columns, memory.held(schedule.columns, 1, 1)
+        )
+        assert from_f_to_w.max() == min(2 * kept, 2 * m)
+        idle = schedule.clocks - 6 * m
+        # V-Min's turns for n = 3, 6 .. delay a second micro-batch only.
+        if m > 1:
+            assert schedule.clocks == schedule.clock_bound
+        if m <= n:
+            continue
+        assert max(schedule.peak_activations) == 2 * kept + (n > 1 or not half) + 1
+        assert max(schedule.peak_in_flight) == 2 * (n // (2 if half else 3) + 1)
+        published = 3.5 * n if half else 4 * n
+        assert published - 5 <= idle <= min(published - 2, 6 * (n - 1))
+
+
 def test_dualpipe_v():
     """2n + 1 half-size stages' activations on every worker; too few are refused."""
     for n in range(1, 5):
@@ -125,7 +152,8 @@ def test_dualpipe_v():
 
 
 def test_v_placement():
-    for schedule in (pipeline.zbv(3, 5), pipeline.dualpipe_v(3, 6)):
+    made = (pipeline.zbv, pipeline.dualpipe_v, pipeline.v_half, pipeline.v_min)
+    for schedule in (make(3, 6) for make in made):
         assert schedule.placement == ((0,), (1,), (2,), (2,), (1,), (0,))
         assert schedule.workers == 3
         assert schedule.stages == 6
@@ -170,6 +198,8 @@ def test_pipedream_says_how_it_updates():
         (lambda: pipeline.looped_bfs(2, 4, 0), r"looped_bfs\(chunks=...\)"),
         (lambda: pipeline.zero_bubble(2, 0), r"zero_bubble\(m=...\)"),
         (lambda: pipeline.zbv(0, 2), r"zbv\(n=...\)"),
+        (lambda: pipeline.v_half(0, 2), r"v_half\(n=...\)"),
+        (lambda: pipeline.v_min(2, 0), r"v_min\(m=...\)"),
         (lambda: pipeline.pipedream(2, 4, replicas=(1,)), "each of 2 stages. Got"),
         (lambda: pipeline.pipedream(2, 4, replicas=(1, 0)), r"replicas=...\).*Got 0"),
         (lambda: pipeline.pipedream(2, 4, update_every=0), "update_every=...|every="),

@@ -46,6 +46,7 @@ FAMILIES = {
     "GPipe": lambda: pipeline.gpipe(3, 5),
     "ZB-H1": lambda: pipeline.zero_bubble(4, 7),
     "ZBV": lambda: pipeline.zbv(3, 6),
+    "V-Half": lambda: pipeline.v_half(3, 6),
     "DualPipeV": lambda: pipeline.dualpipe_v(2, 6),
     "interleaved": lambda: pipeline.interleaved(2, 6, 2),
     "split drain": lambda: pipeline.split_drain(pipeline.one_f_one_b(4, 6)),
@@ -273,6 +274,8 @@ RUNS = {
     ),
     "looped BFS": lambda: pipeline.looped_bfs(2, 3, 2),
     "ZBV": lambda: pipeline.zbv(2, 5),
+    "V-Half": lambda: pipeline.v_half(2, 5),
+    "V-Min": lambda: pipeline.v_min(2, 5),
     "DualPipeV": lambda: pipeline.dualpipe_v(2, 5),
 }
 

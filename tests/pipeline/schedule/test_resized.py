@@ -16,6 +16,8 @@ FAMILIES = {
     "looped_bfs": lambda m: pipeline.looped_bfs(3, m, chunks=2),
     "zero_bubble": lambda m: pipeline.zero_bubble(3, m),
     "zbv": lambda m: pipeline.zbv(2, m),
+    "v_half": lambda m: pipeline.v_half(2, m),
+    "v_min": lambda m: pipeline.v_min(3, m),
     "dualpipe_v": lambda m: pipeline.dualpipe_v(2, m),
     "pipedream": lambda m: pipeline.pipedream(2, m, replicas=(2, 1), update_every=3),
     "vertical_sync": lambda m: pipeline.pipedream(3, m, policy="vertical_sync"),

@@ -31,6 +31,8 @@ FAMILIES = {
     "looped_bfs": lambda n, m: pipeline.looped_bfs(n, m, 2),
     "zero_bubble": pipeline.zero_bubble,
     "zbv": pipeline.zbv,
+    "v_half": pipeline.v_half,
+    "v_min": pipeline.v_min,
     "dualpipe_v": lambda n, m: pipeline.dualpipe_v(n, m + 2 * n),
     "pipedream": lambda n, m: pipeline.pipedream(
         n, m, replicas=[1 + (n + j) % 3 for j in range(n)]

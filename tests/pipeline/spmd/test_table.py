@@ -16,6 +16,8 @@ FAMILIES = {
     "interleaved": lambda n, m: pipeline.interleaved(n, n * m, 2),
     "looped": lambda n, m: pipeline.looped_bfs(n, m, 3),
     "ZBV": pipeline.zbv,
+    "V-Half": pipeline.v_half,
+    "V-Min": pipeline.v_min,
     "DualPipeV": lambda n, m: pipeline.dualpipe_v(n, m + 2 * n),
 }
 
