@@ -98,7 +98,7 @@ ROOMS = {
         "schedule",
         "schedules",
         "simulation",
-        "plan",
+        "plan synthesis",
         "stages",
         "run",
         "weight_stashing spmd",

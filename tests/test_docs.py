@@ -134,6 +134,7 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
     programs = {}  # a block that continues none, and all that continue it
     for place, (code, continued) in enumerate(blocks):
         programs.setdefault(next(iter(continued), place), []).append(code)
+    missing = []
     for codes in programs.values():
         main = types.ModuleType("__main__")
         main.__file__ = str(tmp_path / "main.py")
@@ -144,8 +145,11 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
         ):
-            for code in codes:
-                exec(compile(code, page.name, "exec"), vars(main))
+            try:
+                for code in codes:
+                    exec(compile(code, page.name, "exec"), vars(main))
+            except jdist.Unavailable as error:
+                missing.append(str(error))
     shown = capsys.readouterr().out
     if page.name == "README.md":
         assert "oracle pinned" in shown
@@ -155,6 +159,8 @@ def test_code_runs(page, capsys, monkeypatch, tmp_path):
         assert re.search("gradient, (in|out)ward/kernel/value, examples 0-9: ", shown)
         assert "examples 0-5 count 0.8333 times; examples 6-9 count 1.25 times" in shown
         assert "wrong if micro=3 and mask=True: gradient, (root): " in shown
+    if missing:
+        pytest.skip("; ".join(missing))
 
 
 def test_the_recipes_for_logging_run(monkeypatch):

@@ -23,7 +23,7 @@ def commands(target):
 
 
 def test_ci_runs_everything():
-    """But of the slow cases a third: `make test`, what rests on XLA again, and so on."""
+    """But of the slow cases a third: `make test`, what rests on XLA again, and more."""
     library = "not parity and not compilers and not ray"
     assert f'$(PYTEST) -m "not slow and {library}"' in commands("test")
     assert f'$(PYTEST) -m "slow and not compiled and {library}"' in (

@@ -78,6 +78,7 @@ def rows() -> dict[str, Row | Mapping[str, Row]]:
         "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
         "V-Half x2": partial(_over_devices, pipeline.v_half(2, 4)),
         "V-Min x3": partial(_over_devices, pipeline.v_min(3, m)),
+        "synthesized x3": _synthesized,
         "DualPipeV x2": partial(_over_devices, pipeline.dualpipe_v(2, 4)),
         "on a mesh, data x2": partial(_over_meshes, _ONE_STAGE, {"data": 2}),
         "on a mesh, model x2": partial(_over_meshes, _ONE_STAGE, {"model": 2}),
@@ -119,6 +120,17 @@ def _over_devices(
         return loss, _whole(grads, jax.tree.structure(params))
 
     return candidate
+
+
+def _synthesized(loss_fn: LossFn, reduction: str) -> Candidate:
+    """A schedule that a solver finds, with whole and split backward passes."""
+    costs = pipeline.Costs(
+        forward=[1, 2, 1], backward=[2, 4, 3], activation_bytes=[1.0, 1.0, 2.0]
+    )
+    found = pipeline.synthesize(
+        costs, workers=3, micro_batches=MICRO_BATCHES, memory=[3, 3, 4]
+    )
+    return _over_devices(found.schedule, loss_fn, reduction)
 
 
 def _over_meshes(

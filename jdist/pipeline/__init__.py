@@ -40,11 +40,13 @@ from jdist.pipeline.stages import (
     stages_from_nnx,
     with_ends,
 )
+from jdist.pipeline.synthesis import Found, synthesize
 from jdist.pipeline.training_loop import fit
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 
 __all__ = [
     "Costs",
+    "Found",
     "FromModules",
     "Layer",
     "Meshes",
@@ -80,6 +82,7 @@ __all__ = [
     "split_drain",
     "stages_from_modules",
     "stages_from_nnx",
+    "synthesize",
     "timed",
     "v_half",
     "v_min",

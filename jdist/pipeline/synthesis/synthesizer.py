@@ -1,0 +1,235 @@
+"""Schedules made for given costs and memory, with a certificate."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+
+from jdist._errors import (
+    check_choice,
+    check_number,
+    check_sequence,
+    check_type,
+    requirement,
+)
+from jdist.pipeline.schedule.actions import Action, check_counts
+from jdist.pipeline.schedule.drain import split_drain
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedules.dualpipe_v import dualpipe_v
+from jdist.pipeline.schedules.gpipe import gpipe
+from jdist.pipeline.schedules.interleaved import interleaved
+from jdist.pipeline.schedules.looped_bfs import looped_bfs
+from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
+from jdist.pipeline.schedules.v_shaped import v_half, v_min
+from jdist.pipeline.schedules.zbv import zbv
+from jdist.pipeline.schedules.zero_bubble import zero_bubble
+from jdist.pipeline.simulation.costs import Costs
+from jdist.pipeline.simulation.simulator import simulate
+from jdist.pipeline.synthesis.constraint_program import search
+from jdist.pipeline.synthesis.lower_bound import lower_bound
+from jdist.pipeline.synthesis.problem import SchedulingProblem
+
+Placing = Literal["looped", "v"]
+"""Chunks of worker j: stages j, n + j, 2n + j .. or j, 2n - 1 - j, 2n + j .."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule, and a proof of how good it is.
+
+    Attributes:
+      schedule: The schedule.
+      makespan: Its seconds, those of `simulate(schedule, costs)`.
+      lower_bound: Seconds below which no schedule of the same placement and memory
+        ends; see `synthesize`.
+      peak: Bytes of weights and activations of each worker, as `simulate` counts them.
+    """
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    peak: tuple[float, ...]
+
+    @property
+    def gap(self) -> float:
+        """The fraction of the makespan that a better schedule could save; 0: none."""
+        return 1 - self.lower_bound / self.makespan if self.makespan else 0.0
+
+
+def synthesize(
+    costs: Costs,
+    *,
+    workers: int,
+    micro_batches: int,
+    chunks: int = 1,
+    placement: Placing | Sequence[int] = "looped",
+    memory: float | Sequence[float] | None = None,
+    seconds: float = 60.0,
+) -> Found:
+    """The shortest schedule for given costs within a limit of memory, as far as found.
+
+    A solver begins with the best family of this placement that fits, and improves it
+    until it has proved that nothing is better, or its time is over. It decides for each
+    backward pass whether it is split. Where the best family is proved best without it,
+    it does not run.
+
+    The lower bound is the largest of
+
+    - the critical path of a micro-batch: all F, all B and the first stage's W;
+    - for each worker, the time until a micro-batch can reach it, and all its work;
+    - for each worker with a limit, the time until a micro-batch can reach it, and the
+      area of what it holds, in bytes by seconds, divided by the limit. A stage holds
+      the activations of a micro-batch at least while this goes from there to the last
+      stage and back, then what W needs during W, or activations during the rest of a
+      whole B; without this last part, the way of the last cotangent to the first stage
+      comes on top. The area begins with F itself: what F makes fits beside all that is
+      held while it runs, for its worker does nothing else;
+    - the solver's own. Its costs are whole numbers: exact if all seconds have a common
+      unit, otherwise rounded down to some 10^-6 of the makespan each. With smaller
+      costs no schedule gets longer, so that it is a bound for the given ones. There
+      links may send messages in any order, which only admits more schedules.
+
+    Args:
+      costs: Seconds and bytes for each of `workers * chunks` stages, as for `simulate`.
+      workers: The number of workers.
+      micro_batches: The number of micro-batches.
+      chunks: Stages of each worker.
+      placement: "looped": worker j has stages j, workers + j ..; "v": every second
+        chunk in reverse, j, 2 workers - 1 - j ..; or the worker of each stage.
+      memory: Bytes that a worker may hold, of `weight_bytes` and what micro-batches
+        keep (`Timeline.peak_bytes`): one number for all workers or one for each; None:
+        any number. Optimizer states and gradients count if `weight_bytes` has them.
+      seconds: The time that the solver may take.
+
+    Raises:
+      TypeError: An argument is of another type.
+      ValueError: A number is below 1; a cost has another number of stages; weight
+        gradients are joined, whose operands wait under any schedule; the placement does
+        not give each worker `chunks` stages; bytes have no common unit; or the memory
+        is too small for any schedule: the message has the smallest.
+      Unavailable: OR-Tools is not installed; the extra `synthesize` brings it.
+
+    Source:
+      The solver is CP-SAT of OR-Tools. The area is energetic reasoning: Baptiste et
+      al., Constraint-Based Scheduling, 2001. Solvers for schedules: OptPipe, arXiv
+      2510.05186.
+
+    Example:
+      >>> costs = Costs(forward=[1, 2, 1], backward=[2, 4, 2])
+      >>> found = synthesize(costs, workers=3, micro_batches=4)
+      >>> found.schedule.name, found.makespan, found.lower_bound, found.gap
+      ('ZB-H1', 25.0, 25.0, 0.0)
+    """
+    counts = {"workers": workers, "micro_batches": micro_batches, "chunks": chunks}
+    check_counts("synthesize", **counts)
+    check_type("synthesize(costs)", costs, Costs, "must be Costs")
+    rule = "must be above 0 seconds"
+    check_number("synthesize(seconds=...)", seconds, rule, lambda x: x > 0)
+    places = _placed(placement, workers, chunks)
+    problem = SchedulingProblem.of(costs, places, micro_batches)
+    if any(costs.joined(len(places))):
+        rule = "must not join weight gradients, which wait for the last backward pass"
+        raise ValueError(requirement("synthesize(costs)", rule, "stages that do"))
+    limits = np.full(workers, np.inf)
+    if memory is not None:
+        limits, problem = _limited(problem, costs, memory)
+    played = ((made, simulate(made, costs)) for made in _families(problem, chunks))
+    fitting = [
+        pair for pair in played if (np.array(pair[1].peak_bytes) <= limits).all()
+    ]
+    best, timeline = min(fitting, key=lambda pair: pair[1].makespan)
+    bound = lower_bound(problem)
+    if bound < timeline.makespan:
+        found, searched = _searched(problem, best, timeline.makespan, seconds)
+        bound, again = max(bound, searched), simulate(found, costs)
+        if again.makespan < timeline.makespan:
+            best, timeline = found, again
+    # Sums of the same seconds in another order differ in their last bits.
+    bound = min(bound, timeline.makespan)
+    peak = timeline.peak_bytes or ()
+    return Found(best.validate(), timeline.makespan, bound, peak)
+
+
+def _placed(
+    placement: Placing | Sequence[int], workers: int, chunks: int
+) -> tuple[int, ...]:
+    """The worker of each stage."""
+    call = "synthesize(placement=...)"
+    if isinstance(placement, str):
+        check_choice(call, placement, get_args(Placing))
+        ahead, back = range(workers), reversed(range(workers))
+        pair = (*ahead, *(back if placement == "v" else ahead))
+        return (pair * chunks)[: workers * chunks]
+    rule = f"must name each of {workers} workers {chunks} times, a worker per stage"
+    check_sequence(call, placement, int | np.integer, rule)
+    if sorted(placement) != sorted([*range(workers)] * chunks):
+        raise ValueError(requirement(call, rule, placement))
+    return tuple(placement)
+
+
+def _limited(
+    problem: SchedulingProblem, costs: Costs, memory: float | Sequence[float]
+) -> tuple[np.ndarray, SchedulingProblem]:
+    """The limit of each worker, and the problem with what weights leave of it."""
+    weights = problem.of_each_worker(costs.table("weight_bytes", *problem.shape)[:, 0])
+    call, rule = "synthesize(memory=...)", "must be bytes, for all workers or for each"
+    limits = np.asarray(memory)
+    if limits.dtype.kind not in "iuf" or limits.shape not in ((), weights.shape):
+        raise ValueError(requirement(call, rule, memory))
+    least = weights + problem.smallest_limit()
+    if not (limits >= least).all():
+        rule = "must be at least the weights and one micro-batch's activations of each "
+        rule += f"worker, {least.tolist()} bytes"
+        raise ValueError(requirement(call, rule, memory))
+    return limits, replace(problem, limit=limits - weights)
+
+
+def _families(problem: SchedulingProblem, chunks: int) -> Iterator[Schedule]:
+    """All schedules of the problem's placement, and one micro-batch at a time."""
+    n, m = max(problem.workers) + 1, problem.shape[1]
+    families: list[Callable[[int, int], Schedule]] = [
+        *(gpipe, one_f_one_b, zero_bubble, zbv, v_half, v_min, dualpipe_v),
+        *(partial(family, chunks=chunks) for family in (interleaved, looped_bfs)),
+    ]
+    placement = tuple((worker,) for worker in problem.workers)
+    for family in families:
+        # Some need more micro-batches, or a multiple of the workers.
+        with contextlib.suppress(ValueError):
+            made = family(n, m)
+            if made.placement == placement:
+                yield from (made, split_drain(made))
+    programs: list[list[Action]] = [[] for _ in range(n)]
+    stages = problem.shape[0]
+    for i in range(m):
+        passes = [Action("F", stage, i) for stage in range(stages)]
+        passes += [Action("B", stage, i) for stage in reversed(range(stages))]
+        for action in passes:
+            programs[problem.workers[action.stage]].append(action)
+    yield Schedule.of(programs, name="one at a time")
+
+
+def _searched(
+    problem: SchedulingProblem, known: Schedule, makespan: float, seconds: float
+) -> tuple[Schedule, float]:
+    """The schedule that the solver finds, and a lower bound in seconds."""
+    whole, unit, raised = problem.in_whole_numbers(makespan)
+    costs = Costs(
+        forward=whole.forward,
+        backward=whole.whole,
+        backward_inputs=whole.inputs,
+        backward_params=whole.params,
+        message_bytes=whole.sending,
+        bandwidth=1.0,
+        latency=whole.latency,
+    )
+    played = simulate(known, costs)
+    starts = {Action(*record[1:4]): round(record.start) for record in played.records()}
+    found, bound = search(whole, starts, round(played.makespan), seconds)
+    programs: list[list[Action]] = [[] for _ in range(known.workers)]
+    for action in sorted(found, key=found.__getitem__):
+        programs[whole.workers[action.stage]].append(action)
+    schedule = Schedule.of(programs, name="synthesized")
+    return schedule, (bound - raised) * unit
