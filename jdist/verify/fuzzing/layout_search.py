@@ -153,7 +153,7 @@ def fuzz(  # noqa: PLR0913 - options, by keyword
             process = JudgingProcess(functions, options, deadline)
             at_end.callback(process.close)
             ask = process.ask
-        search = _Search(grid, own, strength, seed, ask)
+        search = LayoutSearch(grid, own, strength, seed, ask)
         try:
             search.run(until, shown=deadline is not None)
         except KeyboardInterrupt:
@@ -188,7 +188,7 @@ def _asked_here(judge: LayoutJudge) -> Callable[[str, dict[str, Any]], Any]:
     return lambda question, layout: getattr(judge, question)(layout)
 
 
-class _Search:
+class LayoutSearch:
     """One search: what was judged, and what was found."""
 
     def __init__(

@@ -1,0 +1,323 @@
+"""Does `verify.fuzz` find each planted interaction of axes, and name just its axes?
+
+Faults of one, two and three axes are planted, one at a time, in a trainer over data,
+tensors, sequences, stages and micro-batches, with masks, tied parameters, dropout,
+rematerialization, clipping and mixed precision. Layouts come from covering arrays of
+strength two and three; a failing layout is shrunk. The right trainer is judged as well.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments._planted_layouts import (
+    AXES,
+    FAULTS,
+    MODEL,
+    claim,
+    planted,
+    problem,
+    trainer,
+    valid,
+)
+from experiments._result import Claim, Picture, Result, Settings
+from jdist import verify
+from jdist.verify.fuzzing.layout_grid import Layout, layout_grid
+from jdist.verify.fuzzing.layout_judge import LayoutJudge
+from jdist.verify.fuzzing.layout_search import LayoutSearch
+
+STRENGTHS = (2, 3)
+LEAST = {False: 24, True: 4}
+"""The number of interactions, by whether the form is the quick one."""
+EXACT = 0.9
+
+# The quick form has two claims to measure references for.
+QUICK_AXES = ("cp", "pp", "micro", "mask")
+QUICK = (
+    "embedding of each stage",
+    "mean of micro-batches' means",
+    "tokens of one shard",
+    "token mask of the next micro-batch",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one search found.
+
+    Attributes:
+      fault: The fault; empty for the right trainer.
+      planted: Its axes.
+      strength: That of the covering array.
+      met: The number of the first layout that failed; 0 if none did.
+      array: The number of layouts of the array.
+      judged: The number of layouts that were judged, those of shrinking included.
+      seconds: What that took: the judgements, and the references that they need.
+      left: The axes of each finding.
+      passed: The number of layouts that have the fault and did not fail.
+    """
+
+    fault: str
+    planted: tuple[str, ...]
+    strength: int
+    met: int
+    array: int
+    judged: int
+    seconds: float
+    left: tuple[tuple[str, ...], ...]
+    passed: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether there is one finding, of just the planted axes."""
+        return [set(axes) for axes in self.left] == [set(self.planted)]
+
+
+class Bench:
+    """Searches for one fault after the other, with references that are kept.
+
+    Where a fault is not planted the trainer is the right one, which is judged once.
+
+    Args:
+      axes: The values of each axis.
+      seed: Of the covering arrays.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[Any]], seed: int) -> None:
+        self.axes, self._seed = axes, seed
+        self._fault: str | None = None
+        self._judge = LayoutJudge(
+            problem, claim, lambda layout: trainer(layout, self._fault), MODEL
+        )
+        self._known: dict[Any, tuple[verify.Verdict, float]] = {}
+
+    def search(self, fault: str, strength: int) -> tuple[Found, verify.FuzzReport]:
+        """A search for a fault; empty for the right trainer."""
+        grid = layout_grid("fuzz", self.axes, valid, strength)
+        asked: dict[Any, float] = {}
+        passed = 0
+
+        def ask(question: str, layout: dict[str, Any]) -> Any:
+            nonlocal passed
+            if question == "trace":
+                return "not asked"
+            simplest = {a: v if a in MODEL else AXES[a][0] for a, v in layout.items()}
+            # The first layout of a claim measures its reference.
+            for each in (simplest, layout):
+                verdict, asked[tuple(each.values())] = self._verdict(each, fault)
+            passed += planted(layout, fault) and not verdict.fails
+            return verdict
+
+        search = LayoutSearch(grid, MODEL, strength, self._seed, ask)
+        search.run(None, shown=False)
+        report = search.report()
+        fails = [each.fails for each in report.verdicts]
+        shrunk = sum(each.judged for each in report.findings)
+        found = Found(
+            fault,
+            FAULTS.get(fault, ()),
+            strength,
+            1 + fails.index(True) if any(fails) else 0,
+            len(fails),
+            len(fails) + shrunk,
+            sum(asked.values()),
+            tuple(tuple(each.axes) for each in report.findings),
+            passed,
+        )
+        return found, report
+
+    def _verdict(self, layout: Layout, fault: str) -> tuple[verify.Verdict, float]:
+        self._fault = fault if planted(layout, fault) else None
+        key = self._fault, tuple(layout.values())
+        if key not in self._known:
+            start = time.perf_counter()
+            verdict = self._judge.judge(dict(layout))
+            self._known[key] = verdict, time.perf_counter() - start
+        return self._known[key]
+
+    def right(self) -> list[verify.Verdict]:
+        """All verdicts on the right trainer."""
+        return [found for (fault, _), (found, _) in self._known.items() if not fault]
+
+    def random_draws(self, fault: str) -> float:
+        """The mean number of layouts, drawn at random, up to one that has the fault."""
+        grid = layout_grid("fuzz", self.axes, valid, 1)
+        having = sum(planted(grid.layout(row), fault) for row in grid.rows)
+        return (len(grid.rows) + 1) / (having + 1)
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Plants each fault, and searches by arrays of both strengths."""
+    quick = settings.quick
+    free = QUICK_AXES if quick else tuple(AXES)
+    axes = {a: (own if a in free else own[:1]) for a, own in AXES.items()}
+    # Two values of each axis are enough for the quick form.
+    bench = Bench({a: own[:2] for a, own in axes.items()} if quick else axes, 0)
+    faults = QUICK if quick else tuple(FAULTS)
+    cells = [(fault, strength) for fault in ("", *faults) for strength in STRENGTHS]
+    found = [
+        bench.search(fault, strength)[0]
+        for fault, strength in progress.track(cells, description="searching")
+    ]
+    planted_ones = [each for each in found if each.fault]
+    draws = {fault: bench.random_draws(fault) for fault in faults}
+    by_count, by_fault = counted(planted_ones, draws), listed(planted_ones, draws)
+    return Result(
+        claims=claims(planted_ones, bench.right(), LEAST[quick]),
+        pictures=[
+            Picture(
+                "layouts",
+                "The layouts up to the first one that fails, beside the mean number of "
+                "random layouts up to one that has the fault.",
+                plot(planted_ones, draws),
+            )
+        ],
+        tables={"By the number of axes": by_count, "By fault": by_fault},
+        data={"searches": [asdict(each) for each in found], "random draws": draws},
+        notes=[
+            "The seconds of a search are those of its own judgements and references; "
+            "here they were shared."
+        ],
+        files={"faults.md": partial(_write_markdown, [by_count, by_fault])},
+    )
+
+
+# --- what is claimed, and shown ---
+
+
+def claims(
+    found: Sequence[Found], right: Sequence[verify.Verdict], least: int
+) -> list[Claim]:
+    """The claims of the experiment."""
+    sizes = {each.fault: len(each.planted) for each in found}
+    pairs = [e for e in found if e.strength == 2 and len(e.planted) <= 2]
+    triples = [e for e in found if e.strength == 3]
+    exact = [each for each in found if each.exact]
+    bad = [each for each in right if each.outcome != "right"]
+    per_size = ", ".join(
+        f"{list(sizes.values()).count(n)} of {n}" for n in sorted(set(sizes.values()))
+    )
+    return [
+        Claim(
+            f"at least {least} interactions, of one to three axes, were planted",
+            len(sizes) >= least and set(sizes.values()) == {1, 2, 3},
+            f"{len(sizes)}: {per_size}",
+        ),
+        _all_met("pairs find all interactions of one and two axes", pairs),
+        _all_met("triples find all interactions", triples),
+        Claim(
+            f"in {EXACT:.0%} of the searches just the planted axes are left",
+            bool(found) and len(exact) >= EXACT * len(found),
+            f"{len(exact)} of {len(found)}",
+            leads=True,
+        ),
+        Claim(
+            "the right trainer is right in each layout that was tried",
+            bool(right) and not bad,
+            f"{len(right) - len(bad)} of {len(right)}",
+            leads=True,
+        ),
+    ]
+
+
+def _all_met(text: str, found: Sequence[Found]) -> Claim:
+    met = sum(each.met > 0 for each in found)
+    return Claim(
+        text, bool(found) and met == len(found), f"{met} of {len(found)}", leads=True
+    )
+
+
+def counted(found: Sequence[Found], draws: Mapping[str, float]) -> list[list[str]]:
+    """A table of the searches by the number of planted axes and strength."""
+    rows = [
+        [
+            "axes",
+            "strength",
+            "planted",
+            "found",
+            "just its axes",
+            "layouts to the first that fails: mean, largest",
+            "random layouts: mean, largest",
+            "judged: mean, largest",
+            "seconds: mean, largest",
+        ]
+    ]
+    for size in sorted({len(each.planted) for each in found}):
+        for strength in STRENGTHS:
+            own = [
+                e for e in found if (len(e.planted), e.strength) == (size, strength)
+            ]
+            met = [each for each in own if each.met]
+            rows.append(
+                [
+                    str(size),
+                    str(strength),
+                    str(len(own)),
+                    str(len(met)),
+                    str(sum(each.exact for each in own)),
+                    _spread([each.met for each in met]),
+                    _spread([draws[each.fault] for each in own]),
+                    _spread([each.judged for each in own]),
+                    _spread([each.seconds for each in own]),
+                ]
+            )
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.1f}, {max(values):.0f}" if values else ""
+
+
+def listed(found: Sequence[Found], draws: Mapping[str, float]) -> list[list[str]]:
+    """A table of the faults, with the findings of each strength."""
+    header = ["fault", "axes", "random layouts, mean"]
+    for strength in STRENGTHS:
+        header += [f"strength {strength}: layout", "judged", "left"]
+    rows = [header]
+    for fault, axes in {each.fault: each.planted for each in found}.items():
+        row = [fault, ", ".join(axes), f"{draws[fault]:.1f}"]
+        for each in (e for e in found if e.fault == fault):
+            left = "; ".join(", ".join(axes) for axes in each.left)
+            layout = f"{each.met} of {each.array}" if each.met else "none"
+            row += [layout, str(each.judged), "just these" if each.exact else left]
+        rows.append(row)
+    return rows
+
+
+def _write_markdown(tables: Sequence[Sequence[Sequence[str]]], path: Path) -> None:
+    """Writes the tables of docs/verify.md."""
+    lines: list[str] = []
+    for header, *body in tables:
+        rows = [header, ["---"] * len(header), *body]
+        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+    path.write_text("\n".join(lines))
+
+
+def plot(found: Sequence[Found], draws: Mapping[str, float]) -> Figure:
+    """A row for each fault: a dot for each strength, and a line for random layouts."""
+    faults = list(draws)
+    figure, axes = plt.subplots(figsize=(7, 0.25 * len(faults) + 1))
+    styles = {2: ("tab:blue", "o"), 3: ("tab:orange", "x")}
+    for strength, (color, marker) in styles.items():
+        own = [e for e in found if e.strength == strength and e.met]
+        axes.scatter(
+            [each.met for each in own], [faults.index(each.fault) for each in own],
+            s=16, c=color, marker=marker, label=f"strength {strength}",
+        )  # fmt: skip
+    axes.scatter(
+        list(draws.values()), range(len(faults)), c="0.6", marker="|", label="random"
+    )
+    axes.set(xscale="log", xlabel="layouts")
+    axes.set_yticks(range(len(faults)), faults, fontsize=7)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
