@@ -38,24 +38,17 @@ FAULTS: dict[str, tuple[str, ...]] = {
     # One axis.
     "gradient summed twice": ("dp",),
     "bias on each shard": ("tp",),
-    "cotangents of one shard": ("tp",),
     "positions of each shard from 0": ("cp",),
-    "mean over one shard": ("cp",),
     "embedding of each stage": ("pp",),
     "micro-batches added in bfloat16": ("micro",),
-    "padding counted": ("mask",),
-    "head not trained": ("tie",),
     "inputs not differentiated": ("remat",),
-    "leaf by leaf": ("clip",),
     "loss scale not undone": ("dtype",),
     # Two axes.
     "last micro-batch lost": ("pp", "micro"),
     "mean of micro-batches' means": ("micro", "mask"),
-    "mean of replicas' means": ("dp", "mask"),
     "tokens of one shard": ("cp", "mask"),
     "one mask for all shards": ("cp", "dropout"),
     "masks of each shard": ("tp", "dropout"),
-    "masks of the first replica": ("dp", "dropout"),
     "masks of the first micro-batch": ("micro", "dropout"),
     "masks of the first layer": ("pp", "dropout"),
     "masks drawn anew": ("remat", "dropout"),
@@ -69,7 +62,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "positions in bfloat16": ("dtype", "cp"),
     "head of one shard": ("cp", "tie"),
     "tied gradient of one stage": ("pp", "tie"),
-    "tied gradient summed twice": ("dp", "tie"),
     # Three axes.
     "tied leaf twice in the norm": ("pp", "tie", "clip"),
     "tied gradient summed over tp": ("tp", "cp", "tie"),
@@ -113,7 +105,7 @@ def problem(layout: Layout) -> tuple[Tree, Tree, jax.Array]:
     }
     if layout["tie"]:
         del params["head"]
-    tokens = jax.random.randint(next(own), (EXAMPLES, LENGTH + 1), 0, WORDS)
+    tokens = jax.random.randint(next(own), (EXAMPLES, LENGTH + 1), 0, WORDS, jnp.int32)
     lengths = jax.random.randint(next(own), (EXAMPLES, 1), 1, LENGTH + 1)
     if not layout["mask"]:
         lengths = jnp.full((EXAMPLES, 1), LENGTH)
@@ -123,7 +115,7 @@ def problem(layout: Layout) -> tuple[Tree, Tree, jax.Array]:
         "y": tokens[:, 1:],
         "counted": counted,
         # Each sequence is the continuation of a long one.
-        "first": jax.random.randint(next(own), (EXAMPLES,), 300, 1000),
+        "first": jax.random.randint(next(own), (EXAMPLES,), 300, 1000, jnp.int32),
         "key": jax.random.split(next(own), EXAMPLES),
     }
     return params, batch, counted.sum(1)
@@ -133,7 +125,7 @@ def claim(layout: Layout) -> Any:
     """The losses of one device, and the update where gradients are clipped."""
 
     def losses(params: Tree, batch: Tree) -> jax.Array:
-        positions = batch["first"][:, None] + jnp.arange(LENGTH)[None]
+        positions = batch["first"][:, None] + jnp.arange(LENGTH, dtype=jnp.int32)[None]
         values = tap(embedded(params, batch["x"], positions), "embed")
         for number in range(LAYERS):
             values = mean_of_earlier(values, values, 0)
@@ -318,15 +310,11 @@ class _Trainer:
     def shares(self, counted: jax.Array) -> jax.Array:
         """What each micro-batch's sum over tokens is multiplied by."""
         own, micro = counted.sum((1, 2)), self.layout["micro"]
-        if self.fault == "padding counted":
-            return jnp.full(micro, 1 / (EXAMPLES * LENGTH), jnp.float32)
         if self.fault == "mean of micro-batches' means":
             return 1 / (micro * lax.psum(own, ("dp", "cp")))
         if self.fault == "micro-batches' means on each replica":
             return 1 / (micro * self.layout["dp"] * lax.psum(own, "cp"))
-        if self.fault == "mean of replicas' means":
-            total = self.layout["dp"] * lax.psum(own.sum(), "cp")
-        elif self.fault == "tokens of one shard":
+        if self.fault == "tokens of one shard":
             total = self.layout["cp"] * lax.psum(own.sum(), "dp")
         else:
             total = lax.psum(own.sum(), ("dp", "cp"))
@@ -369,7 +357,7 @@ class _Trainer:
                 values = self.layer(params, layer, number_of_layer, values, *keys)
             own = token_losses(values @ self.head(params), part["y"])
             own = (own * part["counted"]).sum() * share
-            counts = (stage == stages - 1) & (0 <= number) & (number < micro)
+            counts = (stage == stages - 1) & (number >= 0) & (number < micro)
             total += jnp.where(counts, own, 0)
             if stages > 1:
                 values = lax.ppermute(values, "pp", [(0, 1)])
@@ -380,24 +368,19 @@ class _Trainer:
         start = lax.axis_index("cp") * length
         if self.fault == "positions of each shard from 0":
             start = 0 * start
-        found = (first + start)[:, None] + jnp.arange(length)[None]
+        found = (first + start)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         if self.fault == "positions in bfloat16":
             return found.astype(jnp.bfloat16)
         return found
 
     def keys(self, keys: jax.Array) -> jax.Array:
         """The examples' keys of dropout."""
-        if self.fault == "masks of the first replica":
-            data = jax.random.key_data(keys)
-            keys = jax.random.wrap_key_data(lax.all_gather(data, "dp")[0])
         if self.fault == "masks of each shard":
             return layer_keys(keys, lax.axis_index("tp"))
         return keys
 
     def head(self, params: Tree) -> jax.Array:
         """The matrix of the scores."""
-        if self.fault == "head not trained":
-            return lax.stop_gradient(head(params))
         if self.fault == "head of one shard":
             own = lax.axis_index("cp") == 0
             return jnp.where(own, head(params), lax.stop_gradient(head(params)))
@@ -426,33 +409,29 @@ class _Trainer:
         keys, first_keys = layer_keys(keys, number), layer_keys(first_keys, number)
 
         def right(
-            params: Tree, values: jax.Array, keys: jax.Array, _: Any = None
+            params: Tree, values: jax.Array, keys: jax.Array, _: jax.Array
         ) -> jax.Array:
-            gathers = self.fault != "mean over one shard"
+            return self.applied(params, layer, values, keys)
+
+        def other(
+            params: Tree, values: jax.Array, keys: jax.Array, first_keys: jax.Array
+        ) -> jax.Array:
+            """What a backward pass recomputes instead."""
+            if self.fault == "inputs not differentiated":
+                values = lax.stop_gradient(values)
+            if self.fault == "masks drawn anew":
+                keys = layer_keys(keys, 1)
+            if self.fault == "recomputed with the first micro-batch's mask":
+                keys = first_keys
+            if self.fault == "recomputed with each shard's mask":
+                keys = layer_keys(keys, lax.axis_index("tp"))
+            gathers = self.fault != "recomputed over one shard"
             return self.applied(params, layer, values, keys, gathers)
 
-        def drawing(draw: Callable[..., jax.Array]) -> Any:
-            return recomputed(right, lambda p, v, k, f: right(p, v, draw(k, f)))
-
-        wrong = {
-            "masks drawn anew": lambda: drawing(lambda k, f: layer_keys(k, 1)),
-            "recomputed with the first micro-batch's mask": lambda: drawing(
-                lambda k, f: f
-            ),
-            "recomputed with each shard's mask": lambda: drawing(
-                lambda k, f: layer_keys(k, lax.axis_index("tp"))
-            ),
-            "recomputed over one shard": lambda: recomputed(
-                right, lambda p, v, k, f: self.applied(p, layer, v, k, gathers=False)
-            ),
-            "inputs not differentiated": lambda: (
-                lambda p, v, k, f: right(p, lax.stop_gradient(v), k)
-            ),
-        }
-        if self.fault in wrong:
-            return wrong[self.fault]()(params, values, keys, first_keys)
         apply = jax.checkpoint(right) if self.layout["remat"] else right
-        return apply(params, values, keys)
+        if self.fault and "remat" in FAULTS[self.fault]:
+            apply = recomputed(right, other)
+        return apply(params, values, keys, first_keys)
 
     def applied(
         self,
@@ -460,7 +439,7 @@ class _Trainer:
         layer: int,
         values: jax.Array,
         keys: jax.Array,
-        gathers: bool,
+        gathers: bool = True,
     ) -> jax.Array:
         """The output of a layer, whose positions and hidden units are on many devices.
 
@@ -480,8 +459,7 @@ class _Trainer:
         if self.layout["dropout"]:
             place = 0 if self.fault == "one mask for all shards" else start
             values = dropped(values, keys, place)
-        inner = values if self.fault == "cotangents of one shard" else enters(values)
-        outer = hidden(params, layer, inner, self.layout["dtype"])
+        outer = hidden(params, layer, enters(values), self.layout["dtype"])
         bias = params["bias"][layer][None, None]
         if self.fault == "bias on each shard":
             return values + leaves(outer + bias)
@@ -514,8 +492,6 @@ class _Trainer:
                 own = jnp.where(lax.axis_index("pp") == 0, own, 0)
             if self.fault != "embedding of each stage":
                 own = lax.psum(own, "pp")
-            if self.fault == "tied gradient summed twice":
-                own = lax.psum(own, "dp")
             if self.fault == "tied gradient summed over tp":
                 own = lax.psum(own, "tp")
             found[name] = own
@@ -539,16 +515,10 @@ class _Trainer:
             squares |= {name: squares[name] * factor for name in staged}
         for name in staged:
             squares[name] = lax.psum(squares[name], "pp")
-        total = sum(squares.values())
-        if self.fault == "leaf by leaf":
-            norms = squares
-        else:
-            norms = dict.fromkeys(squares, total)
-        undo = SCALE if self.fault == "clipped before unscaling" else 1.0
-        return {
-            name: g * jnp.minimum(1, LIMIT / jnp.sqrt(norms[name])) / undo
-            for name, g in gradient.items()
-        }
+        factor = jnp.minimum(1, LIMIT / jnp.sqrt(sum(squares.values())))
+        if self.fault == "clipped before unscaling":
+            factor /= SCALE
+        return jax.tree.map(lambda g: factor * g, gradient)
 
 
 def _added(trees: list[Tree]) -> Tree:

@@ -21,6 +21,7 @@ from experiments import (
     ddp_join,
     dist_autograd_simple,
     elastic_training,
+    fuzz_study,
     gradient_compression,
     judge_tightness,
     llama_scale,
@@ -31,6 +32,7 @@ from experiments import (
     zero_memory,
 )
 from experiments._result import Result
+from jdist import verify
 
 STEPS = 4
 
@@ -200,6 +202,18 @@ def placed(found=40, named=38, condemned=0, blind=0, planted=40):
     return trace_study.claims(faults, rights, [part])
 
 
+def fuzzed(sizes=(1, 2, 2, 3), missed=0, extra=(), outcome="right"):
+    def found(number, size, strength):
+        axes = tuple("abc"[:size])
+        first = 0 if strength == missed else 1
+        left = ((*axes, *extra),) if first else ()
+        own = f"f{number}", axes, strength, first, 11, 20, 1.0, left, 0
+        return fuzz_study.Found(*own)
+
+    cells = [found(n, size, s) for n, size in enumerate(sizes) for s in (2, 3)]
+    return fuzz_study.claims(cells, [verify.Verdict({}, outcome)], 4)
+
+
 PLANTED = [
     (replicated, 0, {"ratios": [0.5, 1.01, 0.5, 0.5]}),
     (replicated, 0, {"ratios": [0.5] * (STEPS - 1)}),
@@ -255,6 +269,12 @@ PLANTED = [
     (placed, 2, {"named": 37}),
     (placed, 3, {"condemned": 1}),
     (placed, 3, {"blind": 1}),
+    (fuzzed, 0, {"sizes": (1, 2, 3)}),
+    (fuzzed, 0, {"sizes": (1, 2, 2, 2)}),
+    (fuzzed, 1, {"missed": 2}),
+    (fuzzed, 2, {"missed": 3}),
+    (fuzzed, 3, {"extra": ("d",)}),
+    (fuzzed, 4, {"outcome": "not judged"}),
     (elastic, 0, {"losses": [2.0, 1.0000001, 0.5]}),
     (elastic, 0, {"losses": [2.0, 1.0]}),
     (elastic, 1, {"params": [np.float32([1, 2.0000002])]}),

@@ -17,10 +17,10 @@ def leaves(rng):
     }
 
 
-def said(leaves, path, found):
-    """The words for a leaf, with a bound of one at each entry."""
+def said(leaves, path, found, bound=1.0):
+    """The words for a leaf, with one bound at each entry."""
     with np.errstate(invalid="ignore"):
-        ratio = np.abs(leaves[path] - found)
+        ratio = np.abs(leaves[path] - found) / bound
     return diagnose(path, leaves, found, ratio)
 
 
@@ -38,7 +38,7 @@ def test_a_factor_must_explain_nearly_all(leaves, rng, noise, is_named):
     """Rounding beside it is forgiven, another mistake is not."""
     rough = rng.normal(size=(4, 3))
     rough *= np.linalg.norm(leaves["first"]) / np.linalg.norm(rough)
-    words = said(leaves, "first", 2 * (leaves["first"] + noise * rough))
+    words = said(leaves, "first", 2 * (leaves["first"] + noise * rough), 1e-9)
     assert ("2 times the reference" in words) == is_named
     assert words.startswith("off by ")
 
@@ -48,9 +48,22 @@ def test_likeness_does_not_depend_on_magnitude(leaves, size):
     """One entry in a hundred off is another mistake, among small numbers as well."""
     leaves = {path: size * leaf for path, leaf in leaves.items()}
     for found in (3 * leaves["first"], leaves["second"].copy()):
-        assert "; it is " in said(leaves, "first", found)
+        assert "; it is " in said(leaves, "first", found, 1e-9 * size)
         found[1, 2] *= 1.01
-        assert "; it is " not in said(leaves, "first", found)
+        assert "; it is " not in said(leaves, "first", found, 1e-9 * size)
+
+
+def test_a_factor_is_named_where_rounding_explains_the_rest(leaves, rng):
+    """As in a program of 16 bits; not where an entry is off by more than that."""
+    right = leaves["first"]
+    found = 2 * right + 0.02 * rng.uniform(-1, 1, size=right.shape)
+    assert said(leaves, "first", found, 0.02).endswith("it is 2 times the reference")
+    assert "it is" not in said(leaves, "first", found, 0.005)
+    found[1, 2] += 0.1
+    assert "it is" not in said(leaves, "first", found, 0.02)
+    # Where rounding is as large as the leaf, much of the error has to be explained.
+    other = rng.normal(size=right.shape)
+    assert "it is" not in said(leaves, "first", other, 9.0)
 
 
 def test_sixteen_bits_are_compared_in_double_precision(leaves):

@@ -11,6 +11,10 @@ from jdist.verify.bound import in_double, unit_roundoff
 # A suspected explanation must account for all but this share of the leaf.
 LIKENESS = 1e-4
 
+# Where rounding allows for more, a factor must account for all but this share of the
+# error.
+REST = 0.1
+
 # From narrow to wide: numbers of the first are also of those after it.
 NARROWER = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 # The number of entries from which it is no accident that all fit into a narrow dtype.
@@ -49,17 +53,25 @@ def diagnose(
         f"off by {ratio.max():.3g} times the bound at {_index(worst, origin)}: "
         f"expected {_at(reference, worst)}, got {_at(found, worst)}"
     )
-    alike = likeness(path, wanted, found)
+    error = np.abs(in_double(found) - in_double(reference))
+    bound = np.divide(error, ratio, out=np.zeros_like(error), where=ratio > 0)
+    alike = likeness(path, wanted, found, bound)
     return f"{text}; {alike}" if alike else text
 
 
-def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
+def likeness(
+    path: str,
+    wanted: Mapping[str, Any],
+    found: np.ndarray,
+    bound: np.ndarray | None = None,
+) -> str:
     """The recognized mistake in a leaf, in words; empty if there is none.
 
     Args:
       path: The leaf.
       wanted: The reference's leaves by path, on the host.
       found: The candidate's leaf.
+      bound: What rounding explains of each entry; None if it is not known.
     """
     reference = wanted[path]
     # A single number is always a multiple of another: a factor would say nothing.
@@ -67,6 +79,10 @@ def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
         factor = _factor(reference, found)
         if factor is not None:
             return f"it is {factor:.6g} times the reference"
+        if bound is not None:
+            factor = _rounded_factor(reference, found, bound)
+        if factor is not None:
+            return f"it is {factor:.3g} times the reference"
         if found.ndim == 2 and _alike(reference.T, found):
             return "it is the reference transposed"
     others = [
@@ -106,15 +122,32 @@ def _fits(values: np.ndarray, dtype: np.dtype) -> bool:
 def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
     """The number by which the whole reference was multiplied, if that is all."""
     a, b = _flat(reference), _flat(found)
-    power = float(np.vdot(a, a).real)
-    if power == 0:
-        return None
-    # The least-squares factor; the rest decides whether it explains the leaf.
-    factor = float(np.vdot(a, b).real) / power
+    factor = _nearest_factor(a, b)
     rest = np.linalg.norm(b - factor * a)
     # A factor of 1 explains nothing: large entries that are right hide the wrong ones.
     told = rest <= LIKENESS * np.linalg.norm(b) and abs(factor - 1) > LIKENESS
-    return factor if told else None
+    return factor if told and a.any() else None
+
+
+def _rounded_factor(
+    reference: np.ndarray, found: np.ndarray, bound: np.ndarray
+) -> float | None:
+    """The number by which it was multiplied, if rounding explains all the rest.
+
+    In a program of 16 bits that is far more than in one of 32.
+    """
+    a, b = _flat(reference), _flat(found)
+    factor = _nearest_factor(a, b)
+    rest = np.abs(b - factor * a)
+    small = np.linalg.norm(rest) <= REST * np.linalg.norm(b - a)
+    told = small and (rest <= max(1, abs(factor)) * bound.ravel()).all()
+    return factor if told and a.any() else None
+
+
+def _nearest_factor(a: np.ndarray, b: np.ndarray) -> float:
+    """The least-squares factor; the rest decides whether it explains the leaf."""
+    power = float(np.vdot(a, a).real)
+    return float(np.vdot(a, b).real) / power if power else 0.0
 
 
 def _alike(first: np.ndarray, second: np.ndarray) -> bool:
