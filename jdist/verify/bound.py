@@ -274,19 +274,25 @@ def measured_bound(
     size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
     root = math.sqrt(2)
     width = root * confidence(entries)
-    adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA) * magnitude
-    partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3) * size
-    power = float(np.sum(magnitude**2))
+    adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA)
+    partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3)
+    tau = confidence(entries, max(most, POOLED))
+    power = magnitude**2
+    total_power = float(np.sum(power))
     # For the whole leaf: an entry that happened to round well would have too narrow a
     # bound by its own variance.
-    relative = float(np.sum(variance)) / power if power > 0 else 0.0
-    deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
+    relative = float(np.sum(variance)) / total_power if total_power > 0 else 0.0
+    likely = np.maximum(variance, relative * power)
     if most < POOLED:
-        deviation = np.maximum(deviation, np.sqrt(_pooled(variance)))
-    tau = confidence(entries, max(most, POOLED))
-    computing = root * tau * deviation
-    random = np.sqrt(adding**2 + partial**2 + computing**2)
-    allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
+        likely = np.maximum(likely, _pooled(variance))
+    # Squares of the parts add up; a large leaf has few temporary arrays at a time.
+    allowed = (root * tau) ** 2 * likely
+    del likely
+    allowed += adding**2 * power
+    del power
+    allowed += (partial * size) ** 2
+    allowed = np.sqrt(allowed)
+    allowed += 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # An entry that could not be measured has no bound, and is not judged.
     allowed = np.where(np.isnan(allowed), np.inf, allowed)
     narrow = np.linalg.norm(allowed) <= doubtful_width(dtype) * np.linalg.norm(size)

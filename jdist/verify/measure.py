@@ -206,17 +206,6 @@ class Counted(NamedTuple):
     rows: np.ndarray | None = None
 
 
-class _Collected(NamedTuple):
-    """Sums over examples, of the loss and of each floating leaf of the gradient."""
-
-    total: list[np.ndarray]
-    magnitude: list[np.ndarray]
-    square: list[np.ndarray]
-    drift: list[np.ndarray]
-    drift_square: list[np.ndarray]
-    variance: list[np.ndarray]
-
-
 class _LeafSums(NamedTuple):
     """The sums of one leaf while they are made, all but the first divided by a scale.
 
@@ -321,8 +310,8 @@ class ReducedLoss:
         given = params, batch, shares
         found = programs.gradients(*given, draws)
         choices = programs.choices(*given, rows)
-        bounds = partial(_limits, params, losses.dtype, self._accumulation)
-        loss_limit, limits = bounds(found.sums, terms, (draws, draws * examples))
+        bounded = partial(_bounded, params, losses.dtype, self._accumulation)
+        bounds = bounded(found.leaves, terms, (draws, draws * examples))
 
         w = None if weights is None else jnp.asarray(weights, losses.dtype)
         coupled: tuple[str, ...] = ()
@@ -330,28 +319,31 @@ class ReducedLoss:
             hidden = partial(
                 _hidden_coupling,
                 gradient,
-                found.sums,
+                bounds.totals,
                 exact=partial(self._of_whole.exact_gradient, params, (batch, w)),
                 rules=partial(programs.own_rules, params, batch),
             )
-            coupled = _coupling(losses.exact, found.losses, rows) or hidden(limits)
+            coupled = _coupling(losses.exact, found.losses, rows) or hidden(
+                bounds.limits
+            )
             if coupled and (turned := list(choices().examples)):
                 # Their decisions, and not other examples, may be what differs.
                 coupled = _coupling(losses.exact, found.losses, rows, turned) or hidden(
-                    choices().of_leaves(limits)
+                    choices().of_leaves(bounds.limits)
                 )
         if coupled:
             terms, draws = _leading(batch), more * _draws(params, 1)
             given = params, (batch, w), np.ones(())
             found = self._of_whole.gradients(*given, draws)
             choices = self._of_whole.choices(*given)
-            loss_limit, limits = bounds(found.sums, terms, (draws, draws))
+            bounds = bounded(found.leaves, terms, (draws, draws))
         notes += coupled + found.notes + _accumulates(params, self._accumulation)
         oracle = None
         if check:
-            known = _known(found.sums, self.programs.unit)
+            finer = unit_roundoff("float64") / programs.unit
+            known = Exact(bounds.totals, found.scatter * finer)
             oracle = self._check(params, batch, weights, known=known)
-        return Measured(limits, loss_limit, oracle, notes, choices)
+        return Measured(bounds.limits, bounds.of_loss, oracle, notes, choices)
 
 
 class _Losses(NamedTuple):
@@ -360,8 +352,18 @@ class _Losses(NamedTuple):
 
 
 class _ExampleSums(NamedTuple):
-    sums: _Collected
+    """What is measured of a batch's examples.
+
+    Attributes:
+      leaves: The sums of the loss, and then of each floating leaf of the gradient.
+      losses: The examples' own losses.
+      scatter: How far rounding scatters the batch's loss, one deviation.
+      notes: Of what could not be measured, or was as the device rounds.
+    """
+
+    leaves: Iterator[Sums]
     losses: np.ndarray
+    scatter: float
     notes: tuple[str, ...]
 
 
@@ -433,13 +435,15 @@ class LossPrograms:
             for group in _groups(batch, shares, together):
                 values = found.add(group, draws, advance)
                 losses[group.numbers[group.inside]] = values[group.inside]
-            sums = found.sums(draws)
         missed = ", ".join(sorted(pieces.missed))
         notes = rounding_note(pieces.program)
         if missed:
             words = f"the rounding of {missed} was not measured"
             notes += (f"{words}: there the bound is too narrow",)
-        return _ExampleSums(sums, losses, notes)
+        made = found.taken()
+        scale, of_loss = made[0]
+        scatter = scale * math.sqrt(max(float(of_loss.variance), 0.0) / draws)
+        return _ExampleSums(_in_turn(made, draws), losses, scatter, notes)
 
     def choices(
         self,
@@ -771,23 +775,26 @@ class _Examples:
             several=self._several,
         )
 
-    def sums(self, draws: int) -> _Collected:
-        """The sums, in double precision; those that were made are not kept."""
-        columns = []
-        for number, scale in sorted(self._scales.items()):
-            total, *others = map(np.asarray, self._sums.pop(number))
-            powers = 1, 2, 1, 2, 2
-            counted = 1, 1, 1, 1, draws
-            columns.append(
-                [
-                    total,
-                    *(
-                        x.astype(wide_of(x.dtype)) * (scale**power / count)
-                        for x, power, count in zip(others, powers, counted, strict=True)
-                    ),
-                ]
-            )
-        return _Collected(*map(list, zip(*columns, strict=True)))
+    def taken(self) -> list[tuple[float, _LeafSums]]:
+        """The sums, and by what each is scaled; they are not kept."""
+        sums, self._sums = self._sums, {}
+        return [(self._scales[number], sums[number]) for number in sorted(sums)]
+
+
+def _in_turn(made: list[tuple[float, _LeafSums]], draws: int) -> Iterator[Sums]:
+    """The sums in double precision, leaf by leaf: all of them would be twice as large.
+
+    Those that were made are dropped on the way.
+    """
+    while made:
+        scale, leaf = made.pop(0)
+        total, magnitude, square, drift, own, drawn = map(in_double, leaf)
+        del leaf
+        for array, power in ((magnitude, 1), (square, 2), (drift, 1), (own, 2)):
+            array *= scale**power
+        drawn *= scale**2 / draws
+        # Either estimate of the variance alone may be too small by chance.
+        yield Sums(total, magnitude, square, drift, np.maximum(own, drawn, out=drawn))
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, large: bool) -> _LeafSums:
@@ -887,33 +894,42 @@ def magnified(program: ClosedJaxpr) -> float:
     return 1.0 if any(jnp.finfo(x).bits < 64 for x in floating) else MAGNIFIED
 
 
-def _known(sums: _Collected, unit: float) -> Exact:
-    """The measured gradient, and how far float64 scatters the loss."""
-    scatter = math.sqrt(max(float(sums.variance[0]), 0.0))
-    return Exact(sums.total[1:], scatter * unit_roundoff("float64") / unit)
+class _Bounds(NamedTuple):
+    """What is known of a batch's gradient.
+
+    Attributes:
+      of_loss: The limit of the loss.
+      limits: Those of the parameters' leaves; None for a leaf without a gradient.
+      totals: The exact gradient's floating leaves.
+    """
+
+    of_loss: Limit
+    limits: dict[str, Limit | None]
+    totals: list[np.ndarray]
 
 
-def _limits(
+def _bounded(
     params: PyTree,
     loss_dtype: DTypeLike,
     accumulation: DTypeLike | None,
-    sums: _Collected,
+    sums: Iterator[Sums],
     terms: int,
     draws: tuple[int, int],
-) -> tuple[Limit, dict[str, Limit | None]]:
-    leaves = named_leaves(params)
-    dtypes = [loss_dtype, *(x.dtype for x in leaves.values() if is_inexact(x))]
-    found = []
-    for dtype, total, magnitude, square, drift, own, drawn in zip(
-        dtypes, *sums, strict=True
-    ):
-        # Either estimate of the variance alone may be too small by chance.
-        measured = Sums(total, magnitude, square, drift, np.maximum(own, drawn))
+) -> _Bounds:
+    def bound(dtype: DTypeLike, leaf: Sums) -> Limit:
         adding = accumulated(dtype, accumulation)
-        found.append(measured_bound(dtype, measured, terms, draws, adding))
-    of_leaves = iter(found[1:])
-    limits = {p: next(of_leaves) if is_inexact(x) else None for p, x in leaves.items()}
-    return found[0], limits
+        return measured_bound(dtype, leaf, terms, draws, adding)
+
+    loss = next(sums)
+    limits: dict[str, Limit | None] = {}
+    totals = []
+    for path, leaf in named_leaves(params).items():
+        limits[path] = None
+        if is_inexact(leaf):
+            own = next(sums)
+            limits[path] = bound(leaf.dtype, own)
+            totals.append(own.total)
+    return _Bounds(bound(loss_dtype, loss), limits, totals)
 
 
 def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, ...]:
@@ -960,7 +976,7 @@ def _coupling(
 
 def _hidden_coupling(
     gradient: PyTree,
-    alone: _Collected,
+    sums: Sequence[np.ndarray],
     limits: dict[str, Limit | None],
     *,
     exact: Callable[..., list[np.ndarray]],
@@ -968,12 +984,12 @@ def _hidden_coupling(
 ) -> tuple[str, ...]:
     """A note if the batch's exact gradient is not the sum of its examples' own.
 
-    `exact` computes that of the batch, for a cotangent of the loss, and is called only
-    where it may matter; `rules` are the derivative rules in the loss.
+    `sums` are these, leaf by leaf. `exact` computes that of the batch, for a cotangent
+    of the loss, and is called only where it may matter; `rules` are the derivative
+    rules in the loss.
     """
     leaves = named_leaves(gradient)
     known = [(path, limit) for path, limit in limits.items() if limit is not None]
-    sums = alone.total[1:]
     if not any(
         _is_doubtful(leaves[path], total, limit)
         for (path, limit), total in zip(known, sums, strict=True)

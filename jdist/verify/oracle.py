@@ -19,6 +19,7 @@ JAX's own, nothing can be said, and the check says so.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,8 +229,9 @@ def finite_differences(loss_fn: LossFn, reduction: str) -> Callable[..., OracleC
 def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slopes:
     """The derivative at the parameters along a direction in which all leaves count."""
     params, *_ = given
-    _, noise = _surroundings(params, seed)
     trainable, _ = split_inexact(params)
+    wide = jax.tree.map(in_double, trainable)
+    noise = _direction(np.random.default_rng(seed), wide)
     gradient = jax.tree.unflatten(jax.tree.structure(trainable), known.gradient)
     leaves = max(len(known.gradient), 1)
     length = math.sqrt(
@@ -244,8 +246,8 @@ def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slop
         return noise + length / (size * math.sqrt(leaves)) * np.conj(slope)
 
     direction = jax.tree.map(mixed, gradient, noise)
+    del noise
     exact = _along(direction, known.gradient)
-    wide = jax.tree.map(in_double, trainable)
     losses = _losses(value, given, wide, direction, FEW)
     return Slopes(exact, losses, known.scatter)
 
@@ -279,23 +281,33 @@ def _losses(
 
 
 def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
-    """A random point next to the parameters and a direction, both in float64.
-
-    On the host: to compile this took as long as the derivative.
-    """
+    """A random point next to the parameters and a direction, both in float64."""
     trainable, _ = split_inexact(params)
     wide = jax.tree.map(in_double, trainable)
     generator = np.random.default_rng(seed)
-    toward, aside = (_noise(generator, wide) for _ in range(2))
+    toward, aside = (_direction(generator, wide) for _ in range(2))
+    length = ASIDE * math.sqrt(_entries(wide))
+    return jax.tree.map(lambda x, d: x + length * d, wide, toward), aside
+
+
+def _direction(generator: np.random.Generator, wide: PyTree) -> PyTree:
+    """A random direction of the length that a parameter typically has.
+
+    On the host: to compile this took as long as the derivative.
+    """
     leaves = jax.tree.leaves(wide)
-    count = max(sum(leaf.size for leaf in leaves), 1)
     unit = max((float(np.max(np.abs(x), initial=0)) for x in leaves), default=0) or 1.0
     with np.errstate(invalid="ignore"):  # Infinite parameters: the loss is not finite.
         power = sum(float(np.sum(np.abs(x / unit) ** 2)) for x in leaves)
+    count = _entries(wide)
     # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
     typical = unit * np.sqrt(power / count) if power > 0 else 1.0
-    near = jax.tree.map(lambda x, d: x + ASIDE * typical * d, wide, aside)
-    return near, jax.tree.map(lambda d: typical * d / np.sqrt(count), toward)
+    drawn = partial(_noise, generator, typical / math.sqrt(count))
+    return jax.tree.map(drawn, wide)
+
+
+def _entries(tree: PyTree) -> int:
+    return max(sum(leaf.size for leaf in jax.tree.leaves(tree)), 1)
 
 
 def _paired(given: PyTree, moved: PyTree) -> list[Any]:
@@ -359,13 +371,12 @@ def own_rules(program: ClosedJaxpr) -> list[str]:
 JAX = Path(jax.__file__).parent
 
 
-def _noise(generator: np.random.Generator, like: PyTree) -> PyTree:
-    """A tree of normal numbers; those of complex leaves have both parts."""
-
-    def drawn(leaf: np.ndarray) -> np.ndarray:
-        real = generator.standard_normal(leaf.shape)
-        if not np.iscomplexobj(leaf):
-            return real
-        return (real + 1j * generator.standard_normal(leaf.shape)) / np.sqrt(2)
-
-    return jax.tree.map(drawn, like)
+def _noise(
+    generator: np.random.Generator, scale: float, like: np.ndarray
+) -> np.ndarray:
+    """Normal numbers times a scale; complex ones have both parts."""
+    real = scale * generator.standard_normal(like.shape)
+    if not np.iscomplexobj(like):
+        return real
+    imaginary = scale * generator.standard_normal(like.shape)
+    return (real + 1j * imaginary) / np.sqrt(2)
