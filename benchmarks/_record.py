@@ -134,6 +134,7 @@ BESIDE = (
 
 EXPERIMENTS = (
     "ddp_buckets",
+    "judge_cost",
     "pipeline_schedules",
     "resnet50_model_parallel",
     "rpc_cost",

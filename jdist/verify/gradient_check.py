@@ -15,7 +15,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jdist._errors import check_flags, check_function, requirement
 from jdist._tree import PyTree, named_leaves, type_name
 from jdist.verify.arguments import check_candidates, check_options, check_problem
-from jdist.verify.bound import Limit, in_double, unit_roundoff
+from jdist.verify.bound import (
+    POOLED,
+    Limit,
+    confidence,
+    confidence_in_norm,
+    in_double,
+    unit_roundoff,
+)
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Named, compare_leaves, renamed
 from jdist.verify.evaluation import chosen
@@ -41,14 +48,15 @@ Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 # wrong; in smaller steps from fewer than FEW draws of each example on. Errors that few
 # draws do not show, such as a decision that one program in a thousand takes otherwise,
 # are small compared with a leaf.
-LOOKS, FROM_FEW = (1, 16), (1, 3, 16, 64)
+LOOKS, FROM_FEW = (1, 16), (5, 16, 64)
 FEW = 3
+# The fewest draws that show a leaf to be wrong for certain are three.
+FEWEST = 3
 
 # The relative error, in the 2-norm, above which a leaf is grossly wrong.
 GROSS = 0.005
 
-# A candidate with a leaf further off than this many roundings of the leaf, in the
-# 2-norm, is looked at with more than a few draws from the beginning.
+# Most bounds are less than this many roundings of the leaf wide, in the 2-norm.
 FAR = 2.0**12
 
 # Maximum number of failing leaves to explain: each traces the loss again.
@@ -362,8 +370,8 @@ class Reference:
         looks: Sequence[int] = LOOKS
         if self._loss.draws(self._params, self.counted.batch) < FEW:
             # Over several processes no host has whole leaves.
-            far = peers.size == 1 and self._is_far(answer)
-            looks = FROM_FEW[far:]
+            distance = self._distance(answer) if peers.size == 1 else 0.0
+            looks = _looks(distance)
         for more in looks:
             measured = self._measure(more)
             rows = self._rows(name, answer, measured, peers)
@@ -419,15 +427,16 @@ class Reference:
         )
         return rows, (told,)
 
-    def _is_far(self, answer: Answer) -> bool:
-        """Whether a leaf is off by more than most bounds are wide."""
-        return any(
-            _relative(wanted, own) > FAR * unit_roundoff(wanted.dtype)
+    def _distance(self, answer: Answer) -> float:
+        """How far the worst leaf is off, over the width of most bounds."""
+        distances = (
+            _relative(wanted, own) / (FAR * unit_roundoff(wanted.dtype))
             for path, wanted in named_leaves(self.gradient).items()
             if (own := answer.gradient.get(path)) is not None
             and np.shape(own) == np.shape(wanted)
             and jnp.issubdtype(np.asarray(own).dtype, jnp.inexact)
         )
+        return max(distances, default=0.0)
 
     def _may_be_right(
         self, row: LeafReport, answer: Answer, measured: Measured, peers: Peers
@@ -497,6 +506,17 @@ class Reference:
             f"{rows[0].candidate}: {path}: the uses that it counts: {words}"
             for path, words in counts.items()
         )
+
+
+def _looks(distance: float) -> Sequence[int]:
+    """Factors of a single draw, for a candidate that is so far off (`_distance`).
+
+    One draw shows no leaf to be wrong for certain, and each look begins anew.
+    """
+    for first in (FEWEST, FROM_FEW[0]):
+        if distance > confidence_in_norm(first) / confidence(1, POOLED):
+            return first, *FROM_FEW[1:]
+    return 1, *FROM_FEW
 
 
 def _limits(measured: Measured) -> dict[str, Limit | None]:

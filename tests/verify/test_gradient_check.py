@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
+from jdist.verify import measure
 from jdist.verify.bound import Limit
 from jdist.verify.candidates import _apart
 from jdist.verify.gradient_check import GROSS
@@ -536,6 +537,21 @@ def test_what_more_draws_might_explain_is_measured_again(smooth, looks):
         looks.clear()
         report = judged(w, x, {"mine": candidate(off=off)}, finite_differences=False)
         assert (looks, report.ok) == (expected, ok)
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(1, [1]), (2, [3]), (1.1, [3]), (1.01, [5]), (1.002, [1, 5, 16, 64])],
+)
+def test_what_is_far_off_is_looked_at_at_once(
+    factor, expected, smooth, looks, monkeypatch
+):
+    """With as many draws as show it to be wrong, where there is time for few."""
+    monkeypatch.setattr(measure, "WORK", 1)
+    loss, w, x, candidate = smooth
+    judged = verify.gradients_judge(loss)
+    report = judged(w, x, {"mine": candidate(factor)}, finite_differences=False)
+    assert (looks, report.ok) == (expected, factor == 1)
 
 
 def test_a_leaf_of_few_digits_is_not_condemned_by_few_draws(looks):
