@@ -178,9 +178,9 @@ def defer(gradient: BackwardProgram) -> Deferral:
 
 def contracted(equation: JaxprEqn, varying: set[Var]) -> tuple[int, ...]:
     """An axis of each factor that a product contracts; empty if it is no product."""
-    left, right = equation.invars if len(equation.invars) == 2 else (None, None)
-    # With a weight as one of the factors nothing is gained.
-    if left is right or not {left, right} <= varying:
+    # With a weight or a constant as one of the factors nothing is gained.
+    factors = {x for x in equation.invars if isinstance(x, Var) and x in varying}
+    if len(equation.invars) != 2 or len(factors) != 2:
         return ()
     details, name = equation.params, equation.primitive.name
     if name == "dot_general":

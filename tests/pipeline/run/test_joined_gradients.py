@@ -41,6 +41,25 @@ def test_gradient_of_the_whole_batch(reduction):
     ).raise_if_failed()
 
 
+def test_rows_of_a_parameter_join_too():
+    """The gradient of a row is padded by a constant, which is a literal."""
+
+    def layers(w, x):
+        return jnp.tanh(x @ w[0]) @ w[1]
+
+    stage = pipeline.Stage(layers, ("x",), ("y",), join_weight_gradients=True)
+
+    def loss(y, _):
+        return (y**2).sum(1)
+
+    rng = np.random.default_rng(5)
+    w, x = rng.normal(size=(2, 4, 4)), rng.normal(size=(7, 4))
+    pipe = pipeline.Pipeline([stage], loss, pipeline.one_f_one_b(1, 3))
+    _, (found,) = pipe.value_and_grad([w], {"x": x})
+    expected = jax.grad(lambda w: loss(layers(w, x), None).mean())(w)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def test_bits_do_not_depend_on_the_devices():
     params, batch, weights = problem(7)
     found = [

@@ -97,6 +97,36 @@ def test_every_reduction(reduction):
     close(host(found), host(expected))
 
 
+def test_keys_in_the_batch():
+    """Each example has its own, of which the first stage's end draws."""
+
+    def masked(w, x, keys):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (4,)))(keys)
+        return jnp.where(kept, x @ w, 0)
+
+    blocks = [
+        pipeline.Stage(lambda w, h: jnp.tanh(h @ w), (f"h{j}",), (f"h{j + 1}",))
+        for j in range(2)
+    ]
+    first = pipeline.Stage(masked, ("x", "key"), ("h0",))
+    made = pipeline.with_ends(blocks, first=first)
+    rng = np.random.default_rng(3)
+    table, *squares = (rng.normal(size=(n, 4)) for n in (3, 4, 4))
+    params = [(table, squares[0]), squares[1]]
+    batch = {
+        "x": rng.normal(size=(5, 3)),
+        "key": jax.random.split(jax.random.key(1), 5),
+    }
+    found, expected = (
+        pipe.value_and_grad(pipe.place(params), batch)
+        for pipe in (
+            pipeline.Pipeline(made, lambda h, _: (h**2).sum(1), SCHEDULES["1F1B"], at)
+            for at in (line(2), jax.devices()[:2])
+        )
+    )
+    close(host(found), host(expected))
+
+
 def test_one_stage_with_both_ends():
     schedule = pipeline.gpipe(1, 3)
     params, batch, weights = model.problem(1, np.float64)
