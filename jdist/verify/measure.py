@@ -58,6 +58,7 @@ from jdist.verify.bound import (
 from jdist.verify.evaluation import (
     BOTH,
     EXACT,
+    LARGE,
     NATURAL,
     Abandoned,
     Changes,
@@ -103,9 +104,6 @@ CONVOLVED = 2**17
 
 # Number of undecided examples that a note lists.
 LISTED = 6
-
-# Sums of leaves with more entries than this are kept in single precision, scaled.
-LARGE = 2**18
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.
@@ -209,7 +207,7 @@ class Counted(NamedTuple):
 class _LeafSums(NamedTuple):
     """The sums of one leaf while they are made, all but the first divided by a scale.
 
-    Of a large leaf they are in single precision, in which squares may be too small.
+    Those of a large leaf are in single precision, in which squares may be too small.
     """
 
     total: jax.Array
@@ -587,10 +585,12 @@ def _groups(batch: PyTree, shares: np.ndarray, together: int) -> Iterator[_Group
 
 
 def _pairs(params: PyTree) -> list[Any]:
-    """The leaves of parameters, floating ones with a wide side of their own."""
+    """The leaves of parameters, all but large ones with a wide side of their own."""
     with double_precision():
         return [
-            PrecisionPair(x, x.astype(wide_of(x.dtype))) if is_inexact(x) else x
+            PrecisionPair(x, x.astype(wide_of(x.dtype)))
+            if is_inexact(x) and x.size <= LARGE
+            else x
             for x in jax.tree.leaves(params)
         ]
 

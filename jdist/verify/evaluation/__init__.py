@@ -23,6 +23,7 @@ from jdist.verify.evaluation.lockstep import (
 from jdist.verify.evaluation.piecewise import (
     BOTH,
     EXACT,
+    LARGE,
     Abandoned,
     CompiledPiece,
     Form,
@@ -36,6 +37,7 @@ from jdist.verify.evaluation.products import rounding_note
 __all__ = [
     "BOTH",
     "EXACT",
+    "LARGE",
     "NATURAL",
     "Abandoned",
     "Changes",

@@ -95,6 +95,9 @@ FEW_EQUATIONS, FEW_ENTRIES = 500, 2**21
 # equations would be compiled after it was cut: few pieces are alike.
 UNLIKE = 0.75
 
+# Arrays with more entries have wide copies only while they are needed.
+LARGE = 2**18
+
 # Pieces that XLA may be given ahead of those that have run: each takes its memory.
 AHEAD = 4
 
@@ -244,14 +247,13 @@ class Pieces:
           Abandoned: Another thread abandoned the run.
         """
         values: dict[InlinedVariable, Value] = dict(self._constants)
-        values.update(
-            (x, _entering(value, form))
-            for x, value in zip(self._inputs, inputs, strict=True)
-        )
         results = _Results(self._results, form, receive)
+        given = dict(zip(self._inputs, inputs, strict=True))
+        late = {x for x in given.keys() - results.wanted if _is_large(given[x])}
+        values.update((x, _entering_if(x not in late, given[x], form)) for x in given)
         results.take(values)
         for number, piece in enumerate(self._pieces):
-            operands = [values[x] for x in piece.inputs]
+            operands = [_entering_if(x in late, values[x], form) for x in piece.inputs]
             sided = any(isinstance(x, PrecisionPair) for x in operands)
             kept = sided and (piece.decides or piece.holds)
             before = None
@@ -357,17 +359,17 @@ class _Results:
         self.found: list[Any] = [None] * len(variables)
         self._form = form
         self._receive = receive or self.found.__setitem__
-        self._wanted: dict[InlinedVariable, list[int]] = {}
+        self.wanted: dict[InlinedVariable, list[int]] = {}
         for number, variable in enumerate(variables):
             if isinstance(variable, Literal):
                 self._receive(number, self._with_sides(_literal(variable)))
             else:
-                self._wanted.setdefault(variable, []).append(number)
+                self.wanted.setdefault(variable, []).append(number)
 
     def take(self, values: dict[InlinedVariable, Value]) -> None:
         """Takes those of the values that are results."""
         for variable, value in values.items():
-            for number in self._wanted.get(variable, ()):
+            for number in self.wanted.get(variable, ()):
                 own = value if isinstance(value, PrecisionPair) else None
                 self._receive(number, own or self._with_sides(value))
 
@@ -700,6 +702,14 @@ def _entering(value: Any, form: Form) -> Value:
     if wide.dtype != dtype:
         wide = wide.astype(dtype)
     return PrecisionPair(rounded if form.rounded else None, wide)
+
+
+def _is_large(value: Any) -> bool:
+    return not isinstance(value, PrecisionPair) and value.size > LARGE
+
+
+def _entering_if(now: bool, value: Any, form: Form) -> Value:
+    return _entering(value, form) if now else value
 
 
 def _leaving(value: Value, form: Form) -> Value:
