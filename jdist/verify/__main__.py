@@ -147,7 +147,8 @@ def _judge_matrix(options: argparse.Namespace) -> int:
         console.print(matrix.line(row))
         cells += row
     for reason in sorted({f"{c.strategy}: {c.skipped}" for c in cells if c.skipped}):
-        console.print(f"[yellow]skipped[/yellow] {reason}")
+        # `Text`, because the name of an extra stands in brackets.
+        console.print(Text.assemble(("skipped", "yellow"), f" {reason}"))
     if left:
         console.print(f"{left} more combinations of these are judged with --all")
     for cell in cells:

@@ -265,7 +265,7 @@ def unweighted(loss_fn, reduction):
 
 def absent(loss_fn, reduction):
     """A strategy for hardware that is not here."""
-    raise Unavailable("needs 512 devices, there are 8 (cpu)")
+    raise Unavailable("needs 512 devices, there are 8 [cpu]")
 
 
 def test_failing_and_missing_rows(monkeypatch, capsys):
@@ -276,7 +276,7 @@ def test_failing_and_missing_rows(monkeypatch, capsys):
     one = ["--dtypes", "float64", "--reductions", "mean", "--processes", "1"]
     assert command.main(one) == 1
     shown = capsys.readouterr().out
-    assert "skipped absent: needs 512 devices, there are 8 (cpu)" in shown
+    assert "skipped absent: needs 512 devices, there are 8 [cpu]" in shown
     assert "unweighted: shared: off by" in shown
     assert "FAILED" in shown
     assert command.main([*one, "--rows", "honest"]) == 0

@@ -53,11 +53,7 @@ def search(
     Raises:
       Unavailable: OR-Tools is not installed.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        what = f"a search for a schedule needs OR-Tools: {extra('synthesize')}"
-        raise Unavailable(what) from error
+    cp_model = solver_module()
     model = cp_model.CpModel()
     actions = _actions(model, problem, makespan)
     _wait(model, problem, actions, makespan)
@@ -84,6 +80,20 @@ def search(
         if solver.value(variables.present)
     }
     return found, solver.best_objective_bound
+
+
+def solver_module() -> Any:
+    """OR-Tools' module `cp_model`, which is imported for searches only.
+
+    Raises:
+      Unavailable: It is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        what = f"a search for a schedule needs OR-Tools: {extra('synthesize')}"
+        raise Unavailable(what) from error
+    return cp_model
 
 
 def _actions(

@@ -89,6 +89,11 @@ class SchedulingProblem:
         shorter = (self.inputs + self.params <= self.whole).all()
         return self.limit is None and bool(shorter)
 
+    def first(self) -> "SchedulingProblem":
+        """The problem of the first micro-batch alone."""
+        tables = {name: getattr(self, name)[:, :1] for name in (*TIMES, *BYTES)}
+        return replace(self, **tables)
+
     def of_each_worker(self, per_stage: np.ndarray) -> np.ndarray:
         """Sums over each worker's stages, `(workers, ...)`."""
         found = np.zeros((max(self.workers) + 1, *per_stage.shape[1:]))

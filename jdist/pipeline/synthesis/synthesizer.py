@@ -28,12 +28,17 @@ from jdist.pipeline.schedules.zbv import zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble
 from jdist.pipeline.simulation.costs import Costs
 from jdist.pipeline.simulation.simulator import simulate
-from jdist.pipeline.synthesis.constraint_program import search
+from jdist.pipeline.synthesis.constraint_program import Starts, search
 from jdist.pipeline.synthesis.lower_bound import lower_bound
 from jdist.pipeline.synthesis.problem import SchedulingProblem
+from jdist.pipeline.synthesis.repetition import repetition
 
 Placing = Literal["looped", "v"]
 """Chunks of worker j: stages j, n + j, 2n + j .. or j, 2n - 1 - j, 2n + j .."""
+
+
+SEARCHED = 2000
+"""The most actions whose order is searched; more repeat that of one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ def synthesize(
     A solver begins with the best family of this placement that fits, and improves it
     until it has proved that nothing is better, or its time is over. It decides for each
     backward pass whether it is split. Where the best family is proved best without it,
-    it does not run.
+    it does not run. More than 2000 actions of equal micro-batches repeat a pattern: the
+    solver looks for one with a short period (modulo scheduling), and the bound is that
+    of the first three below.
 
     The lower bound is the largest of
 
@@ -143,7 +150,10 @@ def synthesize(
     best, timeline = min(fitting, key=lambda pair: pair[1].makespan)
     bound = lower_bound(problem)
     if bound < timeline.makespan:
-        found, searched = _searched(problem, best, timeline.makespan, seconds)
+        if problem.alike and len(timeline.start) > SEARCHED:
+            found, searched = _repeated(problem, seconds) or best, bound
+        else:
+            found, searched = _searched(problem, best, timeline.makespan, seconds)
         bound, again = max(bound, searched), simulate(found, costs)
         if again.makespan < timeline.makespan:
             best, timeline = found, again
@@ -228,8 +238,29 @@ def _searched(
     played = simulate(known, costs)
     starts = {Action(*record[1:4]): round(record.start) for record in played.records()}
     found, bound = search(whole, starts, round(played.makespan), seconds)
-    programs: list[list[Action]] = [[] for _ in range(known.workers)]
-    for action in sorted(found, key=found.__getitem__):
-        programs[whole.workers[action.stage]].append(action)
-    schedule = Schedule.of(programs, name="synthesized")
-    return schedule, (bound - raised) * unit
+    return _ordered(problem, found), (bound - raised) * unit
+
+
+def _repeated(problem: SchedulingProblem, seconds: float) -> Schedule | None:
+    """The schedule whose micro-batches repeat a pattern; None: none found."""
+    micro_batches = problem.shape[1]
+    one = problem.first()
+    whole, _, _ = one.in_whole_numbers(lower_bound(one))
+    pattern = repetition(whole, micro_batches, seconds)
+    if pattern is None:
+        return None
+    found, period = pattern
+    starts = {
+        Action(kind, stage, i): start + i * period
+        for (kind, stage, _), start in found.items()
+        for i in range(micro_batches)
+    }
+    return _ordered(problem, starts)
+
+
+def _ordered(problem: SchedulingProblem, starts: Starts) -> Schedule:
+    """The schedule of the order in which actions start."""
+    programs: list[list[Action]] = [[] for _ in range(max(problem.workers) + 1)]
+    for action in sorted(starts, key=starts.__getitem__):
+        programs[problem.workers[action.stage]].append(action)
+    return Schedule.of(programs, name="synthesized")
