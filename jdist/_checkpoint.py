@@ -24,6 +24,7 @@ from jdist._errors import (
     check_number,
     check_type,
     extra,
+    quoted,
     requirement,
 )
 from jdist._tree import first_difference
@@ -259,7 +260,7 @@ def check_folder(argument: str, folder: Any) -> None:
         remedy = "The working directory is '.'."
         if path:
             remedy = "Mount the bucket, or copy a local folder to it."
-        raise ValueError(requirement(argument, rule, repr(path), remedy))
+        raise ValueError(requirement(argument, rule, quoted(path), remedy))
 
 
 def check_keep(call: str, keep: int | None) -> None:

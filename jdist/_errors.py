@@ -89,13 +89,16 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
       >>> requirement("sgd(lr=...)", "must be at least 0", -1.0)
       '`sgd(lr=...)` must be at least 0. Got -1.0.'
     """
-    shown = got if isinstance(got, str) else _in_a_line(got)
+    shown = got if isinstance(got, str) else quoted(got)
     message = f"`{call}` {rule}. Got {shown}."
     return f"{message} {remedy}" if remedy else message
 
 
-def _in_a_line(value: object) -> str:
-    """A value's `repr`, cut: that of a model's gradient has thousands of lines."""
+def quoted(value: object) -> str:
+    """A value's `repr` for a message, cut.
+
+    That of a model's gradient has thousands of lines.
+    """
     text = re.sub(r"\s*\n\s*", " ", repr(value))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
@@ -113,7 +116,7 @@ def check_type(call: str, value: object, kind: Kind, rule: str) -> None:
       TypeError: It is of another type.
     """
     if not isinstance(value, kind):
-        raise TypeError(requirement(call, rule, _in_a_line(value)))
+        raise TypeError(requirement(call, rule, quoted(value)))
 
 
 def check_function(call: str, value: object, rule: str = "must be a function") -> None:
@@ -128,7 +131,7 @@ def check_function(call: str, value: object, rule: str = "must be a function") -
       TypeError: It cannot.
     """
     if not callable(value):
-        raise TypeError(requirement(call, rule, _in_a_line(value)))
+        raise TypeError(requirement(call, rule, quoted(value)))
 
 
 def check_flags(call: str, **flags: Any) -> None:
@@ -147,7 +150,7 @@ def check_flags(call: str, **flags: Any) -> None:
         if not isinstance(plain, bool):
             argument = f"{call}({name}=...)"
             raise TypeError(
-                requirement(argument, "must be True or False", _in_a_line(flag))
+                requirement(argument, "must be True or False", quoted(flag))
             )
 
 
@@ -159,7 +162,7 @@ def check_sequence(call: str, values: Any, kind: Kind, rule: str) -> None:
     """
     several = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not several or not all(isinstance(value, kind) for value in values):
-        raise TypeError(requirement(call, rule, _in_a_line(values)))
+        raise TypeError(requirement(call, rule, quoted(values)))
 
 
 def listed(call: str, values: Any, kind: Kind, rule: str) -> list[Any]:
@@ -175,7 +178,7 @@ def listed(call: str, values: Any, kind: Kind, rule: str) -> list[Any]:
       TypeError: It is none, or a value is of another type.
     """
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise TypeError(requirement(call, rule, _in_a_line(values)))
+        raise TypeError(requirement(call, rule, quoted(values)))
     found = list(values)
     check_sequence(call, found, kind, rule)
     return found
@@ -206,7 +209,7 @@ def check_number(
     # True is an int, and no number.
     if isinstance(number, bool) or not isinstance(number, Integral if whole else Real):
         kind = "an integer" if whole else "a number"
-        raise TypeError(requirement(call, f"{rule}, {kind}", _in_a_line(value)))
+        raise TypeError(requirement(call, f"{rule}, {kind}", quoted(value)))
     if not holds(number):
         raise ValueError(requirement(call, rule, number))
 
@@ -255,4 +258,4 @@ def check_choice(call: str, value: object, known: Iterable[object]) -> None:
     # An array, compared element by element, has no truth: it cannot be hashed either.
     if not isinstance(value, Hashable) or value not in known:
         rule = f"must be one of {', '.join(map(repr, known))}"
-        raise ValueError(requirement(call, rule, _in_a_line(value)))
+        raise ValueError(requirement(call, rule, quoted(value)))

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jdist._errors import JdistError, requirement
+from jdist._errors import JdistError, quoted, requirement
 
 
 class OwnCodeRaised(JdistError):
@@ -98,7 +98,7 @@ def named(specification: str, argument: str) -> Any:
     module_name, colon, name = specification.partition(":")
     if not (colon and module_name and name):
         rule = f"must be module:name, such as mymodule:{argument}"
-        raise ValueError(requirement(argument, rule, repr(specification)))
+        raise ValueError(requirement(argument, rule, quoted(specification)))
     # `python -m` searches the current folder; a console script does not.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -52,7 +52,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import tracks_varying_axes, varying_axes, zeros_of
-from jdist._errors import check_choice, requirement
+from jdist._errors import check_choice, quoted, requirement
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -267,7 +267,7 @@ def weight_array(argument: str, weights: Any) -> jax.Array | np.ndarray:
     except jax.errors.TracerArrayConversionError:  # A list under `jax.jit`.
         array = jnp.asarray(weights)
     except ValueError as error:  # Lists of unequal lengths.
-        raise TypeError(requirement(argument, rule, repr(weights))) from error
+        raise TypeError(requirement(argument, rule, quoted(weights))) from error
     if jnp.issubdtype(array.dtype, jnp.floating):
         return array
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):

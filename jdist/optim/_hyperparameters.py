@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
-from jdist._errors import check_flags, check_type, requirement
+from jdist._errors import check_flags, check_type, quoted, requirement
 
 Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 """A number, a scalar array, or a schedule from the step count to either."""
@@ -79,7 +79,7 @@ class Hyperparameter:
             return
         if not isinstance(value, Sequence) or len(value) != len(self.rules):
             rule = f"must be a sequence of {len(self.rules)} numbers"
-            raise TypeError(requirement(argument, rule, repr(value)))
+            raise TypeError(requirement(argument, rule, quoted(value)))
         for index, entry in enumerate(value):
             name = f"{self.name}[{index}]"
             _check_number(f"{call}({name}=...)", self.rules[index], entry)
@@ -214,7 +214,7 @@ def check_scalar(
     # `bool` is an int, and no number.
     if isinstance(value, bool) or not isinstance(value, NUMERIC):
         of_text = "`float` makes a number of a text." if isinstance(value, str) else ""
-        raise TypeError(requirement(argument, kind, repr(value), of_text))
+        raise TypeError(requirement(argument, kind, quoted(value), of_text))
     if np.shape(value) != ():
         got = f"an array of shape {np.shape(value)}"
         raise ValueError(requirement(argument, "must be a scalar", got, remedy))

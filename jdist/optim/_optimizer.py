@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
-from jdist._errors import check_function, check_sequence, requirement
+from jdist._errors import check_function, check_sequence, quoted, requirement
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -514,7 +514,7 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
             argument = f"{name}.step(grads=...)"
             check_arrays(argument, grads, others=True)
             rule = f"must have an array or None for its parameter at {path_of(keys)}"
-            raise ValueError(requirement(argument, rule, repr(grad))) from None
+            raise ValueError(requirement(argument, rule, quoted(grad))) from None
         # Without masters a wider gradient would be rounded to the parameter's dtype.
         fits = got == dtype or (masters and _widens(dtype, got))
         if jnp.shape(grad) != jnp.shape(param) or not fits:

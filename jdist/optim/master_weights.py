@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import (
     PyTree,
     check_arrays,
@@ -271,7 +271,7 @@ def _floating(argument: str, given: DTypeLike) -> np.dtype:
             raise TypeError
         dtype = jnp.dtype(given)
     except TypeError:
-        raise TypeError(requirement(argument, rule, repr(given))) from None
+        raise TypeError(requirement(argument, rule, quoted(given))) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(requirement(argument, rule, dtype.name))
     return dtype

@@ -22,6 +22,7 @@ from jdist._errors import (
     check_function,
     check_number,
     check_sequence,
+    quoted,
     requirement,
 )
 from jdist._fit import Metrics
@@ -594,7 +595,7 @@ class Pipeline:
         if not isinstance(executor, EpochExecutor):
             rule = "must have a schedule that updates as it goes, such as `pipedream`"
             remedy = "`train_step` makes one update of a batch, `fit` one of each."
-            raise ValueError(requirement(CALL, rule, repr(self.schedule), remedy))
+            raise ValueError(requirement(CALL, rule, quoted(self.schedule), remedy))
         # In a list, from which it is popped for `train`: a reference in this frame
         # would keep the first version of all weights alive for the whole epoch.
         held = [state]
@@ -696,7 +697,9 @@ def _check_no_name(schedule: object, stages: int) -> None:
             f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
             "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
         )
-        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
+        raise TypeError(
+            requirement("Pipeline(schedule)", rule, quoted(schedule), remedy)
+        )
 
 
 def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
@@ -735,4 +738,6 @@ def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
             f"must be 'mean' or 'sum', because stage {joining[0]} joins weight "
             "gradients: which micro-batches hold the extreme is known too late"
         )
-        raise ValueError(requirement("Pipeline(reduction=...)", rule, repr(reduction)))
+        raise ValueError(
+            requirement("Pipeline(reduction=...)", rule, quoted(reduction))
+        )

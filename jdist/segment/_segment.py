@@ -20,7 +20,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._compat import Ahead
-from jdist._errors import check_function, check_sequence, check_type, requirement
+from jdist._errors import (
+    check_function,
+    check_sequence,
+    check_type,
+    quoted,
+    requirement,
+)
 from jdist._tree import PyTree, is_inexact, owned, shapes_of
 from jdist.segment._lookup.cache import (
     PATIENCE,
@@ -728,7 +734,7 @@ def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) ->
 def _check_fold(call: str, fold: object) -> None:
     if fold is not None and not (isinstance(fold, Fold) and callable(fold.fn)):
         rule = "must be a Fold of a function, or None"
-        raise TypeError(requirement(f"{call}(fold=...)", rule, repr(fold)))
+        raise TypeError(requirement(f"{call}(fold=...)", rule, quoted(fold)))
 
 
 def _static(place: int, value: PyTree) -> StaticValue:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, words
 from jdist.verify.bound import BLIND, Limit, bound, in_double
 from jdist.verify.explanations import diagnose
@@ -200,7 +200,7 @@ def check_name(where: str, name: Any) -> None:
     if isinstance(name, str) or (pair and isinstance(name[1], Sequence)):
         return
     rule = "must be a path of the candidate, or a pair of it and the order of its axes"
-    raise TypeError(requirement(where, rule, repr(name)))
+    raise TypeError(requirement(where, rule, quoted(name)))
 
 
 def _ordered(
@@ -213,7 +213,7 @@ def _ordered(
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if sorted(axes) != list(range(array.ndim)):
         rule = f"must order the {array.ndim} axes of the candidate's leaf"
-        raise ValueError(requirement(where, rule, repr(axes)))
+        raise ValueError(requirement(where, rule, quoted(axes)))
     return array.transpose(axes)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree
 
 PartFn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -46,7 +46,7 @@ def in_parts(fn: PartFn, parts: int) -> PartFn:
     check_function("in_parts(fn=...)", fn)
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         rule = "must be a whole number above 0"
-        raise ValueError(requirement("in_parts(parts=...)", rule, repr(parts)))
+        raise ValueError(requirement("in_parts(parts=...)", rule, quoted(parts)))
 
     def split(x: jax.Array) -> jax.Array:
         examples = jnp.shape(x)[:1]

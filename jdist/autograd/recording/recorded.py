@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import is_traced, placed, refuse_as_argument
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.recording import pure
 from jdist.autograd.recording.errors import AutogradError
@@ -305,7 +305,7 @@ class Operators(Recordable):
         if self.flat()[0].structure != ONE.structure:
             rule = "must be of one array"
             remedy = f"Name the leaf: `autograd.apply(lambda x: x[...].{name}, x)`."
-            raise TypeError(requirement(f"x.{name}", rule, repr(self), remedy))
+            raise TypeError(requirement(f"x.{name}", rule, quoted(self), remedy))
 
     # --- what would drop the history, and says so ---
 

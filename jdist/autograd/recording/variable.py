@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jdist._compat import beside, is_traced, placed
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, quoted, requirement
 from jdist._flax import other_variables
 from jdist._tree import PyTree, abbreviated, named_leaves, path_of
 from jdist.autograd.recording.node import Cotangent, Edge, Node, Numbers, light
@@ -135,7 +135,7 @@ class Variable(Operators):
     def _refuse_copy(self) -> NoReturn:
         rule = "must not be given a variable: gradients would go to the original"
         remedy = "Make another one: `autograd.variable(x.value)`."
-        raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
+        raise TypeError(requirement("copy(x)", rule, quoted(self), remedy))
 
     @property
     def structure(self) -> jax.tree_util.PyTreeDef:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import is_traced
-from jdist._errors import check_sequence, requirement
+from jdist._errors import check_sequence, quoted, requirement
 from jdist._tree import PyTree
 
 Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
@@ -69,7 +69,7 @@ def assign_buckets(
     check_sequence(argument, leaves, object, rule)
     for leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(requirement(argument, rule, repr(leaf)))
+            raise TypeError(requirement(argument, rule, quoted(leaf)))
     limits = _check_limits("assign_buckets(limits=...)", limits)
     done: list[list[int]] = []
     filling: dict[Any, list[int]] = {}
@@ -154,7 +154,7 @@ def check_cap(argument: str, cap: Cap) -> None:
     numbers: Any = cap if isinstance(cap, Sequence) else (one,)
     if not all(isinstance(limit, Real) for limit in numbers):
         rule = "must be None, limits in MiB, or lists of leaf paths"
-        raise TypeError(requirement(argument, rule, repr(cap)))
+        raise TypeError(requirement(argument, rule, quoted(cap)))
     _check_limits(argument, numbers)
 
 

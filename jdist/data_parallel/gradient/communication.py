@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
-from jdist._errors import check_choice, check_flags, requirement
+from jdist._errors import check_choice, check_flags, quoted, requirement
 from jdist._tree import (
     PyTree,
     described,
@@ -404,7 +404,7 @@ class Communication:
             return
         if not (isinstance(self.hook, Hook) or callable(self.hook)):
             rule = "must be a hook, such as data_parallel.hooks.bf16(), or a function"
-            raise TypeError(requirement(argument, rule, repr(self.hook)))
+            raise TypeError(requirement(argument, rule, quoted(self.hook)))
         if self.method != "all_reduce":
             rule = "must be left out where a hook sums the gradients"
             got = repr(self.method)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._errors import check_at_least, check_type, requirement
+from jdist._errors import check_at_least, check_type, quoted, requirement
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ def check_given(call: str, mesh: object, replicas: int | None) -> None:
         rule = "must be a jax.sharding.Mesh, or left out where `replicas=` is given"
         remedy = "Replicas that share one device: `replicas=2`."
         if not isinstance(mesh, Mesh):
-            raise TypeError(requirement(argument, rule, repr(mesh), remedy))
+            raise TypeError(requirement(argument, rule, quoted(mesh), remedy))
         return
     if mesh is not None:
         rule = f"must be left out where `replicas={replicas!r}` is given"
         remedy = "A mesh has as many replicas as its axis has devices."
-        raise ValueError(requirement(argument, rule, repr(mesh), remedy))
+        raise ValueError(requirement(argument, rule, quoted(mesh), remedy))
     check_at_least(f"{call}(replicas=...)", replicas, 1)

@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 import jax
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import PyTree, named_leaves, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.stage_channels import (
@@ -315,7 +315,7 @@ def leaves_at(
     }
     if not found:
         rule = f"must name parameters of stage {stage}, which has {sorted(names)}"
-        raise ValueError(requirement(_CALL, rule, repr(path)))
+        raise ValueError(requirement(_CALL, rule, quoted(path)))
     return found
 
 

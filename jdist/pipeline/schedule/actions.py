@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jdist._errors import JdistError, check_type, requirement
+from jdist._errors import JdistError, check_type, quoted, requirement
 
 ActionKind = Literal["F", "B", "W"]
 KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
@@ -242,7 +242,7 @@ def check_counts(call: str, least: int = 1, **counts: int) -> None:
     for name, value in counts.items():
         if not _is_integer(value) or value < least:
             rule = f"must be an integer of at least {least}"
-            raise ValueError(requirement(f"{call}({name}=...)", rule, repr(value)))
+            raise ValueError(requirement(f"{call}({name}=...)", rule, quoted(value)))
 
 
 def _is_integer(value: object) -> bool:

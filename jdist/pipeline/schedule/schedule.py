@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_sequence, check_type, quoted, requirement
 from jdist.pipeline.schedule import memory, rules
 from jdist.pipeline.schedule.actions import (
     Action,
@@ -97,7 +97,7 @@ class Schedule:
         family: object = self.family
         if family is not None and not callable(family):
             rule = "must be a function from a number of micro-batches to a schedule"
-            raise TypeError(requirement("Schedule(family=...)", rule, repr(family)))
+            raise TypeError(requirement("Schedule(family=...)", rule, quoted(family)))
 
     @classmethod
     def of(
@@ -547,7 +547,7 @@ def _check_length(
     )
     if array.shape != (count,) or not integers:
         rule = f"must have an integer for each {of}, {count} in all"
-        raise ValueError(requirement(f"Schedule({name}=...)", rule, repr(numbers)))
+        raise ValueError(requirement(f"Schedule({name}=...)", rule, quoted(numbers)))
 
 
 def _placement_of(columns: Columns) -> Placement:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._errors import check_sequence, requirement
+from jdist._errors import check_sequence, quoted, requirement
 from jdist._tree import PyTree, type_name
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.stage_program import StageProgram
@@ -228,7 +228,7 @@ def _chained(parts: tuple[Stage, ...], block: int) -> Stage:
 def _check_end(which: str, stage: object) -> None:
     call = f"with_ends({which}=...)"
     if not isinstance(stage, Stage):
-        raise TypeError(requirement(call, "must be a Stage", repr(stage)))
+        raise TypeError(requirement(call, "must be a Stage", quoted(stage)))
     if stage.stateful:
         rule = "must have no state: give it to one of the stages"
         raise ValueError(requirement(call, rule, "a stateful one"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from jdist._errors import check_sequence, check_type, requirement
+from jdist._errors import check_sequence, check_type, quoted, requirement
 from jdist._flax import (
     ModuleParts,
     RandomStreams,
@@ -207,12 +207,12 @@ def _check_keys(
     strange = [key for key in given if key not in known]
     if strange:
         rule = f"must be for some of the layers {list(known)}"
-        raise ValueError(requirement(call, rule, repr(strange[0])))
+        raise ValueError(requirement(call, rule, quoted(strange[0])))
     # A string is a sequence of strings: "xy" would pass as two names.
     texts = [key for key, names in given.items() if isinstance(names, str)]
     if texts:
         rule = f"must be a tuple of names for {texts[0]!r}"
-        raise ValueError(requirement(call, rule, repr(given[texts[0]])))
+        raise ValueError(requirement(call, rule, quoted(given[texts[0]])))
 
 
 def _tied(

@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 
 from jdist._compat import automatic, launched, placed, shares_threads
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, is_key, is_shape, unworded, words
 
 _PLACES = "Pipeline(places)"
@@ -106,7 +106,7 @@ def place_on(mesh: Mesh, data_axis: str | None) -> StageMesh:
     """
     call = "Workers(mesh=...)"
     if not isinstance(mesh, Mesh):
-        raise TypeError(requirement(call, "must be a jax.sharding.Mesh", repr(mesh)))
+        raise TypeError(requirement(call, "must be a jax.sharding.Mesh", quoted(mesh)))
     mesh = automatic_axes(call, mesh)
     here = jax.process_index()
     others = {device.process_index for device in mesh.devices.flat} - {here}

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from jax.profiler import TraceAnnotation
 from msgspec.structs import replace
 
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import type_name
 from jdist.rpc.base import current
 from jdist.rpc.base.current import DEFAULT, Meta, Operation, RunningCall
@@ -198,7 +198,7 @@ def outgoing(
     if not callable(func):
         rule = "function should be callable"
         remedy = f"Give the function itself: `{verb}(to, fn, args=(x, y))`."
-        raise TypeError(requirement(f"{verb}(func)", rule, repr(func), remedy))
+        raise TypeError(requirement(f"{verb}(func)", rule, quoted(func), remedy))
     body = (func, positional(verb, args), named(verb, kwargs))
     found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
     return intercepted(agent, found, Invocation(kind, *body))

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._compat import is_traced
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import type_name
 from jdist.rpc.base.current import Meta, Operation
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
@@ -373,7 +373,9 @@ class Codec:
         """
         if code in self.registered:
             rule = "must be new"
-            raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
+            raise ValueError(
+                requirement("Codec.register(code=...)", rule, quoted(code))
+            )
 
         def encoder(encoding: Encoding, value: Any) -> Tree:
             other = encode(value, encoding.message)

@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from jdist._errors import check_function, check_number, check_type, requirement
+from jdist._errors import (
+    check_function,
+    check_number,
+    check_type,
+    quoted,
+    requirement,
+)
 
 Layout = Mapping[str, Any]
 """The value of each axis, by the axis's name."""
@@ -85,7 +91,7 @@ def _check_axis(argument: str, name: object, values: Any) -> None:
     sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     rule = "must be a sequence of values, the simplest first"
     if not sequence:
-        raise TypeError(requirement(argument, rule, repr(values)))
+        raise TypeError(requirement(argument, rule, quoted(values)))
     if not values:
         raise ValueError(requirement(argument, "must have at least one value", "none"))
     if not all(isinstance(value, Hashable) for value in values):

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jdist._compat import double_precision, fast_in_loops
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree, is_inexact
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
@@ -124,11 +124,11 @@ def _check(
         whose = "update, state" if name == "update" else f"candidates[{name!r}]"
         if not isinstance(own, tuple) or len(own) != 2:
             rule = "must be (update, state)"
-            raise ValueError(requirement(f"drift({whose})", rule, repr(type(own))))
+            raise ValueError(requirement(f"drift({whose})", rule, quoted(type(own))))
         check_function(f"drift({whose})", own[0])
         if not isinstance(own[1], tuple | list) or len(own[1]) != 2:
             rule = "must have a state of (params, opt_state)"
-            raise ValueError(requirement(f"drift({whose})", rule, repr(type(own[1]))))
+            raise ValueError(requirement(f"drift({whose})", rule, quoted(type(own[1]))))
 
 
 class _Run:

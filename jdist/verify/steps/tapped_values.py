@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jdist._compat import equations_in
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist.verify.bound import Limit, in_double
 from jdist.verify.evaluation import Observer, Position, PrecisionPair
 from jdist.verify.tracing import TapRecord, TapRecording
@@ -58,7 +58,7 @@ class SeenValues:
                 both = sorted(names & _taps(loss().jaxpr))
             if both:
                 rule = "must not have a tap's name in common with the loss"
-                raise ValueError(requirement("step(update=...)", rule, repr(both[0])))
+                raise ValueError(requirement("step(update=...)", rule, quoted(both[0])))
         return cls(names)
 
     def observer(self, number: jax.Array) -> Observer:

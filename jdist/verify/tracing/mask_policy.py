@@ -22,7 +22,7 @@ from jax.extend.source_info_util import summarize
 from jax.sharding import PartitionSpec
 
 from jdist._compat import equations_in, evaluate, with_equations, with_inner_programs
-from jdist._errors import check_function, requirement
+from jdist._errors import check_function, quoted, requirement
 from jdist._tree import PyTree
 from jdist.verify.report import LeafReport, Report
 from jdist.verify.tracing.primitive import show
@@ -103,7 +103,7 @@ def _check_axes(same: Sequence[str], differ: Sequence[str]) -> None:
         remedy = 'Write ("dp",).'
         raise ValueError(requirement("masks(same=..., differ=...)", rule, got, remedy))
     if not axes or len(set(axes)) < len(axes):
-        raise ValueError(requirement("masks(same=..., differ=...)", rule, repr(axes)))
+        raise ValueError(requirement("masks(same=..., differ=...)", rule, quoted(axes)))
 
 
 class _Draws:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist._errors import requirement
+from jdist._errors import quoted, requirement
 from jdist._tree import PyTree, is_inexact, path_of
 from jdist.verify.tracing.primitive import show
 from jdist.verify.tracing.recording import Delivery, MeshAxis, under_way
@@ -49,11 +49,11 @@ def tap(x: Tree, /, name: str, **axes: int | None) -> Tree:
     """
     if not (isinstance(name, str) and name):
         rule = "must be a string that is not empty"
-        raise ValueError(requirement("tap(name=...)", rule, repr(name)))
+        raise ValueError(requirement("tap(name=...)", rule, quoted(name)))
     for axis, dim in axes.items():
         if not (dim is None or isinstance(dim, int)) or isinstance(dim, bool):
             rule = "must be a dimension of the value, or None for copies"
-            raise TypeError(requirement(f"tap({axis}=...)", rule, repr(dim)))
+            raise TypeError(requirement(f"tap({axis}=...)", rule, quoted(dim)))
     # Part of the key of JAX's caches: programs are traced again in a recording.
     if not under_way.value:
         return x
@@ -87,7 +87,7 @@ def _mesh_axes(axes: Mapping[str, int | None], ndim: int) -> tuple[MeshAxis, ...
         dim = axes.get(name)
         if dim is not None and not -ndim <= dim < ndim:
             rule = f"must be a dimension of a value with {ndim}"
-            raise ValueError(requirement(f"tap({name}=...)", rule, repr(dim)))
+            raise ValueError(requirement(f"tap({name}=...)", rule, quoted(dim)))
         if size > 1:
             own = dim if dim is None else dim % ndim
             found.append(MeshAxis(name, size, own, name in axes))

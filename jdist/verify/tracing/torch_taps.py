@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._errors import check_type, requirement
+from jdist._errors import check_type, quoted, requirement
 from jdist._tree import PyTree, path_of
 from jdist.verify.candidates import copied
 from jdist.verify.comparison import Named, check_name
@@ -80,7 +80,7 @@ def _taps(
         path, axes = (named, None) if isinstance(named, str) else named
         if path not in modules:
             rule = "must name submodules"
-            raise ValueError(requirement(call, rule, repr(path)))
+            raise ValueError(requirement(call, rule, quoted(path)))
         taps[tap] = path, axes
     return taps
 
@@ -110,7 +110,7 @@ def _record(tensor: Any, name: str, axes: tuple[int, ...] | None) -> None:
         if sorted(axes) != list(range(found.ndim)):
             rule = f"must order the {found.ndim} axes of the value"
             where = f"shown(names={{{name!r}: ...}})"
-            raise ValueError(requirement(where, rule, repr(axes)))
+            raise ValueError(requirement(where, rule, quoted(axes)))
         return found.transpose(axes)
 
     # A later operation may overwrite it.
