@@ -83,7 +83,7 @@ def run(settings: Settings, progress: Progress) -> Result:
             gantt_picture(drawn[0], sizes),
             Picture(
                 "memory",
-                "One draw within more and more memory, below 1F1B's as well, where no "
+                "One draw within more and more memory, and less than 1F1B's, where no "
                 "family may fit.",
                 plot_memory(curve),
             ),
