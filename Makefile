@@ -12,13 +12,15 @@ SEED  ?= 1
 SHARE ?= 0.1
 # Which part of the slow cases `make test-slow` runs: 2/3 is the second third.
 PART  ?= 1/1
+# For how long `make fuzz` judges random layouts.
+SECONDS ?= 3600
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # Hundreds of processes import the library and the tests: each would compile them again.
 export PYTHONDONTWRITEBYTECODE =
 LIBRARY = not parity and not compilers and not ray
 SPHINX  = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/docs-pages
 
-.PHONY: run test test-slow test-thorough test-all chaos slow-tests lint targets ray parity docs docs-links package bench clean help
+.PHONY: run test test-slow test-thorough test-all chaos fuzz slow-tests lint targets ray parity docs docs-links package bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +43,9 @@ test-all: test test-slow test-thorough  ## all three
 chaos: $(VENV)/.test  ## tests of workers with random delays at every hand-off: SEED=7, SHARE=0.1 of them
 	JDIST_CHAOS=$(SEED) JDIST_CHAOS_SHARE=$(SHARE) $(PYTEST) -m "$(LIBRARY)" \
 	  $$($(BIN)/python -c "from tests.chaos import SUBJECTS; print(*SUBJECTS)")
+
+fuzz: $(VENV)/.test  ## the library's own trainers in layouts of their options, for SECONDS=3600; SEED=1
+	JAX_PLATFORMS=cpu PJRT_NPROC=16 $(BIN)/python -m tests.matrix.fuzz --seconds $(SECONDS) --seed $(SEED)
 
 slow-tests: $(VENV)/.test  ## measure again which tests are slow: tests/slow.txt
 	JDIST_RECORD_SLOW=1 $(PYTEST) -m "$(LIBRARY)"

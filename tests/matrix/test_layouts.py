@@ -15,6 +15,7 @@ from jdist import data_parallel, optim, verify
 from jdist.data_parallel import hooks
 from jdist.matrix.row import recorder
 from jdist.verify.problem import standard
+from tests.matrix import pipeline_layouts
 
 LIMIT = 0.25
 
@@ -129,3 +130,13 @@ def test_a_fault_in_two_of_its_options_would_be_found():
     axes = {axis: AXES[axis] if axis in kept else AXES[axis][:1] for axis in AXES}
     found = verify.fuzz(problem, claim, faulty, **{**OPTIONS, "axes": axes})
     assert [set(each.axes) for each in found.findings] == [{"accumulate", "zero"}]
+
+
+def test_a_fault_with_micro_batches_of_a_pipeline_would_be_found():
+    """Other weights; `make fuzz` tries the right one in all its layouts."""
+    own = pipeline_layouts
+    faulty = partial(own.trainer, fault=True)
+    axes = {axis: own.AXES[axis][: 1 + (axis == "micro")] for axis in own.AXES}
+    options = {"axes": axes, "model": own.MODEL, "valid": own.valid, "deadline": None}
+    found = verify.fuzz(own.problem, own.claim, faulty, strength=1, **options)
+    assert [set(each.axes) for each in found.findings] == [{"micro"}]
