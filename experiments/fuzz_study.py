@@ -98,7 +98,7 @@ class Bench:
         )
         self._known: dict[Any, tuple[verify.Verdict, float]] = {}
 
-    def search(self, fault: str, strength: int) -> tuple[Found, verify.FuzzReport]:
+    def search(self, fault: str, strength: int) -> Found:
         """A search for a fault; empty for the right trainer."""
         grid = layout_grid("fuzz", self.axes, valid, strength)
         asked: dict[Any, float] = {}
@@ -120,7 +120,7 @@ class Bench:
         report = search.report()
         fails = [each.fails for each in report.verdicts]
         shrunk = sum(each.judged for each in report.findings)
-        found = Found(
+        return Found(
             fault,
             FAULTS.get(fault, ()),
             strength,
@@ -131,7 +131,6 @@ class Bench:
             tuple(tuple(each.axes) for each in report.findings),
             passed,
         )
-        return found, report
 
     def _verdict(self, layout: Layout, fault: str) -> tuple[verify.Verdict, float]:
         self._fault = fault if planted(layout, fault) else None
@@ -162,7 +161,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     bench = Bench(axes, settings.seed)
     cells = [(fault, strength) for fault in ("", *faults) for strength in STRENGTHS]
     found = [
-        bench.search(fault, strength)[0]
+        bench.search(fault, strength)
         for fault, strength in progress.track(cells, description="searching")
     ]
     planted_ones = [each for each in found if each.fault]
