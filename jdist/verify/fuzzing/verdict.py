@@ -14,6 +14,7 @@ FAILURES: tuple[Outcome, ...] = ("wrong", "raised", "ended", "hung")
 
 LOSS = "(loss)"
 OFF = "off"
+OR = " or "
 FACTOR = "it is # times the reference"
 _ALIKE = re.compile(r"; (it is [^;]*|all its entries [^;]*)")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
@@ -26,7 +27,8 @@ class Reason:
     Attributes:
       outcome: How it fails.
       kinds: The kinds of words, without numbers and places.
-      part: The part of a step that is wrong; None where no step was judged.
+      part: The part of a step that is wrong, or "one or another"; None where no step
+        was judged.
       loss_wrong: Whether the loss is wrong too; None where a step was judged.
     """
 
@@ -45,9 +47,16 @@ class Reason:
                 for kinds in (mine, theirs)
             )
         # A step is compared with a gradient by its words alone.
-        pairs = (self.part, other.part), (self.loss_wrong, other.loss_wrong)
-        alike = all(one == two for one, two in pairs if None not in (one, two))
+        losses = {self.loss_wrong, other.loss_wrong} - {None}
+        alike = len(losses) < 2 and _same_part(self.part, other.part)
         return self.outcome == other.outcome and alike and bool(mine & theirs)
+
+
+def _same_part(one: str | None, two: str | None) -> bool:
+    """Whether a part that is wrong may be the other; either of two, if undecided."""
+    if one is None or two is None:
+        return True
+    return bool(set(one.split(OR)) & set(two.split(OR)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,17 @@ def test_a_wrong_loss_and_a_part_of_a_step_count_where_both_are_known():
     assert forward.reason.same(clip.reason)
 
 
+def test_an_undecided_part_of_a_step_may_be_either():
+    """Without the gradient a step may not tell which of two parts is wrong."""
+    words = OFF.format(3, 1)
+    undecided = wrong(words, part="gradient or optimizer update")
+    for part in ("gradient", "optimizer update"):
+        other = wrong(words, part=part)
+        assert undecided.reason.same(other.reason)
+        assert other.reason.same(undecided.reason)
+    assert not undecided.reason.same(wrong(words, part="gradient clipping").reason)
+
+
 def test_a_factor_in_a_step_may_be_that_of_a_norm():
     factor, off = KINDS[1], KINDS[0]
     step, gradient = wrong(factor, part="gradient"), wrong(off)
