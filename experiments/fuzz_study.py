@@ -35,14 +35,13 @@ from jdist.verify.fuzzing.layout_judge import LayoutJudge
 from jdist.verify.fuzzing.layout_search import LayoutSearch
 
 STRENGTHS = (2, 3)
-LEAST = {False: 24, True: 3}
+LEAST = {False: 24, True: 2}
 """The number of interactions, by whether the form is the quick one."""
 EXACT = 0.9
 
 # The quick form has two claims to measure references for.
 QUICK_AXES = ("pp", "micro", "mask")
 QUICK = (
-    "embedding of each stage",
     "mean of micro-batches' means",
     "token mask of the next micro-batch",
 )
@@ -204,8 +203,8 @@ def claims(
     )
     return [
         Claim(
-            f"at least {least} interactions, of one to three axes, were planted",
-            len(sizes) >= least and set(sizes.values()) == {1, 2, 3},
+            f"at least {least} interactions, of up to three axes, were planted",
+            len(sizes) >= least and max(sizes.values(), default=0) == 3,
             f"{len(sizes)}: {per_size}",
         ),
         _all_met("pairs find all interactions of one and two axes", pairs),
