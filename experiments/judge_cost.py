@@ -56,7 +56,6 @@ SIZES = {
     "4 M": Size(4, 256, 4000, 128, 8),
     "14 M": Size(6, 384, 8000, 128, 8),
     "14 M, scan": Size(6, 384, 8000, 128, 8, scanned=True),
-    "40 M": Size(8, 512, 28000, 128, 8),
     "124 M": Size(12, 768, 50257, 128, 8),
     "0.5 M, 64 examples": SMALL._replace(examples=64),
     "0.5 M, 256 examples": SMALL._replace(examples=256),
