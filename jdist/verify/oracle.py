@@ -19,7 +19,6 @@ JAX's own, nothing can be said, and the check says so.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,7 +230,8 @@ def _known_slopes(value: Pieces, given: PyTree, known: Exact, seed: int) -> Slop
     params, *_ = given
     trainable, _ = split_inexact(params)
     wide = jax.tree.map(in_double, trainable)
-    noise = _direction(np.random.default_rng(seed), wide)
+    typical, count = _typical(wide)
+    noise = _noise(np.random.default_rng(seed), typical / math.sqrt(count), wide)
     gradient = jax.tree.unflatten(jax.tree.structure(trainable), known.gradient)
     leaves = max(len(known.gradient), 1)
     length = math.sqrt(
@@ -284,30 +284,22 @@ def _surroundings(params: PyTree, seed: int) -> tuple[PyTree, PyTree]:
     """A random point next to the parameters and a direction, both in float64."""
     trainable, _ = split_inexact(params)
     wide = jax.tree.map(in_double, trainable)
+    typical, count = _typical(wide)
     generator = np.random.default_rng(seed)
-    toward, aside = (_direction(generator, wide) for _ in range(2))
-    length = ASIDE * math.sqrt(_entries(wide))
-    return jax.tree.map(lambda x, d: x + length * d, wide, toward), aside
+    toward = _noise(generator, ASIDE * typical, wide)
+    near = jax.tree.map(np.add, wide, toward)
+    return near, _noise(generator, typical / math.sqrt(count), wide)
 
 
-def _direction(generator: np.random.Generator, wide: PyTree) -> PyTree:
-    """A random direction of the length that a parameter typically has.
-
-    On the host: to compile this took as long as the derivative.
-    """
+def _typical(wide: PyTree) -> tuple[float, int]:
+    """The size that a parameter typically has, and how many there are."""
     leaves = jax.tree.leaves(wide)
+    count = max(sum(leaf.size for leaf in leaves), 1)
     unit = max((float(np.max(np.abs(x), initial=0)) for x in leaves), default=0) or 1.0
     with np.errstate(invalid="ignore"):  # Infinite parameters: the loss is not finite.
         power = sum(float(np.sum(np.abs(x / unit) ** 2)) for x in leaves)
-    count = _entries(wide)
     # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
-    typical = unit * np.sqrt(power / count) if power > 0 else 1.0
-    drawn = partial(_noise, generator, typical / math.sqrt(count))
-    return jax.tree.map(drawn, wide)
-
-
-def _entries(tree: PyTree) -> int:
-    return max(sum(leaf.size for leaf in jax.tree.leaves(tree)), 1)
+    return unit * math.sqrt(power / count) if power > 0 else 1.0, count
 
 
 def _paired(given: PyTree, moved: PyTree) -> list[Any]:
@@ -371,12 +363,17 @@ def own_rules(program: ClosedJaxpr) -> list[str]:
 JAX = Path(jax.__file__).parent
 
 
-def _noise(
-    generator: np.random.Generator, scale: float, like: np.ndarray
-) -> np.ndarray:
-    """Normal numbers times a scale; complex ones have both parts."""
-    real = scale * generator.standard_normal(like.shape)
-    if not np.iscomplexobj(like):
-        return real
-    imaginary = scale * generator.standard_normal(like.shape)
-    return (real + 1j * imaginary) / np.sqrt(2)
+def _noise(generator: np.random.Generator, scale: float, like: PyTree) -> PyTree:
+    """A tree of normal numbers times a scale; complex ones have both parts.
+
+    On the host: to compile this took as long as the derivative.
+    """
+
+    def drawn(leaf: np.ndarray) -> np.ndarray:
+        real = scale * generator.standard_normal(leaf.shape)
+        if not np.iscomplexobj(leaf):
+            return real
+        imaginary = scale * generator.standard_normal(leaf.shape)
+        return (real + 1j * imaginary) / np.sqrt(2)
+
+    return jax.tree.map(drawn, like)
