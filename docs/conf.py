@@ -241,6 +241,18 @@ def _names(_app: Sphinx, name: str, text: list[str]) -> None:
         text[0] += _tables(heads, public_names.rows(ROOT / "docs", faces))
 
 
+def _defects(_app: Sphinx, name: str, text: list[str]) -> None:
+    """Appends the table of planted defects to the judge's page."""
+    if name == "reference/verify":
+        planted = importlib.import_module("jdist.verify.defects").ALL
+        heads = ("defect", "of a step of kind", "what the wrong step does", "needs")
+        rows = (
+            ("Planted defects", d.name, ", ".join(d.kinds), d.sentence, d.needs)
+            for d in planted
+        )
+        text[0] += _tables(heads, rows)
+
+
 def _tables(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Markdown: a table for each part, which is the first cell of a row."""
     lines: list[str] = []
@@ -271,6 +283,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", _functions_first)
     app.connect("source-read", _messages)
     app.connect("source-read", _names)
+    app.connect("source-read", _defects)
     app.connect("source-read", _links)
     app.connect("include-read", _example_links)
     app.connect("build-finished", _every_name_once)
