@@ -1,14 +1,12 @@
 """Do gradients travel in buckets, one collective each, in the order in which they
-become ready; and does a bucket's sum run while earlier layers are at their backward
-pass?
+become ready?
 
 The cap is swept on the network of the source, 512-1024-10 at batch 64, and on larger
 ones. For each cap the collectives are counted in the *compiled* program, after XLA has
 merged them where possible, and the gradient is judged against one device's. Step times
 come from two processes, each pinned to a core, that communicate through gloo. On one
 core computation and communication share the time, so that buckets only save calls and
-copies there; overlap pays on other hardware. That it happens is shown in a profile of
-the reducer that the host drives.
+copies there; overlap pays on other hardware.
 """
 
 import json
@@ -26,7 +24,6 @@ from rich.progress import Progress
 from experiments._collectives import collectives
 from experiments._pair import can_pin, run_pair
 from experiments._result import Claim, Picture, Result, Settings
-from experiments._trace import Interval, overlap, traced, union
 from jdist import data_parallel, optim, verify
 
 
@@ -44,7 +41,6 @@ MODELS = {
     "8 layers of 1024, batch 256": Model((1024,) * 9, 256),
 }
 SOURCE = next(iter(MODELS))
-TRACED = Model((768,) * 9, 96)
 # KiB of each of eight leaves, summed one by one and in one bucket.
 SIZES = (4, 64, 256, 512, 1024, 2048, 4096)
 # JSON strings, so that they can be keys; null is the default.
@@ -53,17 +49,12 @@ QUICK = ("null", "0", "1", "25")
 
 
 def run(settings: Settings, progress: Progress) -> Result:
-    """Counts, judges and traces; in the full form also times."""
+    """Counts and judges; in the full form also times."""
     caps = QUICK if settings.quick else CAPS
     names = [SOURCE] if settings.quick else list(MODELS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     counts = {name: count(MODELS[name], mesh, caps, progress) for name in names}
     worst = judged(MODELS[SOURCE], mesh, caps)
-    intervals = profile(TRACED, mesh)
-    reductions = [i for i in intervals if is_reduction(i)]
-    halves = [i for i in intervals if is_backward(i)]
-    shared = overlap(reductions, halves)
-    total = sum(end - start for start, end in union(reductions))
     missing = "the quick form does not time" if settings.quick else can_pin()
     times: Any = {}
     sizes: Any = {}
@@ -72,8 +63,8 @@ def run(settings: Settings, progress: Progress) -> Result:
         measured = run_pair("experiments._buckets_worker", job)
         times, sizes = measured["models"], measured["sizes"]
     return Result(
-        claims=claims(counts, worst, shared, total),
-        pictures=pictures(times, counts, reductions, halves),
+        claims=claims(counts, worst),
+        pictures=pictures(times, counts),
         tables={"Collectives and step times": rows(counts, times)}
         | ({"A call for each leaf, or a copy": size_rows(sizes)} if sizes else {}),
         data={
@@ -81,7 +72,6 @@ def run(settings: Settings, progress: Progress) -> Result:
             "error_over_bound": worst,
             "seconds": times,
             "seconds by KiB": sizes,
-            "overlap": {"collectives": total, "with a backward half": shared},
         },
         notes=[f"No step times: {missing}."] if missing else [],
     )
@@ -209,46 +199,10 @@ def judged(model: Model, mesh: Mesh, caps: Sequence[str]) -> float:
     return float(judge(params, batch, candidates, finite_differences=False).worst)
 
 
-def profile(model: Model, mesh: Mesh) -> list[Interval]:
-    """Traces one pass of the reducer, after two that compile and warm up."""
-    params, batch = problem(model)
-    layers = [first, *[layer] * (len(params) - 1)]
-    fn = data_parallel.reducer(layers, head, mesh, bucket_cap_mb=4)
-    shards = data_parallel.shard_batch(batch, mesh)
-    for _ in range(2):
-        jax.block_until_ready(fn(params, *shards))
-    return traced(lambda: fn(params, *shards))
-
-
-def first(params: Any, batch: Any) -> jax.Array:
-    """The first layer, which takes the batch."""
-    return layer(params, batch[0])
-
-
-def head(outputs: jax.Array, batch: Any) -> jax.Array:
-    """The losses of the last layer's outputs."""
-    return jnp.mean((outputs - batch[1]) ** 2, axis=1)
-
-
-def is_reduction(interval: Interval) -> bool:
-    """Whether an interval belongs to a bucket's sum."""
-    return "reduce_bucket" in interval.program
-
-
-def is_backward(interval: Interval) -> bool:
-    """Whether an interval belongs to a layer's backward half."""
-    return interval.program.endswith("backward")
-
-
 # --- what is claimed, and shown ---
 
 
-def claims(
-    counts: Mapping[str, Mapping[str, list[int]]],
-    worst: float,
-    shared: float,
-    total: float,
-) -> list[Claim]:
+def claims(counts: Mapping[str, Mapping[str, list[int]]], worst: float) -> list[Claim]:
     """The claims of the experiment."""
     pairs = [pair for by_cap in counts.values() for pair in by_cap.values()]
     source = counts[SOURCE]
@@ -271,12 +225,6 @@ def claims(
             "every cap's gradient is one device's to rounding",
             worst <= 1,
             f"error/bound at most {worst:.2f}",
-        ),
-        Claim(
-            "buckets are summed while earlier layers' backward halves run",
-            shared > 0,
-            f"{1e3 * shared:.1f} of {1e3 * total:.1f} ms of collectives",
-            leads=True,
         ),
     ]
 
@@ -308,48 +256,14 @@ def size_rows(sizes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 
 def pictures(
-    times: Mapping[str, Any],
-    counts: Mapping[str, Mapping[str, list[int]]],
-    reductions: Sequence[Interval],
-    halves: Sequence[Interval],
+    times: Mapping[str, Any], counts: Mapping[str, Mapping[str, list[int]]]
 ) -> list[Picture]:
-    """The timeline and, if steps were timed, the sweep."""
-    found = [
-        Picture(
-            "overlap",
-            "The reducer on two devices: sums of buckets (red) and backward halves of "
-            "layers (blue).",
-            plot_overlap(reductions, halves),
-        )
-    ]
-    if times:
-        found.append(
-            Picture(
-                "caps",
-                "Step time on two pinned processes by cap; beside each point the "
-                "number of collectives, dashed the computation alone.",
-                plot_caps(times, counts),
-            )
-        )
-    return found
-
-
-def plot_overlap(reductions: Sequence[Interval], halves: Sequence[Interval]) -> Figure:
-    """A timeline with a row for each device and kind."""
-    figure, axes = plt.subplots(figsize=(10, 2.6))
-    labels: list[str] = []
-    lanes = ((halves, "backward", "tab:blue"), (reductions, "sums", "tab:red"))
-    for device in (0, 1):
-        for kind, name, color in lanes:
-            own = [i for i in kind if i.device == device]
-            spans = [(1e3 * a, 1e3 * (b - a)) for a, b in union(own)]
-            axes.broken_barh(spans, (len(labels) - 0.4, 0.8), color=color)
-            labels.append(f"device {device}, {name}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    """The sweep, if steps were timed."""
+    if not times:
+        return []
+    caption = "Step time on two pinned processes by cap; beside each point the number "
+    caption += "of collectives, dashed the computation alone."
+    return [Picture("caps", caption, plot_caps(times, counts))]
 
 
 def plot_caps(

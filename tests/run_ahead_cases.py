@@ -69,15 +69,6 @@ def local_sgd(mesh, params, batch):
     return _stepped(local.init(params), lambda state: local.step(state, *given))
 
 
-def reducer(mesh, params, batch):
-    layers = [lambda w, batch: _layer(w, batch[0]), _layer]
-    fn = data_parallel.reducer(
-        layers, lambda out, batch: ((out - batch[1]) ** 2).sum(1), mesh
-    )
-    given = data_parallel.shard_batch(batch, mesh)
-    return _stepped(0, lambda n: (n, fn(params, *given)[0]))
-
-
 def _pipe(places, **options):
     return pipeline.Pipeline(
         [
@@ -112,7 +103,7 @@ def one_program(mesh, params, batch):
 
 
 CASES = [
-    train_step, evaluate, value_and_grad, local_sgd, reducer, stages_on_one_mesh,
+    train_step, evaluate, value_and_grad, local_sgd, stages_on_one_mesh,
     one_program,
 ]  # fmt: skip
 

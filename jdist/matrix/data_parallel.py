@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist import data_parallel
-from jdist._errors import Unavailable
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel import Join, Metrics, Sharded, TrainState, hooks
 from jdist.matrix.row import Candidate, LossFn, Row, devices, recorder
@@ -20,7 +19,7 @@ MIB = 2**20
 
 
 def rows() -> dict[str, Row]:
-    """Rows of methods, buckets, lossless hooks, reducer, training steps and Join."""
+    """Rows of methods, buckets, lossless hooks, training steps and Join."""
     by_gather = partial(_gradient, method="all_gather")
     # The error of a lossless hook is 0: feedback must not change its result.
     feedback = hooks.error_feedback(hooks.all_reduce())
@@ -41,7 +40,6 @@ def rows() -> dict[str, Row]:
         "hook power_sgd before its start x4": partial(
             _gradient, 4, hook=hooks.power_sgd()
         ),
-        "reducer, driven by the host x2": partial(_reducer, 2),
         "train_step, accumulate 3 x3 on one device": partial(
             _train_step, 3, accumulate=3, shared=True
         ),
@@ -66,29 +64,6 @@ def _gradient(
         params: PyTree, batch: PyTree, weights: jax.Array | None
     ) -> tuple[jax.Array, PyTree]:
         return fn(params, *_shards(batch, weights, where, count))[:2]
-
-    return candidate
-
-
-def _reducer(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
-    if reduction not in ("mean", "sum"):
-        raise Unavailable(f"{reduction} is not known before the backward pass")
-    mesh = Mesh(np.array(devices(count)), ("data",))
-    where = {"mesh": mesh}
-
-    # The whole model is one layer, whose outputs are the losses.
-    def layer(params: PyTree, batch: PyTree) -> jax.Array:
-        return loss_fn(params, batch)
-
-    fn = data_parallel.reducer(
-        [layer], lambda losses, batch: losses, mesh, reduction=reduction
-    )
-
-    def candidate(
-        params: PyTree, batch: PyTree, weights: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
-        loss, (gradient,) = fn([params], *_shards(batch, weights, where, count))
-        return loss, gradient
 
     return candidate
 

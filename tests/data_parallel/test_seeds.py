@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jdist import data_parallel, optim, rpc
-from jdist.data_parallel import Join, LocalSGD, hooks, reducer, shard_batch, zero
+from jdist.data_parallel import Join, LocalSGD, hooks, shard_batch, zero
 from tests.cotangents import rule
 from tests.data_parallel.recording import gradient_of
 from tests.replicas import over
@@ -215,14 +215,6 @@ def test_local_sgd_before_its_start(rng, mesh):
     check(loss, value)
     for row in range(2):
         check(jax.tree.map(lambda x, row=row: x[row], state.params), expected)
-
-
-def test_reducer(rng, mesh):
-    """The host drives each layer by itself."""
-    params, batch, weights = problem(rng, 6)
-    fn = reducer([losses_of(ALL)], lambda losses, batch: losses, mesh(2))
-    loss, (gradient,) = fn([params], *shard_batch(batch, mesh(2), weights=weights))
-    check((loss, gradient), whole(params, batch, weights))
 
 
 def test_elastic(rng):

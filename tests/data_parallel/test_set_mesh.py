@@ -78,18 +78,12 @@ def applied(mesh, params, x, _):
     return data_parallel.parallel_apply(losses, **over(mesh))(params, x)
 
 
-def reducer(mesh, params, _, x):
-    layers = [lambda w, x: jnp.tanh(x @ w), lambda w, h: h @ w]
-    fn = data_parallel.reducer(layers, lambda y, x: jnp.sin(y), mesh)
-    return fn(list(params.values()), x)
-
-
 def replicate(mesh, params, *_):
     return data_parallel.replicate(params, **over(mesh))
 
 
 CALLS = (
-    value_and_grad, steps, steps_of_zero, fit_and_evaluate, local_sgd, applied, reducer,
+    value_and_grad, steps, steps_of_zero, fit_and_evaluate, local_sgd, applied,
     replicate,
 )  # fmt: skip
 

@@ -58,9 +58,9 @@ def replicated(**changes):
     return job.claims(alone, orders, [replace(run, **changes)], job.Plan(STEPS))
 
 
-def bucketed(worst=0.5, shared=0.01, source=(4, 4), one=(1, 1), other=(2, 3)):
+def bucketed(worst=0.5, source=(4, 4), one=(1, 1), other=(2, 3)):
     counts = {ddp_buckets.SOURCE: {"0": source, "25": one}, "x": {"1": other}}
-    return ddp_buckets.claims(counts, worst, shared, 0.02)
+    return ddp_buckets.claims(counts, worst)
 
 
 def equivalent(right=0.5, hand=0.5, mistake=9.0, copies=("a", "a"), other=1.0):
@@ -241,7 +241,6 @@ PLANTED = [
     (bucketed, 0, {"other": (2, 4)}),
     (bucketed, 1, {"source": (3, 3)}),
     (bucketed, 2, {"worst": 1.5}),
-    (bucketed, 3, {"shared": 0.0}),
     (equivalent, 0, {"right": 1.5}),
     (equivalent, 1, {"hand": 1.5}),
     (equivalent, 2, {"mistake": 0.5}),

@@ -1,16 +1,9 @@
-"""What experiments measure with: collectives from text, intervals from a profile."""
+"""What experiments measure with: collectives, from a program's text."""
 
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
-from jax.sharding import PartitionSpec
-
 from experiments import gradient_compression
 from experiments._collectives import Collective, collectives
-from experiments._trace import Interval, overlap, traced, union
 
 PROGRAM = """
 %then.1 (x: f32[8]) -> f32[8] {
@@ -50,35 +43,3 @@ def test_of_two_branches_the_smaller_counts():
         PROGRAM,
     )
     assert gradient_compression.bytes_sent(named) == 48 + 18
-
-
-def test_the_overlap_of_intervals():
-    """What touches is joined; each moment counts once."""
-
-    def at(*pairs):
-        return [Interval(a, b, "", 0) for a, b in pairs]
-
-    first = at((0, 2), (1, 3), (5, 6))
-    assert union(first) == [(0, 3), (5, 6)]
-    assert overlap(first, at((2, 5.5), (2.5, 2.75))) == pytest.approx(1.5)
-    assert overlap(first, []) == 0
-
-
-def test_a_profile_names_program_and_device(mesh):
-    """On both devices of a mesh, in order."""
-
-    def add_up(x):
-        return jax.lax.psum(x @ x.T, "data")
-
-    fn = jax.jit(
-        jax.shard_map(
-            add_up, mesh=mesh(2), in_specs=PartitionSpec("data"),
-            out_specs=PartitionSpec(),
-        )
-    )  # fmt: skip
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 64)))
-    jax.block_until_ready(fn(x))
-    found = [i for i in traced(lambda: fn(x)) if "add_up" in i.program]
-    assert {i.device for i in found} == {0, 1}
-    assert all(0 <= i.start <= i.end for i in found)
-    assert found == sorted(found)

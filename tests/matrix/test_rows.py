@@ -82,7 +82,6 @@ def test_missing_devices_leave_a_row_out():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("data_parallel reducer, driven by the host x2", "max is not known"),
         ("pipeline PipeDream with a flush", "not by max"),
         ("pipeline 1F1B, joined x3", "for mean and sum"),
     ],

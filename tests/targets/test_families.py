@@ -169,24 +169,6 @@ def test_a_step_reduces_each_bucket_and_donates_its_state(hardware, mesh, name):
     assert found.bytes_per_device.aliased >= bytes_of((state.params, state.opt_state))
 
 
-def test_the_reducer_sums_each_bucket_by_itself(hardware, mesh):
-    """Of its programs, those of the sums alone move arrays."""
-    layers = [lambda w, x: jnp.tanh(x @ w), lambda w, h: h @ w]
-    fn = data_parallel.reducer(
-        layers, lambda y, x: ((y - x) ** 2).mean(1), mesh, bucket_cap_mb=0
-    )
-    given = [PARAMS["w"], PARAMS["v"]], shape(ROWS, WIDE), BATCH[1]
-    weights = {(ROWS,), (ROWS // hardware.chips,)}
-    found = {
-        name: compiled(each, hardware, weights)
-        for name, each in fn.lower(*given).items()
-    }
-    counts = {name: moved(each) for name, each in found.items()}
-    sums = {f"bucket {n}: reduce" for n in (0, 1)}
-    assert {name for name, kinds in counts.items() if kinds} == sums
-    assert all(counts[name] == {"all-reduce": 1} for name in sums)
-
-
 def test_a_hook_of_bfloat16_halves_what_travels(hardware, mesh):
     plain, half = (steps(mesh)[name][0] for name in ("adam", "bf16"))
     sent = [

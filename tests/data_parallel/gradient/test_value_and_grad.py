@@ -16,7 +16,6 @@ from jdist.data_parallel import (
     Join,
     LocalSGD,
     hooks,
-    reducer,
     shard_batch,
     value_and_grad,
 )
@@ -382,10 +381,6 @@ def entries(mesh):
     for name, hook in (("hook", hooks.all_reduce()), ("int8", hooks.int8_per_tensor())):
         found[name] = run_over(3, value_and_grad(scaled_rows, replicas=3, hook=hook))
     found["accumulated"] = run_over(3, gradient_of(scaled_rows, 3, accumulate=4))
-    driven = reducer([scaled_rows], lambda outputs, _: outputs, mesh(3))
-    found["reducer"] = run_over(
-        mesh(3), lambda w, *shards: unwrapped(driven([w], *shards))
-    )
 
     def joined(w, x, weights):
         ends = (0, 2048, 2048, 3072)
@@ -400,11 +395,6 @@ def entries(mesh):
         return loss, (w - training.average(state)) * 1024
 
     return found | {"Join": joined, "local_sgd": run_over(3, local)}
-
-
-def unwrapped(found):
-    loss, (gradient,) = found
-    return loss, gradient
 
 
 def test_a_float16_mean_is_never_a_sum_first(rng, mesh):

@@ -320,15 +320,6 @@ def test_arrays_of_another_device_are_moved(mesh, where, given):
     close([far_batch[0]], [batch[0]])  # Still there: copies were moved.
 
 
-def test_layers_of_another_device_are_moved(given):
-    params, batch = given
-    layers = [lambda w, b: b[0] @ (w["w"] * w["n"].astype(b[0].dtype))]
-    fn = data_parallel.reducer(layers, lambda out, b: (out - b[1]) ** 2, MESH)
-    far = jax.device_put((params, batch), jax.devices()[3])
-    for p, b in ((far[0], batch), (params, far[1])):
-        close([fn([p], b, WEIGHTS)[0]], reference(*given)[:1])
-
-
 def test_a_state_of_another_mesh_is_refused(given):
     params, batch = given
     step, other = (

@@ -15,7 +15,6 @@ from jdist.data_parallel import (
     LocalSGD,
     hooks,
     parallel_apply,
-    reducer,
     replicate,
     shard_batch,
     train_step,
@@ -394,10 +393,6 @@ def test_a_further_axis_of_one_device_divides_nothing(problem):
         )
 
 
-def loss_of_outputs(outputs, batch):
-    return outputs.sum(axis=1)
-
-
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
 def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
     """A replica needs all of its parameters; `zero` divides the optimizer's state."""
@@ -415,10 +410,8 @@ def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
     if shape == (8, 1):
         line = Mesh(np.array(jax.devices("cpu")), ("data",))
         own = placed(params, line, dict.fromkeys(SPECS, PartitionSpec("data")))
-        driven = reducer([lambda w, x: x @ w["in"]], loss_of_outputs, line)
         local = LocalSGD(losses_of, optim.sgd(), line, period=2)
         calls = {
-            "fn": lambda: driven([own], batch),
             "init": lambda: local.init(own),
             "init ": lambda: zero(optim.sgd(), line).init(own),
         }

@@ -3,7 +3,6 @@
 import gc
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from jdist import optim
 from jdist.data_parallel import (
     LocalSGD,
     parallel_apply,
-    reducer,
     shard_batch,
     train_step,
     value_and_grad,
@@ -202,9 +200,6 @@ def test_forgotten_weights_are_refused(mesh, given, rng):
         lambda b: step.lower(state, b),
         lambda b: local.step(local.init(w), b),
     ]
-    if isinstance(mesh, Mesh):
-        driver = reducer([lambda w, b: b["x"] @ w], lambda y, b: y**2, mesh)
-        calls.append(lambda b: driver([jnp.asarray(w)], b))
     told = r"weights=.*` must be given with a batch whose rows `shard_batch` has weight"
     for call in calls:
         with pytest.raises(ValueError, match=told + r".*Got None\. Pass both, as "):

@@ -16,7 +16,6 @@ from jdist.data_parallel import (
     LocalSGD,
     evaluate,
     fit,
-    reducer,
     train_step,
     value_and_grad,
 )
@@ -91,12 +90,6 @@ def by_fit(where, reduction, params, given, run=fit):
     return run(step, step.init(params), [given])
 
 
-def by_reducer(where, reduction, params, given):
-    layers = [lambda p, b: jnp.log(b["x"]) @ p]
-    fn = reducer(layers, lambda y, b: (y - b["y"]) ** 2, where, reduction=reduction)
-    return fn([params], *given)
-
-
 def by_local_sgd(where, reduction, params, given):
     assert reduction == "mean"
     local = LocalSGD(losses_of, optim.sgd(), **over(where), period=2)
@@ -110,7 +103,6 @@ TAKERS = {
     "fn": lambda where, reduction, params, given: value_and_grad(
         losses_of, **over(where), reduction=reduction
     )(params, *given),
-    "reducer": by_reducer,
     "local_sgd": by_local_sgd,
 }
 

@@ -52,7 +52,7 @@ def losses_by_name(loss, mesh):
     summed = train_step(loss, optim.sgd(lr=0.0), **over(mesh), hook=hooks.bf16())
     local = LocalSGD(loss, optim.sgd(lr=0.0), **over(mesh), period=3)
     model = data_parallel.parallel_apply(loss, **over(mesh))
-    found = {
+    return {
         "value_and_grad": value_of_gradient(value_and_grad(loss, **over(mesh))),
         "train_step": lambda w, x: step(step.init(w), x)[1].loss,
         "evaluate": lambda w, x: step.evaluate(step.init(w), x).loss,
@@ -61,15 +61,6 @@ def losses_by_name(loss, mesh):
         "local_sgd": lambda w, x: local.step(local.init(w), x)[1],
         "parallel_apply": lambda w, x: model(w, x).mean(),
     }
-    if isinstance(mesh, Mesh):
-        driver = data_parallel.reducer([lambda w, x: x @ w], head_of(loss), mesh)
-        found["reducer"] = lambda w, x: driver([jnp.asarray(w)], x)[0]
-    return found
-
-
-def head_of(loss):
-    """The loss of the outputs of `x @ w`, by weights of 1."""
-    return lambda y, x: loss(jnp.ones(1, jnp.float32), y[:, None])
 
 
 @pytest.mark.filterwarnings("ignore::jdist.segment.RecompilationWarning")
@@ -105,18 +96,6 @@ def test_of_an_optimizer_and_a_hook(mesh, x, w):
         state, _ = step(step.init(w), x)
         expected = w - SCALE**2 * gradient
         np.testing.assert_allclose(state.params, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_of_a_layer(x, w):
-    """Layers of a reducer; a value that comes back compiles nothing."""
-    config = {"k": 1.0}
-    layers = [lambda w, x: config["k"] * (x @ w), lambda v, h: config["k"] * h * v]
-    driver = data_parallel.reducer(layers, lambda y, x: y, MESH)
-    for config["k"] in (2.0, 3.0, 2.0):
-        loss, _ = driver([w, w[0]], x)
-        np.testing.assert_allclose(
-            loss, config["k"] ** 2 * w[0] * (x @ w).mean(), rtol=1e-4
-        )
 
 
 def test_of_a_module(x):
