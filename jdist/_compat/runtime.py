@@ -31,8 +31,8 @@ def axes_of_one_device_untyped() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def outside_mesh(own: Mesh | None = None) -> Iterator[None]:
-    """Unsets the mesh of `jax.set_mesh` for a block, unless it is its `own`.
+def outside_mesh() -> Iterator[None]:
+    """Unsets the mesh of `jax.set_mesh` for a block.
 
     Under it JAX computes on no other devices, and puts what it makes on all of them.
     """
@@ -40,8 +40,7 @@ def outside_mesh(own: Mesh | None = None) -> Iterator[None]:
     if not jax.sharding.get_abstract_mesh().empty:
         # Inside a transformation the mesh is that of its trace, and stays.
         with suppress(ValueError):
-            if own is None or jax.sharding.get_mesh() != own:
-                unset = jax.set_mesh(None)
+            unset = jax.set_mesh(None)
     with unset:
         yield
 

@@ -25,7 +25,6 @@ from jdist.data_parallel.step.fit import evaluate, fit
 from jdist.data_parallel.step.join import EarlyEnd, Join
 from jdist.data_parallel.step.local_sgd import LocalSGD, LocalState
 from jdist.data_parallel.step.nnx_loss import from_nnx
-from jdist.data_parallel.step.parallel_apply import parallel_apply
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import Synchronization, TrainStep, train_step
 from jdist.data_parallel.step.zero import Sharded, zero
@@ -52,7 +51,6 @@ __all__ = [
     "fit",
     "from_nnx",
     "hooks",
-    "parallel_apply",
     "process_group",
     "replicate",
     "shard_batch",

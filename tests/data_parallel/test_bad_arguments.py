@@ -122,10 +122,6 @@ WRONG = {
     "LocalSGD(group_size": (lambda v: local(group_size=v), [None, 1.0, "1"]),
     "step(state": (lambda v: local().step(v, BATCH), [None, 1.0, (1, 2)]),
     "average(state": (lambda v: local().average(v), [None, 1.0, (1, 2)]),
-    "parallel_apply(fn": (
-        lambda v: data_parallel.parallel_apply(v, replicas=2),
-        FUNCTIONS,
-    ),
     "from_nnx(loss_fn": (
         lambda v: data_parallel.from_nnx(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), v),
         FUNCTIONS,
@@ -217,9 +213,6 @@ UNREADABLE = {
     r"step\(batch=...\)": lambda x: of_step("__call__", begun(), x),
     r"lower\(batch=...\)": lambda x: of_step("lower", begun(), x),
     r"evaluate\(batch=...\)": lambda x: of_step("evaluate", begun(), x),
-    r"apply\(batch=...\)": lambda x: data_parallel.parallel_apply(losses, replicas=2)(
-        W, x
-    ),
     r"step\(batch=...\) ": local_step,
 }
 """Calls that take a batch."""
@@ -231,9 +224,6 @@ UNREADABLE_PARAMS = {
     r"init\(states=...\)": lambda w: of_step("init", W, states=w),
     r"init\(opt_state=...\)": lambda w: of_step("init", W, opt_state=w),
     r"init\(params=...\) ": lambda w: local().init(w),
-    r"apply\(params=...\)": lambda w: data_parallel.parallel_apply(losses, replicas=2)(
-        w, X
-    ),
     r"replicate\(params=...\)": lambda w: data_parallel.replicate(w, replicas=2),
     r"weighted_mean\(tree=...\)": (lambda w: reduction.weighted_mean(w, 1.0, "data")),
 }

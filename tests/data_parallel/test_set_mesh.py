@@ -74,17 +74,12 @@ def local_sgd(mesh, params, x, _):
     return local.average(state)
 
 
-def applied(mesh, params, x, _):
-    return data_parallel.parallel_apply(losses, **over(mesh))(params, x)
-
-
 def replicate(mesh, params, *_):
     return data_parallel.replicate(params, **over(mesh))
 
 
 CALLS = (
-    value_and_grad, steps, steps_of_zero, fit_and_evaluate, local_sgd, applied,
-    replicate,
+    value_and_grad, steps, steps_of_zero, fit_and_evaluate, local_sgd, replicate,
 )  # fmt: skip
 
 
@@ -105,7 +100,7 @@ def test_a_mesh_that_is_set_changes_nothing(call, own, given):
     assert bits(call(MESHES["automatic axes"](), *given)) == expected
 
 
-@pytest.mark.parametrize("call", [value_and_grad, steps, applied])
+@pytest.mark.parametrize("call", [value_and_grad, steps])
 def test_replicas_on_one_device_under_a_mesh(call, given):
     expected = bits(call(3, *given))
     for other in MESHES.values():

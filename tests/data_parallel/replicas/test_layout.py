@@ -14,7 +14,6 @@ from jdist._compat import KEEPS_EXPLICIT_SHARDS
 from jdist.data_parallel import (
     LocalSGD,
     hooks,
-    parallel_apply,
     replicate,
     shard_batch,
     train_step,
@@ -209,17 +208,6 @@ def test_masters_are_divided_as_their_copies_are(problem):
         assert {k: p.sharding.spec for k, p in tree.items()} == SPECS
 
 
-def test_data_parallel_keeps_layouts_too(problem):
-    """The outputs of all rows, and no parameter gathered on the way."""
-    params, batch, _ = problem
-    mesh = grid()
-    model = parallel_apply(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], mesh)
-    found = model(placed(params, mesh), batch)
-    np.testing.assert_allclose(
-        found, np.tanh(batch @ params["in"]) @ params["out"], rtol=1e-4, atol=1e-5
-    )
-
-
 def test_replicating_keeps_what_is_divided(problem):
     """New buffers, and the layout; what is whole goes everywhere."""
     params, *_ = problem
@@ -312,30 +300,12 @@ def test_an_explicit_axis_gathers_nothing(problem):
     near(costs[1], costs[0])
 
 
-@newer
-def test_data_parallel_takes_explicit_axes(problem):
-    params, batch, _ = problem
-    mesh = grid(AxisType.Explicit)
-
-    def outputs(params, x):
-        hidden = jnp.tanh(x @ params["in"])
-        return jnp.matmul(hidden, params["out"], out_sharding=PartitionSpec(None, None))
-
-    model, given = parallel_apply(outputs, mesh), placed(params, mesh)
-    expected = np.tanh(batch @ params["in"]) @ params["out"]
-    np.testing.assert_allclose(model(given, batch), expected, rtol=1e-4, atol=1e-5)
-    with jax.set_mesh(mesh):
-        found = model(given, batch)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @older
 @pytest.mark.parametrize(
     "make",
     [
         lambda m: value_and_grad(losses_of, m),
         lambda m: train_step(losses_of, optim.sgd(), m),
-        lambda m: parallel_apply(lambda p, x: x, m),
     ],
 )
 def test_explicit_axes_that_would_be_gathered_are_refused(make):
@@ -401,11 +371,9 @@ def test_parameters_divided_over_the_replicas_are_refused(problem, shape):
     own = placed(params, mesh, SPECS | {"in": PartitionSpec("model", "data")})
     batch = batch[:16]
     step = train_step(losses_of, optim.sgd(), mesh)
-    model = parallel_apply(lambda p, x: x @ p["in"], mesh)
     calls = {
         "fn": lambda: value_and_grad(losses_of, mesh)(own, batch),
         "init": lambda: step.init(own),
-        "apply": lambda: model(own, batch),
     }
     if shape == (8, 1):
         line = Mesh(np.array(jax.devices("cpu")), ("data",))

@@ -1,4 +1,4 @@
-"""`parallel_apply` and Horovod's form: known interfaces on the same core."""
+"""Horovod's form: a known interface on the same core."""
 
 from functools import partial
 
@@ -6,71 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jdist import optim
-from jdist.data_parallel import averaged, parallel_apply
+from jdist.data_parallel import averaged
 from tests.data_parallel.recording import copies_differ
-from tests.replicas import over
-
-
-def model(params, x):
-    """Outputs as a tree, one with another dimension."""
-    hidden = jnp.tanh(x @ params["w"])
-    return {"scores": hidden @ params["v"], "norm": (hidden**2).sum(axis=1)}
-
-
-@pytest.fixture
-def params(rng):
-    """All sizes different."""
-    return {"w": rng.normal(size=(3, 4)), "v": rng.normal(size=(4, 2))}
-
-
-@pytest.mark.parametrize("count", [2, 6])
-def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
-    """In order, for any number of examples, on devices and on one."""
-    x = rng.normal(size=(count, 3))
-    weights = rng.normal(size=count)
-
-    def loss(params, apply):
-        found = apply(params, x)
-        return (weights * found["norm"]).sum() + (found["scores"] ** 3).sum()
-
-    expected, wanted = model(params, x), jax.grad(loss)(params, model)
-    for where in (mesh(3), 3):
-        apply = parallel_apply(model, **over(where))
-        found, gradient = apply(params, x), jax.grad(loss)(params, apply)
-        for name, leaf in expected.items():
-            np.testing.assert_allclose(found[name], leaf, rtol=1e-12, atol=1e-13)
-        for name, leaf in wanted.items():
-            np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
-
-
-@pytest.mark.parametrize("count", [2, 6, 7])
-def test_an_explicit_mesh_takes_any_number_of_examples(params, mesh, rng, count):
-    """As an automatic one, where it is set and where not."""
-    x, where = rng.normal(size=(count, 3)), mesh(3, AxisType.Explicit)
-    apply, expected = parallel_apply(model, **over(where)), model(params, x)
-    for name, leaf in apply(params, x).items():
-        np.testing.assert_allclose(leaf, expected[name], rtol=1e-12, atol=1e-13)
-
-    def loss(params, apply):
-        return (apply(params, x)["scores"] ** 3).sum()
-
-    gradients = [jax.grad(loss)(params, apply)]
-    with jax.set_mesh(where):
-        gradients.append(jax.grad(loss)(params, apply))
-    for gradient in gradients:
-        for name, leaf in jax.grad(loss)(params, model).items():
-            np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
-
-
-def test_what_data_parallel_refuses(params):
-    """Nothing to apply to; a mesh without the axis."""
-    with pytest.raises(ValueError, match="at least one example"):
-        parallel_apply(model, replicas=2)(params, np.zeros((0, 3)))
-    with pytest.raises(ValueError, match=r"at least 1. Got 0"):
-        parallel_apply(model, replicas=0)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -144,16 +84,3 @@ def test_masters_take_horovods_mean_unrounded():
     copies, moved = jax.vmap(step, axis_name="data")(gradients)
     assert moved.masters.tolist() == [-128.5, -128.5]
     assert copies.tolist() == [-128, -128]
-
-
-def test_the_models_gradient_is_added_up_in_float32(mesh):
-    """2048 and seven times 1: float16 stays at 2048 if it is rounded on the way."""
-    model = parallel_apply(lambda w, x: x * w, mesh(8))
-    x = jnp.array([2048] + [1] * 7, jnp.float16)
-
-    def total(w):
-        return model(w, x).astype(jnp.float32).sum()
-
-    gradient = jax.grad(total)(jnp.array(1, jnp.float16))
-    assert gradient.dtype == jnp.float16
-    assert gradient == 2056

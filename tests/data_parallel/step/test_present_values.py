@@ -51,7 +51,6 @@ def losses_by_name(loss, mesh):
     )
     summed = train_step(loss, optim.sgd(lr=0.0), **over(mesh), hook=hooks.bf16())
     local = LocalSGD(loss, optim.sgd(lr=0.0), **over(mesh), period=3)
-    model = data_parallel.parallel_apply(loss, **over(mesh))
     return {
         "value_and_grad": value_of_gradient(value_and_grad(loss, **over(mesh))),
         "train_step": lambda w, x: step(step.init(w), x)[1].loss,
@@ -59,7 +58,6 @@ def losses_by_name(loss, mesh):
         "in_evaluation": lambda w, x: alone.evaluate(alone.init(w), x).loss,
         "hook": lambda w, x: summed(summed.init(w), x)[1].loss,
         "local_sgd": lambda w, x: local.step(local.init(w), x)[1],
-        "parallel_apply": lambda w, x: model(w, x).mean(),
     }
 
 
