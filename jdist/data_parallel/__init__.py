@@ -17,7 +17,6 @@ from jdist.data_parallel.data.sampler import Sampler
 from jdist.data_parallel.elasticity.elastic_run import Elastic
 from jdist.data_parallel.gradient.buckets import assign_buckets
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
-from jdist.data_parallel.replicas.agreement import ReplicasDiffer
 from jdist.data_parallel.replicas.broadcast import replicate
 from jdist.data_parallel.replicas.shards import shard_batch
 from jdist.data_parallel.step.averaged import averaged
@@ -38,7 +37,6 @@ __all__ = [
     "LocalState",
     "Metrics",
     "ProcessLost",
-    "ReplicasDiffer",
     "Sampler",
     "Sharded",
     "Synchronization",

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import optim
 from jdist.data_parallel import (
-    ReplicasDiffer,
     TrainCheckpoints,
     shard_batch,
     train_step,
@@ -103,18 +102,6 @@ def float16_mean(method):
     shards = sharded(mesh(1), (1500, 500), x, weights, rows=1500)
     _, found = fn(jnp.ones(3, jnp.float16), *shards)
     return np.asarray(found), np.average(x.astype(float), axis=0, weights=weights)
-
-
-def silent_hook():
-    """What debug mode says of a hook that does not communicate."""
-    fn = value_and_grad(
-        losses_of, mesh(1), hook=lambda state, bucket: (state, bucket), debug=True
-    )
-    shards = sharded(mesh(1), (3, 2), *examples(5), rows=3)
-    try:
-        fn(parameters(), *shards)
-    except ReplicasDiffer as error:
-        return str(error)
 
 
 def divided():

@@ -92,7 +92,6 @@ WRONG = {
     "shard_batch(data_axis": (lambda v: shard(data_axis=v), [None, 0, ["data"]]),
     "value_and_grad(loss_fn": (lambda v: gradient(loss_fn=v), FUNCTIONS),
     "value_and_grad(data_axis": (lambda v: gradient(data_axis=v), [None, 0, ["data"]]),
-    "value_and_grad(debug": (lambda v: gradient(debug=v), FLAGS),
     "value_and_grad(bucket_cap_mb": (
         lambda v: gradient(bucket_cap_mb=v),
         ["1", b"1", {}, [1.0, None]],

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
-from jdist._errors import check_choice, check_flags, quoted, requirement
+from jdist._errors import check_choice, quoted, requirement
 from jdist._tree import (
     PyTree,
     described,
@@ -46,7 +46,6 @@ from jdist.data_parallel.gradient.scattered import (
     scattered_dimension,
 )
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, split
-from jdist.data_parallel.replicas.agreement import checksums
 from jdist.data_parallel.replicas.mapping import share_a_device, summed, summed_in_order
 from jdist.reduction import Partial
 
@@ -107,7 +106,6 @@ class Communication:
       divided: Whether gradients may be divided over further axes of the mesh. Each is
         then summed by itself, in its own shape, and is neither concatenated nor
         gathered.
-      debug: Whether replicas compare the gradients after the sum.
       scattered: Whether each replica keeps only its part of a sum, where the replicas
         divide the array; see `jdist.data_parallel.gradient.scattered`.
     """
@@ -119,13 +117,11 @@ class Communication:
     bucket_cap_mb: Cap = None
     hook: Any = None
     divided: bool = False
-    debug: bool = False
     scattered: bool = False
 
     def __post_init__(self) -> None:
         """Checks the options."""
         reductions.check_reduction(self.call, self.reduction)
-        check_flags(self.call, debug=self.debug)
         check_choice(f"{self.call}(method=...)", self.method, METHODS)
         check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
         if self.divided:
@@ -158,10 +154,6 @@ class Communication:
             if jax.lax.axis_size(self.axis) > 1:
                 total = METHODS[self.method](total, self.axis)
         return reductions.shares(weights, self.reduction, total, wide)
-
-    def checksums(self, gradient: PyTree) -> dict[str, jax.Array] | None:
-        """Checksums of all replicas' gradients; None unless `debug` is set."""
-        return checksums(gradient, self.axis) if self.debug else None
 
     def start(self, part: Partial, ready: Partial) -> tuple[PyTree, ...]:
         """The hook's first state on one replica, by bucket."""

@@ -23,7 +23,6 @@ from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.hook_state import check_hook_rows
 from jdist.data_parallel.hooks import Bucket, Hook
-from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.inputs import are_ready, brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
@@ -36,7 +35,7 @@ from jdist.data_parallel.replicas.shards import (
 from jdist.segment.internal import GuardedJit
 
 
-def value_and_grad(  # noqa: PLR0913 - options, by keyword
+def value_and_grad(
     loss_fn: Callable[[PyTree, PyTree], jax.Array],
     mesh: Mesh | None = None,
     *,
@@ -46,7 +45,6 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
     method: str = "all_reduce",
     bucket_cap_mb: Cap = None,
     hook: Hook | Callable[[PyTree, Bucket], tuple[PyTree, Bucket]] | None = None,
-    debug: bool = False,
 ) -> Callable[..., tuple[PyTree, ...]]:
     """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
 
@@ -72,8 +70,6 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
         second, .. bucket. Or the buckets themselves: lists of leaf paths.
       hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
         `(state, bucket) -> (state, bucket)`. None: exactly.
-      debug: Whether to compare, after each call, the bits of all replicas' gradients,
-        which a hook could leave different; the host waits for the result.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, compiled. `batch` and
@@ -98,7 +94,6 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
         or whose total is beyond the devices' precision; parameters that are divided
         over the replicas. On a mesh with further axes: one that is explicit, a hook,
         buckets, or another method; see docs/data_parallel.md.
-      ReplicasDiffer: On calling, with `debug`: they do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,9 +114,7 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
     placement = Placement.of(call, mesh, replicas, data_axis)
     divided = check_mesh(call, placement)
     options = (method, bucket_cap_mb, hook)
-    communication = Communication(
-        call, data_axis, reduction, *options, divided=divided, debug=debug
-    )
+    communication = Communication(call, data_axis, reduction, *options, divided=divided)
     run = _Programs(loss_fn, placement, communication)
 
     @called_outside_mesh
@@ -151,10 +144,8 @@ def value_and_grad(  # noqa: PLR0913 - options, by keyword
             (hook_state,) = run.start(params, batch, weights)
         else:
             check_hook_rows("fn(hook_state=...)", hook_state, placement.count)
-        *found, sums = run.step(params, batch, weights, hook_state)
+        found = run.step(params, batch, weights, hook_state)
         paced(placement.mesh, found[0])
-        if debug:
-            check_agreement(call, sums, placement)
         return tuple(found if communication.stateful else found[:2])
 
     return fn
@@ -188,7 +179,7 @@ class _Programs:
             own = own_row(state)
             part, ready = parts(params, batch, weights)
             loss, gradient, own = communication(part, ready, params, own)
-            return loss, gradient, as_row(own), communication.checksums(gradient)
+            return loss, gradient, as_row(own)
 
         def start(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
             # Only shapes are used of these gradients: XLA drops their computation.
@@ -197,7 +188,7 @@ class _Programs:
 
         call = communication.call
         reads = {"loss_fn": loss_fn, "hook": communication.hook}
-        takes, gives = (EACH, rows, rows), (EACH, EACH, rows, EACH)
+        takes, gives = (EACH, rows, rows), (EACH, EACH, rows)
         mapped = over_replicas(step, placement, (*takes, rows), gives)
         # Nothing is donated: callers keep the parameters.
         self.step = GuardedJit(mapped, call, reads)

@@ -58,8 +58,7 @@ class ReplicaStep:
           weights: Theirs, or None for 1 each.
 
         Returns:
-          Loss, gradient, model state, the hook's new row, auxiliary outputs, and the
-          replicas' checksums of the gradient, or None.
+          Loss, gradient, model state, the hook's new row, and auxiliary outputs.
         """
         weights = self.communication.weights_of(batch, weights, state.params)
         (part, states, aux), ready = self._own(state, scale, batch, weights)
@@ -71,7 +70,7 @@ class ReplicaStep:
         # Only the part of `ready` for the partial: states and aux are not in buckets.
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
         row = as_row(kept) if self.communication.stateful else None
-        return loss, grads, states, row, aux, self.communication.checksums(grads)
+        return loss, grads, states, row, aux
 
     def _like(self, gradient: PyTree, param: PyTree) -> PyTree:
         """An array with the dtype of the finished gradient."""

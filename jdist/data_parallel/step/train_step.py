@@ -48,7 +48,6 @@ from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
 from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.gradient.scattered import can_scatter, scattered_spec
 from jdist.data_parallel.hooks import Bucket, Hook
-from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.broadcast import spread
 from jdist.data_parallel.replicas.inputs import are_ready, brought, prepared
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
@@ -93,10 +92,6 @@ class Synchronization(TypedDict, total=False):
     states: str
     """Rule for model state: "mean", the default, or "first"; see `synchronized`."""
 
-    debug: bool
-    """Whether to compare the replicas' gradients after each step; see `value_and_grad`.
-    The state given to a step that raises has been donated."""
-
 
 # `jax.jit` caches programs by a weak reference to the function.
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -114,7 +109,6 @@ class TrainStep:
         which the state is passed without its key.
       start: The compiled `(state, batch, weights) -> hook_state`, for the first step
         with a hook that has a state; else None.
-      debug: Whether replicas are compared after each step.
       reduction: The reduction of the examples' losses.
       evaluated: The compiled function `(state, batch, weights) -> Metrics`.
     """
@@ -124,7 +118,6 @@ class TrainStep:
     divisor: int
     compiled: Any
     start: Any = None
-    debug: bool = False
     reduction: str = "mean"
     evaluated: Any = None
 
@@ -214,7 +207,6 @@ class TrainStep:
             or all 0; the state was given to a step before, or lies on other devices,
             or has a hook's state that is not of this step's hook and replicas; and
             what the loss function and the optimizer refuse.
-          ReplicasDiffer: In debug mode: they do.
         """
         # In most calls no more is to be checked than shapes, which the program does
         # where it is traced: once for each signature.
@@ -239,11 +231,8 @@ class TrainStep:
         # Apart from the state: a donated key would have to be copied in each step.
         key = state.key
         moving = state if key is None else state._replace(key=None)
-        moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
+        moved, metrics = self.compiled(moving, key, batch, weights, overrides)
         paced(self.placement.mesh, metrics.loss)
-        # Reads the checksums, for which the host waits.
-        if self.debug:
-            check_agreement("train_step", sums, self.placement)
         return moved if key is None else moved._replace(key=key), metrics
 
     @called_outside_mesh
@@ -364,7 +353,7 @@ def train_step(
         `has_aux` `(losses, aux)`. With model state it is given `states=`, and
         returns no new one; it takes no key.
       **synchronization: How results are joined: `reduction`, `accumulate`, `method`,
-        `bucket_cap_mb`, `hook`, `states` and `debug`; see `Synchronization`.
+        `bucket_cap_mb`, `hook` and `states`; see `Synchronization`.
 
     Returns:
       The step; begin with its `init`.
@@ -433,7 +422,6 @@ def train_step(
         # The state alone is donated: batches may be used again.
         GuardedJit(step, call, reads, donate_argnums=0),
         _start(replica_step, placement, reads) if communication.stateful else None,
-        communication.debug,
         communication.reduction,
         evaluation(loss, in_evaluation, placement, communication.reduction),
     )
@@ -462,7 +450,7 @@ def _step(
         if optimizer.loss_factor is not None:
             # Part of the state, so that a dynamic scale changes without recompilation.
             scale = optimizer.loss_factor(state.opt_state)
-        value, grads, states, hook_state, aux, sums = mapped(
+        value, grads, states, hook_state, aux = mapped(
             # Without the optimizer's state: as `EACH` in a mapped function, the arrays
             # that ZeRO divides would be gathered.
             state._replace(opt_state=None, hook_state=None, key=key),
@@ -480,7 +468,7 @@ def _step(
         if divided:  # A donated buffer is reused for an array of the same layout only.
             new = jax.tree.map(alike, new, state)
         # The losses were scaled before the backward pass, and so is their mean.
-        return new, Metrics(_unscaled(value, scale), grad_norm=norm, aux=aux), sums
+        return new, Metrics(_unscaled(value, scale), grad_norm=norm, aux=aux)
 
     return step
 
@@ -515,7 +503,7 @@ def _mapped(replica_step: ReplicaStep, placement: Placement) -> PyTree:
         scattered = replica_step.communication.scattered
         # Here, while the step is traced: layouts depend on the shapes of parameters.
         grads = jax.tree.map(layout, state.params) if scattered else EACH
-        gives = (EACH, grads, EACH, rows, rows, EACH)
+        gives = (EACH, grads, EACH, rows, rows)
         return over_replicas(replica_step.step, placement, takes, gives)(state, *rest)
 
     return mapped
@@ -525,10 +513,9 @@ def _scatters(
     optimizer: Optimizer, placement: Placement, options: Mapping[str, Any]
 ) -> bool:
     """Whether sums of gradients stay divided, as a ZeRO optimizer takes them."""
-    # Hooks and the method "all_gather" give whole sums, and `debug` compares them.
+    # Hooks and the method "all_gather" give whole sums.
     plain = options.get("method", "all_reduce") == "all_reduce"
-    plain = plain and options.get("hook") is None and not options.get("debug")
-    if not plain or placement.mesh is None:
+    if not plain or options.get("hook") is not None or placement.mesh is None:
         return False
     return is_divided_over(optimizer, placement) and can_scatter(placement.mesh)
 

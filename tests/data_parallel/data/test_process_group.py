@@ -73,14 +73,6 @@ def test_a_float16_mean_is_divided_before_it_is_added_up(pair, method):
         np.testing.assert_allclose(found, expected, rtol=0, atol=0.75)
 
 
-def test_a_hook_that_does_not_communicate_is_named_on_both(pair):
-    """The same text, with the devices of both."""
-    one, other = pair.everywhere(runs.silent_hook)
-    assert one == other
-    assert "the gradient at b1 is not the same on all replicas" in one
-    assert one.count("on replica") == 2
-
-
 def test_parameters_divided_within_each_process_stay_so(pair):
     for kept, found, expected in pair.everywhere(runs.divided):
         assert all(kept)
