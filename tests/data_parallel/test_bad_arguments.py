@@ -94,7 +94,7 @@ WRONG = {
     "value_and_grad(data_axis": (lambda v: gradient(data_axis=v), [None, 0, ["data"]]),
     "value_and_grad(bucket_cap_mb": (
         lambda v: gradient(bucket_cap_mb=v),
-        ["1", b"1", {}, [1.0, None]],
+        ["1", b"1", {}, [1.0, None], [["w"]]],
     ),
     "fn(weights": (
         lambda v: data_parallel.value_and_grad(loss, replicas=2)(1.0, BATCH, v),

@@ -100,7 +100,7 @@ def ours(cap):
     jax.eval_shape(look, params, shapes)
     leaves, ready = found[0]
     paths = [f"{i}{name}" for i in range(len(params)) for name in "bw"]
-    plan = plan_buckets(leaves, ready, paths, cap)
+    plan = plan_buckets(leaves, ready, cap)
     sizes = [sum(leaves[i].size * 4 for i in bucket) for bucket in plan]
     return sorted(range(len(paths)), key=lambda i: ready[i]), paths, sizes
 

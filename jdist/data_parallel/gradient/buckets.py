@@ -10,7 +10,7 @@ and are filled in the order in which gradients become ready
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from jdist._compat import is_traced
 from jdist._errors import check_sequence, quoted, requirement
 from jdist._tree import PyTree
 
-Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
-"""One limit in MiB, a list of them, or the buckets themselves as lists of paths."""
+Cap = float | Sequence[float] | None
+"""One limit in MiB, or a list of them."""
 
 MIB = 2**20
 FIRST_LIMIT = 1 * MIB
@@ -90,7 +90,7 @@ def assign_buckets(
 
 
 def plan_buckets(
-    leaves: Sequence[PyTree], ready: Sequence[int], paths: Sequence[str], cap: Cap
+    leaves: Sequence[PyTree], ready: Sequence[int], cap: Cap
 ) -> list[list[int]]:
     """The buckets of a gradient, in the order in which they are sent.
 
@@ -98,10 +98,8 @@ def plan_buckets(
       leaves: The gradient's leaves, of which shapes and dtypes are used.
       ready: When each leaf becomes final; see
         `jdist.data_parallel.gradient.gradient_order`.
-      paths: The path of each leaf.
       cap: None: a first limit of 1 MiB and then 25 MiB, in the order of `ready`, and
-        leaves of 1 MiB and more alone. Numbers: the only limits, in MiB. Lists of
-        paths: the buckets.
+        leaves of 1 MiB and more alone. Numbers: the only limits, in MiB.
 
     Returns:
       Lists of indices into `leaves`; a bucket is sent when its last leaf is ready.
@@ -109,80 +107,31 @@ def plan_buckets(
     order = sorted(range(len(leaves)), key=lambda i: (ready[i], i))
     # Ties keep the order of leaves, so that all processes make the same buckets.
     rank = {leaf: place for place, leaf in enumerate(order)}
-    if is_explicit(cap):
-        at = {path: i for i, path in enumerate(paths)}
-        found = [[at[path] for path in bucket] for bucket in cap]
-    else:
-        # A large leaf saves little by sharing a call, and would pay for a copy.
-        alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
-        small = [i for i in order if i not in alone]
-        # As shapes, which have no device: all leaves are on the devices of one replica,
-        # so buckets need not be divided by device.
-        assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
-        found = [[small[i] for i in bucket] for bucket in assigned]
-        found += [[i] for i in alone]
+    # A large leaf saves little by sharing a call, and would pay for a copy.
+    alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
+    small = [i for i in order if i not in alone]
+    # As shapes, which have no device: all leaves are on the devices of one replica, so
+    # buckets need not be divided by device.
+    assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
+    found = [[small[i] for i in bucket] for bucket in assigned]
+    found += [[i] for i in alone]
     # A bucket is sent after its last leaf, in whatever order it was filled.
     return sorted(found, key=lambda bucket: max(rank[i] for i in bucket))
 
 
-def is_explicit(cap: Cap) -> TypeGuard[Sequence[Sequence[str]]]:
-    """Whether a cap lists the buckets themselves."""
-    return (
-        isinstance(cap, Sequence)
-        and bool(cap)
-        and all(
-            # A string is a sequence too: a path in the place of a list of paths.
-            isinstance(bucket, Sequence) and not isinstance(bucket, str)
-            for bucket in cap
-        )
-    )
-
-
 def check_cap(argument: str, cap: Cap) -> None:
-    """Checks that a cap is None, limits, or lists of paths.
+    """Checks that a cap is None or limits.
 
     Raises:
-      ValueError: A limit is negative or NaN, there are none, or a bucket is empty.
-      TypeError: It is none of the three.
+      ValueError: A limit is negative or NaN, or there are none.
+      TypeError: It is neither.
     """
-    if is_explicit(cap):
-        if all(bucket and all(isinstance(p, str) for p in bucket) for bucket in cap):
-            return
-        rule = "must list leaf paths in each bucket, at least one"
-        raise ValueError(requirement(argument, rule, cap))
     one = 1 if cap is None else cap
     numbers: Any = cap if isinstance(cap, Sequence) else (one,)
     if not all(isinstance(limit, Real) for limit in numbers):
-        rule = "must be None, limits in MiB, or lists of leaf paths"
+        rule = "must be None, or limits in MiB"
         raise TypeError(requirement(argument, rule, quoted(cap)))
     _check_limits(argument, numbers)
-
-
-def check_paths(
-    argument: str, leaves: Sequence[PyTree], paths: Sequence[str], cap: Cap
-) -> None:
-    """Checks that listed buckets fit the gradient.
-
-    Raises:
-      ValueError: A leaf is missing, unknown or listed twice, or a bucket mixes dtypes.
-    """
-    if not is_explicit(cap):
-        return
-    listed = [path for bucket in cap for path in bucket]
-    if sorted(listed) != sorted(paths):
-        missing = sorted(set(paths) - set(listed))
-        extra = sorted({p for p in listed if p not in paths or listed.count(p) > 1})
-        rule = f"must list each of {', '.join(paths)} once"
-        got = f"missing: {', '.join(missing) or 'none'}"
-        got += f"; unknown or repeated: {', '.join(extra) or 'none'}"
-        raise ValueError(requirement(argument, rule, got))
-    dtype = {path: leaf.dtype for path, leaf in zip(paths, leaves, strict=True)}
-    for bucket in cap:
-        kinds = sorted({str(dtype[path]) for path in bucket})
-        if len(kinds) > 1:
-            rule = "must have one dtype in each bucket"
-            got = f"{' and '.join(kinds)} in {list(bucket)}"
-            raise ValueError(requirement(argument, rule, got))
 
 
 def bytes_of(leaf: Any) -> int:

@@ -37,7 +37,6 @@ from jdist.data_parallel.gradient.buckets import (
     Cap,
     bytes_of,
     check_cap,
-    check_paths,
     plan_buckets,
 )
 from jdist.data_parallel.gradient.scattered import (
@@ -328,13 +327,11 @@ class Communication:
         """The leaves of a gradient with their paths and buckets."""
         named = {k: g for k, g in named_leaves(gradient).items() if g is not None}
         arrays, paths = list(named.values()), list(named)
-        argument = f"{self.call}(bucket_cap_mb=...)"
-        check_paths(argument, arrays, paths, self.bucket_cap_mb)
         # None is no leaf in either tree, so that both lists have the same gradients.
         when = jax.tree.leaves(ready)
         # A limit of 0 closes each bucket after one leaf.
         cap = 0 if self.divided else self.bucket_cap_mb
-        buckets = plan_buckets(arrays, when, paths, cap)
+        buckets = plan_buckets(arrays, when, cap)
         if self.scattered:
             # A reduce-scatter and an all-reduce cannot share a collective.
             scatters = [self._scatters([x]) for x in arrays]

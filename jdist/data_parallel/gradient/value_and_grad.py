@@ -67,7 +67,7 @@ def value_and_grad(
         the order in which the backward pass makes them. None: a first bucket of 1 MiB,
         others of 25 MiB, and leaves of 1 MiB and more alone. A number: the only limit,
         in MiB, by the rule of `assign_buckets`; or a list of limits for the first,
-        second, .. bucket. Or the buckets themselves: lists of leaf paths.
+        second, .. bucket.
       hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
         `(state, bucket) -> (state, bucket)`. None: exactly.
 
@@ -87,8 +87,7 @@ def value_and_grad(
       TypeError: An argument is of another type; neither a mesh nor replicas are given.
         On calling: weights are no numbers.
       ValueError: Unknown reduction or method; a mesh without the axis; a mesh and
-        replicas; a limit below 0. On calling:
-        listed buckets that do not fit the parameters; a hook that returns another
+        replicas; a limit below 0. On calling: a hook that returns another
         shape; losses of another shape; a batch that does not divide by the replicas;
         weights of another shape; NumPy weights that are negative, not finite or all 0,
         or whose total is beyond the devices' precision; parameters that are divided

@@ -16,7 +16,6 @@ SIZES = (5, 0, 3, 1)
 LIMITS = {
     "default": {},
     "each leaf alone": {"bucket_cap_mb": 0},
-    "listed": {"bucket_cap_mb": [["w1", "b2"], ["w2", "b1"]]},
     "gathered": {"method": "all_gather", "bucket_cap_mb": (1e-4, 25)},
 }
 EXACT = {
