@@ -43,7 +43,6 @@ from jdist.autograd.recording.errors import (
     GraphFreed,
     UnusedSend,
 )
-from jdist.autograd.recording.padding import pad_to
 from jdist.autograd.recording.pure import eager
 from jdist.autograd.recording.recorded import Recorded, detach
 from jdist.autograd.recording.variable import Variable, variable
@@ -70,7 +69,6 @@ __all__ = [
     "eager",
     "get_gradients",
     "graph",
-    "pad_to",
     "record_events",
     "remote_call",
     "replicated",

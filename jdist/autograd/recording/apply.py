@@ -5,7 +5,6 @@ from typing import Any
 
 from jdist._errors import check_function
 from jdist._tree import PyTree
-from jdist.autograd.recording.padding import PadTo, padded
 from jdist.autograd.recording.recorded import record
 
 
@@ -22,8 +21,7 @@ def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
       *args: Pytrees of recorded values, variables, arrays, and Python values. Arrays
         and floating numbers are inputs; integers, booleans, strings and functions are
         part of the compiled function, so that shapes and axes can be given.
-      **kwargs: As `args`. One of them, `pad=autograd.pad_to(...)`, is not given to the
-        function: it compiles for few batch sizes only, see there.
+      **kwargs: As `args`.
 
     Returns:
       What the function returns, with recorded values in place of floating arrays that
@@ -44,6 +42,4 @@ def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
       (3.0, 1.0)
     """
     check_function("apply(fn)", fn)
-    if isinstance(kwargs.get("pad"), PadTo):
-        return padded(fn, args, kwargs)
     return record(fn, args, kwargs)

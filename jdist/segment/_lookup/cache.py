@@ -260,8 +260,7 @@ class ProgramVersions:
         warning = (
             f"{user} compiles {contents.name} for the {_ordinal(PATIENCE_WITH_SIZES)} "
             f"size of one dimension: {told}. Each size costs a compilation. Pad it to "
-            "a few sizes; `autograd.pad_to` does so for the batches of "
-            "`autograd.apply`."
+            "a few sizes, and give what is added no weight in the loss."
         )
         warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
 

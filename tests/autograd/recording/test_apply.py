@@ -474,3 +474,17 @@ def test_nodes_have_an_order_that_repeats():
     steps = [b[1] - a[1] for a, b in itertools.pairwise(one)]
     assert steps == [1, 1]
     assert {order[0] for order in one + other} == {0}
+
+
+def total_of(w, x):
+    return (w * x).sum()
+
+
+def test_ragged_batches_are_warned_of():
+    """With the name of the function, the shapes and what to do."""
+    w = leaf(6, dtype=np.float32)
+    for rows in range(1, 8):
+        autograd.apply(total_of, w, normal(rows, 6, dtype=np.float32))
+    expected = r"apply compiles total_of .* float32\[7,6\] then float32\[8,6\].*no weight"
+    with pytest.warns(RecompilationWarning, match=expected):
+        autograd.apply(total_of, w, normal(8, 6, dtype=np.float32))
