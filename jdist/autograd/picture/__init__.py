@@ -1,3 +1,3 @@
-"""Pictures of a context's graph over all workers: as data, as Mermaid and as SVG."""
+"""Pictures of a context's graph over all workers: as data and as Mermaid."""
 
 __all__: list[str] = []

@@ -9,8 +9,9 @@ from typing import Any
 from jdist._errors import check_choice, check_sequence, check_type
 from jdist.autograd.contexts import Container, Context, here
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.picture.drawing import mermaid, svg
 from jdist.autograd.picture.graph_node import (
+    FUNCTION,
+    LEAF,
     RECEIVE,
     SEND,
     GraphNode,
@@ -25,6 +26,12 @@ from jdist.rpc.extension import current, incarnation_of
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")
+_SHAPES = {
+    LEAF: ("([", "])"),
+    FUNCTION: ("[", "]"),
+    SEND: ("[/", "/]"),
+    RECEIVE: ("[\\", "\\]"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +80,25 @@ class Graph:
         ]
 
     def mermaid(self) -> str:
-        """Draws the graph as a Mermaid flow chart, from variables to roots."""
-        return mermaid(self.nodes, self.labels(), self.arcs())
+        """Draws the graph as a Mermaid flow chart, from variables to roots.
 
-    def svg(self) -> str:
-        """Draws the graph as an SVG picture, from variables on the left to roots."""
-        return svg(self.nodes, self.labels(), self.arcs())
+        There is a box for each worker, and dashed arrows are messages.
+        """
+        lines, labels = ["flowchart LR"], self.labels()
+        # A dict, not a set: workers come in the order of the nodes, in every run.
+        for number, worker in enumerate(dict.fromkeys(v.worker for v in self.nodes)):
+            lines.append(f'  subgraph w{number}["{_escaped(worker)}"]')
+            for place, node in enumerate(self.nodes):
+                if node.worker == worker:
+                    left, right = _SHAPES[node.kind]
+                    label = _escaped(labels[place])
+                    lines.append(f'    n{place}{left}"{label}"{right}')
+            lines.append("  end")
+        for source, target in self.arcs():
+            # Only there does a value arrive: a worker may call itself.
+            is_message = self.nodes[target].kind == RECEIVE
+            lines.append(f"  n{source} {'-.->' if is_message else '-->'} n{target}")
+        return "\n".join(lines) + "\n"
 
 
 def graph(
@@ -191,6 +211,12 @@ def _others(
             found.append((worker, checked(rows)))
             ask |= set(known) - seen
     return found
+
+
+def _escaped(text: str) -> str:
+    """Escape a text by Mermaid's entities."""
+    # `#` begins an entity, so it is escaped itself.
+    return "".join(f"#{ord(c)};" if c in '"<>#' else c for c in text)
 
 
 def _nodes(argument: str, values: Sequence[Recorded]) -> list[Node]:

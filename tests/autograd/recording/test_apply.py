@@ -485,6 +485,8 @@ def test_ragged_batches_are_warned_of():
     w = leaf(6, dtype=np.float32)
     for rows in range(1, 8):
         autograd.apply(total_of, w, normal(rows, 6, dtype=np.float32))
-    expected = r"apply compiles total_of .* float32\[7,6\] then float32\[8,6\].*no weight"
+    expected = (
+        r"apply compiles total_of .* float32\[7,6\] then float32\[8,6\].*no weight"
+    )
     with pytest.warns(RecompilationWarning, match=expected):
         autograd.apply(total_of, w, normal(8, 6, dtype=np.float32))
