@@ -175,10 +175,6 @@ def relayed_twice(x, by, to):
     return jnp.sin(autograd.remote_call(to, shift, x, by))
 
 
-def two_layers(first, second, x):
-    return layer(second, layer(first, x)["h"][:, :3])
-
-
 GLOBAL = autograd.variable(3.0)
 
 

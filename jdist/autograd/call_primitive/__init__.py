@@ -4,7 +4,7 @@
 
 - `primitive`: the public function, and its rules for JAX's transformations;
   `transforms`: transformations as data.
-- `caller` and `callee`: the two ends; `arguments` and `variables`: what they exchange.
+- `caller` and `callee`: the two ends; `arguments`: what they exchange.
 - `callback`: the call inside compiled programs.
 """
 

@@ -64,17 +64,6 @@ class ArraySlot:
 
 
 @dataclass(frozen=True, slots=True)
-class VariableSlot:
-    """The place of a variable that the callee holds, in a tree of arguments.
-
-    Attributes:
-      index: Index of the variable.
-    """
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class StaticLeaf:
     """A leaf that is not an array; compared by type and value."""
 
@@ -88,20 +77,17 @@ class Structure:
 
     Attributes:
       treedef: The containers.
-      leaves: For each leaf the place of its array or variable, or its value.
+      leaves: For each leaf the place of its array, or its value.
     """
 
     treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[ArraySlot | VariableSlot | StaticLeaf, ...]
+    leaves: tuple[ArraySlot | StaticLeaf, ...]
 
     @classmethod
     def of(cls, skeleton: PyTree) -> "Structure":
         """Makes the structure of a skeleton; the inverse of `skeleton`."""
         leaves, treedef = jax.tree.flatten(skeleton)
-        places = (
-            x if isinstance(x, ArraySlot | VariableSlot) else StaticLeaf(type(x), x)
-            for x in leaves
-        )
+        places = [x if isinstance(x, ArraySlot) else _static(x) for x in leaves]
         return cls(treedef, tuple(places))
 
     @property
@@ -111,61 +97,42 @@ class Structure:
             [x.value if isinstance(x, StaticLeaf) else x for x in self.leaves]
         )
 
-    def tree(self, arrays: Sequence[jax.Array], held: Sequence[PyTree] = ()) -> PyTree:
-        """Builds the tree with these arrays, and trees of variables, in their slots."""
-        return self.treedef.unflatten([_filled(x, arrays, held) for x in self.leaves])
+    def tree(self, arrays: Sequence[jax.Array]) -> PyTree:
+        """Builds the tree with these arrays in their slots."""
+        return self.treedef.unflatten([_filled(x, arrays) for x in self.leaves])
 
 
-def _filled(
-    place: ArraySlot | VariableSlot | StaticLeaf,
-    arrays: Sequence[jax.Array],
-    held: Sequence[PyTree],
-) -> PyTree:
+def _static(leaf: Hashable) -> StaticLeaf:
+    # With its type: members of two enumerations may be equal, and would find each
+    # other's program.
+    return StaticLeaf(type(leaf), leaf)
+
+
+def _filled(place: ArraySlot | StaticLeaf, arrays: Sequence[jax.Array]) -> PyTree:
     if isinstance(place, StaticLeaf):
         return place.value
-    if isinstance(place, VariableSlot):
-        return held[place.index]
     array = arrays[place.index]
     return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
 
 
-class FlatArguments(NamedTuple):
-    """A tree of arguments, split into arrays, references and structure.
-
-    Attributes:
-      arrays: The arrays; for a PRNG key, its words.
-      references: The references to variables.
-      structure: The tree without arrays and references.
-    """
-
-    arrays: list[jax.Array]
-    references: tuple[RRef, ...]
-    structure: Structure
-
-
-def taken_apart(tree: PyTree, call: str) -> FlatArguments:
-    """Split a tree into its arrays, its references and its structure.
+def taken_apart(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
+    """Split a tree into its arrays, for a PRNG key its words, and its structure.
 
     Raises:
-      TypeError: A leaf is neither an array nor hashable, or it is recorded.
+      TypeError: A leaf is neither an array nor hashable, or it is recorded or a
+        reference.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
-    references: list[RRef] = []
-    places: list[ArraySlot | VariableSlot | StaticLeaf] = []
+    places: list[ArraySlot | StaticLeaf] = []
     for leaf in leaves:
         if _is_array(leaf):
             array, key = _words(leaf)
             places.append(ArraySlot(len(arrays), key))
             arrays.append(array)
-        elif isinstance(leaf, RRef):
-            places.append(VariableSlot(len(references)))
-            references.append(leaf)
         else:
-            # With its type: members of two enumerations may be equal, and would find
-            # each other's program.
-            places.append(StaticLeaf(type(leaf), _hashable(leaf, call)))
-    return FlatArguments(arrays, tuple(references), Structure(treedef, tuple(places)))
+            places.append(_static(_hashable(leaf, call)))
+    return arrays, Structure(treedef, tuple(places))
 
 
 def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
@@ -179,8 +146,7 @@ def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
             rule = "must return arrays, in any pytree"
             got = f"{type_name(leaf)} at {path}"
             raise TypeError(requirement(call, rule, got))
-    arrays, _, structure = taken_apart(tree, call)
-    return arrays, structure
+    return taken_apart(tree, call)
 
 
 def _is_array(leaf: PyTree) -> bool:
@@ -200,14 +166,11 @@ def _words(leaf: PyTree) -> tuple[jax.Array, str]:
 
 
 def _hashable(leaf: PyTree, call: str) -> Hashable:
-    # Refused: the primitive's derivatives are JAX's, which know nothing of the recorded
-    # history, and the gradient would be lost silently.
-    if isinstance(leaf, Recordable):
-        rule = "must not be recorded: its derivatives are those of JAX"
-        remedy = (
-            "Pass the value of a variable, or a reference to a variable of the callee; "
-            "for a recorded value call the function by rpc.rpc_sync."
-        )
+    # The primitive's derivatives are JAX's, which know nothing of a recorded history:
+    # its gradient would be lost silently. JAX's caches would keep a reference alive.
+    if isinstance(leaf, Recordable | RRef):
+        rule = "must be neither recorded nor a reference: its derivatives are JAX's"
+        remedy = "Pass the value itself, or call the function by rpc.rpc_sync."
         raise TypeError(requirement(call, rule, leaf, remedy))
     try:
         hash(leaf)

@@ -29,14 +29,9 @@ from jdist.autograd.call_primitive.arguments import (
 from jdist.autograd.call_primitive.transforms import (
     Flat,
     Transform,
-    first_pullback,
-    pullbacks,
-    shifted,
     transformed,
 )
-from jdist.autograd.call_primitive.variables import context_of, trees, variables_of
 from jdist.autograd.recording.pure import tracing
-from jdist.rpc import RRef
 from jdist.rpc.extension import Agent, current, current_agent
 from jdist.segment.internal import (
     VERSIONS,
@@ -78,15 +73,13 @@ class ServedFunction:
         """The call as messages name it."""
         return f"remote_call(fn={getattr(self.function, '__qualname__', 'fn')})"
 
-    def run(
-        self, arrays: Sequence[jax.Array], held: Sequence[PyTree]
-    ) -> tuple[list[Any], Structure]:
+    def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Any], Structure]:
         """Runs the function; returns the arrays of the result and its structure.
 
         Raises:
           TypeError: The result is not made of arrays, or the function is not pure.
         """
-        args, kwargs = self.structure.tree(arrays, held)
+        args, kwargs = self.structure.tree(arrays)
         # Recorded calls and the values of variables are refused within: they would
         # happen once, at compilation.
         with tracing(self.name):
@@ -124,7 +117,6 @@ def describe(
     function: Callable[..., PyTree],
     skeleton: PyTree,
     kinds: Sequence[AbstractArray],
-    references: Sequence[RRef],
 ) -> tuple[int, Any, list[AbstractArray]]:
     """Traces a function without running it.
 
@@ -132,7 +124,6 @@ def describe(
       function: The function.
       skeleton: Its arguments `(args, kwargs)`, with places in place of arrays.
       kinds: Shapes and dtypes of these arrays.
-      references: To variables among the arguments.
 
     Returns:
       Its number, the result with places in place of arrays, and the kinds of these.
@@ -145,18 +136,17 @@ def describe(
     _say(agent, function)
     weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
     program = ServedFunction(function, Structure.of(skeleton), weak)
-    held = variables_of(references, program.name)
     found: list[Structure] = []
 
-    def traced(leaves: Sequence[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
-        results, structure = program.run(arrays, trees(held.structures, leaves))
+    def traced(*arrays: jax.Array) -> list[jax.Array]:
+        results, structure = program.run(arrays)
         found.append(structure)
         return results
 
     # Traced on shapes: to be described costs no computation.
     abstract = [AbstractArray(*kind).abstract for kind in kinds]
     with use_abstract_mesh(_NO_MESH):
-        results = jax.eval_shape(traced, held.leaves, *abstract)
+        results = jax.eval_shape(traced, *abstract)
     # After the trace: a function that fails there gets no number.
     number = _programs(agent).add(program)
     return number, found[0].skeleton, [abstract_of(x) for x in results]
@@ -167,8 +157,6 @@ def perform(
     operations: tuple[Transform, ...],
     leaves: Sequence[jax.Array],
     host: bool,
-    references: Sequence[RRef],
-    context_id: int | None,
 ) -> list[jax.Array] | list[np.ndarray]:
     """Runs a function after transforms.
 
@@ -177,8 +165,6 @@ def perform(
       operations: In order.
       leaves: The arrays.
       host: Whether the results are to be NumPy arrays.
-      references: To variables among the arguments.
-      context_id: Id of the context to which their gradients go; None without one.
 
     Raises:
       UnknownFunction: The number is to be asked for again.
@@ -187,44 +173,21 @@ def perform(
     agent = current_agent()
     program = _programs(agent).find(number)
     _say(agent, program.function)
-    held = variables_of(references, program.name)
-    # A forward call, or one outside of contexts, has no use for their gradients.
-    wanted = context_id is not None and pullbacks(operations)
-    also = held.floating if wanted else ()
-    made = TransformedFunction(
-        held.structures, shifted(operations, len(held.leaves), also), len(also)
-    )
     # Functions that it calls remotely are called as this worker: hence the name.
-    arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
-    arguments = (*held.leaves, *arrays)
+    arguments = tuple(
+        _on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)
+    )
     with use_abstract_mesh(_NO_MESH):
-        case = agent.info.name, program.structure, made, signature_of(arguments)
+        case = agent.info.name, program.structure, operations, signature_of(arguments)
         compiled = CACHE.get(
             program.function,
             case,
-            lambda contents: _compiled(program, made, contents, case, arguments),
+            lambda contents: _compiled(program, operations, contents, case, arguments),
         )
         results = compiled.run(*arguments)
     # Errors of the computation are this call's, also where arrays are only shared.
     jax.block_until_ready(results)
-    if also and context_id is not None:
-        held.accumulate(context_of(agent, context_id), results[: len(also)])
-    results = results[len(also) :]
     return [np.asarray(x) for x in results] if host else list(results)
-
-
-class TransformedFunction(NamedTuple):
-    """The transforms of a function before it is compiled.
-
-    Attributes:
-      structures: Structures of the variables, whose leaves are the first arguments.
-      operations: The transforms in order, with these arguments counted.
-      gradients: Number of results that are gradients of variables; they come first.
-    """
-
-    structures: tuple[jax.tree_util.PyTreeDef, ...]
-    operations: tuple[Transform, ...]
-    gradients: int
 
 
 class _Compiled(NamedTuple):
@@ -239,7 +202,7 @@ CACHE: FunctionCache[_Compiled] = FunctionCache("remote_call", size=256)
 
 def _compiled(
     program: ServedFunction,
-    made: TransformedFunction,
+    operations: tuple[Transform, ...],
     contents: Contents,
     case: Hashable,
     arguments: tuple[PyTree, ...],
@@ -248,36 +211,17 @@ def _compiled(
 
     Args:
       program: The function.
-      made: Its transforms.
+      operations: Its transforms.
       contents: Contents of the function.
       case: All else on which the program depends.
       arguments: Arguments of the call.
     """
-    closed, _ = trace_whole(_transformed(program, made), *arguments)
+    function = transformed(lambda *arrays: program.run(arrays)[0], operations)
+    closed, _ = trace_whole(function, *arguments)
     refuse_hidden(CACHE.user, closed)
     found = jax.jit(lambda *leaves: evaluate(closed, leaves))
     key = identity_of(closed)
     return _Compiled(contents, VERSIONS.get(CACHE.user, contents, case, key, found))
-
-
-def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
-    count = sum(structure.num_leaves for structure in made.structures)
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        return program.run(arrays[count:], trees(made.structures, arrays[:count]))[0]
-
-    function = transformed(run, made.operations)
-    if not made.gradients:
-        return function
-    batches = tuple(range(len(made.operations) - 1 - first_pullback(made.operations)))
-
-    def with_sums(*arrays: jax.Array) -> list[jax.Array]:
-        # A variable is in no batch: its gradient is the sum over the pullback's batch.
-        results = function(*arrays)
-        sums = [x.sum(axis=batches) for x in results[: made.gradients]]
-        return sums + results[made.gradients :]
-
-    return with_sums
 
 
 def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:

@@ -1,6 +1,5 @@
 """The caller's side: descriptions and calls of functions on other workers."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from jdist.autograd.call_primitive.arguments import (
     abstract_of,
 )
 from jdist.autograd.call_primitive.callee import UnknownFunction
-from jdist.autograd.call_primitive.transforms import Transform, pullbacks
-from jdist.autograd.call_primitive.variables import context_for
-from jdist.rpc import RRef
+from jdist.autograd.call_primitive.transforms import Transform
 from jdist.rpc.extension import CALL, Agent, current, current_agent
 
 STATE = "jdist.autograd.call_primitive.caller"
@@ -41,8 +38,6 @@ class Target:
       structure: Structure of the arguments, `(args, kwargs)`.
       kinds: Shapes and dtypes of the arrays among them.
       timeout: Seconds, as for `rpc_sync`.
-      references: Weak references to variables of the callee, because JAX's caches hold
-        targets and must not keep variables alive.
     """
 
     caller: str
@@ -51,7 +46,6 @@ class Target:
     structure: Structure
     kinds: tuple[AbstractArray, ...]
     timeout: float
-    references: tuple[weakref.ref[RRef], ...]
 
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", None) or repr(self.function)
@@ -92,7 +86,7 @@ class RemoteFunctions:
         if found is not None:
             return found
         skeleton, kinds = target.structure.skeleton, list(target.kinds)
-        body: Any = (target.function, skeleton, kinds, _alive(target))
+        body: Any = (target.function, skeleton, kinds)
         number, skeleton, kinds = self._exchange(target, callee.describe, body)
         structure = Structure.of(skeleton)
         found = FunctionDescription(
@@ -120,15 +114,13 @@ class RemoteFunctions:
 
         Raises:
           ValueError: The results are of other kinds.
-          TypeError: Gradients of variables are asked for, of higher than first order.
           Exception: What `perform` and `rpc_sync` raise.
         """
-        context = self._context(target, operations, jitted=host)
 
         def once() -> list[jax.Array]:
             # Asked for in each attempt: the number may be a new one.
-            number, references = self.known(target).number, _alive(target)
-            body: Any = (number, operations, list(arrays), host, references, context)
+            number = self.known(target).number
+            body: Any = (number, operations, list(arrays), host)
             return self._exchange(target, callee.perform, body)
 
         try:
@@ -144,19 +136,6 @@ class RemoteFunctions:
             self._forget(target)
             raise ValueError(_changed(target, operations, expected, results))
         return results
-
-    def _context(
-        self, target: Target, operations: Sequence[Transform], jitted: bool
-    ) -> int | None:
-        order = pullbacks(operations)
-        if not target.references or not order:
-            return None
-        context = context_for(self._agent, target.to, jitted)
-        if context is not None and order > 1:
-            rule = "has gradients of first order only for variables of the callee"
-            remedy = "Leave the context, or pass the variable's value as an argument."
-            raise TypeError(requirement(str(target), rule, f"order {order}", remedy))
-        return context
 
     def _forget(self, target: Target) -> None:
         self._known.pop(target)
@@ -188,17 +167,6 @@ def calling(target: Target) -> Iterator[RemoteFunctions]:
     # A jitted function may run on a thread of XLA, which belongs to no worker.
     with current.use_worker(target.caller):
         yield caller_of(current_agent())
-
-
-def _alive(target: Target) -> list[RRef]:
-    found = [reference() for reference in target.references]
-    alive = [reference for reference in found if reference is not None]
-    if len(alive) < len(found):
-        rule = "needs the references with which it was traced"
-        got = "one that was dropped meanwhile"
-        remedy = "Keep the RRef as long as the jitted function or the pullback."
-        raise ValueError(requirement(str(target), rule, got, remedy))
-    return alive
 
 
 def _changed(

@@ -13,7 +13,6 @@ A derivative of any order and any mixture with vmap is thus one call.
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -78,9 +77,6 @@ def remote_call(
         Arguments bound by `functools.partial` or a method count as arguments.
       *args: Pytrees. Arrays, numbers and PRNG keys are differentiated or batched as
         `fn` itself would; other leaves, such as texts or functions, must be hashable.
-        For an RRef to a variable of the callee `fn` gets the variable's tree. Its
-        gradient stays there: the backward call adds it to the current context, if there
-        is one.
       kwargs: Keyword arguments, likewise. A mapping, as in `rpc_sync`, so that no name
         of an argument is taken.
       timeout: Seconds for each call over rpc; -1 for the default, 0 for no limit.
@@ -91,7 +87,7 @@ def remote_call(
 
     Raises:
       TypeError: `fn` cannot be called or does not return arrays; an argument cannot be
-        hashed, is recorded, or refers to something that is no variable. In forward
+        hashed, is recorded, or is a reference. In forward
         mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): use `jax.jacrev`.
       ValueError: `fn` has no name that others could look up, or returns other shapes
         than when it was traced.
@@ -123,7 +119,7 @@ def remote_call(
     agent = current_agent()
     peer = agent.directory.find(to)
     call = "remote_call(*args)"
-    arrays, references, structure = taken_apart((args, kwargs), call)
+    arrays, structure = taken_apart((args, kwargs), call)
     target = Target(
         caller=agent.info.name,
         to=peer.info.name,
@@ -131,7 +127,6 @@ def remote_call(
         structure=structure,
         kinds=tuple(map(abstract_of, arrays)),
         timeout=float(timeout),
-        references=tuple(map(weakref.ref, references)),
     )
     # Before the primitive is bound: JAX needs the shapes of the results, and only the
     # callee's code determines them.

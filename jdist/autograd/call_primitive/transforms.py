@@ -57,39 +57,6 @@ def transformed(function: Flat, operations: Sequence[Transform]) -> Flat:
     return function
 
 
-def shifted(
-    operations: Sequence[Transform], count: int, also: Sequence[int]
-) -> tuple[Transform, ...]:
-    """Shift the transforms to a function with `count` more arguments in front.
-
-    They are in no batch. A pullback also computes the cotangents of those of `also`,
-    as its first results.
-
-    Example:
-      >>> shifted([Pullback((0,), (1,)), Vmap((None, 2))], 2, (1,))
-      (Pullback(wanted=(1, 2), present=(1,)), Vmap(axes=(None, None, None, 2)))
-    """
-
-    def moved(operation: Transform) -> Transform:
-        if isinstance(operation, Vmap):
-            # A variable is in no batch.
-            return Vmap((*(None,) * count, *operation.axes))
-        wanted, present = operation
-        return Pullback((*also, *(i + count for i in wanted)), present)
-
-    return tuple(map(moved, operations))
-
-
-def pullbacks(operations: Sequence[Transform]) -> int:
-    """Return the order of the derivative: the number of pullbacks."""
-    return sum(isinstance(operation, Pullback) for operation in operations)
-
-
-def first_pullback(operations: Sequence[Transform]) -> int:
-    """Return the index of the first pullback."""
-    return next(i for i, each in enumerate(operations) if isinstance(each, Pullback))
-
-
 def _pulled_back(
     function: Flat, wanted: tuple[int, ...], present: tuple[int, ...]
 ) -> Flat:

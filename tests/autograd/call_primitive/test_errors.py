@@ -228,3 +228,22 @@ def test_the_loss_of_the_callee_ends_the_call(fresh_hosts):
         with pytest.raises(error, match=lost):
             call.result()
     hosts.run(0, rpc.shutdown, graceful=False)
+
+
+def test_recorded_values_and_references_are_refused_with_the_way_out(threads):
+    own = autograd.variable(functions.params(20))
+    reference = rpc.remote("worker1", autograd.variable, args=(functions.params(1),))
+    match = (
+        r"remote_call\(\*args\)` must be neither recorded nor.*Pass the value itself"
+    )
+    for given in (own, reference):
+        with pytest.raises(TypeError, match=match):
+            autograd.remote_call("worker1", functions.layer, given, functions.rows(21))
+
+
+def test_a_function_does_not_read_variables_of_its_own(threads):
+    match = (
+        r"remote_call\(fn=reads_a_global\)` must be a pure function.*variables as arg"
+    )
+    with pytest.raises(TypeError, match=match):
+        autograd.remote_call("worker1", functions.reads_a_global, 2.0)
