@@ -92,7 +92,7 @@ def interrupt_everywhere(to, operation):
     while interrupt(number, operation, to):
         assert rpc.rpc_async(to, negative, args=(5,)).wait(PATIENCE) == -5
         assert rpc.rpc_sync(to, negative, args=(7,), timeout=PATIENCE) == -7
-        wait_until(lambda: agent.outstanding.at_rest() is not None)
+        wait_until(lambda: not (agent.outstanding.sent() or agent.outstanding.served()))
         number += 1
     assert number > 20
     wait_until(lambda: not agent.directory.find(to).shared._pending)

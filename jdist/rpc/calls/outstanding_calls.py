@@ -186,11 +186,6 @@ class OutstandingCalls:
         last = max((at for at in ends if at is not None), default=begun)
         return max(last, begun) + _OVERDUE - time.monotonic()
 
-    def at_rest(self) -> int | None:
-        """The number of calls that ever began; None while one is under way."""
-        with self._lock:
-            return None if self._sent or self._served else self._begun
-
     def wake(self) -> None:
         """Wakes the threads in `when_empty`, which then check again."""
         with self._lock:

@@ -88,11 +88,10 @@ def all_gather(
         200 characters.
 
     Raises:
-      CollectiveMismatch: They came for different collectives, or one of them waits in
-        `shutdown` and nothing runs that could make it take part. It is raised on all
-        of them, also on one that comes late, and the next one is in step again.
-      RpcTimeout: Some did not come in time; the message says who. It is raised on all,
-        likewise.
+      CollectiveMismatch: They came for different collectives. It is raised on all of
+        them, also on one that comes late, and the next one is in step again.
+      RpcTimeout: Some did not come in time; the message says who, and whether they wait
+        in another collective or in `shutdown`. It is raised on all, likewise.
       RpcError: One of them had no value that can be sent; likewise.
       WorkerLost: One of them died, froze or left the group.
       TypeError, ValueError: `obj` cannot be sent, which all of them are told; `names`

@@ -120,7 +120,7 @@ class BarrierRound:
             )
         elif self._answer is None and self._differs(purpose):
             # At the first difference, not at the timeout: the round cannot complete.
-            self.mismatch({})
+            self._mismatch()
         self._decide()
 
     def missing(self) -> list[str]:
@@ -140,27 +140,6 @@ class BarrierRound:
             self.lost = True
             meta = {"lost": name, "purpose": self._operation(), "reason": reason}
             self._answer = Frame(ERROR, 0, meta, None, [])
-
-    def mismatch(self, elsewhere: dict[str, str]) -> None:
-        """Fail because workers called different collectives, or wait `elsewhere`.
-
-        Args:
-          elsewhere: By name, what missing workers wait in instead.
-        """
-        if self._answer is None:
-            came = {name: str(one.purpose) for name, one in self._came.items()}
-            there = {
-                name: elsewhere[name] for name in self.missing() if name in elsewhere
-            }
-            text = ", ".join(
-                f"{n!r} is in {what}" for n, what in (came | there).items()
-            )
-            self._fail(
-                "The workers do not do the same collective: "
-                f"{text}. Every worker must call the same ones in the same order, with "
-                "the same tags.",
-                mismatch=True,
-            )
 
     def expire(self, now: float, elsewhere: Callable[[], dict[str, str]]) -> None:
         """Fail for all once one worker's timeout has passed."""
@@ -212,6 +191,14 @@ class BarrierRound:
             if same != other.purpose:
                 return True
         return False
+
+    def _mismatch(self) -> None:
+        came = [f"{name!r} is in {one.purpose}" for name, one in self._came.items()]
+        self._fail(
+            f"The workers do not do the same collective: {', '.join(came)}. Every "
+            "worker must call the same ones in the same order, with the same tags.",
+            mismatch=True,
+        )
 
     def _fail(self, text: str, mismatch: bool = False) -> None:
         meta = {"failed": text, "mismatch": mismatch}

@@ -28,7 +28,6 @@ from jdist.rpc.group.barrier_round import (
 )
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
 from jdist.rpc.group.membership import Answers, Member, Membership
-from jdist.rpc.group.termination import Stalemate
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Reader, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
 
@@ -74,7 +73,6 @@ class Coordinator:
         self._options = options
         self._membership = membership
         self._rounds: dict[RoundKey, list[BarrierRound]] = {}
-        self._stalemate = Stalemate()
         self._leaving: str | None = None
         self._ended = False
         self._farewells: dict[Member, _Farewell] = {}
@@ -118,7 +116,6 @@ class Coordinator:
             for member in self._membership.close():
                 member.channel.close(_ENDING)
             self._leaving = self._membership.present()[0].info.name
-            self._suspect()
             if self._fewer.wait_for(self._is_last, deadline.remaining()):
                 return
             others = [one.info.name for one in self._membership.present()][1:]
@@ -210,10 +207,6 @@ class Coordinator:
             self._hear(frame, lambda: self._membership.knows(member, newcomer), member)
         elif frame.kind == "group.gather":
             self._gather(member, frame)
-        elif frame.kind == "group.rest":
-            number, begun = int(frame.meta["round"]), frame.meta["begun"]
-            member.post(Frame(REPLY, frame.id, {}, None, []))
-            self._quiet(member, number, None if begun is None else int(begun))
         elif frame.kind == "group.leave":
             self._leave(member, frame)
         elif frame.kind == "group.noted":
@@ -240,7 +233,6 @@ class Coordinator:
                     this.lose(missing, gone)
             this.expire(time.monotonic(), self._whereabouts)
             self._settle(key, this)
-            self._suspect()
         self._alarm.set(contribution.until)
 
     def _round_for(self, key: RoundKey, name: str) -> BarrierRound:
@@ -273,62 +265,15 @@ class Coordinator:
             if not self._rounds[key]:
                 del self._rounds[key]
 
-    # --- collectives that can never be complete ---
-
     def _whereabouts(self) -> dict[str, str]:
         """The operation in which each worker waits, by name."""
         found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
         # A program's collective hides the shutdown in which another thread waits.
-        for _, this in sorted(self._open(), key=lambda one: not one[0].ends):
+        under_way = [one for one in self._all_rounds() if not one[1].decided]
+        for _, this in sorted(under_way, key=lambda one: not one[0].ends):
             for one in this.contributions:
                 found[one.member.info.name] = str(one.purpose)
         return found
-
-    def _suspect(self) -> None:
-        """Starts termination detection if a collective may never become complete."""
-        members, waits = self._membership.present(), frozenset[Any]()
-        if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
-            came = [one for _, this in self._open() for one in this.contributions]
-            waits = frozenset((one.member, one.request) for one in came)
-        self._post(self._stalemate.look(members, waits, time.monotonic()))
-        self._alarm.set(self._stalemate.again)
-
-    def _quiet(self, member: Member, number: int, begun: int | None) -> None:
-        with self._lock:
-            now = time.monotonic()
-            certain, questions = self._stalemate.heard(member, number, begun, now)
-            self._post(questions)
-            self._alarm.set(self._stalemate.again)
-            if not certain:
-                return
-            found, stuck = self._whereabouts(), self._stuck()
-            ending = [(key, one) for key, one in self._open() if key.ends]
-            told = [one.member.info.name for _, r in stuck for one in r.contributions]
-            for key, this in [*stuck, *ending]:
-                this.mismatch(found)
-                for name in told:  # in its own collective: it may still end in order
-                    this.excuse(name)
-                self._settle(key, this)
-            self._suspect()
-
-    def _open(self) -> list[tuple[RoundKey, BarrierRound]]:
-        return [pair for pair in self._all_rounds() if not pair[1].decided]
-
-    def _stuck(self) -> list[tuple[RoundKey, BarrierRound]]:
-        """The open collectives that miss a worker which waits in its shutdown."""
-        ending = {
-            one.member.info.name
-            for key, this in self._open()
-            for one in this.contributions
-            if key.ends
-        }
-        if self._leaving is not None:
-            ending.add(self._leaving)
-        return [
-            (key, this)
-            for key, this in self._open()
-            if not key.ends and ending.intersection(this.missing())
-        ]
 
     # --- leaving, and losses ---
 
@@ -375,7 +320,6 @@ class Coordinator:
                 self._miss(member, reason)
             self._note(member)
             self._post(self._membership.advance())
-            self._suspect()
             self._fewer.notify_all()
 
     def _blame_itself(self) -> None:
@@ -430,8 +374,6 @@ class Coordinator:
                 this.expire(now, self._whereabouts)
                 self._settle(key, this)
                 moments.append(this.until())
-            self._suspect()
-            moments.append(self._stalemate.again)
         return min((at for at in moments if at is not None), default=None)
 
     def _post(self, answers: Answers) -> None:

@@ -403,9 +403,6 @@ class CoordinatorClient:
             self._strangers.put(str(meta["text"]))
         elif frame.kind == "group.probe":
             self._reply("group.alive", {"probe": meta["probe"]})
-        elif frame.kind == "group.quiet":
-            begun = self._agent.outstanding.at_rest()
-            self._reply("group.rest", {"round": meta["round"], "begun": begun})
         elif frame.kind == "group.coming":
             peer = self._agent.peer(PeerRecord.of_row(meta["member"]))
             directory.know(peer)

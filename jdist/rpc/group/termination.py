@@ -11,12 +11,11 @@ at the first, so at t none was under way anywhere. A message in flight is entere
 caller, so there was none either. From such a state only a program's own thread could
 begin a call, and all that could wait here.
 
-`wait_for_all` is what a graceful shutdown does on each worker. `Stalemate` lets the
-coordinator find out whether a collective can still become complete.
+`wait_for_all` is what a graceful shutdown does on each worker.
 """
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist.rpc.base.current import Deadline
@@ -25,11 +24,6 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.outstanding_calls import CallUnderWay
 from jdist.rpc.group.barrier_round import SHUTDOWN
-from jdist.rpc.group.membership import Answers, Member
-from jdist.rpc.wire.frame import Frame
-
-# Seconds until workers that were busy are asked again.
-_PAUSE = 0.5
 
 _KIND = "calls without a deadline"
 _LOOK_SECONDS = 10.0
@@ -162,79 +156,3 @@ class _OneSidedCalls:
                 # knows again is not carried over.
                 first = time.monotonic() + _ONE_SIDED_SECONDS
                 self._ends[entry] = before.get(entry, first)
-
-
-class Stalemate:
-    """Detects, for the coordinator, that collectives can never become complete.
-
-    A worker that waits in a graceful shutdown takes part in a collective only if
-    another worker calls a function there that does. So a collective that misses such
-    workers may still become complete, unless every worker waits and no call is under
-    way. The workers are asked for their counts in rounds, as described above.
-
-    The coordinator locks it.
-
-    Attributes:
-      again: Time of the next check, because a worker was busy; None if there is no
-        need.
-    """
-
-    def __init__(self) -> None:
-        self.again: float | None = None
-        self._round = 0
-        self._waits: Set[Any] = frozenset()
-        self._unheard: set[Member] = set()
-        self._begun: dict[Member, int | None] = {}
-        self._before: dict[Member, int | None] | None = None
-
-    def look(self, members: list[Member], waits: Set[Any], now: float) -> Answers:
-        """Begin a new round of questions if the situation has changed.
-
-        Args:
-          members: All workers of the group.
-          waits: The requests that they wait in; empty if there is no suspicion.
-          now: The time.
-        """
-        # A round under way for the same waits continues: begun anew at each event, it
-        # would never end.
-        rests = self._unheard or self.again is None or now < self.again
-        if waits and waits == self._waits and rests:
-            return []
-        self.again, self._waits, self._before = None, waits, None
-        self._unheard = set()
-        return self._ask(members) if waits else []
-
-    def heard(
-        self, member: Member, number: int, begun: int | None, now: float
-    ) -> tuple[bool, Answers]:
-        """Record a worker's report.
-
-        Args:
-          member: The worker.
-          number: Number of the round of questions.
-          begun: How many calls have begun there; None if one is under way.
-          now: The time.
-
-        Returns:
-          Whether termination is proved, and the questions to ask next.
-        """
-        # A report on an earlier round may be older than this round's beginning.
-        if number != self._round or member not in self._unheard:
-            return False, []
-        self._unheard.discard(member)
-        self._begun[member] = begun
-        if self._unheard:
-            return False, []
-        if None in self._begun.values():
-            self.again = now + _PAUSE
-            return False, []
-        if self._begun == self._before:
-            return True, []
-        self._before = self._begun
-        return False, self._ask(list(self._begun))
-
-    def _ask(self, members: list[Member]) -> Answers:
-        self._round += 1
-        self._unheard, self._begun = set(members), {}
-        meta = {"round": self._round}
-        return [(member, Frame("group.quiet", 0, meta, None, [])) for member in members]

@@ -10,8 +10,6 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Deadline, Scope
-from jdist.rpc.group.termination import Stalemate
-from jdist.rpc.wire.frame import Frame
 from tests.rpc.collectives import SAME, averaged, do, each, seen
 from tests.rpc.hosts import results
 
@@ -143,46 +141,3 @@ def test_a_deadline_that_has_passed_is_no_unlimited_wait(cluster):
     kind, text = cluster.run(3, gather_pair, ["worker2", "worker3"], 60)
     assert kind == "RpcTimeout"
     assert "timed out in _all_gather after 0.00 seconds on 'worker2'" in text
-
-
-# --- the questions ---
-
-
-def test_questions_are_asked_until_two_rounds_agree():
-    stalemate, waits = Stalemate(), frozenset({1})
-
-    def asked(frames):
-        assert [member for member, _ in frames] == ["a", "b"]
-        (number,) = {frame.meta["round"] for _, frame in frames}
-        assert all(isinstance(frame, Frame) for _, frame in frames)
-        return number
-
-    def answer(number, *begun):
-        first = stalemate.heard("a", number, begun[0], 0.0)
-        assert first == (False, [])
-        return stalemate.heard("b", number, begun[1], 0.0)
-
-    one = asked(stalemate.look(["a", "b"], waits, 0.0))
-    assert stalemate.look(["a", "b"], waits, 0.0) == []
-    two = asked(answer(one, 3, 5)[1])
-    three = asked(answer(two, 3, 6)[1])  # a call began in between
-    assert stalemate.heard("a", two, 3, 0.0) == (False, [])  # late
-    assert answer(three, 3, 6) == (True, [])
-
-
-def test_those_who_are_busy_are_asked_again():
-    stalemate, waits = Stalemate(), frozenset({1})
-    number = stalemate.look(["a"], waits, 0.0)[0][1].meta["round"]
-    assert stalemate.heard("a", number, None, 10.0) == (False, [])
-    assert stalemate.again is not None
-    assert stalemate.look(["a"], waits, 10.0) == []
-    ((_, frame),) = stalemate.look(["a"], waits, stalemate.again)
-    assert stalemate.again is None
-    (_, (again,)) = stalemate.heard("a", frame.meta["round"], 4, 11.0)
-    # Another wait is another question, and the answers of before count no more.
-    ((_, frame),) = stalemate.look(["a"], frozenset({2}), 11.0)
-    assert frame.meta["round"] > again[1].meta["round"]
-    assert stalemate.heard("a", again[1].meta["round"], 4, 11.0) == (False, [])
-    assert stalemate.heard("a", frame.meta["round"], 4, 11.0)[0] is False
-    assert stalemate.look(["a"], frozenset(), 11.0) == []
-    assert stalemate.heard("a", frame.meta["round"] + 1, 4, 11.0) == (False, [])

@@ -124,8 +124,8 @@ def test_one_message_answers_both(monkeypatch):
     assert made.to_here().number == 12
     assert made.creation().done()
     assert sent == [("reply", True)]
-    waiting = current.worker().outstanding.at_rest
-    assert wait_for(lambda: waiting() is not None)
+    waiting = current.worker().outstanding
+    assert wait_for(lambda: not (waiting.sent() or waiting.served()))
     with rpc.use_worker("worker1"):
         assert wait_for(lambda: not served())
 
