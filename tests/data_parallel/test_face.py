@@ -19,7 +19,7 @@ def test_rooms_and_helpers_are_not_among_them():
     shown = [name for name in dir(data_parallel) if not name.startswith("_")]
     modules = [n for n in shown if inspect.ismodule(getattr(data_parallel, n))]
     assert modules == ["hooks"]
-    assert len(shown) == 29
+    assert len(shown) == 26
 
 
 def test_one_process_does_not_import_rpc():
