@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, SupportsFloat
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jdist import reduction
 from jdist._compat import beside
@@ -72,9 +71,6 @@ def replicated(
     added in the order of ranks, so that all have the same bits; an optimizer of each
     trainer keeps them equal. A variable, or a leaf of one, that a trainer's pass does
     not reach counts as zero there. Hooks see the trainer's own gradient.
-
-    The trainers meet by the collectives of `jax.distributed` where these processes have
-    joined by it and are the group, and by rpc otherwise.
 
     Args:
       params: Pytree of arrays, as for `variable`, of the same structure, shapes and
@@ -166,8 +162,7 @@ class _Replica(NamedTuple):
 class _Contribution(NamedTuple):
     """One trainer's share of a pass: weights and leaves, by variable's number.
 
-    Leaves are None where the pass did not reach them. Where a collective exchanges
-    them, shapes and dtypes take their places first.
+    Leaves are None where the pass did not reach them.
     """
 
     weights: dict[int, float | None]
@@ -194,7 +189,6 @@ class ReplicaGroup:
         self._made = 0
         self._passes = 0
         self.lock = InterruptSafeLock()
-        self._rows: list[int] | None = None
 
     @property
     def lives(self) -> bool:
@@ -226,14 +220,11 @@ class ReplicaGroup:
         kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
         # Only the first one's values count, and only they are sent.
         first = self._agent.info.name == self.names[0]
-        process = [jax.process_index(), jax.process_count()]
-        brought = [kinds, leaves if first else None, process]
-        found = self._gather(brought, timeout, tag)
-        for name, (others, _, _) in found.items():
+        found = self._gather([kinds, leaves if first else None], timeout, tag)
+        for name, (others, _) in found.items():
             _check_alike(found[self.names[0]][0], others, self.names[0], name)
         pairs = zip(found[self.names[0]][1], leaves, strict=True)
         made.value = made.structure.unflatten([_like(*pair) for pair in pairs])
-        self._rows = _rows([found[name][2] for name in self.names])
         self._members[number] = _Replica(made, weight)
         self._container.replicated.add(made)
         return made
@@ -296,16 +287,10 @@ class ReplicaGroup:
         """
         left = deadline.remaining()
         seconds = 0.0 if left is None else max(left, _INSTANT)
-        rows = self._rows
-        # A collective of JAX names no trainer that is missing or at another pass, so
-        # all meet by rpc first and exchange the shapes and dtypes.
-        leaves: Any = own.leaves if rows is None else _kinds(own.leaves)
-        found = self._gather([own.weights, leaves], seconds, self._tag)
+        found = self._gather([own.weights, own.leaves], seconds, self._tag)
         parts = [_Contribution(*found[name]) for name in self.names]
         # Before any sum: a variable that one trainer has left would shift the others.
         self._check_numbers(parts)
-        if rows is not None:
-            parts = self._collected(own, parts, rows)
         gradients = {}
         for number, member in self._members.items():
             gradient = _mean(parts, number, self.names)
@@ -341,45 +326,6 @@ class ReplicaGroup:
             told = f"The replicated variables were not reduced: {error}"
             raise AutogradError(told) from error
         return found
-
-    def _collected(
-        self, own: _Contribution, kinds: Sequence[_Contribution], rows: Sequence[int]
-    ) -> list[_Contribution]:
-        """Gathers the contributions' leaves by a collective of all processes."""
-        wanted = {
-            (number, place): kind
-            for part in kinds
-            for number, leaves in part.leaves.items()
-            for place, kind in enumerate(leaves)
-            if kind is not None
-        }
-        places = sorted(wanted)
-        # All bring arrays of the same shapes in the same order, zeros for absent ones.
-        given = [
-            np.zeros(shape, jnp.dtype(dtype)) if leaf is None else np.asarray(leaf)
-            for number, place in places
-            for shape, dtype in [wanted[number, place]]
-            for leaf in [own.leaves[number][place]]
-        ]
-        try:
-            found = multihost_utils.process_allgather(given) if given else []
-        except Exception as error:
-            # The collective's own error names no process; rpc knows who is gone.
-            lost = [name for name in self._agent.group.lost() if name in self.names]
-            if lost:
-                raise WorkerLost(lost[0], "backward", str(error)) from error
-            told = f"The replicated variables were not reduced: {error}"
-            raise AutogradError(told) from error
-        parts = [
-            _Contribution(
-                part.weights, {n: [None] * len(x) for n, x in part.leaves.items()}
-            )
-            for part in kinds
-        ]
-        for (number, place), gathered in zip(places, found, strict=True):
-            for part, row in zip(parts, rows, strict=True):
-                part.leaves[number][place] = gathered[row]
-        return parts
 
 
 class ReplicaGroups:
@@ -526,25 +472,7 @@ def _check_alike(
         raise ValueError(requirement(f"{_CALL}(params)", rule, got))
 
 
-def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return each trainer's row in a collective of all processes, if they are all."""
-    # A collective of JAX is one of all processes: it serves a group that is all of
-    # them.
-    rows = [index for index, _ in processes]
-    counts = {count for _, count in processes}
-    whole = counts == {len(rows)} and sorted(rows) == list(range(len(rows)))
-    return rows if whole and len(rows) > 1 else None
-
-
 # --- the mean ---
-
-
-def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-    """Return the shape and dtype of each leaf, None for absent ones."""
-    return {
-        number: [None if x is None else [list(x.shape), str(x.dtype)] for x in some]
-        for number, some in leaves.items()
-    }
 
 
 def _mean(

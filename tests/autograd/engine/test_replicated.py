@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from jdist import autograd, optim, rpc
 from jdist.autograd.contexts import here
@@ -417,40 +416,3 @@ def test_a_trainer_that_dies(fresh_hosts):
     for k in (0, 2):
         with pytest.raises(rpc.WorkerLost, match="'worker1'"):
             raise tasks[k].result()
-
-
-def first_times_second(a, b):
-    return a["x"].sum() if b is None else (a["x"] * b["x"]).sum()
-
-
-def by_collective():
-    become_worker()
-    calls, gather = [], multihost_utils.process_allgather
-    multihost_utils.process_allgather = lambda x: calls.append(len(x)) or gather(x)
-    names = ["worker0", "worker1"]
-    try:
-        a, b = (
-            autograd.replicated(
-                {"x": np.float32([k, 2, 5]), "y": np.float32(1)}, names, weight
-            )
-            for k, weight in ((1, [2.0, 6.0][rank()]), (10, 1.0))
-        )
-        with autograd.context() as context_id:
-            root = autograd.apply(first_times_second, a, b if rank() else None)
-            autograd.backward(context_id, [root])
-            found = autograd.get_gradients(context_id)
-            gradients = [found[a], found[b]]
-        return jax.tree.map(lambda g: np.asarray(g).tolist(), gradients), calls
-    finally:
-        multihost_utils.process_allgather = gather
-        rpc.shutdown()
-
-
-def test_by_the_collectives_of_joined_processes(pair):
-    """Only what some trainer has reached is brought."""
-    a = (2 + 6 * np.float32([10, 2, 5])) / 8
-    expected = [
-        {"x": a.tolist(), "y": None},
-        {"x": (np.float32([1, 2, 5]) / 2).tolist(), "y": None},
-    ]
-    assert pair.everywhere(by_collective) == [(expected, [2])] * 2
