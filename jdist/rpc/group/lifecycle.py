@@ -169,8 +169,6 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         calls are under way. This worker has ended nevertheless.
       WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
         elastic group only the coordinator.
-      CollectiveMismatch: Other workers wait for this one in `all_gather` or `barrier`,
-        and no call is under way that could make it take part; likewise.
 
     Source: `torch.distributed.rpc.shutdown`.
     """
