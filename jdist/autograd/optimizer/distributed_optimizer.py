@@ -1,19 +1,12 @@
-"""`DistributedOptimizer`: steps parameters on many workers, each on its owner.
-
-Its state on disk is written by orbax. It is gathered first, so one process writes one
-folder: no shared file system is needed, and a checkpoint is there as a whole or not at
-all. Arrays are saved under the names of their workers and their paths.
-"""
+"""`DistributedOptimizer`: steps parameters on many workers, each on its owner."""
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._checkpoint import StepFolder, check_folder, check_keep, struct_of
 from jdist._compat import called_outside_mesh
 from jdist._errors import check_number, listed, requirement
 from jdist._tree import PyTree, descriptions
@@ -178,7 +171,8 @@ class DistributedOptimizer:
 
         Returns:
           For each owner's name the numbers by path: `params/0/w` is a leaf of the first
-          variable that it owns, `state/0/w/exp_avg` one of that variable's state.
+          variable that it owns, `state/0/w/exp_avg` one of that variable's state. A
+          checkpoint of orbax stores it as it is.
 
         Raises:
           ExceptionGroup: Some owners failed.
@@ -209,43 +203,6 @@ class DistributedOptimizer:
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
         bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
         _ask_all(owned_optimizer.WRITE, bodies, timeout, complaint)
-
-    def save(self, folder: str | Path, step: int, *, keep: int | None = 3) -> None:
-        """Gathers the state and writes it to disk by orbax; returns when it is done.
-
-        Trainers may continue meanwhile. A process that dies while it saves leaves the
-        last complete checkpoint to resume from.
-
-        Args:
-          folder: On this worker's machine; made if it is not there.
-          step: The number to save under, above those used before.
-          keep: How many of the last checkpoints stay; None for all.
-
-        Raises:
-          Unavailable: orbax-checkpoint is not installed.
-          ValueError: That step, or one after it, was saved before.
-          ExceptionGroup: Some owners failed.
-        """
-        check_folder(f"{_CALL}.save(folder)", folder)
-        check_keep(f"{_CALL}.save", keep)
-        _write(folder, step, self.state(), keep)
-
-    def restore(self, folder: str | Path, step: int | None = None) -> int:
-        """Reads what `save` wrote, bit for bit; returns the number of its step.
-
-        Args:
-          folder: As for `save`.
-          step: Which; None for the latest.
-
-        Raises:
-          Unavailable: orbax-checkpoint is not installed.
-          ValueError: There is none, or it is of another optimizer (see `load_state`).
-          ExceptionGroup: Some owners failed.
-        """
-        check_folder(f"{_CALL}.restore(folder)", folder)
-        found, state = _read(folder, step)
-        self.load_state(state)
-        return found
 
     def _norm(self, context_id: int, max_norm: float, timeout: float) -> jax.Array:
         check_number(
@@ -309,45 +266,6 @@ def _number(name: str, value: PyTree) -> Any:
             raise TypeError(requirement(argument, rule, value, remedy))
         return np.asarray(value)
     return value
-
-
-def _write(folder: str | Path, step: int, state: State, keep: int | None) -> None:
-    """Writes a state under the number of its step; returns when it is on disk.
-
-    Raises:
-      Unavailable: orbax-checkpoint is not installed.
-      ValueError: That step, or one after it, was saved before.
-    """
-    arrays = {
-        f"{worker}/{path}": array
-        for worker, numbers in state.items()
-        for path, array in numbers.items()
-    }
-    with StepFolder(folder, keep) as saved:
-        saved.check_next("DistributedOptimizer.save(step)", step)
-        saved.write(step, {"arrays": arrays}, descriptions(arrays))
-
-
-def _read(folder: str | Path, step: int | None) -> tuple[int, State]:
-    """Reads a state: its step and itself.
-
-    Raises:
-      Unavailable: orbax-checkpoint is not installed.
-      ValueError: There is none of that step, or none at all.
-    """
-    with StepFolder(folder) as saved:
-        step = saved.chosen("DistributedOptimizer.restore", step)
-        wanted = {
-            name: np.empty(leaf.shape, leaf.dtype)
-            for name, text in saved.description(step).items()
-            for leaf in [struct_of(text)]
-        }
-        arrays = saved.read(step, {"arrays": wanted})["arrays"]
-    state: State = {}
-    for name, array in arrays.items():
-        worker, _, path = name.partition("/")
-        state.setdefault(worker, {})[path] = array
-    return step, state
 
 
 # An owner may be asked before it has imported autograd for its first variable.

@@ -1,15 +1,12 @@
-"""State and parameters of a distributed optimizer: gathered, saved and restored."""
-
-import sys
-import threading
+"""State and parameters of a distributed optimizer: gathered and set."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 
 from jdist import autograd, optim, rpc
-from jdist._errors import Unavailable
 from tests.autograd import optimizer_cases as cases
 from tests.rpc.rref.common import settle
 
@@ -48,16 +45,18 @@ CONSTRUCTORS = {
 
 
 def resumed(name, folder):
-    """Six steps at once; and three, by another optimizer from what was saved."""
+    """Six steps at once; and three, by another optimizer from what orbax stored."""
     constructor, args, options = CONSTRUCTORS[name]
     rrefs, dist_opt = made(constructor, VALUES, *args, **options)
     straight = steps(dist_opt, rrefs, range(3))
-    dist_opt.save(folder, 3)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "3", dist_opt.state())
     straight += steps(dist_opt, rrefs, range(3, 6))
     others = [jax.tree.map(np.zeros_like, value) for value in VALUES]
     rrefs, dist_opt = made(constructor, others, *args, **options)
     steps(dist_opt, rrefs, [9])
-    assert dist_opt.restore(folder) == 3
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        dist_opt.load_state(checkpointer.restore(folder / "3", dist_opt.state()))
     again = [cases.values_of(rrefs)]
     return straight, again + steps(dist_opt, rrefs, range(3, 6))
 
@@ -94,14 +93,9 @@ def test_without_a_file(cluster):
     assert state["worker2"]["params/0"].dtype == jnp.bfloat16
 
 
-def others(folder):
+def others():
     rrefs, dist_opt = made(optim.adam, VALUES, lr=0.05)
     steps(dist_opt, rrefs, range(1))
-    dist_opt.save(folder, 7, keep=2)
-    with pytest.raises(ValueError, match=r"last step that was saved, 7. Got 7"):
-        dist_opt.save(folder, 7)
-    with pytest.raises(ValueError, match=r"that was saved, \[7\]. Got 8"):
-        dist_opt.restore(folder, 8)
     state = dist_opt.state()
     _, other = made(optim.sgd, VALUES, lr=0.05)
     before = other.state()
@@ -114,58 +108,21 @@ def others(folder):
     with pytest.raises(
         ValueError, match=r"of shape \(2, 3\) at worker1/params/1. Got .*\(3, 2\)"
     ):
-        wide.restore(folder)
+        wide.load_state(state)
     state.pop("worker1")
     with pytest.raises(ValueError, match=r"at worker1/params/0/b\. Got no leaf"):
         dist_opt.load_state(state)
     # Nothing was written by what was refused.
     cases.assert_same_bits(other.state(), before)
-    for turn in (8, 9):
-        dist_opt.save(folder, turn, keep=2)
-    with pytest.raises(ValueError, match=r"that was saved, \[8, 9\]. Got 7"):
-        dist_opt.restore(folder, 7)
-    return dist_opt.restore(folder, 8)
 
 
-def test_a_state_of_another_optimizer(cluster, tmp_path):
-    """Refused by the first path that differs; the last ones saved are kept."""
-    assert cluster.run(0, others, tmp_path) == 8
+def test_a_state_of_another_optimizer(cluster):
+    """Refused by the first path that differs."""
+    cluster.run(0, others)
 
 
-def test_an_empty_folder(tmp_path):
-    with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(cases.make(cases.numbers(1)))
-        dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
-        with pytest.raises(ValueError, match=r"and the folder has none\. Got None"):
-            dist_opt.restore(tmp_path / "empty")
-
-
-def test_no_thread_stays_behind(tmp_path):
-    """But what orbax keeps for the process, which grows when it likes."""
-    with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(cases.make(cases.numbers(1)))
-        dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
-        grown = []
-        for turn in range(5):  # a thread left by each would be left in every one
-            before = set(threading.enumerate())
-            dist_opt.save(tmp_path, turn)
-            assert dist_opt.restore(tmp_path) == turn
-            grown.append(len(set(threading.enumerate()) - before))
-        assert min(grown) == 0
-
-
-def test_without_orbax(tmp_path, monkeypatch):
-    """The error names what is missing, and how to get it."""
-    with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(cases.make(cases.numbers(1)))
-        dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
-        monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-        with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
-            dist_opt.save(tmp_path, 1)
-
-
-def test_leaves_stay_where_they_are(tmp_path):
-    """Sharded and on their devices, also after a restore."""
+def test_leaves_stay_where_they_are():
+    """Sharded and on their devices, also after a state was set."""
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices[2:4]), ("rows",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
@@ -177,9 +134,9 @@ def test_leaves_stay_where_they_are(tmp_path):
         grad = jax.device_put(cases.numbers(2, shape=(4, 2)), place)
         cases.step(dist_opt, [rref], [grad])
         after = np.asarray(variable.value)
-        dist_opt.save(tmp_path, 1)
+        state = dist_opt.state()
         cases.step(dist_opt, [rref], [grad])
         assert not np.array_equal(variable.value, after)
-        dist_opt.restore(tmp_path)
+        dist_opt.load_state(state)
         assert variable.value.sharding == place
         np.testing.assert_array_equal(variable.value, after)
