@@ -1,18 +1,7 @@
-"""Training over many batches: metrics, the loop, checkpoints and a progress bar."""
+"""Training over many batches: metrics, the loop and its checkpoints."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from jdist._checkpoint import Checkpoints
 from jdist._errors import (
@@ -110,9 +99,6 @@ class Metrics(NamedTuple):
         return Metrics(loss, sum(int(part.examples) for part in found), sum(weights))
 
 
-Advance = Callable[[str, Metrics | None], None]
-
-
 def check_saving(
     checkpoints: object, save_every: object, kind: type[Checkpoints[Any]] = Checkpoints
 ) -> None:
@@ -128,21 +114,16 @@ def check_saving(
         check_type("fit(checkpoints=...)", checkpoints, kind, rule)
 
 
-def check_batches(call: str, batches: object, total: object, console: object) -> None:
+def check_batches(call: str, batches: object) -> None:
     """Checks what a loop over batches is given, before the first, and not when used.
 
     Args:
-      call: `"fit"` or `"evaluate"`, whose arguments the others are.
+      call: `"fit"` or `"evaluate"`, whose argument it is.
       batches: The batches.
-      total: Their number, or None.
-      console: Where a bar is shown, or None.
 
     Raises:
-      TypeError: One is of another type.
-      ValueError: `total` is negative.
+      TypeError: They are none.
     """
-    if total is not None:
-        check_at_least(f"{call}(total=...)", total, 0)
     # What has `__getitem__` alone can be read from too, as torch's data sets can.
     several = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     # NumPy's scalars and classes of sequences have the method, and nothing to read.
@@ -155,9 +136,6 @@ def check_batches(call: str, batches: object, total: object, console: object) ->
         )
         remedy = "Wrap a single batch in a list."
         raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
-    if console is not None:
-        rule = "must be a rich.console.Console, or None"
-        check_type(f"{call}(console=...)", console, Console, rule)
 
 
 def fitted(
@@ -166,10 +144,8 @@ def fitted(
     pairs: Iterable[tuple[PyTree, Any]],
     number: int,
     *,
-    total: int | None,
     checkpoints: Checkpoints[State] | None,
     save_every: int,
-    console: Console | None,
 ) -> tuple[State, list[Metrics]]:
     """Runs one step for each batch; returns the last state and all metrics.
 
@@ -178,25 +154,19 @@ def fitted(
       state: The first state.
       pairs: Batches and their weights.
       number: Steps taken before.
-      total: Number of batches, if known.
       checkpoints: Where the state is saved, or None.
       save_every: Steps of the whole run between checkpoints; the last state is saved
         too.
-      console: Where a bar shows the step and its loss; None for no bar.
     """
     metrics: list[Metrics] = []
-    with progress(console, total, "training") as advance:
-        for batch, weights in pairs:
-            state, found = step(state, batch, weights)
-            # Counted on the host: the state's own count may be on a device, and reading
-            # it would wait for the step.
-            number += 1
-            # The loss of the step before: this step's may still be computed, and to
-            # show it would wait for the device.
-            advance(f"step {number}", metrics[-1] if metrics else None)
-            metrics.append(found)
-            if checkpoints is not None and number % save_every == 0:
-                checkpoints.save(state)
+    for batch, weights in pairs:
+        state, found = step(state, batch, weights)
+        # Counted on the host: the state's own count may be on a device, and reading it
+        # would wait for the step.
+        number += 1
+        metrics.append(found)
+        if checkpoints is not None and number % save_every == 0:
+            checkpoints.save(state)
     # The last state, unless the loop has saved it just now.
     if checkpoints is not None and metrics and number % save_every:
         checkpoints.save(state)
@@ -220,38 +190,3 @@ def pair(given: PyTree) -> tuple[PyTree, Any]:
         raise ValueError(requirement("batches", rule, got, remedy))
     batch, weights = owned(given)
     return batch, weights
-
-
-@contextlib.contextmanager
-def progress(
-    console: Console | None, total: int | None, text: str
-) -> Iterator[Advance]:
-    """Shows a progress bar while its block runs.
-
-    Args:
-      console: Where it is shown; None for no bar.
-      total: Number of batches, if known.
-      text: Shown until the first batch is done.
-
-    Yields:
-      A function to call after each batch, with a text and metrics whose loss to show.
-    """
-    if console is None:
-        yield lambda text, shown: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(text, total=total, loss="")
-
-        def advance(text: str, shown: Metrics | None) -> None:
-            loss = "" if shown is None else f"loss {float(shown.loss):.4g}"
-            bar.update(task, advance=1, description=text, loss=loss)
-
-        yield advance

@@ -1,11 +1,10 @@
-"""The training loop: a step per batch, with checkpoints and a progress bar."""
+"""The training loop: a step per batch, with checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 
 from numpy.typing import ArrayLike
-from rich.console import Console
 
 from jdist._errors import check_type
 from jdist._fit import Metrics, check_batches, check_saving, fitted, pair
@@ -21,10 +20,8 @@ def fit(
     state: PipelineState,
     batches: Iterable[PyTree],
     *,
-    total: int | None = None,
     checkpoints: PipelineCheckpoints | None = None,
     save_every: int = 1000,
-    console: Console | None = None,
 ) -> tuple[PipelineState, list[Metrics]]:
     """Train on batches, one step for each.
 
@@ -36,19 +33,16 @@ def fit(
       batches: Batches, or pairs of a batch and its weights. NumPy arrays are copied
         before the next is asked for. For a resumed run those that come after
         `state.step` steps.
-      total: Number of batches, if `batches` has no length.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.
       save_every: Number of steps between two checkpoints.
-      console: Where a progress bar shows the step and its loss; None for no bar. Of
-        several processes one should show it.
 
     Returns:
       The last state, and the metrics of every step; see `Metrics.combine`.
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: `save_every` is less than 1, or `total` is negative.
+      ValueError: `save_every` is less than 1.
       Exception: What `train_step` and `PipelineCheckpoints.save` raise; and what
         `batches` raises, which is then raised on all workers. All workers must have
         equally many batches.
@@ -69,14 +63,12 @@ def fit(
     """
     check_type("fit(pipe)", pipe, Pipeline, "must be a Pipeline")
     with pipe.communicator.opened("fit") as channels:
-        check_batches("fit", batches, total, console)
+        check_batches("fit", batches)
         check_saving(checkpoints, save_every, PipelineCheckpoints)
         check_state("fit(state)", state, PipelineState, "pipe")
         # Saving is a call of all workers, so they must do it at the same steps.
         saves = save_every if checkpoints is not None else 0
         channels.identify(CallArguments(settings={"save_every": saves}))
-        if total is None and isinstance(batches, Sized):
-            total = len(batches)
         supply = iter(batches)
         # `iter` may raise on one worker: after this all have an iterator, or all raise.
         channels.agree(None)
@@ -85,10 +77,8 @@ def fit(
         state,
         _fetched(supply, pipe),
         state.step,
-        total=total,
         checkpoints=checkpoints,
         save_every=save_every,
-        console=console,
     )
 
 

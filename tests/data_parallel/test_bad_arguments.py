@@ -108,12 +108,9 @@ WRONG = {
     "fit(state": (lambda v: fit(state=v), STATES),
     "fit(batches": (lambda v: fit(batches=v), BATCHES),
     "fit(checkpoints": (lambda v: fit(checkpoints=v), ["folder", True]),
-    "fit(console": (lambda v: fit(console=v), [True, 0]),
     "evaluate(step": (lambda v: evaluate(step=v), [None, loss, local()]),
     "evaluate(state": (lambda v: evaluate(state=v), STATES),
     "evaluate(batches": (lambda v: evaluate(batches=v), BATCHES),
-    "evaluate(total": (lambda v: evaluate(total=v), ["1", 1.0, True, []]),
-    "evaluate(console": (lambda v: evaluate(console=v), [True, 0, []]),
     "Metrics.combine(found": (data_parallel.Metrics.combine, [3, "ab", [1.0]]),
     "LocalSGD(loss_fn": (lambda v: local(loss_fn=v), FUNCTIONS),
     "LocalSGD(period": (lambda v: local(period=v), [None, 2.0, "2", True]),
@@ -284,7 +281,6 @@ OUT_OF_RANGE = {
     r"LocalSGD\(period=...\)` must be at least 1. Got 0": lambda: local(period=0),
     r"shards\(replicas=...\)` must be at least 1. Got 0": lambda: shards(replicas=0),
     r"shards\(epoch=...\)` must be at least 0. Got -1": lambda: shards(epoch=-1),
-    r"evaluate\(total=...\)` must be at least 0. Got -1": lambda: evaluate(total=-1),
     r"replicate\(replicas=...\)` must be at least 1. Got 0": (
         lambda: data_parallel.replicate(1.0, replicas=0)
     ),
@@ -324,7 +320,11 @@ def test_integers_of_numpy_and_an_iterator_are_taken(tmp_path):
     made = step(accumulate=np.int64(1), has_aux=np.bool(False), hook=hooks.bf16())
     saved = TrainCheckpoints(tmp_path)
     last, found = data_parallel.fit(
-        made, made.init(jnp.float32(1)), batches, checkpoints=saved, total=np.int64(2)
+        made,
+        made.init(jnp.float32(1)),
+        batches,
+        checkpoints=saved,
+        save_every=np.int64(1),
     )
     assert int(last.step) == 2 == saved.latest()
     assert data_parallel.Metrics.combine(tuple(found)).examples == 6

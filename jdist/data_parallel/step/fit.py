@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from jdist._checkpoint import Checkpoints
 from jdist._errors import check_type, requirement
@@ -17,7 +16,6 @@ from jdist._fit import (
     check_saving,
     fitted,
     pair,
-    progress,
 )
 from jdist._tree import PyTree, check_state, examples_in, shapes_of
 from jdist.data_parallel.replicas.shards import (
@@ -36,10 +34,8 @@ def fit(
     state: TrainState,
     batches: Iterable[PyTree],
     *,
-    total: int | None = None,
     checkpoints: Checkpoints[TrainState] | None = None,
     save_every: int = 1000,
-    console: Console | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
     """Trains on a sequence of batches.
 
@@ -54,21 +50,17 @@ def fit(
         batch that is a tuple itself make the pair `(batch, None)`. NumPy
         arrays are copied before the next batch is asked for. For a resumed run, the
         batches after the first `state.step`.
-      total: Number of batches, if `len(batches)` is undefined.
       checkpoints: Where the state is saved: after each `save_every` steps of the whole
         run, and at the end.
       save_every: Steps between checkpoints.
-      console: Where a bar shows the step and its loss; None for no bar. With several
-        processes, give it to one.
 
     Returns:
       The last state, and the metrics of every step; see `Metrics.combine`.
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: `save_every` is less than 1, or `total` is negative; the first batch
-        is a pair that the loss function takes as one batch, or `batches` are arrays
-        that it takes so.
+      ValueError: `save_every` is less than 1; the first batch is a pair that the loss
+        function takes as one batch, or `batches` are arrays that it takes so.
       Exception: What the step, `TrainCheckpoints.save` and `batches` raise.
 
     Example:
@@ -82,10 +74,8 @@ def fit(
       >>> int(state.step), data_parallel.Metrics.combine(found)[:3]
       (2, (15.1875, 3, 3.0))
     """
-    _check("fit", step, state, batches, total, console)
+    _check("fit", step, state, batches)
     check_saving(checkpoints, save_every)
-    if total is None and isinstance(batches, Sized):
-        total = len(batches)
 
     def counted(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         examples, weight = _counts(batch, weights)
@@ -99,10 +89,8 @@ def fit(
         _pairs("fit", step, state, batches),
         # Read once: in the loop it would wait for the device at every step.
         int(state.step),
-        total=total,
         checkpoints=checkpoints,
         save_every=save_every,
-        console=console,
     )
 
 
@@ -110,9 +98,6 @@ def evaluate(
     step: TrainStep,
     state: TrainState,
     batches: Iterable[PyTree],
-    *,
-    total: int | None = None,
-    console: Console | None = None,
 ) -> Metrics:
     """The loss of many batches as if they were one; see `TrainStep.evaluate`.
 
@@ -120,13 +105,11 @@ def evaluate(
       step: From `train_step`.
       state: Training state; nothing is changed by it.
       batches: As for `fit`.
-      total: Number of batches, if `len(batches)` is undefined.
-      console: Where a progress bar is shown; None for no bar.
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: There are no batches, or `total` is negative; a pair as for `fit`; and
-        what `TrainStep.evaluate` refuses.
+      ValueError: There are no batches; a pair as for `fit`; and what
+        `TrainStep.evaluate` refuses.
 
     Example:
       >>> import jax.numpy as jnp
@@ -138,34 +121,21 @@ def evaluate(
       >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches).loss
       42.0
     """
-    _check("evaluate", step, state, batches, total, console)
-    if total is None and isinstance(batches, Sized):
-        total = len(batches)
-    found: list[Metrics] = []
-    with progress(console, total, "evaluating") as advance:
-        for batch, weights in _pairs("evaluate", step, state, batches):
-            one = step.evaluate(state, batch, weights)
-            # The previous loss: this one may still be computed, and showing it would
-            # wait.
-            advance("evaluating", found[-1] if found else None)
-            # Auxiliary outputs of all batches may be as large as the data set.
-            found.append(one._replace(aux=None))
+    _check("evaluate", step, state, batches)
+    # Auxiliary outputs of all batches may be as large as the data set.
+    found = [
+        step.evaluate(state, batch, weights)._replace(aux=None)
+        for batch, weights in _pairs("evaluate", step, state, batches)
+    ]
     return Metrics.combine(found, step.reduction)
 
 
-def _check(
-    call: str,
-    step: object,
-    state: object,
-    batches: object,
-    total: object,
-    console: object,
-) -> None:
+def _check(call: str, step: object, state: object, batches: object) -> None:
     """Checks what `fit` and `evaluate` have in common."""
     rule = "must be a TrainStep, as `train_step` makes it"
     check_type(f"{call}(step)", step, TrainStep, rule)
     check_state(f"{call}(state)", state, TrainState, "step")
-    check_batches(call, batches, total, console)
+    check_batches(call, batches)
 
 
 def _pairs(

@@ -48,7 +48,7 @@ class BatchStream:
         compared: bool,
         call: str,
     ) -> None:
-        check_batches(call, batches, None, None)
+        check_batches(call, batches)
         self.count = len(batches) if isinstance(batches, Sized) else None
         self.length: int | None = None
         self.totals: list[float] = []
