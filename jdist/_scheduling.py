@@ -12,16 +12,11 @@ while it computes.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 
-SETTINGS = "JDIST_PROCESS_SETTINGS"
-"""The environment variable in which a started process finds the settings applied to
-it."""
-
-BATCH = "batch class"
-"""The note in that variable that the process was put into the batch class."""
+BATCH = "JDIST_BATCH_CLASS"
+"""The environment variable of a process that was started in the batch class."""
 
 
 def leave_batch_class() -> None:
@@ -69,8 +64,7 @@ def in_batch_class() -> Iterator[None]:
 
 
 def _begun_in_batch_class() -> bool:
-    applied = json.loads(os.environ.get(SETTINGS, "{}"))
-    return bool(applied.get("scheduling") == BATCH)
+    return BATCH in os.environ
 
 
 def _enter(scheduling_class: int, thread: int = 0) -> bool:

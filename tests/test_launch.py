@@ -65,7 +65,6 @@ def launch(start):
 
 SHOW = """
 import json, os, sys
-from jdist.rpc.processes.process_settings import applied
 print(json.dumps([__name__, sys.argv, sys.path[0], sys.stdin.read(), dict(os.environ)]))
 """
 
@@ -94,7 +93,7 @@ def test_torchruns_variables(launch, tmp_path):
         assert told["MASTER_ADDR"] == "127.0.0.1"
         assert told["PJRT_NPROC"] == "8"
         assert (told["JDIST_RESTART_COUNT"], told["JDIST_MAX_RESTARTS"]) == ("0", "0")
-        assert "batch class" in told["JDIST_PROCESS_SETTINGS"]
+        assert told["JDIST_BATCH_CLASS"] == "1"
     first, second = (told[4] for told in shown.values())
     for variable in ("MASTER_PORT", "JDIST_CLUSTER_KEY", "JAX_COORDINATOR_ADDRESS"):
         assert first[variable] == second[variable]
@@ -118,7 +117,7 @@ def test_one_machine_of_several(launch, tmp_path):
     assert told["JAX_COORDINATOR_ADDRESS"] == "10.0.0.1:29501"
     assert told["JDIST_CLUSTER_KEY"] == "0123456789abcdef"
     assert "PJRT_NPROC" not in told
-    assert told["JDIST_PROCESS_SETTINGS"] == '{"cores": "not pinned"}'
+    assert "JDIST_BATCH_CLASS" not in told
 
 
 def test_lines_bear_names_and_logs_do_not(launch, tmp_path):

@@ -165,15 +165,13 @@ def wait_for_ever(rank, port):
 def settings(rank):
     """What is in force in this process, as the system tells it."""
     loaded = "jax" in sys.modules
-    from jdist.rpc.processes.process_settings import applied
-
     names = ("PJRT_NPROC", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
     return {
         "class": os.sched_getscheduler(0),
         "cores": os.sched_getaffinity(0),
         "variables": {name: os.environ.get(name) for name in names},
         "mapped apart": mapped_apart(),
-        "applied": applied(),
+        "begun in batches": "JDIST_BATCH_CLASS" in os.environ,
         "jax first": loaded,
     }
 

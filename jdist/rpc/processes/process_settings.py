@@ -2,11 +2,11 @@
 
 The parent decides (`resolved`). The child applies those that are not environment
 variables in `jdist/rpc/processes/trampoline.py`, before the first line of the user's
-program, and reports the outcome (`applied`). The parent's own process is not changed.
+program. The parent's own process is not changed.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -17,7 +17,6 @@ from typing import Any
 
 from jdist import _compilation_cache as compilation_cache
 from jdist._errors import check_at_least, check_flags, check_number, requirement
-from jdist._scheduling import SETTINGS
 
 # A block under 1 GiB comes from the heap and not from a mapping of its own; freed
 # memory at the heap's top is kept; one arena serves all threads. Environment variables
@@ -32,7 +31,6 @@ _LEAN = {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"}
 _DEVICES = r"--xla_force_host_platform_device_count=(\d+)"
 _KERNEL_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_NOT_GLIBC = "not applied: the C library is not glibc"
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -104,13 +102,11 @@ class ResolvedSettings:
       variables: Environment variables to add.
       batch: Whether to change the scheduling class.
       cores: The only cores it may use; empty for those of its parent.
-      notes: The outcome of each setting, in words; completed by the child.
     """
 
     variables: Mapping[str, str]
     batch: bool
     cores: tuple[int, ...]
-    notes: Mapping[str, str]
 
 
 def resolved(
@@ -128,73 +124,49 @@ def resolved(
       environment: The user's variables, which win over the settings.
 
     Returns:
-      The settings. One that this platform lacks is left out and its note says why.
+      The settings; what this platform lacks is left out.
     """
-    notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
     if settings is None:
-        return ResolvedSettings({}, False, cores, notes)
-    usable = len(cores) or max(1, len(available_cores()) // nprocs)
-    if compilation_cache.FOLDER in environment:
-        # A folder of the user's own comes with the user's own limits.
-        settings = dataclasses.replace(settings, compilation_cache=False)
-    variables: dict[str, str] = {}
-    groups = _groups(settings, cores, usable, environment)
-    for setting, (group, note) in groups.items():
-        kept = [f"{name}={environment[name]}" for name in group if name in environment]
-        said = f"as the environment has it: {' '.join(kept)}" if kept else note
-        # Some of the group still apply, and what they do is the note.
-        notes[setting] = f"{note}; {said}" if 0 < len(kept) < len(group) else said
-        variables |= {k: v for k, v in group.items() if k not in environment}
-    return ResolvedSettings(variables, settings.batch_scheduling, cores, notes)
+        return ResolvedSettings({}, False, cores)
+    wanted = _variables(settings, cores, nprocs, environment)
+    own = {name: value for name, value in wanted.items() if name not in environment}
+    return ResolvedSettings(own, settings.batch_scheduling, cores)
 
 
-Variables = tuple[Mapping[str, str], str]
-"""The variables of a setting, none where it is not applied, and a note on it."""
-
-
-def _groups(
+def _variables(
     settings: ProcessSettings,
     cores: tuple[int, ...],
-    usable: int,
+    nprocs: int,
     environment: Mapping[str, str],
-) -> dict[str, Variables]:
-    found: dict[str, Variables] = {}
-    if settings.keep_freed_memory:
-        found["allocator"] = _allocator()
-    if settings.large_pages:
-        found["pages"] = _pages()
-    if settings.lean_programs and usable == 1:
-        found["programs"] = _programs()
+) -> dict[str, str]:
+    usable = len(cores) or max(1, len(available_cores()) // nprocs)
+    found: dict[str, str] = {}
+    if settings.keep_freed_memory and _glibc():
+        found |= _ALLOCATOR
+    if settings.large_pages and _glibc() >= (2, 35) and _kernel_has_large_pages():
+        found |= _LARGE_PAGES
+    if settings.lean_programs and usable == 1 and _knows_lean_programs():
+        found |= _LEAN
     if settings.callback_threads:
         # At least XLA's own default, the number of cores.
         least = len(cores) or len(available_cores()), 2 * _cpu_devices(environment)
-        pool = str(max(settings.callback_threads, *least))
-        found["callback threads"] = {"PJRT_NPROC": pool}, pool
-    if settings.compilation_cache:
-        found["compilation cache"] = _compilation_cache(environment)
+        found["PJRT_NPROC"] = str(max(settings.callback_threads, *least))
+    # A folder of the user's own comes with the user's own limits.
+    if settings.compilation_cache and compilation_cache.FOLDER not in environment:
+        # No home, or one that cannot be written to: every run compiles.
+        with contextlib.suppress(OSError):
+            folder = compilation_cache.default_folder(environment)
+            found |= compilation_cache.prepared(folder)
     if settings.share_cores:
-        threads = str(usable)
-        found["library threads"] = dict.fromkeys(_LIBRARY_THREADS, threads), threads
+        found |= dict.fromkeys(_LIBRARY_THREADS, str(usable))
     return found
 
 
-def _allocator() -> Variables:
-    return (_ALLOCATOR, "keeps freed memory") if _glibc() else ({}, _NOT_GLIBC)
-
-
-def _pages() -> Variables:
-    version = _glibc()
-    if not version:
-        return {}, _NOT_GLIBC
-    if version < (2, 35):
-        return {}, "not applied: glibc is older than 2.35"
+def _kernel_has_large_pages() -> bool:
     try:
-        offered = "[never]" not in _KERNEL_PAGES.read_text()
+        return "[never]" not in _KERNEL_PAGES.read_text()
     except OSError:
-        offered = False
-    if not offered:
-        return {}, "not applied: Linux gives none"
-    return _LARGE_PAGES, "of 2 MiB where possible"
+        return False
 
 
 def _cpu_devices(environment: Mapping[str, str]) -> int:
@@ -206,23 +178,11 @@ def _cpu_devices(environment: Mapping[str, str]) -> int:
     return int(flag[1]) if flag else 0
 
 
-def _programs() -> Variables:
+def _knows_lean_programs() -> bool:
     # XLA aborts a process that passes a flag which it does not know, and a newer
     # release may have dropped this one.
     release = tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
-    if release >= (0, 13):
-        return {}, "not applied: a newer jaxlib"
-    return _LEAN, "in little memory"
-
-
-def _compilation_cache(environment: Mapping[str, str]) -> Variables:
-    try:
-        folder = compilation_cache.default_folder(environment)
-        variables = compilation_cache.prepared(folder)
-    except OSError as error:
-        # No home, or one that cannot be written to: every run compiles.
-        return {}, f"not applied: {error}"
-    return variables, f"in {variables[compilation_cache.FOLDER]}"
+    return release < (0, 13)
 
 
 def _glibc() -> tuple[int, ...]:
@@ -232,20 +192,6 @@ def _glibc() -> tuple[int, ...]:
     except (AttributeError, ValueError, OSError):
         return ()
     return tuple(int(n) for n in version.split(".")) if name == "glibc" else ()
-
-
-def applied() -> dict[str, str]:
-    """Return the settings applied to this process before its program began.
-
-    Returns:
-      Each setting with its value, or with the reason why it was not applied. Empty in
-      a process that jdist did not start.
-
-    Example:
-      >>> applied()
-      {}
-    """
-    return json.loads(os.environ.get(SETTINGS, "{}"))
 
 
 def available_cores() -> list[int]:

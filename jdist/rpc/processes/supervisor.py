@@ -162,7 +162,6 @@ def _start(program: ProcessCommand, lifeline: int) -> subprocess.Popen[bytes]:
         "lifeline": lifeline,
         "batch": program.settings.batch,
         "cores": program.settings.cores,
-        "notes": dict(program.settings.notes),
     }
     # -I -S: nothing of the user's is imported before the program itself is started.
     python = _interpreter()

@@ -27,12 +27,12 @@ def main() -> None:
     """Applies the settings of the first argument and runs the command of the others."""
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     hold_lifeline(settings["lifeline"])
-    notes = settings["notes"]
+    # Of this process's own parent, if that was started too.
+    os.environ.pop("JDIST_BATCH_CLASS", None)
     if settings["cores"]:
         os.sched_setaffinity(0, settings["cores"])
     if settings["batch"]:
-        notes["scheduling"] = schedule_in_batches()
-    os.environ["JDIST_PROCESS_SETTINGS"] = json.dumps(notes)
+        schedule_in_batches()
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -41,18 +41,20 @@ def main() -> None:
         sys.exit(127)
 
 
-def schedule_in_batches() -> str:
-    """Enter the class SCHED_BATCH, from the ordinary one only; return the outcome."""
-    if not hasattr(os, "SCHED_BATCH"):
-        return f"not applied: {sys.platform} has no batch class"
+def schedule_in_batches() -> None:
+    """Enters the class SCHED_BATCH, from the ordinary one only, and notes that it has.
+
+    Where there is no such class, or it may not be entered, the process begins without.
+    """
     # A process that was put into a real-time or idle class is there on purpose.
-    if os.sched_getscheduler(0) not in (os.SCHED_OTHER, os.SCHED_BATCH):
-        return "not applied: the parent's class is not the ordinary one"
-    try:
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) not in (
+        os.SCHED_OTHER,
+        os.SCHED_BATCH,
+    ):
+        return
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except OSError as error:
-        return f"not applied: {error.strerror}"
-    return "batch class"
+        os.environ["JDIST_BATCH_CLASS"] = "1"
 
 
 def hold_lifeline(descriptor: int) -> None:

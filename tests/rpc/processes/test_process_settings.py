@@ -13,7 +13,6 @@ from jdist import _scheduling
 from jdist.rpc.processes import process_settings, trampoline
 from jdist.rpc.processes.process_settings import (
     ProcessSettings,
-    applied,
     available_cores,
     resolved,
     settings_of_each,
@@ -26,7 +25,6 @@ VARIABLES = (
     *GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
     "JAX_NUM_CPU_DEVICES",
 )  # fmt: skip
-PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +47,10 @@ def test_settings_are_in_force_before_the_program_begins():
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",
         }
-        assert seen["applied"].pop("pages") in PAGES
-        assert seen["applied"] == {
-            "cores": str(core),
-            "allocator": "keeps freed memory",
-            "callback threads": "8",
-            "library threads": "1",
-            "programs": "in little memory",
-            "scheduling": "batch class",
-        }
+        assert seen["begun in batches"]
         assert seen["jax first"] is False
     after = os.sched_getscheduler(0), os.sched_getaffinity(0), dict(os.environ)
     assert after == before
-    assert applied() == {}
 
 
 @pytest.fixture(autouse=True)
@@ -82,32 +71,25 @@ def test_compiled_programs_are_kept_where_the_user_has_no_folder(users_folder):
     folder = made.variables["JAX_COMPILATION_CACHE_DIR"]
     assert Path(folder).parent == users_folder
     assert Path(folder).is_dir()
-    assert made.notes["compilation cache"] == f"in {folder}"
     own = {"JAX_COMPILATION_CACHE_DIR": "gs://bucket"}
     for settings, environment in ((ProcessSettings(), own), (None, {})):
         left = resolved(settings, nprocs=2, environment=environment)
         assert not [name for name in left.variables if name.startswith("JAX_")]
-        assert "compilation cache" not in left.notes
 
 
 def test_a_limit_of_the_users_own_holds_in_our_folder(users_folder):
-    """Of a setting's variables one is the user's: the note tells both."""
+    """Of a setting's variables one is the user's."""
     limit = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "2"}
     environment = homes(users_folder) | limit
     made = resolved(ProcessSettings(), nprocs=2, environment=environment)
-    folder = made.variables["JAX_COMPILATION_CACHE_DIR"]
+    assert "JAX_COMPILATION_CACHE_DIR" in made.variables
     assert not limit.keys() & made.variables.keys()
-    said = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=2"
-    told = f"in {folder}; as the environment has it: {said}"
-    assert made.notes["compilation cache"] == told
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(users_folder):
     users_folder.write_text("a file where the folder should be")
     made = resolved(ProcessSettings(), nprocs=2, environment=homes(users_folder))
     assert not [name for name in made.variables if name.startswith("JAX_")]
-    assert made.notes["compilation cache"].startswith("not applied: ")
-    assert str(users_folder) in made.notes["compilation cache"]
 
 
 def test_without_settings_a_process_is_as_its_parent():
@@ -116,7 +98,7 @@ def test_without_settings_a_process_is_as_its_parent():
     assert seen["cores"] == os.sched_getaffinity(0)
     assert seen["mapped apart"] is True
     assert set(seen["variables"].values()) == {None}
-    assert seen["applied"] == {"cores": "not pinned"}
+    assert not seen["begun in batches"]
 
 
 def test_each_setting_has_a_switch():
@@ -124,7 +106,7 @@ def test_each_setting_has_a_switch():
     (seen,) = spawn(cases.settings, nprocs=1, settings=switched)
     assert seen["class"] == os.sched_getscheduler(0)
     assert seen["variables"]["PJRT_NPROC"] == "300"
-    assert "scheduling" not in seen["applied"]
+    assert not seen["begun in batches"]
 
 
 def test_what_the_user_set_stays(monkeypatch):
@@ -133,8 +115,6 @@ def test_what_the_user_set_stays(monkeypatch):
     (seen,) = spawn(cases.settings, nprocs=1)
     assert seen["variables"]["PJRT_NPROC"] == "3"
     assert seen["variables"]["MALLOC_ARENA_MAX"] == "5"
-    note = "as the environment has it: PJRT_NPROC=3"
-    assert seen["applied"]["callback threads"] == note
 
 
 def test_a_large_callback_on_one_core_ends():
@@ -173,22 +153,20 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(os, "confstr", refuse)
     made = resolved(ProcessSettings(), nprocs=1, environment={})
-    for setting in ("allocator", "pages"):
-        assert made.notes[setting] == "not applied: the C library is not glibc"
     assert not set(made.variables) & set(GLIBC)
 
 
 @pytest.mark.parametrize(
-    ("library", "kernel", "note"),
+    ("library", "kernel", "given"),
     [
-        ("glibc 2.35", "always [madvise] never", "of 2 MiB where possible"),
-        ("glibc 2.34", "always [madvise] never", "not applied: glibc is older than"),
-        ("glibc 2.41", "always madvise [never]", "not applied: Linux gives none"),
-        ("glibc 2.41", None, "not applied: Linux gives none"),
+        ("glibc 2.35", "always [madvise] never", True),
+        ("glibc 2.34", "always [madvise] never", False),
+        ("glibc 2.41", "always madvise [never]", False),
+        ("glibc 2.41", None, False),
     ],
 )
 def test_large_pages_where_library_and_kernel_have_them(
-    monkeypatch, tmp_path, library, kernel, note
+    monkeypatch, tmp_path, library, kernel, given
 ):
     offered = tmp_path / "enabled"
     if kernel is not None:
@@ -196,11 +174,8 @@ def test_large_pages_where_library_and_kernel_have_them(
     monkeypatch.setattr(os, "confstr", lambda name: library)
     monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
     made = resolved(ProcessSettings(), nprocs=1, environment={})
-    assert made.notes["pages"].startswith(note)
-    given = note == "of 2 MiB where possible"
     assert ("GLIBC_TUNABLES" in made.variables) is given
     without = resolved(ProcessSettings(large_pages=False), nprocs=1, environment={})
-    assert "pages" not in without.notes
     assert "GLIBC_TUNABLES" not in without.variables
 
 
@@ -219,44 +194,46 @@ def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
     monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
     made = resolved(ProcessSettings(), 1, (3,), environment={})
     assert ("XLA_FLAGS" in made.variables) is given
-    assert made.notes["programs"].startswith("not applied") is not given
     for cores, settings in (
         ((3, 4), ProcessSettings()),
         ((3,), ProcessSettings(lean_programs=False)),
     ):
         made = resolved(settings, 1, cores, environment={})
-        assert "programs" not in made.notes
         assert "XLA_FLAGS" not in made.variables
 
 
 def test_memory_of_started_processes_asks_for_large_pages():
     """Where the kernel gives them to nobody unasked."""
-    note = resolved(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
+    made = resolved(ProcessSettings(), nprocs=1, environment={})
     offered = process_settings._KERNEL_PAGES
-    wanted = note == PAGES[0] and "[madvise]" in offered.read_text()
+    wanted = "GLIBC_TUNABLES" in made.variables and "[madvise]" in offered.read_text()
     assert spawn(cases.asks_for_large_pages, nprocs=1) == [wanted]
     assert spawn(cases.asks_for_large_pages, nprocs=1, settings=None) == [False]
 
 
-def test_a_missing_batch_class_is_said(monkeypatch):
+def test_without_a_batch_class_a_process_begins_without(monkeypatch):
+    monkeypatch.delenv(_scheduling.BATCH, raising=False)
     monkeypatch.delattr(os, "SCHED_BATCH")
-    reason = f"not applied: {sys.platform} has no batch class"
-    assert trampoline.schedule_in_batches() == reason
+    trampoline.schedule_in_batches()
+    assert _scheduling.BATCH not in os.environ
 
 
 def test_a_class_chosen_by_somebody_else_stays(monkeypatch):
+    monkeypatch.delenv(_scheduling.BATCH, raising=False)
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
-    reason = "not applied: the parent's class is not the ordinary one"
-    assert trampoline.schedule_in_batches() == reason
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *args: pytest.fail("entered"))
+    trampoline.schedule_in_batches()
+    assert _scheduling.BATCH not in os.environ
 
 
-def test_a_forbidden_class_is_said(monkeypatch):
+def test_where_the_class_is_forbidden_a_process_begins_without(monkeypatch):
     def refuse(pid, policy, param):
         raise PermissionError(1, "Operation not permitted")
 
+    monkeypatch.delenv(_scheduling.BATCH, raising=False)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    reason = "not applied: Operation not permitted"
-    assert trampoline.schedule_in_batches() == reason
+    trampoline.schedule_in_batches()
+    assert _scheduling.BATCH not in os.environ
 
 
 @pytest.mark.parametrize("first", ["jax", "rpc"])
@@ -282,11 +259,10 @@ def test_without_the_batch_class_all_are_in_the_ordinary_one():
 def test_a_batch_class_of_the_users_own_stays(monkeypatch):
     """Only what the launcher did is undone."""
     monkeypatch.setattr(os, "sched_setscheduler", lambda *args: pytest.fail("entered"))
-    for told in ("{}", '{"scheduling": "not applied: Operation not permitted"}'):
-        monkeypatch.setenv(_scheduling.SETTINGS, told)
-        _scheduling.leave_batch_class()
-        with _scheduling.in_batch_class():
-            pass
+    monkeypatch.delenv(_scheduling.BATCH, raising=False)
+    _scheduling.leave_batch_class()
+    with _scheduling.in_batch_class():
+        pass
 
 
 def test_where_a_class_is_forbidden_a_thread_keeps_its_own(monkeypatch):
@@ -294,7 +270,7 @@ def test_where_a_class_is_forbidden_a_thread_keeps_its_own(monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    monkeypatch.setenv(_scheduling.SETTINGS, '{"scheduling": "batch class"}')
+    monkeypatch.setenv(_scheduling.BATCH, "1")
     before = os.sched_getscheduler(0)
     _scheduling.leave_batch_class()
     with _scheduling.in_batch_class():
@@ -307,7 +283,7 @@ class _Threads:
     def __init__(self, monkeypatch, classes, starting=()):
         self.classes = dict(classes)
         self.starting = list(starting)
-        monkeypatch.setenv(_scheduling.SETTINGS, '{"scheduling": "batch class"}')
+        monkeypatch.setenv(_scheduling.BATCH, "1")
         monkeypatch.setattr(os, "listdir", lambda path: [*map(str, self.classes), "9"])
         monkeypatch.setattr(os, "sched_getscheduler", self.class_of)
         monkeypatch.setattr(os, "sched_setscheduler", self.move)
@@ -398,7 +374,7 @@ def test_the_group_ends_when_the_pipe_closes(way):
 
 def test_a_missing_program_is_reported_as_a_shell_does():
     far, near = os.pipe()
-    nothing = {"lifeline": far, "batch": False, "cores": [], "notes": {}}
+    nothing = {"lifeline": far, "batch": False, "cores": []}
     first = [sys.executable, "-I", "-S", trampoline.__file__, json.dumps(nothing)]
     command = [*first, "no-such"]
     done = subprocess.run(command, pass_fds=[far], capture_output=True, text=True)
