@@ -5,17 +5,14 @@ Python itself. The classes here are for what those two cannot say: a proof that
 failed, or hardware that is not there. All derive from `JdistError`.
 """
 
-import json
 import math
 import re
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from importlib import metadata
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeAlias
-from urllib.parse import unquote, urlparse
 
 Kind: TypeAlias = type | UnionType | tuple[type, ...]
 """A type as `isinstance` takes it."""
@@ -56,23 +53,10 @@ def extra(name: str) -> str:
       True
     """
     root = Path(__file__).parents[1]
-    # From a checkout the command names the folder: the package index may not have
-    # jdist, or another package of that name.
+    # From a checkout the command names the folder, as jdist may not be installed. pip
+    # finds an installed one, wherever it came from.
     if (root / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{root}[{name}]')}"
-    try:
-        # pip records here the folder or the wheel that was installed (PEP 610).
-        origin = metadata.distribution("jdist").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        origin = None
-    record = json.loads(origin or "{}")
-    address = record.get("url", "")
-    url = urlparse(address)
-    place, local = unquote(url.path), url.scheme == "file"
-    if local and Path(place, "pyproject.toml").is_file():
-        return f"pip install {shlex.quote(f'{place}[{name}]')}"
-    if "archive_info" in record and (Path(place).is_file() or not local):
-        return f"pip install {shlex.quote(f'jdist[{name}] @ {address}')}"
     return f"pip install 'jdist[{name}]'"
 
 

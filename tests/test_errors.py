@@ -1,10 +1,8 @@
 """Remedies that can be followed, and what `python -m jdist` shows."""
 
-import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,46 +21,9 @@ def test_an_extra_of_a_checkout():
     assert _errors.extra("tls") == expected
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """jdist among the installed packages; makes it come from `origin`."""
+def test_an_extra_of_an_installed_package(tmp_path, monkeypatch):
+    """pip takes the jdist that is there, and installs what the extra needs."""
     monkeypatch.setattr(_errors, "__file__", str(tmp_path / "jdist" / "_errors.py"))
-
-    class Distribution:
-        origin, kind = None, "dir_info"
-
-        def read_text(self, name):
-            assert name == "direct_url.json"
-            return self.origin and json.dumps({"url": self.origin, self.kind: {}})
-
-    monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
-    return Distribution
-
-
-def test_an_extra_of_an_installed_package(installed, tmp_path, monkeypatch):
-    assert _errors.extra("tls") == "pip install 'jdist[tls]'"
-    folder = tmp_path / "a folder"
-    installed.origin = folder.as_uri()
-    assert _errors.extra("tls") == "pip install 'jdist[tls]'"  # It is gone.
-    folder.mkdir()
-    (folder / "pyproject.toml").touch()
-    assert _errors.extra("tls") == f"pip install '{folder}[tls]'"
-    installed.origin = "https://example.org/jdist.whl"
-    assert _errors.extra("tls") == "pip install 'jdist[tls]'"
-    # A wheel, by its address: no index has it under this name.
-    installed.kind = "archive_info"
-    command = "pip install 'jdist[tls] @ https://example.org/jdist.whl'"
-    assert _errors.extra("tls") == command
-    wheel = tmp_path / "jdist-0.1-py3-none-any.whl"
-    installed.origin = wheel.as_uri()
-    assert _errors.extra("tls") == "pip install 'jdist[tls]'"  # It is gone.
-    wheel.touch()
-    assert _errors.extra("tls") == f"pip install 'jdist[tls] @ {wheel.as_uri()}'"
-
-    def unknown(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "distribution", unknown)
     assert _errors.extra("tls") == "pip install 'jdist[tls]'"
 
 
