@@ -288,16 +288,6 @@ class Failures(ExceptionGroup):
         raise AttributeError("hidden")
 
 
-class Forgetful(ExceptionGroup):
-    """A group whose constructor takes what it does not keep."""
-
-    def __new__(cls, text, errors, code):
-        return super().__new__(cls, text, errors)
-
-    def __init__(self, text, errors, code):
-        self.code = code
-
-
 class Halt(BaseException):
     pass
 

@@ -3,12 +3,12 @@
 `describe` runs where the exception was raised and makes plain values of it; `rebuild`
 runs at the caller. A type is rebuilt only if the caller allows its name and the rebuilt
 exception has the original's text; otherwise a `RemoteError` carries both. A group of
-exceptions arrives as one, with each of them described and rebuilt for itself.
+exceptions arrives as one, flat: those in groups within it are described and rebuilt
+each for itself.
 """
 
-import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ _LONGEST = 100_000
 
 _DEEPEST = 20
 _MOST = 1000
-"""Largest number of exceptions in a group and in the groups within it."""
+"""Largest number of exceptions of a group."""
 
 _LARGEST = 10 * _LONGEST
 """Number of characters of a group's exceptions after which the rest stays behind."""
@@ -49,8 +49,8 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
 
     Arguments and attributes that are not plain scalars, texts and containers of them
     stay behind; an exception with such arguments arrives as a `RemoteError`. Causes
-    and contexts are part of the traceback's text. The exceptions of a group are
-    described likewise; of a very large one those at the end stay behind.
+    and contexts are part of the traceback's text. Of a very large group those at the
+    end stay behind.
 
     Args:
       error: The exception.
@@ -61,20 +61,35 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
       >>> describe(KeyError("w"), "worker1")["text"]
       "'w'"
     """
-    return _described(error, worker, _Room(_MOST, _LARGEST))
+    described = _described(error, worker)
+    if isinstance(error, BaseExceptionGroup):
+        inner: list[dict[str, Any]] = []
+        described["exceptions"] = inner
+        room = _LARGEST
+        for one in _members(error):
+            if len(inner) == _MOST or room <= 0:
+                # The group's traceback tells of the first ones.
+                rest = RemoteError("More exceptions stayed behind: they are too many.")
+                inner.append(_described(rest, worker))
+                break
+            inner.append(_described(one, worker))
+            room -= len(repr(inner[-1]))
+    return described
 
 
-@dataclasses.dataclass
-class _Room:
-    """What is left of the limits of one group."""
+def _members(group: BaseExceptionGroup[Any]) -> Iterator[BaseException]:
+    """The exceptions of a group and of the groups within it."""
+    rest: list[BaseException] = [group]
+    while rest:
+        error = rest.pop()
+        if isinstance(error, BaseExceptionGroup):
+            # Past whatever a class makes of the attribute.
+            rest += reversed(BaseExceptionGroup.exceptions.__get__(error))
+        else:
+            yield error
 
-    exceptions: int
-    characters: int
 
-
-def _described(
-    error: BaseException, worker: str, room: _Room, depth: int = 0
-) -> dict[str, Any]:
+def _described(error: BaseException, worker: str) -> dict[str, Any]:
     # Each part is read on its own: `args`, `__dict__` and `__notes__` may be properties
     # or hold anything, and an exception that cannot be described must be told all the
     # same, or its caller would wait for an answer that never comes.
@@ -88,29 +103,8 @@ def _described(
         "notes": _attempt(lambda: _notes(error), notes),
         "traceback": _traceback(error),
         "worker": worker,
-        "exceptions": _described_inner(error, worker, room, depth),
+        "exceptions": None,
     }
-
-
-def _described_inner(
-    error: BaseException, worker: str, room: _Room, depth: int
-) -> list[dict[str, Any]] | None:
-    """Describes the exceptions of a group; None for others, and for one too deep."""
-    if not isinstance(error, BaseExceptionGroup) or depth == _DEEPEST:
-        return None
-    described: list[dict[str, Any]] = []
-    inner = _members(error)
-    for one in inner:
-        if room.exceptions <= 0 or room.characters <= 0:
-            # The group's traceback tells of the first ones.
-            left = f"{len(inner) - len(described)} more exceptions of this group"
-            rest = RemoteError(f"{left} stayed behind: it is too large.")
-            return [*described, _described(rest, worker, room)]
-        room.exceptions -= 1
-        described.append(_described(one, worker, room, depth + 1))
-        own = described[-1] | {"exceptions": None}  # the others were subtracted before
-        room.characters -= len(repr(own))
-    return described
 
 
 def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
@@ -120,8 +114,8 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     the text of the original. Attributes `remote_worker` and `remote_traceback` say
     where it was first raised, and for every worker that it came through there is a
     note with the traceback there. `KeyboardInterrupt` and its like arrive as
-    `RemoteError`: no key was pressed on this side. A group whose own type is not
-    rebuilt is an `ExceptionGroup`, so that `except*` finds what it contains.
+    `RemoteError`: no key was pressed on this side. Every group is an `ExceptionGroup`,
+    in which `except*` finds what it contains.
 
     Args:
       description: As `describe` made it.
@@ -131,24 +125,28 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     Raises:
       ProtocolError: `description` is not what `describe` makes.
     """
-    return _rebuilt(description, functions, _Room(2 * _MOST, 0))
-
-
-def _rebuilt(
-    description: dict[str, Any], functions: FunctionTable, room: _Room, depth: int = 0
-) -> Exception:
     _check(description)
-    described, inner = description["exceptions"], None
-    if described is not None:
-        # Twice the number, as each group may have one more, about those left behind.
-        room.exceptions -= len(described)
-        if not described or room.exceptions < 0 or depth == _DEEPEST:
-            raise ProtocolError("A remote group has no exceptions, or too many.")
-        inner = [_rebuilt(one, functions, room, depth + 1) for one in described]
-    error = _own_type(description, inner, functions)
-    if error is None:
-        told = _told(description)
-        error = RemoteError(told) if inner is None else ExceptionGroup(told, inner)
+    described = description["exceptions"]
+    if described is None:
+        return _marked(_one(description, functions), description)
+    # One more than are described, which tells of those left behind.
+    if not 0 < len(described) <= _MOST + 1:
+        raise ProtocolError("A remote group has no exceptions, or too many.")
+    for one in described:
+        _check(one)
+        if one["exceptions"] is not None:
+            raise ProtocolError("A remote group has a group in it.")
+    inner = [_marked(_one(one, functions), one) for one in described]
+    return _marked(ExceptionGroup(description["text"], inner), description)
+
+
+def _one(description: dict[str, Any], functions: FunctionTable) -> Exception:
+    error = _own_type(description, functions)
+    return RemoteError(_told(description)) if error is None else error
+
+
+def _marked(error: Exception, description: dict[str, Any]) -> Exception:
+    """The exception, with what is known of where it was raised."""
     worker, trace = description["worker"], description["traceback"]
     notes = list(description["notes"])
     if worker:
@@ -172,38 +170,17 @@ def _attempt(read: Callable[[], T], otherwise: T) -> T:
 
 def _arguments(error: BaseException) -> tuple[Any, ...] | None:
     args = error.args
-    if isinstance(error, BaseExceptionGroup):
-        # They travel for themselves; no other argument is plain and looks like this.
-        args = tuple(... if _are_members(arg, error) else arg for arg in args)
-        return (
-            args
-            if ... in args and _is_plain([a for a in args if a is not ...])
-            else None
-        )
     if isinstance(error, OSError) and error.filename is not None:
         # Its constructor takes more than it keeps in `args`.
         args = (error.errno, error.strerror, error.filename, None, error.filename2)
     return args if _is_plain(args) else None
 
 
-def _are_members(argument: Any, group: BaseExceptionGroup[Any]) -> bool:
-    """Whether an argument of its constructor is the exceptions of a group."""
-    members = [*map(id, _members(group))]
-    return isinstance(argument, list | tuple) and [*map(id, argument)] == members
-
-
-def _members(group: BaseExceptionGroup[Any]) -> tuple[BaseException, ...]:
-    # Past whatever a class makes of the attribute.
-    members: tuple[BaseException, ...] = BaseExceptionGroup.exceptions.__get__(group)
-    return members
-
-
 def _state(error: BaseException) -> dict[str, Any]:
-    grouped = isinstance(error, BaseExceptionGroup)
     return {
         name: value
         for name, value in vars(error).items()
-        if type(name) is str and not _is_special(name, grouped) and _is_plain(value)
+        if type(name) is str and not _is_special(name) and _is_plain(value)
     }
 
 
@@ -213,9 +190,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _own_type(
-    description: dict[str, Any],
-    inner: list[Exception] | None,
-    functions: FunctionTable,
+    description: dict[str, Any], functions: FunctionTable
 ) -> Exception | None:
     args = description["args"]
     try:
@@ -224,10 +199,6 @@ def _own_type(
         return None
     if args is None or not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
-    if issubclass(kind, BaseExceptionGroup) is not (inner is not None):
-        return None
-    if inner is not None:
-        args = tuple(inner if arg is ... else arg for arg in args)
     try:
         if kind.__module__ == "jax.errors":
             # Some want a tracer, which stays behind; made like this none is missed.
@@ -261,20 +232,21 @@ def _check(description: Any) -> None:
             raise ProtocolError(f"A remote exception's {name} is of another type.")
     if not all(type(note) is str for note in description["notes"]):
         raise ProtocolError("A remote exception's notes must be texts.")
-    grouped = description["exceptions"] is not None
     names = description["state"]
-    if any(type(name) is not str or _is_special(name, grouped) for name in names):
+    if any(type(name) is not str or _is_special(name) for name in names):
         raise ProtocolError("A remote exception's attributes must have ordinary names.")
 
 
-def _is_special(name: str, grouped: bool) -> bool:
-    kind = ExceptionGroup if grouped else Exception
-    return name.startswith("__") or hasattr(kind, name)
+def _is_special(name: str) -> bool:
+    return name.startswith("__") or hasattr(Exception, name)
 
 
 def _text(error: BaseException) -> str:
     try:
-        return _cut(str(error))
+        # Python itself adds to a group's message how many they are.
+        return _cut(
+            error.message if isinstance(error, BaseExceptionGroup) else str(error)
+        )
     except BaseException as broken:  # noqa: BLE001 - its own __str__ may raise anything
         return f"<no text: its __str__ raised {type(broken).__name__}>"
 

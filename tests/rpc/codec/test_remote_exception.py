@@ -286,18 +286,14 @@ def _failing_tasks():
 
 
 def test_a_group_is_handled_by_what_it_contains():
-    """As one that was raised here, by `except*`, also in a group within it."""
+    """As one that was raised here, by `except*`, also of a group within it."""
     caught = []
     try:
         raise _crossed(_raised(_failing_tasks()), "trainer-3")
     except* KeyError as group:
-        ((key,),) = (inner.exceptions for inner in group.exceptions)
-        caught.append(key)
+        caught += group.exceptions
     except* (ValueError, TypeError) as group:
-        first, inner = group.exceptions
-        caught += [first, *inner.exceptions]
-        messages = group.message, inner.message
-    assert messages == ("tasks", "inner")
+        caught += group.exceptions
     assert [*map(repr, caught)] == [
         "KeyError('w')",
         "ValueError(7)",
@@ -314,14 +310,14 @@ def test_what_is_told_with_a_group():
     group = _raised(_failing_tasks())
     got = _crossed(group, "trainer-3")
     assert type(got) is ExceptionGroup
-    assert str(got) == str(group) == "tasks (2 sub-exceptions)"
+    assert str(got) == "tasks (3 sub-exceptions)"
     assert got.remote_worker == "trainer-3"
     assert "TypeError: 5 for 6" in got.remote_traceback
     assert [note.splitlines()[0] for note in got.__notes__] == [
         "Raised on worker 'trainer-3':"
     ]
     passed = _crossed(_raised(got), "worker1")
-    key = passed.exceptions[1].exceptions[1]
+    key = passed.exceptions[2]
     assert (passed.remote_worker, key.remote_worker) == ("trainer-3",) * 2
     starts = [note.splitlines()[0] for note in key.__notes__]
     assert starts[1:] == [
@@ -332,23 +328,11 @@ def test_what_is_told_with_a_group():
 
 
 def test_groups_of_other_classes():
-    """Of an own type where the caller allows it; by `except*` they are found anyway."""
+    """Whatever they hide; each exception in them is of its own type, where allowed."""
     inner = [nameable.WithState("s"), nameable.TwoArguments(3, "told")]
-    group = _raised(nameable.Failures(inner, 11))
-    got = _crossed(group)
-    assert type(got) is nameable.Failures
-    assert (str(got), got.code) == ("code 11 (2 sub-exceptions)", 11)
-    kinds = [nameable.WithState, RemoteError]
-    assert [*map(type, ExceptionGroup.exceptions.__get__(got))] == kinds
-    stranger = _crossed(group, functions=FunctionTable())
-    assert type(stranger) is ExceptionGroup
-    assert "nameable:Failures: code 11 (2 sub-exceptions)" in str(stranger)
-    assert [*map(type, stranger.exceptions)] == [RemoteError] * 2
-    forgetful = nameable.Forgetful("some", [ValueError(5), KeyError(6)], 11)
-    told = _crossed(_raised(forgetful))
-    assert type(told) is ExceptionGroup
-    assert "nameable:Forgetful: some (2 sub-exceptions)" in str(told)
-    assert [*map(repr, told.exceptions)] == ["ValueError(5)", "KeyError(6)"]
+    got = _crossed(_raised(nameable.Failures(inner, 11)))
+    assert (type(got), str(got)) == (ExceptionGroup, "code 11 (2 sub-exceptions)")
+    assert [*map(type, got.exceptions)] == [nameable.WithState, RemoteError]
 
 
 @pytest.mark.parametrize(
@@ -357,55 +341,37 @@ def test_groups_of_other_classes():
 def test_a_group_with_an_interrupt(halt):
     """No key was pressed on this side: what it holds besides arrives as it was."""
     got = _crossed(_raised(BaseExceptionGroup("both", [ValueError(5), halt])))
-    assert type(got) is ExceptionGroup
-    assert "builtins:BaseExceptionGroup: both (2 sub-exceptions)" in str(got)
+    assert (type(got), str(got)) == (ExceptionGroup, "both (2 sub-exceptions)")
     value, told = got.exceptions
     assert repr(value) == "ValueError(5)"
     assert type(told) is RemoteError
     assert f"{type(halt).__name__}: {halt}" in str(told)
-    # Of exceptions alone Python itself makes an ExceptionGroup.
-    alone = _crossed(_raised(BaseExceptionGroup("one", [ValueError(5)])))
-    assert (type(alone), str(alone)) == (ExceptionGroup, "one (1 sub-exception)")
-
-
-def _nested(levels, error):
-    return functools.reduce(lambda e, _: ExceptionGroup("g", [e]), range(levels), error)
-
-
-def _widths(group):
-    inner = getattr(group, "exceptions", ())
-    return [len(inner), *(width for one in inner for width in _widths(one))]
 
 
 def test_groups_that_are_too_large():
     """Those at the end stay behind, and the group says so; a small one is complete."""
+    left = "More exceptions stayed behind: they are too many."
     many = ExceptionGroup("many", [ValueError(n) for n in range(3000)])
-    got = _crossed(_raised(many))
-    assert type(got) is ExceptionGroup
-    assert "ExceptionGroup: many (3000 sub-exceptions)" in str(got)
-    *kept, rest = got.exceptions
+    *kept, rest = _crossed(_raised(many)).exceptions
     assert [error.args for error in kept] == [(n,) for n in range(1000)]
-    assert (
-        str(rest)
-        == "2000 more exceptions of this group stayed behind: it is too large."
-    )
+    assert str(rest) == left
     long = ExceptionGroup("long", [ValueError("x" * 90_000) for _ in range(50)])
     *kept, rest = _crossed(long).exceptions
-    assert str(rest).startswith(f"{50 - len(kept)} more exceptions")
+    assert str(rest) == left
     assert 3 <= len(kept) <= 11
     assert {str(error) for error in kept} == {"x" * 90_000}
-
-
-def test_groups_that_are_too_deep():
-    got = _crossed(_nested(11, ValueError(7)))
-    assert _widths(got) == [1] * 11 + [0]
-    deep = _crossed(_nested(50, ValueError(7)))
-    assert _widths(deep) == [1] * 20 + [0]
     # What is shared is described at each place, and doubled at each level.
     doubled = functools.reduce(
         lambda e, _: ExceptionGroup("g", [e, e]), range(11), ValueError(7)
     )
-    assert 1000 < len(_widths(_crossed(doubled))) < 1100
+    assert len(_crossed(doubled).exceptions) == 1001
+
+
+def test_a_group_that_is_deep():
+    deep = functools.reduce(
+        lambda e, _: ExceptionGroup("g", [e]), range(50), ValueError(7)
+    )
+    assert [*map(repr, _crossed(deep).exceptions)] == ["ValueError(7)"]
 
 
 # --- descriptions that nobody makes ---
@@ -434,22 +400,19 @@ GROUP = describe(ExceptionGroup("x", [ValueError("y")]), "w")
 
 
 def test_malformed_groups():
-    """Refused like others, whatever the depth and the number."""
-    deep = functools.reduce(lambda d, _: {**GROUP, "exceptions": [d]}, range(21), GOOD)
-    for inner in (
-        [],
-        [GOOD] * 2001,
-        [deep],
-        [{**GROUP, "exceptions": [GOOD] * 999}] * 3,
-    ):
+    """Refused like others."""
+    for inner in ([], [GOOD] * 1002):
         with pytest.raises(ProtocolError, match="no exceptions, or too many"):
             rebuild({**GROUP, "exceptions": inner}, TABLE)
     with pytest.raises(ProtocolError, match="has other fields"):
         rebuild({**GROUP, "exceptions": [GOOD, 3]}, TABLE)
+    with pytest.raises(ProtocolError, match="has a group in it"):
+        rebuild({**GROUP, "exceptions": [GOOD, GROUP]}, TABLE)
+    # Methods of a group that `except*` calls stay its own.
     for name in ("derive", "split", "subgroup", "exceptions"):
-        with pytest.raises(ProtocolError, match="must have ordinary names"):
-            rebuild({**GROUP, "state": {name: 3}}, TABLE)
-        assert getattr(rebuild({**GOOD, "state": {name: 3}}, TABLE), name) == 3
+        got = rebuild({**GROUP, "state": {name: 3}}, TABLE)
+        assert callable(getattr(got, name)) or name == "exceptions"
+        assert len(got.exceptions) == 1
 
 
 def test_a_group_that_is_none():
@@ -459,8 +422,6 @@ def test_a_group_that_is_none():
     for args in (None, ("x", None), ("x", []), ("x",), ()):
         got = rebuild({**GROUP, "exceptions": None, "args": args}, TABLE)
         assert type(got) is RemoteError
-        got = rebuild({**GROUP, "args": args and args[:1]}, TABLE)
-        assert type(got) is ExceptionGroup
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, {"type": "builtins:ValueError"}])
