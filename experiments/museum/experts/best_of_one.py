@@ -20,7 +20,8 @@ Tree = Any
 
 THREAD = "https://github.com/jingyaogong/minimind/issues/858"
 CLAIM = "Each token's expert is weighted by its probability; all in bfloat16."
-EXPECTED = ("first difference: forward, gate", "examples 0-63")
+# Not of every example: two tokens are so sure of their expert that the gate is 1.
+EXPECTED = ("first difference: forward, gate", "got 1 at [0]")
 EXPERTS = 4
 
 
