@@ -25,7 +25,6 @@ from jdist.verify.bound import (
 )
 from jdist.verify.candidates import called, copied, excuse
 from jdist.verify.comparison import Named, compare_leaves, renamed
-from jdist.verify.evaluation import chosen
 from jdist.verify.explanations import uses_counted
 from jdist.verify.measure import Measured, ReducedLoss
 from jdist.verify.oracle import LossFn, gradient_of_sum
@@ -395,37 +394,23 @@ class Reference:
         """
         own = self._rows(name, answer, measured, peers)
         choices = measured.choices()
-        wrong = any(row.problem and not row.ratio > 1 for row in own)
         # Over several processes no host has whole leaves.
-        if wrong or not choices.examples or peers.size > 1:
+        if not choices.examples or peers.size > 1:
             return own, ()
         limits = {k: x for k, x in _limits(measured).items() if x is not None}
         wanted = {LOSS: self.loss_value, **named_leaves(self.gradient)}
         found = {LOSS: answer.loss, **answer.gradient}
-        pairs = [(in_double(wanted[k]), in_double(found[k])) for k in limits]
-        # An entry without a bound decides about no choice.
-        bounds = [np.where(x.bound > 0, x.bound, np.inf) for x in limits.values()]
-        errors = [
-            np.where(np.isfinite(w), y - x, 0)
-            for (x, y), w in zip(pairs, bounds, strict=True)
-        ]
-        taken = chosen(errors, bounds, choices.examples)
+        taken = choices.read_off(list(limits), wanted, found, limits)
         if taken is None:
             return own, ()
-        examples, moves = taken
-        for path, (x, _), move in zip(limits, pairs, moves, strict=True):
-            wanted[path] = (x + move).astype(wanted[path].dtype)
+        words, change = taken
+        for number, path in enumerate(limits):
+            leaf = in_double(wanted[path]) + change.get(number, 0.0)
+            wanted[path] = leaf.astype(wanted[path].dtype)
         rows = self._rows(name, answer, measured, peers, wanted=wanted)
         if not all(row.ratio <= 1 for row in rows):
             return own, ()
-        where = f"in example {choices.listed(examples)}"
-        if choices.factor > 1:
-            where = "in the batch"
-        told = (
-            f"{name}: decides otherwise than one device {where}, within rounding: it "
-            f"is compared with the gradient of its own decisions"
-        )
-        return rows, (told,)
+        return rows, (f"{name}: {words}",)
 
     def _distance(self, answer: Answer) -> float:
         """How far the worst leaf is off, over the width of most bounds."""

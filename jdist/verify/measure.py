@@ -24,7 +24,6 @@ decisions, those examples are looked for whose decisions rounding may turn: see
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -70,6 +69,7 @@ from jdist.verify.evaluation import (
     PrecisionPair,
     Recording,
     RoundedSideNeeded,
+    chosen,
     drawn_form,
     rounding_note,
     rounds_as_drawn,
@@ -130,11 +130,13 @@ class Choices(NamedTuple):
     factor: float = 1.0
     rows: np.ndarray | None = None
 
-    def undecided(self, number: int, limit: Limit) -> Limit:
-        """The limit of a result with what other choices explain."""
+    def undecided(self, number: int, limit: Limit | None) -> Limit | None:
+        """The limit of a result with what other choices explain; None of an integer."""
         own = self.changes.get(number)
         if own is None:
             return limit
+        if limit is None:
+            limit = Limit(np.full(own.total.shape, 0.5), np.abs(own.total))
         entries = own.total.size
         explained = choices_bound(entries, NATURAL, own.total, own.largest, own.square)
         norms = own.total_norm, own.largest_norm, own.square_norm
@@ -143,10 +145,52 @@ class Choices(NamedTuple):
         found = Undecided(factor * explained, factor * in_norm, self.words)
         return limit._replace(undecided=found)
 
-    def of_leaves(self, limits: dict[str, Limit | None]) -> dict[str, Limit | None]:
-        """The same of each leaf, by path."""
-        numbers = itertools.count(1)
-        return {k: x and self.undecided(next(numbers), x) for k, x in limits.items()}
+    def of_leaves(
+        self, limits: Mapping[str, Limit | None], results: Sequence[str] = ()
+    ) -> dict[str, Limit | None]:
+        """The same of each leaf by path.
+
+        `results` are the paths of all results in order; of none these are the loss and
+        the floating leaves.
+        """
+        results = results or ["", *(path for path, x in limits.items() if x)]
+        each = ((n, p) for n, p in enumerate(results) if p in limits)
+        return {**limits, **{p: self.undecided(n, limits[p]) for n, p in each}}
+
+    def read_off(
+        self,
+        paths: Sequence[str],
+        wanted: Mapping[str, Any],
+        found: Mapping[str, Any],
+        limits: Mapping[str, Limit | None],
+    ) -> tuple[str, Choice] | None:
+        """The choices by which a candidate's leaves are right; None if by none.
+
+        Args:
+          paths: The leaves that results are, in their order.
+          wanted: The reference's leaves by path.
+          found: The candidate's; those of other shapes do not tell.
+          limits: Limits of the leaves; None for integers.
+
+        Returns:
+          A note on it, and the changes of results by the candidate's choices.
+        """
+        errors, bounds = {}, {}
+        for number, path in enumerate(paths):
+            own, other, limit = wanted[path], found.get(path), limits[path]
+            if other is not None and np.shape(other) == np.shape(own):
+                # An entry without a bound decides about no choice.
+                bound = np.full(np.shape(own), 0.5 if limit is None else limit.bound)
+                bounds[number] = bound = np.where(bound > 0, bound, np.inf)
+                error = in_double(other) - in_double(own)
+                errors[number] = np.where(np.isfinite(bound), error, 0)
+        taken = chosen(errors, bounds, self.examples)
+        if taken is None or not taken[0]:
+            return None
+        examples, change = taken
+        where = "" if self.factor > 1 else f" in example {self.listed(examples)}"
+        words = f"decides otherwise than one device{where}, within rounding"
+        return f"{words}: the reference takes its choices", change
 
     def listed(self, examples: Sequence[int]) -> str:
         """The numbers of some examples in the batch that was given."""
@@ -179,7 +223,7 @@ class Measured(NamedTuple):
             return self
         return self._replace(
             limits=choices.of_leaves(self.limits),
-            loss_limit=choices.undecided(0, self.loss_limit),
+            loss_limit=choices.undecided(0, self.loss_limit) or self.loss_limit,
             notes=(*self.notes, choices.note),
         )
 
@@ -595,6 +639,36 @@ def _pairs(params: PyTree) -> list[Any]:
         ]
 
 
+def choices_in(
+    function: Callable[..., PyTree],
+    state: PyTree,
+    others: Sequence[np.ndarray],
+    given: tuple[PyTree, ...],
+    accumulation: DTypeLike | None,
+) -> Choices:
+    """Decisions that rounding may turn in a step, whose batch is one term.
+
+    Args:
+      function: `function(state, *given) -> results`.
+      state: The state before the step.
+      others: Each floating leaf of the states of right trainers, in float64; the first
+        is exact.
+      given: Further arguments.
+      accumulation: The dtype in which sums of 16-bit numbers are accumulated.
+    """
+    program = jax.make_jaxpr(function)(state, *given)
+    pieces, each = Pieces(program, accumulation, {}), []
+    for own in zip(*others, strict=True):
+        rest, leaves = iter(own), jax.tree.leaves(state)
+        pairs = (PrecisionPair(x, next(rest)) if is_inexact(x) else x for x in leaves)
+        each.append([*pairs, *jax.tree.leaves(given)])
+    found = OtherChoices(pieces, drawn_form(program), several=False)
+    if pieces.decisions:
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            found.add(each[0], np.zeros(1, int), np.ones(1), 1, each[1:])
+    return _choices(found, np.ones(()), None)
+
+
 def _choices(
     found: OtherChoices, shares: np.ndarray, rows: np.ndarray | None
 ) -> Choices:
@@ -602,7 +676,7 @@ def _choices(
     several, names = len(found.examples), ", ".join(sorted(found.pieces.decisions))
     if not several:
         return Choices()
-    words, factor = f"the batch has decisions that rounding may turn ({names})", 2.0
+    words, factor = f"there are decisions that rounding may turn ({names})", 2.0
     where = ""
     if shares.ndim > 0:
         have = "have decisions" if several > 1 else "has a decision"

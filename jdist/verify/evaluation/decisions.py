@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ from jdist.verify.evaluation.piecewise import BOTH, Form, Pieces, Recording
 # Runs with errors of natural size; pairs of runs with larger ones, and how much larger.
 NATURAL, PAIRS, WITHIN = 8, 4, 8.0
 
-# Examples whose other choices are kept one by one, and how many of each.
+# Examples whose other choices are kept one by one, and how many of each; of a batch
+# that is one term twice as many.
 FEW, KEPT = 8, 4
 
 Choice = Mapping[int, np.ndarray]
@@ -101,6 +102,7 @@ class OtherChoices:
         numbers: np.ndarray,
         shares: np.ndarray,
         seed: int,
+        moved: Sequence[Sequence[Value]] = (),
     ) -> None:
         """Adds examples; to be called with 64-bit types enabled.
 
@@ -110,6 +112,8 @@ class OtherChoices:
           shares: Their shares, by which result 0, the loss, is multiplied; 0 for those
             that do not count.
           seed: Seed of the errors.
+          moved: The arguments that other right programs may have, for the free runs in
+            turn; none if they are the same.
         """
         recorded: Recording = {}
         # As examples are measured, which is compiled already.
@@ -117,10 +121,11 @@ class OtherChoices:
         self.pieces.run(leaves, both, recording=recorded, receive=lambda *_: None)
         usual = self._results(leaves, recorded)
         found: dict[int, _Range] = {}
-        for amplitude, own in _errors(seed):
+        begin = itertools.cycle(moved or [leaves])
+        for (amplitude, own), given in zip(_errors(seed), begin, strict=False):
             free: Recording = {}
             self.pieces.run(
-                leaves,
+                given,
                 self.form,
                 amplitude=amplitude,
                 seed=own,
@@ -160,7 +165,8 @@ class OtherChoices:
     def _keep(self, choices: Mapping[int, Choice]) -> None:
         for example, own in choices.items():
             kept = self.examples.setdefault(example, [])
-            few = len(self.examples) <= FEW and len(kept) < KEPT
+            most = KEPT if self.several else 2 * KEPT
+            few = len(self.examples) <= FEW and len(kept) < most
             if few and not any(_same(own, other) for other in kept):
                 kept.append(own)
         if len(self.examples) > FEW:
@@ -222,46 +228,46 @@ def _same(first: Choice, second: Choice) -> bool:
 
 
 def chosen(
-    errors: Sequence[np.ndarray],
-    bounds: Sequence[np.ndarray],
-    examples: Mapping[int, Sequence[Choice]],
-) -> tuple[list[int], list[np.ndarray]] | None:
+    errors: Choice, bounds: Choice, examples: Mapping[int, Sequence[Choice]]
+) -> tuple[list[int], Choice] | None:
     """The choices that explain differences to rounding; None if none do.
 
     Args:
       errors: A candidate's results without the reference's, by number.
-      bounds: The largest differences that rounding explains, above 0.
+      bounds: The largest differences that rounding explains, above 0, likewise.
       examples: The examples' other choices.
 
     Returns:
       The examples in which the candidate chooses otherwise than the reference, and the
-      differences by these choices.
+      changes of all results by these choices.
     """
-    left, rest, taken = list(errors), dict(examples), []
-    while any((np.abs(x) > own).any() for x, own in zip(left, bounds, strict=True)):
-        moves = [
-            (_distance(own, bounds), example, own)
+    change: Choice = {}
+    left, rest, taken = errors, dict(examples), []
+    while any((np.abs(left[number]) > own).any() for number, own in bounds.items()):
+        moves = (
+            (_distance(_plus(left, first, second), bounds), example, first, second)
             for example, choices in rest.items()
             # Either of the two may have made the recorded choice, or none.
             for first, second in itertools.permutations([{}, *choices], 2)
-            for own in [_moved(left, first, second)]
-        ]
-        distance, example, moved = min(moves, key=lambda x: x[0], default=(0, 0, None))
-        if moved is None or not distance < _distance(left, bounds):
+        )
+        found = min(moves, key=lambda x: x[0], default=None)
+        if found is None or not found[0] < _distance(left, bounds):
             return None
-        left = moved
+        _, example, first, second = found
+        left, change = _plus(left, first, second), _plus(change, second, first)
         taken.append(example)
         del rest[example]
-    return sorted(taken), [x - y for x, y in zip(errors, left, strict=True)]
+    return sorted(taken), change
 
 
-def _moved(errors: Sequence[np.ndarray], first: Choice, second: Choice) -> list[Any]:
-    return [
-        x + first.get(number, 0.0) - second.get(number, 0.0)
-        for number, x in enumerate(errors)
-    ]
+def _plus(own: Choice, first: Choice, second: Choice) -> Choice:
+    """Own results with those of the first choice, without those of the second."""
+    numbers, none = {*own, *first, *second}, np.zeros(())
+    return {
+        n: own.get(n, none) + first.get(n, none) - second.get(n, none) for n in numbers
+    }
 
 
-def _distance(errors: Sequence[np.ndarray], bounds: Sequence[np.ndarray]) -> float:
-    pairs = zip(errors, bounds, strict=True)
-    return float(sum(np.sum(np.abs(x / own) ** 2) for x, own in pairs))
+def _distance(errors: Choice, bounds: Choice) -> float:
+    each = (np.abs(errors[number] / own) ** 2 for number, own in bounds.items())
+    return float(sum(map(np.sum, each)))

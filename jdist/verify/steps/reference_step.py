@@ -28,6 +28,7 @@ from jdist.verify.arguments import check_references
 from jdist.verify.bound import confidence
 from jdist.verify.draws import made_of_batch
 from jdist.verify.evaluation import (
+    Choice,
     Perturbation,
     PrecisionPair,
     is_tiny,
@@ -35,10 +36,12 @@ from jdist.verify.evaluation import (
     rounding_note,
     run,
 )
-from jdist.verify.measure import magnified
+from jdist.verify.measure import choices_in, magnified
 from jdist.verify.steps.trajectory import (
     FOLLOWED,
     Moment,
+    OtherSteps,
+    changed,
     limits_of,
     named,
     on_host,
@@ -125,32 +128,42 @@ class ReferenceStep:
         @cache
         def compiled(tiny: bool) -> Callable[..., Any]:
             options = quick_to_compile(tiny)
-            return jax.jit(
-                self._moved, static_argnums=(0, 1, 2), compiler_options=options
-            )
+            jitted = partial(jax.jit, static_argnums=(0, 1, 2))
+            return jitted(self._moved, compiler_options=options)
 
-        for t, batch in enumerate(batches):
-            program = advance.trace(state, batch).jaxpr
-            factor = magnified(program)
-            before = [wide[0] for wide in others]
-            leaves = jax.tree.leaves((state, batch))
-            with double_precision(), jax.numpy_dtype_promotion("standard"):
-                # One seed for each followed trainer and step.
-                seed = jnp.uint32(t * (FOLLOWED + 1))
-                moved = compiled(is_tiny(program))
-                found = moved(program, factor, accumulation, leaves, others, seed)
-                others, sizes = jax.tree.map(np.asarray, found)
-            after = advance(state, batch)
-            wanted = on_host(named_state(after))
-            # Perturbations of an all-float64 program are `factor` times too large.
-            near = [x[:1] + (x - x[:1]) / factor for x in others]
-            limits, moves = limits_of(wanted, near, (origin, before), sizes, t + 1)
-            earlier = on_host(named_state(state))
-            notes = rounding_note(program)
-            yield Moment(
-                earlier, wanted, limits, moves, sized(moves, sizes), notes=notes
-            )
-            state = after
+        def steps(
+            begin: int, state: PyTree, others: list[np.ndarray], change: Choice
+        ) -> Iterator[Moment]:
+            for t, batch in enumerate(batches[begin:], begin):
+                program = advance.trace(state, batch).jaxpr
+                factor = magnified(program)
+                before = [wide[0] for wide in others]
+                leaves = jax.tree.leaves((state, batch))
+                with double_precision(), jax.numpy_dtype_promotion("standard"):
+                    # One seed for each followed trainer and step.
+                    seed = jnp.uint32(t * (FOLLOWED + 1))
+                    moved, given = compiled(is_tiny(program)), (leaves, others, seed)
+                    found = moved(program, factor, accumulation, *given)
+                    wide, sizes = jax.tree.map(np.asarray, found)
+                after, wide = changed(advance(state, batch), wide, change)
+                wanted = on_host(named_state(after))
+                # Perturbations of an all-float64 program are `factor` times too large.
+                near = [x[:1] + (x - x[:1]) / factor for x in wide]
+                limits, moves = limits_of(wanted, near, (origin, before), sizes, t + 1)
+                taken = self.advance, state, others, (batch,), accumulation
+                otherwise = OtherSteps(
+                    cache(partial(choices_in, *taken)),
+                    [path for path, x in wanted.items() if x is not None],
+                    partial(steps, t, state, others),
+                )
+                made = on_host(named_state(state)), wanted, limits, moves
+                moment = Moment(
+                    *made, sized(moves, sizes), notes=rounding_note(program)
+                )
+                yield moment._replace(otherwise=otherwise)
+                state, others, change = after, wide, {}
+
+        return steps(0, state, others, {})
 
     def _moved(
         self,

@@ -14,6 +14,7 @@ of 32 bits and more, where it is harmless. In 16 bits it is what is looked for.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +30,11 @@ from jdist._tree import PyTree, is_inexact
 from jdist.verify.arguments import check_references
 from jdist.verify.bound import Limit, Sums, accumulated, in_double, measured_bound
 from jdist.verify.comparison import compare_leaves
-from jdist.verify.evaluation import Perturbation, PrecisionPair, run
-from jdist.verify.measure import magnified
+from jdist.verify.evaluation import Choice, Perturbation, PrecisionPair, run
+from jdist.verify.measure import Choices, choices_in, magnified
 from jdist.verify.processes import brought, on_one_device
 from jdist.verify.report import LeafReport, Report
-from jdist.verify.steps.trajectory import named, on_host
+from jdist.verify.steps.trajectory import changed, named, on_host
 
 DRAWS = 32
 LASTING = 8
@@ -88,26 +89,28 @@ def drift(
     runs = {"update": (update, state)} | dict(candidates or {})
     _check(runs, gradients, candidates or {})
     with on_one_device(state, gradients):
-        live = {
-            name: _Run(name, own, brought(jax.tree.map(jnp.asarray, start)))
-            for name, (own, start) in runs.items()
-        }
 
-        def arrays(gradient: PyTree) -> PyTree:
+        def arrays(tree: PyTree) -> PyTree:
             # Before x64 is enabled, which would give NumPy arrays wider dtypes.
-            return brought(jax.tree.map(jnp.asarray, gradient))
+            return brought(jax.tree.map(jnp.asarray, tree))
 
+        live = {k: _Run(k, own, arrays(start)) for k, (own, start) in runs.items()}
         own = live["update"]
         exact = _Exact(own, arrays(gradients[0]))
+        references = dict.fromkeys(live, exact)
         for t, gradient in enumerate(map(arrays, gradients), 1):
-            exact.step(own, gradient, t)
-            # It goes on where it is wrong: it decides for the others.
-            for each in (x for x in live.values() if x is own or not x.failed):
-                each.step(gradient)
-            wanted, limits = exact.limits(own)
-            for each in (x for x in live.values() if not x.failed):
-                each.compare(wanted, limits, exact, f"{t} of {len(gradients)}")
-    return Report(tuple(row for own in live.values() for row in own.rows))
+            # The update goes on where it is wrong: it decides for the others.
+            for reference in dict.fromkeys((exact, *references.values())):
+                reference.step(gradient, t)
+            for name, each in live.items():
+                if each is not own and not each.ended():
+                    each.step(gradient)
+                if not each.ended():
+                    when = f"{t} of {len(gradients)}"
+                    references[name] = each.judged(references[name], when)
+    rows = tuple(row for each in live.values() for row in each.rows)
+    notes = tuple(note for each in live.values() for note in each.notes)
+    return Report(rows, notes=notes)
 
 
 def _check(
@@ -137,13 +140,13 @@ class _Run:
     def __init__(self, name: str, update: Update, state: tuple[PyTree, PyTree]) -> None:
         self.name, self.update, self.state = name, jax.jit(update), tuple(state)
         self.rows: tuple[LeafReport, ...] = ()
+        self.notes: tuple[str, ...] = ()
         self._moved = dict[str, np.ndarray]()
         self._steps = 0
 
-    @property
-    def failed(self) -> bool:
-        """Whether it was wrong after a step."""
-        return any(row.problem for row in self.rows)
+    def ended(self) -> bool:
+        """Whether it differed after a step."""
+        return any(row.problem or row.ratio > 1 for row in self.rows)
 
     def leaves(self) -> dict[str, Any]:
         """Its parameters and state by path, on the host."""
@@ -156,17 +159,33 @@ class _Run:
         params, opt_state = self.state
         self.state = self.update(params, gradient, opt_state)
         self._steps += 1
+        self._moved = dict(self._moved)
         for path, new in self.leaves().items():
             if path in before and np.shape(new) == np.shape(before[path]):
                 last = self._moved.get(path, np.zeros(np.shape(new), int))
                 self._moved[path] = np.where(new != before[path], self._steps, last)
 
-    def compare(
-        self,
-        wanted: Mapping[str, Any],
-        limits: Mapping[str, Limit | None],
-        reference: "_Exact",
-        when: str,
+    def judged(self, reference: "_Exact", when: str) -> "_Exact":
+        """Makes the rows after this step; returns its reference from now on."""
+        wanted, limits = reference.limits()
+        self._compare(wanted, limits, reference, when)
+        if not self.ended() or self is reference.own:
+            return reference
+        choices, results = reference.choices(), list(reference.dtypes)
+        if taken := choices.read_off(results, wanted, self.leaves(), limits):
+            other = reference.changed(taken[1])
+            self._compare(*other.limits(), other, when)
+            if not self.ended():
+                self.notes += (f"{self.name}: after step {when}: {taken[0]}",)
+                return other
+        if choices.examples:
+            limits = choices.of_leaves(limits, results)
+            self._compare(wanted, limits, reference, when)
+            self.notes += (f"{self.name}: after step {when}: {choices.note}",)
+        return reference
+
+    def _compare(
+        self, wanted: Mapping[str, Any], limits: Any, reference: "_Exact", when: str
     ) -> None:
         """Makes the rows after this step."""
         leaves = self.leaves()
@@ -200,12 +219,13 @@ class _Exact:
     """The update in float64, exact and perturbed.
 
     Attributes:
+      own: The update in its own precision.
       dtypes: The dtype of each of its own leaves.
       hidden: Why a leaf says nothing after the last step, by path.
     """
 
     def __init__(self, own: _Run, gradient: PyTree) -> None:
-        params, opt_state = own.state
+        self.own, (params, opt_state) = own, own.state
         self.program = own.update.trace(params, gradient, opt_state).jaxpr
         check_references("drift(update=...)", self.program)
         self.factor = magnified(self.program)
@@ -216,18 +236,35 @@ class _Exact:
         count = 1 + DRAWS + LASTING
         self.wide = [np.stack([x] * count) for x in self.start.values()]
 
-    def step(self, own: _Run, gradient: PyTree, t: int) -> None:
-        """Takes a step; `own` is the update in its own precision, before it."""
+    def step(self, gradient: PyTree, t: int) -> None:
+        """Takes a step, exactly and in its own precision."""
+        own = self.own
+        self._before = own.state, self.wide, (gradient,)
         given = jax.tree.leaves((own.state, gradient))
         count = len(jax.tree.leaves(own.state[0])), len(jax.tree.leaves(own.state))
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             seed = jnp.uint32(t)
             found = _moved(self.program, count, self.factor, given, self.wide, seed)
             self.wide = jax.tree.map(np.asarray, found)
+        own.step(gradient)
 
-    def limits(self, own: _Run) -> tuple[dict[str, Any], dict[str, Limit | None]]:
-        """The leaves after a step and their limits; `own` is after it, too."""
-        wanted, values = own.leaves(), dict(zip(self.start, self.wide, strict=True))
+    def choices(self) -> Choices:
+        """Decisions within rounding in the last step: changes of its leaves."""
+        update = self.own.update
+        step = lambda own, moves: update(own[0], moves, own[1])  # noqa: E731
+        return choices_in(step, *self._before, None)
+
+    def changed(self, change: Choice) -> "_Exact":
+        """Another one, whose leaves have changed by their numbers."""
+        other = copy(self)
+        other.own, other.hidden = copy(self.own), {}
+        other.own.state, other.wide = changed(self.own.state, self.wide, change)
+        return other
+
+    def limits(self) -> tuple[dict[str, Any], dict[str, Limit | None]]:
+        """The leaves after a step and their limits."""
+        wanted = self.own.leaves()
+        values = dict(zip(self.start, self.wide, strict=True))
         limits = {p: self._limit(p, values[p]) if p in values else None for p in wanted}
         return {**wanted, **{p: x[0] for p, x in values.items()}}, limits
 

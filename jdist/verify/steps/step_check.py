@@ -522,16 +522,22 @@ def _judged(
     steps: _Steps, peers: Peers, name: str, candidate: Callable[..., Any]
 ) -> tuple[tuple[LeafReport, ...], tuple[Attribution, ...], tuple[str, ...]]:
     """The rows after the first wrong step or the last, what was wrong, and notes."""
-    given = steps.start
+    given, moments = steps.start, list(steps.moments)
     rows: tuple[LeafReport, ...] = ()
     notes: tuple[str, ...] = ()
-    for number, (batch, moment) in enumerate(
-        zip(steps.batches, steps.moments, strict=True), 1
-    ):
+    for number, batch in enumerate(steps.batches, 1):
+        moment = moments[number - 1]
         call = partial(steps.call, peers, moment, name, candidate, given, batch)
         shown = call()
         rows = _rows(name, moment, shown, peers)
         if any(row.ratio > 1 for row in rows):
+            rows, again, told = _decided(name, moment, shown, peers, rows)
+            moments[number - 1 :] = again or moments[number - 1 :]
+            notes += tuple(f"step {number}: {note}" for note in told)
+            if not again and not any(row.problem for row in rows):
+                # Later steps would start from other choices than the reference's.
+                return rows, (), notes + _unseen(name, shown)
+        if any(row.ratio > 1 and row.problem for row in rows):
 
             def answers(
                 first: _Shown = shown, again: Callable[[], _Shown] = call
@@ -543,7 +549,7 @@ def _judged(
                     yield _returned(again())
 
             drawn = (steps.draws, *brought((steps.start[0], batch)))
-            why, notes = excuse(
+            why, unsure = excuse(
                 name,
                 candidate,
                 (*given, batch),
@@ -555,6 +561,7 @@ def _judged(
             if why:
                 # Later steps would start from other parameters than the reference's.
                 return _rows(name, moment, shown, peers, why), (), ()
+            notes += unsure
         if any(row.problem for row in rows):
             causes = steps.attributed(rows, shown.leaves, moment, number)
             if len(steps.batches) > 1:
@@ -567,6 +574,35 @@ def _judged(
         # A candidate continues from its own state, as in a training run.
         given = shown.then
     return rows, (), notes + _unseen(name, shown)
+
+
+def _decided(
+    name: str,
+    moment: Moment,
+    shown: _Shown,
+    peers: Peers,
+    rows: tuple[LeafReport, ...],
+) -> tuple[tuple[LeafReport, ...], list[Moment], tuple[str, ...]]:
+    """The rows of a candidate that may decide otherwise within rounding, and a note.
+
+    With them the reference's steps from this one on by the choices of the candidate;
+    none where it is compared with the reference's own.
+    """
+    other, wanted, limits = moment.otherwise, moment.wanted, moment.limits
+    if other is None or not (choices := other.choices()).examples:
+        return rows, [], ()
+    # Over several processes no host has whole leaves.
+    alone, results = peers.size == 1, other.results
+    if taken := alone and choices.read_off(results, wanted, shown.leaves, limits):
+        words, change = taken
+        again = list(other.again(change))
+        own = _rows(name, again[0], shown, peers)
+        if all(row.ratio <= 1 for row in own):
+            return own, again, (f"{name} {words}",)
+    moment = moment._replace(limits=choices.of_leaves(limits, results))
+    # Nothing is known of values inside an update.
+    shown = shown._replace(kept=(*shown.kept, VALUES))
+    return _rows(name, moment, shown, peers), [], (choices.note,)
 
 
 def _returned(shown: _Shown) -> dict[str, Any]:

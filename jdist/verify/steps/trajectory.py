@@ -31,8 +31,16 @@ from jax.typing import ArrayLike, DTypeLike
 from jdist._compat import double_precision, fast_in_loops
 from jdist._tree import PyTree, is_inexact, merge, named_leaves, split_inexact, words
 from jdist.verify.arguments import check_references
-from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff, wide_of
+from jdist.verify.bound import (
+    EXTRA,
+    Limit,
+    confidence,
+    in_double,
+    unit_roundoff,
+    wide_of,
+)
 from jdist.verify.evaluation import (
+    Choice,
     Perturbation,
     PrecisionPair,
     Value,
@@ -41,7 +49,7 @@ from jdist.verify.evaluation import (
     rounding_note,
     run,
 )
-from jdist.verify.measure import Counted, Measured, ReducedLoss
+from jdist.verify.measure import Choices, Counted, Measured, ReducedLoss, choices_in
 from jdist.verify.oracle import reduced
 from jdist.verify.steps.tapped_values import SeenValues, value_path
 from jdist.verify.tracing import TapRecording
@@ -98,6 +106,14 @@ class Training(NamedTuple):
         (loss, new), slope = jax.value_and_grad(objective, has_aux=True)(trainable)
         return loss, slope, new
 
+    def step(
+        self, state: tuple[PyTree, ...], batch: PyTree, weights: ArrayLike | None
+    ) -> tuple[PyTree, ...]:
+        """The gradient, and the state after the step."""
+        params, opt_state, states = state
+        _, gradient, new = self.gradient(params, batch, weights, states)
+        return gradient, *self.update(params, gradient, opt_state), new
+
 
 class Composed(NamedTuple):
     """The inputs and the program of an update.
@@ -109,6 +125,20 @@ class Composed(NamedTuple):
 
     inputs: tuple[PyTree, PyTree, PyTree]
     update: ClosedJaxpr
+
+
+class OtherSteps(NamedTuple):
+    """A step of the reference in which decisions within rounding are made otherwise.
+
+    Attributes:
+      choices: Measures these decisions: changes of the step's results.
+      results: The paths of the results, in their order.
+      again: The step and those after it, given the changes of results.
+    """
+
+    choices: Callable[[], Choices]
+    results: Sequence[str]
+    again: Callable[[Choice], Iterable["Moment"]]
 
 
 class InParts(NamedTuple):
@@ -141,6 +171,7 @@ class Moment(NamedTuple):
       stale: The gradient that the parameters of the step before have on its batch, and
         the steps that the update makes of it; empty in the first step.
       notes: On the step's programs.
+      otherwise: The step by other choices, and those after it.
     """
 
     before: Mapping[str, Any]
@@ -152,6 +183,7 @@ class Moment(NamedTuple):
     stale: Mapping[str, np.ndarray] = MappingProxyType({})
     in_parts: Callable[[], Iterable[InParts]] = tuple
     notes: tuple[str, ...] = ()
+    otherwise: OtherSteps | None = None
 
 
 class _Taken(NamedTuple):
@@ -162,6 +194,26 @@ class _Taken(NamedTuple):
     batch: tuple[PyTree, Any]
     limits: list[Limit]
     """The limit of each floating leaf of the gradient."""
+    change: list[Any]
+    """How other choices change it."""
+
+
+class _Begin(NamedTuple):
+    """The begin of one of the reference's steps.
+
+    Attributes:
+      programs: Of gradient and update; what counts and measures a batch.
+      state: Parameters, optimizer state and model state.
+      others: The leaves of the trainers that are followed.
+      number: The number of steps before.
+      earlier: The parameters before the last of them.
+    """
+
+    programs: tuple[Any, ...]
+    state: tuple[PyTree, PyTree, PyTree]
+    others: list[np.ndarray]
+    number: int = 0
+    earlier: PyTree = None
 
 
 def named(params: PyTree, opt_state: PyTree, states: PyTree) -> dict[str, Any]:
@@ -173,6 +225,8 @@ def trajectory(
     training: Training,
     start: tuple[PyTree, PyTree, PyTree],
     batches: Sequence[tuple[PyTree, Any]],
+    begin: _Begin | None = None,
+    change: Choice = MappingProxyType({}),
 ) -> Iterator[Moment]:
     """Yields the reference's steps in order.
 
@@ -180,25 +234,29 @@ def trajectory(
       training: The training run.
       start: Parameters, optimizer state and model state.
       batches: A batch and its weights for each step.
+      begin: The step to begin with; None for the first one.
+      change: The changes of that step's results by other choices.
     """
-    gradient_of = jax.jit(training.gradient)
-    updated = jax.jit(training.update)
-    seen: SeenValues | None = None
-    counted, measure = _measurement(training)
     # Before x64 is enabled, which would give NumPy arrays wider dtypes.
     start, batches = jax.tree.map(jnp.asarray, (start, batches))
-    state = start
-    earlier: PyTree = None
-    others = starts(start)
-    origin = [wide[0] for wide in others]
-    for t, weighted in enumerate(batches):
-        params, opt_state, states = state
+    origin = [wide[0] for wide in starts(start)]
+    compiled = jax.jit(training.gradient), jax.jit(training.update)
+    programs = *compiled, *_measurement(training)
+    begin = begin or _Begin(programs, start, starts(start))
+    seen: SeenValues | None = None
+    for t, weighted in enumerate(batches[begin.number :], begin.number):
+        gradient_of, updated, counted, measure = begin.programs
+        (params, opt_state, states), others = begin.state, begin.others
         batch, own, _ = given = counted(params, *weighted)
         # At the reference's parameters: the others are moved in lockstep with it.
         _, gradient, new = gradient_of(params, batch, own, states)
-        measured = measure(state, given, gradient)
+        measured = measure(begin.state, given, gradient)
         known = [x for x in measured.limits.values() if x is not None]
-        taken = _Taken(state, gradient, (batch, own), known)
+        # The update makes the others of the gradient.
+        results = gradient, params, opt_state, new
+        (gradient, *_, new), _ = changed(results, (), change)
+        by_choice = [change.get(n, 0.0) for n in range(len(known))]
+        taken = _Taken(begin.state, gradient, (batch, own), known, by_choice)
         given_to = params, batch, own, states
         # Taps are part of a program only if it is traced during a recording.
         with TapRecording():
@@ -214,27 +272,56 @@ def trajectory(
         limits, moves = limits_of(wanted, others, (origin, before), sizes, t + 1)
         values, bounds = _values(seen, t + 1)
         gradients = named_leaves({"gradient": gradient})
-        stale: dict[str, np.ndarray] = {}
-        if earlier is not None:
-            # The gradient of a trainer that misses the last update.
-            _, old, _ = gradient_of(earlier, batch, own, states)
-            stale = _stale(params, old, updated(params, old, opt_state)[0])
         yield Moment(
-            on_host(named(*state)),
+            on_host(named(*begin.state)),
             {**on_host(gradients), **values, **wanted},
             {**_gradient_limits(gradients, measured, slopes), **bounds, **limits},
             moves,
             sized(moves, sizes),
             Composed((params, gradient, opt_state), traced[1]),
-            stale,
-            partial(_in_parts, training, gradient_of, state, weighted),
+            _stale(begin, batch, own),
+            partial(_in_parts, training, gradient_of, begin.state, weighted),
             rounding_note(*traced),
+            OtherSteps(
+                cache(partial(_choices, training, measured, begin, (batch, own))),
+                [p for p, x in {**gradients, **wanted}.items() if x is not None],
+                partial(trajectory, training, start, batches, begin),
+            ),
         )
-        earlier, state = params, after
+        begin, change = _Begin(begin.programs, after, others, t + 1, params), {}
 
 
-def _stale(params: PyTree, gradient: PyTree, moved: PyTree) -> dict[str, np.ndarray]:
-    """A gradient of other parameters, and the steps that it makes, by path."""
+def _choices(
+    training: Training, measured: Measured, begin: _Begin, given: tuple[PyTree, Any]
+) -> Choices:
+    """Decisions within rounding in a step; in words those of the loss's examples."""
+    state, others, accumulation = begin.state, begin.others, training.accumulation
+    found = choices_in(training.step, state, others, given, accumulation)
+    told = measured.choices()
+    return found._replace(words=told.words, note=told.note) if told.words else found
+
+
+def changed(
+    tree: PyTree, others: Sequence[Any], change: Choice
+) -> tuple[PyTree, list[Any]]:
+    """A tree whose leaves have changed, by their numbers, and its followed leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    floating = [number for number, x in enumerate(leaves) if is_inexact(x)]
+    for number, move in change.items():
+        own = leaves[number]
+        leaves[number] = jnp.asarray((in_double(own) + move).astype(own.dtype))
+    moved = [x + change.get(n, 0.0) for x, n in zip(others, floating, strict=False)]
+    return jax.tree.unflatten(structure, leaves), moved
+
+
+def _stale(begin: _Begin, batch: PyTree, weights: Any) -> dict[str, np.ndarray]:
+    """The gradient of a trainer that misses the last update, and its step, by path."""
+    if begin.earlier is None:
+        return {}
+    gradient_of, updated, *_ = begin.programs
+    params, opt_state, states = begin.state
+    _, gradient, _ = gradient_of(begin.earlier, batch, weights, states)
+    moved = updated(params, gradient, opt_state)[0]
     pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
     steps = [new - old if is_inexact(old) else None for new, old in pairs]
     tree = {
@@ -417,13 +504,14 @@ def _shifted(
     # rbg compiles faster than the default.
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     shifted = []
-    for key, own, slope, limit in zip(keys, leaves, slopes, taken.limits, strict=True):
+    each = zip(keys, leaves, slopes, taken.limits, taken.change, strict=True)
+    for key, own, slope, limit, change in each:
         sign = jax.random.rademacher(key, own.shape, jnp.float64)
         if together:
             outwards = jnp.sign(slope.wide)
             own_way = [number == 1, number == 2]
             sign = jnp.select(own_way, [outwards, -outwards], sign)
-        wide = slope.wide + jnp.where(number != 0, sign * limit.bound, 0)
+        wide = slope.wide + change + jnp.where(number != 0, sign * limit.bound, 0)
         size = jnp.broadcast_to(jnp.asarray(limit.size, jnp.float64), own.shape)
         shifted.append(PrecisionPair(own, wide, size))
     return shifted
