@@ -29,7 +29,6 @@ from jdist.autograd.contexts import (
     retrieve_context,
 )
 from jdist.autograd.engine.backward import backward
-from jdist.autograd.engine.events import Event, record_events
 from jdist.autograd.engine.replicated import replicated, unreplicate
 from jdist.autograd.install import install as _install
 from jdist.autograd.nnx_module import TrainableModule
@@ -54,7 +53,6 @@ __all__ = [
     "Context",
     "ContextNotFound",
     "DistributedOptimizer",
-    "Event",
     "Graph",
     "GraphFreed",
     "Recorded",
@@ -69,7 +67,6 @@ __all__ = [
     "eager",
     "get_gradients",
     "graph",
-    "record_events",
     "remote_call",
     "replicated",
     "retrieve_context",

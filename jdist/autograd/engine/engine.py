@@ -23,8 +23,6 @@ import jax
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree
 from jdist.autograd.contexts import Container, Context, maker
-from jdist.autograd.engine import events
-from jdist.autograd.engine.events import Event, note
 from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
@@ -487,9 +485,6 @@ class LocalPass:
         starts += sends.values()
         self._awaited = sends
         self._sweep = sweep = Sweep(starts)
-        if events.recordings:
-            counts = [(node.name, count) for node, count in sweep.counts.items()]
-            note(Event(self._me, events.COUNTED, counts=tuple(counts)))
         for position, ((node, index), cotangent) in enumerate(roots):
             sweep.add(node, index, ((), position, cotangent))
             sweep.arrive(node)
@@ -545,9 +540,6 @@ class LocalPass:
                     f"{node.name} (message {message_id}) has {node.outputs} values, "
                     f"and cotangents for {len(cotangents)} came."
                 )
-            if events.recordings:
-                known = (node.name, message_id, node.worker)
-                note(Event(self._me, events.RECEIVED, *known))
             for index, value in enumerate(cotangents):
                 if value is not None:
                     received = self._container.received(value)
@@ -592,9 +584,6 @@ class LocalPass:
         sweep.pass_on(node, None if cotangents is None else node.pull(cotangents))
         if not self.terms.retain_graph:
             node.release()
-        if events.recordings:
-            known = (node.message_id, node.worker) if type(node) is SendNode else ()
-            note(Event(self._me, events.RAN, node.name, *known))
 
     def _stage(self, node: LeafNode, cotangents: list[Cotangent]) -> None:
         variable = node.variable
@@ -610,8 +599,6 @@ class LocalPass:
                 "know which of their passes it belongs to. Call `backward` on each "
                 "trainer, in a context of its own."
             )
-        if events.recordings:
-            note(Event(self._me, events.ACCUMULATED, node.name))
 
     # --- when none is ready ---
 
@@ -634,7 +621,7 @@ class LocalPass:
         if engager is not None:
             self._answer(engager)
             if self._committed:
-                self._leave()
+                self._engine.forget(self)
         elif self._roots is not None:
             self._quiet()
 
@@ -657,7 +644,7 @@ class LocalPass:
         marks = None if peer in self._told else self._marks
         # Counted before it is sent: the answer may come within the call that sends it.
         self._detector.outstanding += 1
-        self._make_ready(peer, gradients)
+        _make_ready(gradients)
         request = GradientRequest(self.terms, marks, gradients)
         if self._driver == threading.get_ident() and self._inline is None:
             # One request at a time is the driver's own; further ones go by other
@@ -668,24 +655,10 @@ class LocalPass:
 
     def _answer(self, unanswered: UnansweredRequest) -> None:
         gradients = self._outbox.pop(unanswered.peer, [])
-        self._make_ready(unanswered.peer, gradients)
+        _make_ready(gradients)
         answer = GradientAnswer(gradients, self._detector.news())
         # Callbacks of its future run within this step: rpc sends the answer.
         unanswered.complete(answer.pack())
-
-    def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
-        """Waits until the gradients are computed on their device."""
-        for gradient in gradients:
-            for cotangent in gradient.cotangents:
-                if isinstance(cotangent, jax.Array):
-                    # Before it is sent: what fails on a device here must not appear as
-                    # the receiver's.
-                    cotangent.block_until_ready()
-        if events.recordings:
-            worker = self._name_of(peer)
-            for gradient in gradients:
-                known = (f"receive from {worker}", gradient.message_id, worker)
-                note(Event(self._me, events.POSTED, *known))
 
     def _name_of(self, incarnation: int) -> str:
         peer = self._agent.directory.of_incarnation(incarnation)
@@ -706,14 +679,10 @@ class LocalPass:
             told = explain(starving, unreached, self.terms.smart)
             self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
-        self._leave()
+        self._engine.forget(self)
         self.over = True
         for future in self._followers:
             future.set_result(None)
-
-    def _leave(self) -> None:
-        if self._engine.forget(self) and events.recordings:
-            note(Event(self._me, events.ENDED))
 
     def _end(self, failure: PassFailure) -> None:
         """Ends a failed pass: tells all workers and drops its state."""
@@ -729,7 +698,7 @@ class LocalPass:
         for unanswered in waiting:
             if unanswered is not None:
                 unanswered.complete(answer)
-        self._leave()
+        self._engine.forget(self)
         self._engine.tell_failed(self._context, self.terms, failure)
         self.over = True
         followers, error = self._followers, failure.exception()
@@ -738,6 +707,16 @@ class LocalPass:
         ]
         for callback in itertools.chain.from_iterable(callbacks):
             callback()
+
+
+def _make_ready(gradients: list[MessageGradient]) -> None:
+    """Waits until the gradients are computed on their device."""
+    for gradient in gradients:
+        for cotangent in gradient.cotangents:
+            if isinstance(cotangent, jax.Array):
+                # Before it is sent: what fails on a device here must not appear as the
+                # receiver's.
+                cotangent.block_until_ready()
 
 
 def _starving(message_id: int, node: SendNode) -> StarvingSend:
@@ -835,10 +814,10 @@ class Engine:
         with self._lock:
             return list(self._passes.values())
 
-    def forget(self, local_pass: LocalPass) -> bool:
-        """Removes a pass that is over; False if it was removed before."""
+    def forget(self, local_pass: LocalPass) -> None:
+        """Removes a pass that is over."""
         with self._lock:
-            return self._passes.pop(local_pass.terms[:2], None) is not None
+            self._passes.pop(local_pass.terms[:2], None)
 
     def tell_failed(
         self, context: Context, terms: PassTerms, failure: PassFailure
