@@ -17,7 +17,6 @@ FAMILIES = {
     models.ONE_F_ONE_B: pipeline.one_f_one_b,
     models.SPLIT_DRAIN: lambda n, m: pipeline.split_drain(pipeline.one_f_one_b(n, m)),
     models.ZERO_BUBBLE: pipeline.zero_bubble,
-    models.JOINED: pipeline.one_f_one_b,
     models.GPIPE: pipeline.gpipe,
 }
 
@@ -45,10 +44,10 @@ def prepare_one(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
-    """1F1B of a large batch, in three variants, and the whole batch on one core."""
+    """1F1B of a large batch, as it is and split; the whole batch on one core."""
     rpc.init_rpc(f"worker{rank}")
     whole = {models.WHOLE: _whole(models.LARGE)}
-    kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED
+    kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN
     yield piped(models.LARGE, kinds) | _alone(rank, whole)
     rpc.shutdown()
 
@@ -81,8 +80,7 @@ def _pipe(
     kind: str, m: int, places: Any, params: Any, batch: Any
 ) -> tuple[pipeline.Pipeline, Callable[[], Any]]:
     """A pipeline and its step."""
-    made = stages(join_weight_gradients=kind == models.JOINED)
-    pipe = pipeline.Pipeline(made, losses, FAMILIES[kind](2, m), places)
+    pipe = pipeline.Pipeline(stages(), losses, FAMILIES[kind](2, m), places)
     return pipe, functools.partial(pipe.value_and_grad, pipe.place(params), batch)
 
 
@@ -162,10 +160,10 @@ def losses(y: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean((y - batch["target"]) ** 2, axis=1)
 
 
-def stages(**options: Any) -> list[pipeline.Stage]:
+def stages() -> list[pipeline.Stage]:
     """The two halves of the stack as stages."""
     ways = ("x", "h"), ("h", "y")
-    return [pipeline.Stage(layers, (a,), (b,), **options) for a, b in ways]
+    return [pipeline.Stage(layers, (a,), (b,)) for a, b in ways]
 
 
 def stage_params() -> list[Any]:

@@ -13,8 +13,7 @@ WHOLE = "whole batch, one core"
 
 ONE_F_ONE_B, ZERO_BUBBLE, GPIPE = "1F1B", "ZB-H1", "GPipe"
 SPLIT_DRAIN = "1F1B, split drain"
-JOINED = "1F1B, joined weight gradients"
-OWN = (ONE_F_ONE_B, SPLIT_DRAIN, ZERO_BUBBLE, JOINED)
+OWN = (ONE_F_ONE_B, SPLIT_DRAIN, ZERO_BUBBLE)
 """The schedules that are timed beside torch's."""
 
 

@@ -5,8 +5,7 @@ gradient of all parameters. torch.distributed.pipelining runs 1F1B over gloo in 
 run, as it is shipped and with the process settings of `jdist.launch`, one thread a
 process; jdist runs it as published and with its drain split. `unsplit` is the same
 compiled stages with the same micro-batches in one process; `simulated` is 1F1B
-predicted from the costs of a timed run of its own. Joined weight gradients are one
-product each over all micro-batches.
+predicted from the costs of a timed run of its own.
 """
 
 from collections.abc import Mapping
@@ -27,8 +26,6 @@ OF_WHOLE = {2: 0.93, 4: 0.87, 8: 0.74, 16: 0.58}
 
 OF_TORCH = OF_UNSPLIT = 0.95
 OF_SIMULATION = 0.93
-JOINED_GOAL = 0.94
-"""Goal for the ratio to the time of 1F1B that sums gradients."""
 
 OVERHEAD = 80.0
 """Host time of an action, in microseconds."""
@@ -69,7 +66,7 @@ def _case(m: int, found: Mapping[tuple[str, str], Timing]) -> Case:
     for name in (SHIPPED, SAME):
         for job in (own[0], models.WHOLE):
             shown[f"{job}, {name}"] = found[name, job]
-    whole_drain, split_drain, zero, joined = (
+    whole_drain, split_drain, zero = (
         found[OURS, models.piped(kind, m)] for kind in models.OWN
     )
     # ZB-H1 with B = F + W: m (F + B) + (n - 1)(F + B - 2W), n = 2, F = W = 1.
@@ -79,11 +76,9 @@ def _case(m: int, found: Mapping[tuple[str, str], Timing]) -> Case:
     goals = [
         *_goals(m, "1F1B", whole_drain, found),
         *_goals(m, "split drain", split_drain, found),
-        *_goals(m, "joined weight gradients", joined, found),
         Goal(
             "of its simulation's speed, 1F1B", simulated, OF_SIMULATION, at_least=True
         ),
-        Goal("of 1F1B, joined", ratio(joined, whole_drain), JOINED_GOAL),
     ]
     note = f"ZB-H1 {zero_bubble:.2f} of 1F1B (its bound {bound:.2f})"
     return Case(f"m = {m}", shown, note=note, goals=goals)

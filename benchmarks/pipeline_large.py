@@ -21,7 +21,7 @@ def measure() -> list[Case]:
         found = race({OURS: ours})
     whole, goals = found[OURS, models.WHOLE], []
     for m in models.MICRO_BATCHES:
-        for kind in (models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED):
+        for kind in (models.ONE_F_ONE_B, models.SPLIT_DRAIN):
             job = models.piped(kind, m)
             share = scaled(ratio(whole, found[OURS, job]), (m + 1) / (2 * m))
             goals.append(Goal(f"of 2m/(m+1), {job}", share, GOAL, at_least=True))

@@ -71,9 +71,6 @@ def rows() -> dict[str, Row | Mapping[str, Row]]:
         "interleaved x1": partial(_over_devices, pipeline.interleaved(1, m, 3)),
         "looped BFS x1": partial(_over_devices, pipeline.looped_bfs(1, m, 3)),
         "1F1B, recomputed x3": partial(_over_devices, one_f_one_b, recompute=True),
-        "1F1B, joined x3": partial(
-            _over_devices, one_f_one_b, join_weight_gradients=True
-        ),
         "1F1B, three workers": partial(_over_workers, one_f_one_b),
         "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
         "V-Half x2": partial(_over_devices, pipeline.v_half(2, 4)),
@@ -106,8 +103,6 @@ def _over_devices(
     **options: Any,
 ) -> Candidate:
     """One device per worker, or JAX's default one; options are for the last stage."""
-    if options.get("join_weight_gradients") and reduction in ("max", "min"):
-        raise Unavailable("joined weight gradients, which are for mean and sum")
     where = None if shared else devices(schedule.workers)
 
     def candidate(

@@ -102,10 +102,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
     return result, replace(
-        timeline,
-        activation_bytes=bytes_held,
-        stage_bytes=_stage_bytes(kept),
-        joined=tuple(stage.join_weight_gradients for stage in pipe.stages),
+        timeline, activation_bytes=bytes_held, stage_bytes=_stage_bytes(kept)
     )
 
 

@@ -159,7 +159,7 @@ class Pipeline:
         self.transfer_log: Sequence[Transfer] = ()
         self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
-        _check_arguments(schedule, self.wiring.stages, loss_fn, reduction, max_norm)
+        _check_arguments(schedule, self.wiring.stages, loss_fn, max_norm)
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One program's ties are found at the end, after its executor has refused equal
@@ -665,7 +665,6 @@ def _check_arguments(
     schedule: Schedule,
     stages: Sequence[Stage],
     loss_fn: object,
-    reduction: str,
     max_norm: float | None,
 ) -> None:
     """Refuse arguments that do not fit the stages, or are of another type.
@@ -673,8 +672,7 @@ def _check_arguments(
     Raises:
       TypeError: The schedule is not a `Schedule`, but its name, for example; the loss
         function is none; or `max_norm` is no number.
-      ValueError: The schedule or the reduction does not fit the stages, or `max_norm`
-        is below 0.
+      ValueError: The schedule does not fit the stages, or `max_norm` is below 0.
     """
     check_function("Pipeline(loss_fn)", loss_fn)
     if max_norm is not None:
@@ -682,7 +680,6 @@ def _check_arguments(
         check_number(call, max_norm, rule, lambda x: x >= 0)
     _check_no_name(schedule, len(stages))
     _check_schedule(schedule, stages)
-    _check_joining(stages, reduction)
 
 
 def _check_no_name(schedule: object, stages: int) -> None:
@@ -722,22 +719,3 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
             rule = f"must have a micro-batch for each worker of stage {number}"
             got = f"{schedule.micro_batches} for the workers {workers}"
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
-
-
-def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
-    """Refuse to join weight gradients of a maximum or minimum.
-
-    Raises:
-      ValueError: A stage joins them.
-    """
-    # Only micro-batches that hold the extreme count, and which ones do is known when
-    # all losses are.
-    joining = [j for j, stage in enumerate(stages) if stage.join_weight_gradients]
-    if joining and reduction in ("max", "min"):
-        rule = (
-            f"must be 'mean' or 'sum', because stage {joining[0]} joins weight "
-            "gradients: which micro-batches hold the extreme is known too late"
-        )
-        raise ValueError(
-            requirement("Pipeline(reduction=...)", rule, quoted(reduction))
-        )

@@ -8,7 +8,7 @@ where JAX rebuilds the tree.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, NoReturn
 from weakref import ref
 
 import jax
@@ -25,7 +25,6 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, is_shape, path_of
 from jdist.segment._programs import backward
 from jdist.segment._programs.backward import Layout
-from jdist.segment._programs.deferred import Deferral
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.split import Split
 
@@ -71,11 +70,9 @@ class Residuals:
         return cls(plan, tuple(arrays))
 
 
-Parts = TypeVar("Parts", Split, Deferral)
-
-
-class _Pending(Generic[Parts]):
-    """Values that one part of a backward pass leaves for another: a pytree of arrays.
+@jax.tree_util.register_pytree_node_class
+class Rest:
+    """The result of `backward_inputs` for `backward_params`: a pytree of arrays.
 
     It refers to parameters, residuals and cotangents that are needed, and holds
     computed values that would otherwise be computed again.
@@ -84,9 +81,9 @@ class _Pending(Generic[Parts]):
     __slots__ = ("arrays", "layout", "split")
 
     def __init__(
-        self, split: Parts, arrays: tuple[Any, ...], layout: Layout = None
+        self, split: Split, arrays: tuple[Any, ...], layout: Layout = None
     ) -> None:
-        self.split: Parts = split
+        self.split = split
         self.arrays = arrays
         self.layout = layout
 
@@ -95,21 +92,14 @@ class _Pending(Generic[Parts]):
         """Identity token shared by the values of one function and no others."""
         return self.split.gradient.plan.owner
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Parts]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Split]:
         """The arrays as children; how to use them is part of the structure."""
         return self.arrays, self.split
 
     @classmethod
-    def tree_unflatten(cls, split: Parts, arrays: Sequence[Any]) -> Self:
+    def tree_unflatten(cls, split: Split, arrays: Sequence[Any]) -> "Rest":
         """The same with other arrays."""
         return cls(split, tuple(arrays))
-
-
-@jax.tree_util.register_pytree_node_class
-class Rest(_Pending[Split]):
-    """The result of `backward_inputs` for `backward_params`: a pytree of arrays."""
-
-    __slots__ = ()
 
     @property
     def computed(self) -> list[Any]:
@@ -137,13 +127,6 @@ class Rest(_Pending[Split]):
                 for group, place in split.locations.places
             ),
         )
-
-
-@jax.tree_util.register_pytree_node_class
-class Deferred(_Pending[Deferral]):
-    """The result of `backward_deferring` for `join_deferred`: a pytree of arrays."""
-
-    __slots__ = ()
 
 
 def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
@@ -225,7 +208,6 @@ def refuse_origin(call: str, value: PyTree, kind: type) -> NoReturn:
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),
-        Deferred: ("deferred", "backward_deferring"),
     }[kind]
     argument = f"{call}({name}=...)"
     if type(value) is not kind:

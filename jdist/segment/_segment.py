@@ -44,13 +44,11 @@ from jdist.segment._lookup.traced import (
     refuse_hidden,
     signature_of,
 )
-from jdist.segment._programs.backward import Layout, cotangents_of, gradient
-from jdist.segment._programs.deferred import Deferral, defer
+from jdist.segment._programs.backward import Layout, gradient
 from jdist.segment._programs.plan import ArrayLocations, ForwardPlan, plan
 from jdist.segment._programs.recompute import POLICIES, Policy, is_policy
 from jdist.segment._programs.split import split
 from jdist.segment._residuals import (
-    Deferred,
     Residuals,
     Rest,
     check_version,
@@ -109,9 +107,6 @@ class Halves:
       second: `(fold, carry, given, rest, layout) -> fold(carry, d_params, given)`;
         without a fold only the gradients that are not in the rest.
       folding_backward, folding_second: The same with a fold.
-      deferring: As `folding_backward`, with a third result: the values that `joined`
-        needs, without the arrays that are arguments or in `d_inputs`.
-      joined: `(fold, carry, given, deferred, layout) -> fold(carry, d_params, given)`.
     """
 
     def __init__(
@@ -132,7 +127,6 @@ class Halves:
         # By signature: the halves in which the program of these shapes is compiled.
         self._homes: dict[Any, Halves] = {}
         self._is_home = False
-        self._deferring, self._joined = _deferring_and_joined()
 
     # Made when first used: other halves may have compiled all programs of this
     # function. The fold and the layout select the program; the carry is not read again.
@@ -149,10 +143,6 @@ class Halves:
     folding_second = cached_property(
         lambda x: x._jitted(_second, 0, 4, donate_argnums=1)
     )
-    deferring = cached_property(
-        lambda x: x._jitted(x._deferring, 0, 6, donate_argnums=1)
-    )
-    joined = cached_property(lambda x: x._jitted(x._joined, 0, 4, donate_argnums=1))
 
     def _jitted(
         self, half: Callable[..., Any], *static: int, **options: PyTree
@@ -261,43 +251,6 @@ def _second(
     if fold is None:
         return finished  # The others are in the rest; returning them would copy them.
     return fold(carry, rest.split.gradients(rest.arrays, finished), given)
-
-
-def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
-    """The backward pass without its last products; those products for many calls."""
-    # Shared by all traces: `join_deferred` groups calls by the identity of `Deferral`.
-    known: dict[tuple[ForwardPlan, tuple[bool, ...]], Deferral] = {}
-
-    def deferring(
-        fold: FoldFunction,
-        carry: PyTree,
-        given: PyTree,
-        params: PyTree,
-        residuals: Residuals,
-        d_outputs: PyTree,
-        layout: Layout,
-    ) -> PyTree:
-        planned, kept = residuals.plan, residuals.arrays
-        # Another pattern of absent cotangents is another program, whose factors do not
-        # join.
-        case = planned, tuple(cotangents_of(d_outputs, planned.outputs)[1])
-        if case not in known:
-            known[case] = defer(gradient(planned, kept, params, d_outputs))
-        leaves = jax.tree.leaves((params, kept, d_outputs))
-        d_params, d_inputs, computed = known[case].first(leaves, layout)
-        return fold(carry, d_params, given), d_inputs, Deferred(known[case], computed)
-
-    def joined(
-        fold: FoldFunction,
-        carry: PyTree,
-        given: PyTree,
-        deferred: list[Deferred],
-        layout: Layout,
-    ) -> PyTree:
-        calls = [each.arrays for each in deferred]
-        return fold(carry, deferred[0].split.joined(calls, layout), given)
-
-    return deferring, joined
 
 
 def _differentiable(
@@ -666,71 +619,6 @@ def backward_arrays(
     return tuple(d_inputs)
 
 
-def backward_deferring(
-    segment: Segment,
-    params: PyTree,
-    residuals: Residuals,
-    d_outputs: PyTree,
-    fold: Fold,
-) -> tuple[PyTree, tuple[PyTree, ...], Deferred]:
-    """`Segment.backward` without the final products of weight gradients.
-
-    The fold is given None for these gradients; `join_deferred` computes them, for many
-    calls at once.
-
-    Args and errors are those of `Segment.backward`.
-
-    Returns:
-      `(carry, d_inputs, deferred)`, the carry being the fold's result. `deferred`
-      refers to parameters, residuals and cotangents that it needs: these must not be
-      donated before `join_deferred`.
-    """
-    arguments = (params, residuals, d_outputs)
-    carry, d_inputs, found = segment._pull_back(
-        "backward_deferring", "deferring", arguments, fold
-    )
-    arrays = _held(found, arguments, d_inputs)
-    return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
-
-
-def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) -> PyTree:
-    """Computes and folds the deferred gradients of many calls, summed over the calls.
-
-    Calls of equal shapes share one product per gradient. The fold is applied once for
-    every set of shapes, in the order of its first call; it is given None for gradients
-    that were not deferred.
-
-    Args:
-      segment: The segment that was called.
-      deferred: The results of `backward_deferring`, one for each call.
-      fold: Applied to the sums.
-
-    Returns:
-      The fold's last result; its carry if nothing was deferred.
-
-    Raises:
-      ValueError: An array that is needed was donated or deleted; or an element of
-        `deferred` is of another segment.
-      TypeError: An element of `deferred` was not returned by `backward_deferring`.
-    """
-    call = "join_deferred"
-    alike: dict[Any, list[Deferred]] = {}
-    for each in deferred:
-        home = segment._home(call, each, Deferred)
-        # One `Deferral` is one program, so that factors can be concatenated.
-        alike.setdefault((home, each.split), []).append(each)
-    try:
-        for (home, split), calls in alike.items():
-            if any(split.put_off):
-                carry = segment._invoke(home.joined, *fold, calls, calls[0].layout)
-                # The carry was donated: the next program takes the one that came back.
-                fold = fold._replace(carry=carry)
-    except (RuntimeError, ValueError) as error:
-        explain(call, error, {"deferred": list(deferred)})
-        raise
-    return fold.carry
-
-
 def _check_fold(call: str, fold: object) -> None:
     if fold is not None and not (isinstance(fold, Fold) and callable(fold.fn)):
         rule = "must be a Fold of a function, or None"
@@ -761,7 +649,7 @@ def _gathered(locations: ArrayLocations, *groups: Sequence[Any]) -> tuple[Any, .
 
 
 def _held(
-    found: Rest | Deferred, arguments: tuple[Any, Residuals, Any], d_inputs: PyTree
+    found: Rest, arguments: tuple[Any, Residuals, Any], d_inputs: PyTree
 ) -> tuple[Any, ...]:
     """All arrays to keep: arguments and `d_inputs` by reference, and computed ones."""
     params, residuals, d_outputs = arguments

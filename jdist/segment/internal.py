@@ -26,16 +26,14 @@ from jdist.segment._lookup.traced import (
 )
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES, is_policy
-from jdist.segment._residuals import Deferred, passed_on
+from jdist.segment._residuals import passed_on
 from jdist.segment._segment import (
     Fold,
     Halves,
     Invoke,
     Segment,
     backward_arrays,
-    backward_deferring,
     forward_arrays,
-    join_deferred,
     unguarded,
 )
 
@@ -45,7 +43,6 @@ __all__ = [
     "READS",
     "VERSIONS",
     "Contents",
-    "Deferred",
     "Fold",
     "ForwardPlan",
     "FunctionCache",
@@ -55,13 +52,11 @@ __all__ = [
     "TracedProgram",
     "Watched",
     "backward_arrays",
-    "backward_deferring",
     "contents_of",
     "forward_arrays",
     "identity_of",
     "is_fixed",
     "is_policy",
-    "join_deferred",
     "passed_on",
     "pure_segment",
     "refuse_hidden",

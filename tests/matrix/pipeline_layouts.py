@@ -38,7 +38,6 @@ AXES = {
     "micro": (1, 2, 3, 4, 6),
     "places": ("one device", "devices", *MESHES, "workers", "one program"),
     "recompute": (False, True, "dots"),
-    "join": (False, True),
     "tie": (False, True),
     "dropout": (False, True),
     "weights": (False, True),
@@ -110,7 +109,6 @@ def claim(layout):
 def stages_of(layout, count):
     """Equal stages, with the embedding before and the head after them."""
     options = {"recompute": layout["recompute"]}
-    options["join_weight_gradients"] = layout["join"]
     between = [
         pipeline.Stage(applied, (f"h{j}",), (f"h{j + 1}",), **options)
         for j in range(count)

@@ -83,7 +83,6 @@ def test_missing_devices_leave_a_row_out():
     ("row", "message"),
     [
         ("pipeline PipeDream with a flush", "not by max"),
-        ("pipeline 1F1B, joined x3", "for mean and sum"),
     ],
 )
 def test_an_unknown_reduction_leaves_a_row_out(row, message):

@@ -124,10 +124,6 @@ WRONG = {
     ),
     "Stage(stateful": (lambda v: pipeline.Stage(loss, stateful=v), [None, 1, "no"]),
     "Stage(keyed": (lambda v: pipeline.Stage(loss, keyed=v), [None, 1, np.zeros(2)]),
-    "Stage(join_weight_gradients": (
-        lambda v: pipeline.Stage(loss, join_weight_gradients=v),
-        [None, 1, "yes"],
-    ),
     "Pipeline(has_aux": (lambda v: pipe(has_aux=v), [None, 1, "False"]),
     "OneProgram(overlap": (
         lambda v: pipeline.OneProgram(MESH, overlap=v),

@@ -88,14 +88,12 @@ def test_nothing_compiles_after_the_first_step_of_workers(programs):
     assert counts[1:] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "joined"), [("mean", False), ("mean", True), ("max", False)]
-)
+@pytest.mark.parametrize("reduction", ["mean", "max"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_each_program_is_compiled_once(programs, reduction, joined, schedule):
+def test_each_program_is_compiled_once(programs, reduction, schedule):
     """The backward pass of the first micro-batch is that of all others."""
     jax.clear_caches()
-    stages = models.stages(join_weight_gradients=joined)
+    stages = models.stages()
     devices = jax.devices()[:3]
     pipe = pipeline.Pipeline(
         stages, models.losses, schedule, devices, reduction=reduction
@@ -105,8 +103,7 @@ def test_each_program_is_compiled_once(programs, reduction, joined, schedule):
     found = [name for name in programs() if name.startswith("jit(body_")]
     assert len(found) == len(set(found))
     backward = [name for name in found if "_forward" not in name]
-    in_two = 3 if joined else schedule.split.any(axis=1).sum()
-    assert len(backward) == 3 + in_two
+    assert len(backward) == 3 + schedule.split.any(axis=1).sum()
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "max", "min"])
@@ -201,7 +198,6 @@ AHEAD = {
     "unequal micro-batches": (pipeline.one_f_one_b(3, 4), 10, {}),
     "split": (pipeline.zero_bubble(3, 4), 8, {}),
     "some split": (pipeline.split_drain(pipeline.one_f_one_b(3, 4)), 8, {}),
-    "joined": (pipeline.one_f_one_b(3, 4), 10, {"join_weight_gradients": True}),
     "recomputed": (pipeline.gpipe(3, 4), 8, {"recompute": True}),
     "max": (pipeline.one_f_one_b(3, 4), 8, {"reduction": "max"}),
     "a stage of two workers": (TWO_FOR_ONE, 8, {}),

@@ -74,7 +74,6 @@ def places(kind):
     [
         ("devices", (), 3),
         ("devices", ("recompute",), 2),
-        ("devices", ("join_weight_gradients",), 4),
         ("data", (), 2),
         ("one program", (), 3),
         ("one program, data", (), 2),

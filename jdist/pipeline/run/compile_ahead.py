@@ -78,13 +78,8 @@ def rehearse(
     shown = given._replace(runs=runs, loss=given.loss.through(named("loss")))
     schedule = given.routes.places.schedule
     sizes = [len(given.parts[i].weights) for i in range(schedule.micro_batches)]
-    stand_ins = representatives(schedule, sizes)
-    _Rehearsal(shown, named("sum"), frozenset(stand_ins)).run()
-    # Without a backward pass there is no gradient to finish.
-    for (worker, stage), run in () if schedule.forward_only else runs.items():
-        # Joined weight gradients are one program for all micro-batches together.
-        own = schedule.owner[stage] == worker
-        run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
+    stand_ins = frozenset(representatives(schedule, sizes))
+    _Rehearsal(shown, named("sum"), stand_ins).run()
     return runs
 
 
@@ -109,7 +104,7 @@ class _Rehearsal(Step):
         return ActionCursor(a for a in actions if a.micro_batch in self._chosen)
 
     def _passed_back(self, worker: int, stage: int) -> None:
-        """Does nothing: `rehearse` finishes gradients once, after all actions."""
+        """Does nothing: the sum over replicas is rehearsed apart."""
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         # A step joins the losses of its micro-batches, also where one represents all.

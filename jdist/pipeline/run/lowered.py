@@ -12,8 +12,6 @@ from jdist.segment.internal import Invoke
 _OF_SEGMENTS = {
     "first": "backward, inputs",
     "second": "backward, parameters",
-    "deferring": "backward, products put off",
-    "joined": "backward, products",
 }
 _OTHERS = {
     "_clipped": "update",

@@ -7,7 +7,7 @@ one within a process run the same compiled functions in the same order.
 import copy
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 import jax
@@ -15,18 +15,12 @@ import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import is_traced
-from jdist._tree import PyTree, add_trees, is_none, split_inexact, wide_dtype
+from jdist._tree import PyTree, split_inexact, wide_dtype
 from jdist.pipeline.stages.place import bytes_on_device, laid_like, on_mesh
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
 from jdist.segment import Segment
-from jdist.segment.internal import (
-    Deferred,
-    Fold,
-    Invoke,
-    backward_deferring,
-    join_deferred,
-)
+from jdist.segment.internal import Fold, Invoke
 
 
 class MicroBatchShare(NamedTuple):
@@ -106,7 +100,6 @@ class StageRun:
         self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[PyTree, MicroBatchShare]] = {}
-        self._deferred: dict[int, tuple[Deferred, MicroBatchShare]] = {}
         self._partial: Partial | None = None
 
     def through(self, invoke: Invoke) -> "StageRun":
@@ -118,8 +111,7 @@ class StageRun:
         made = copy.copy(self)
         made._compiled = self._compiled.through(invoke)
         made._invoke = invoke
-        made._residuals, made._rests, made._deferred = {}, {}, {}
-        made._partial = None
+        made._residuals, made._rests, made._partial = {}, {}, None
         return made
 
     @property
@@ -130,7 +122,7 @@ class StageRun:
     @property
     def _kept(self) -> tuple[dict[int, PyTree], ...]:
         """Arrays kept for a part of the backward pass, by micro-batch."""
-        return self._residuals, self._rests, self._deferred
+        return self._residuals, self._rests
 
     def arrays(self) -> PyTree:
         """All arrays that it holds at the moment, except parameters and keys."""
@@ -221,14 +213,8 @@ class StageRun:
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
         add = Fold(self._add, self._partial, share)
-        # Operands of weight gradients are kept; `finish` computes one product over all
-        # micro-batches, which has fewer and larger operations.
-        if self._stage.join_weight_gradients:
-            found = backward_deferring(passes, *given, add)
-            self._partial, (_, d_inputs, _), deferred = found
-            self._deferred[micro] = deferred, share
         # The previous stage gets its cotangent before the weight gradient is computed.
-        elif split:
+        if split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
         else:
@@ -258,36 +244,9 @@ class StageRun:
 
     def backward_params(self, micro: int) -> None:
         """Runs the second half of a split backward pass: the weight gradient."""
-        # A joined weight gradient is computed by `finish`, with all others.
-        if micro in self._deferred:
-            return
         rest, share = self._rests.pop(micro)
         add = Fold(self._add, self._partial, share)
         self._partial = self._compiled.backward_params(rest, fold=add)
-
-    def finish(self) -> None:
-        """Computes joined weight gradients, after the last backward pass."""
-        # One product for all that have one weight, by which it is multiplied.
-        alike: dict[Any, list[Deferred]] = {}
-        for deferred, share in self._deferred.values():
-            weight = bool(share.weight) if self.kind == "sum" else share.weight
-            alike.setdefault(weight, []).append(deferred)
-        self._deferred.clear()
-        for weight, each in alike.items():
-            complete = Fold(_COMPLETE[self.kind], self._partial, weight)
-            self._partial = join_deferred(self._compiled, each, complete)
-
-    def finish_like(self, stand_ins: Sequence[int]) -> None:
-        """Calls `finish` in a rehearsal in which some micro-batches represent all.
-
-        Args:
-          stand_ins: The representative of each micro-batch of the stage here.
-        """
-        # The joined product is compiled for the operands of all micro-batches.
-        if self._deferred:
-            put_off = dict(enumerate([self._deferred[micro] for micro in stand_ins]))
-            self._deferred = put_off
-        self.finish()
 
     def joined(self, found: Mapping[int, Partial]) -> Partial:
         """Joins the partials of several workers, which are given by rank."""
@@ -318,7 +277,6 @@ class StageRun:
 
     def partial(self) -> Partial:
         """The accumulated gradient before its division, to be joined over replicas."""
-        self.finish()
         assert self._partial is not None
         return self._partial
 
@@ -346,9 +304,6 @@ def added(
 ) -> Partial:
     """Adds a micro-batch's gradient to the sum; earlier ones come first."""
     own = contribution(kind, d_params, share)
-    if so_far is not None:
-        wide = jax.tree.map(_or_nothing, own.gradient, so_far.gradient, is_leaf=is_none)
-        own = own._replace(gradient=wide)
     if so_far is None:
         # Without the barrier JAX may return an array of the caller, such as a
         # cotangent, as the result; the next addition donates it.
@@ -377,12 +332,6 @@ def _counted(kind: str, d_params: PyTree, weight: Any) -> PyTree:
         return jnp.where(factor == 0, 0, term if kind == "sum" else term * factor)
 
     return jax.tree.map(wide, d_params)
-
-
-def _or_nothing(own: jax.Array | None, so_far: jax.Array | None) -> jax.Array | None:
-    """Negative zeros in place of a deferred gradient."""
-    # Zeros are negative because -0 changes no bit of a sum, while 0 changes a -0.
-    return -jnp.zeros_like(so_far) if own is None and so_far is not None else own
 
 
 @functools.lru_cache(maxsize=256)
@@ -434,15 +383,8 @@ def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
     return place
 
 
-def _completed(kind: str, so_far: Partial, joined: PyTree, weight: Any) -> Partial:
-    """Adds joined weight gradients, whose weights the partial has already."""
-    wide = _counted(kind, joined, weight)
-    return so_far._replace(gradient=add_trees(so_far.gradient, wide))
-
-
 # Made once: a function is a part of the key by which a compiled pass is found.
 _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
-_COMPLETE = {kind: functools.partial(_completed, kind) for kind in reduction.REDUCTIONS}
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -445,13 +445,11 @@ class BatchStep(Step):
     def _passed_back(self, worker: int, stage: int) -> None:
         # Counted, because the last micro-batch need not come last in a schedule.
         self._left[worker, stage] -= 1
-        if not self._left[worker, stage]:
-            run = self._runs[worker, stage]
-            run.finish()
+        shared = len(self._places.schedule.placement[stage]) > 1
+        if shared and not self._left[worker, stage]:
             # Sent now, so that the messages overlap with this worker's other stages.
-            if len(self._places.schedule.placement[stage]) > 1:
-                own = run.partial()
-                share_gradient(self._channels, self._places, worker, stage, own)
+            own = self._runs[worker, stage].partial()
+            share_gradient(self._channels, self._places, worker, stage, own)
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         if self._loss.has_aux:

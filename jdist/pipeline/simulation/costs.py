@@ -39,9 +39,6 @@ class Costs:
       pending_bytes: Bytes that a stage keeps of a micro-batch from B to W: activations
         that enter weight gradients, and cotangents. None: twice `activation_bytes`. A
         stage that recomputes, or whose outputs are wider than its inputs, keeps more.
-      join_weight_gradients: Whether a stage joins them (see `Stage`): for all, or one
-        per stage. Such a stage keeps `pending_bytes` of each micro-batch from B to the
-        end of its last backward pass before an update.
       weight_bytes: Bytes of one version of a stage's weights.
 
     Raises:
@@ -58,7 +55,6 @@ class Costs:
     bandwidth: Cost = float("inf")
     activation_bytes: Cost = 0.0
     pending_bytes: Cost | None = None
-    join_weight_gradients: bool | Sequence[bool] | np.ndarray = False
     weight_bytes: Cost = 0.0
 
     def __post_init__(self) -> None:
@@ -107,15 +103,6 @@ class Costs:
             raise ValueError(requirement(f"Costs({name}=...)", rule, got))
         # A view: one number for all costs no memory.
         return np.broadcast_to(wide, shape)
-
-    def joined(self, stages: int) -> tuple[bool, ...]:
-        """Whether each stage joins its weight gradients.
-
-        Raises:
-          ValueError: It was given for another number of stages.
-        """
-        table = self.table("join_weight_gradients", stages, 1)
-        return tuple((table[:, 0] > 0).tolist())
 
     @classmethod
     def measured(cls, timeline: Timeline, **others: Cost) -> "Costs":
@@ -166,11 +153,9 @@ class Costs:
                 found[name] = np.array([np.median(row) for row in rows])
         if timeline.stage_bytes is not None:
             kept = timeline.stage_bytes
-            joined = np.array(timeline.joined or [False] * stages)
-            waits = joined | np.isin(np.arange(stages), columns.stage[halved])
+            waits = np.isin(np.arange(stages), columns.stage[halved])
             found["activation_bytes"] = kept.activation
             # A run without W at a stage does not show what a W would keep.
             guess = PENDING * kept.activation
             found["pending_bytes"] = np.where(waits, kept.pending, guess)
-            found["join_weight_gradients"] = joined
         return cls(**found | others)

@@ -73,7 +73,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         f"{schedule.name}, {schedule.workers} workers, {shape[1]} micro-batches",
         _activation_bytes(schedule, costs),
         _weight_bytes(schedule, costs),
-        joined=costs.joined(schedule.stages),
     )
 
 
@@ -142,11 +141,7 @@ def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         costs.table(name, *shape)[columns.stage, columns.micro_batch]
         for name in ("activation_bytes", "pending_bytes")
     )
-    policy = schedule.update_policy
-    every = None if policy is None else policy.every
-    joined = costs.joined(schedule.stages)
-    amount = held(columns, activation, pending, joined, every)
-    return tuple(peaks(columns, amount).tolist())
+    return tuple(peaks(columns, held(columns, activation, pending)).tolist())
 
 
 def _weight_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ class StageBytes(NamedTuple):
 
     Attributes:
       activation: Between F and B.
-      pending: After B: for W, or for joined weight gradients; 0 where nothing waits.
+      pending: Between B and W; 0 where no W follows.
     """
 
     activation: np.ndarray
@@ -61,7 +61,6 @@ class Timeline:
       weight_bytes: Per worker, the most bytes of weight versions kept at a time; None:
         not known.
       stage_bytes: Bytes that each stage kept, in a run by `timed`; None: not known.
-      joined: Whether each stage joins its weight gradients; empty: none does.
 
     Example:
       >>> from jdist.pipeline import one_f_one_b, simulate
@@ -78,7 +77,6 @@ class Timeline:
     activation_bytes: tuple[float, ...] | None = None
     weight_bytes: tuple[float, ...] | None = None
     stage_bytes: StageBytes | None = None
-    joined: tuple[bool, ...] = ()
 
     @classmethod
     def from_records(
@@ -166,12 +164,8 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per worker, the most activations held between two actions; see `Schedule`.
-
-        Unlike a schedule's, this includes what joined weight gradients keep.
-        """
-        every = None if self.update_policy is None else self.update_policy.every
-        return memory.peak_activations(self.columns, self.joined, every)
+        """Per worker, the most activations held between two actions; see `Schedule`."""
+        return memory.peak_activations(self.columns)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -38,10 +38,6 @@ class Stage:
         leaf or a subtree) to a name that is the same for all stages that share it.
         The gradient of every copy is the sum over all copies, so that copies that begin
         equal stay equal. A stage with ends may have several of one name.
-      join_weight_gradients: Whether weight gradients wait for the stage's last backward
-        pass and are then computed for all micro-batches at once: one product in place
-        of one per micro-batch. The operands of these products are kept until then, so
-        that the schedule's memory bound does not hold. For mean and sum only.
       in_evaluation: The function that `Pipeline.evaluate` calls instead of `fn`:
         `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
         where the stage is stateful, returns the outputs alone and takes no key. By
@@ -67,7 +63,6 @@ class Stage:
     recompute: Recompute = False
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
     in_evaluation: Callable[..., PyTree] | None = None
-    join_weight_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_function("Stage(fn)", self.fn)
@@ -83,12 +78,7 @@ class Stage:
             object.__setattr__(self, given, tuple(names))
             if len(set(names)) != len(names):
                 raise ValueError(requirement(call, "must be different names", names))
-        check_flags(
-            "Stage",
-            stateful=self.stateful,
-            keyed=self.keyed,
-            join_weight_gradients=self.join_weight_gradients,
-        )
+        check_flags("Stage", stateful=self.stateful, keyed=self.keyed)
         _check_tied(self.tied)
         if not self.outputs:
             rule = "must name one value at least"

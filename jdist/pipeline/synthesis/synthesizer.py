@@ -113,10 +113,9 @@ def synthesize(
 
     Raises:
       TypeError: An argument is of another type.
-      ValueError: A number is below 1; a cost has another number of stages; weight
-        gradients are joined, whose operands wait under any schedule; the placement does
-        not give each worker `chunks` stages; bytes have no common unit; or the memory
-        is too small for any schedule: the message has the smallest.
+      ValueError: A number is below 1; a cost has another number of stages; the
+        placement does not give each worker `chunks` stages; bytes have no common unit;
+        or the memory is too small for any schedule: the message has the smallest.
       Unavailable: OR-Tools is not installed; the extra `synthesize` brings it.
 
     Source:
@@ -137,9 +136,6 @@ def synthesize(
     check_number("synthesize(seconds=...)", seconds, rule, lambda x: x > 0)
     places = _placed(placement, workers, chunks)
     problem = SchedulingProblem.of(costs, places, micro_batches)
-    if any(costs.joined(len(places))):
-        rule = "must not join weight gradients, which wait for the last backward pass"
-        raise ValueError(requirement("synthesize(costs)", rule, "stages that do"))
     limits = np.full(workers, np.inf)
     if memory is not None:
         limits, problem = _limited(problem, costs, memory)

@@ -174,10 +174,9 @@ class EpochExecutor(ScheduleExecutor):
     def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
         """The update within a stage's backward pass; None if it comes later."""
         alone = self._is_alone(stage)
-        joins = self._programs.wiring.stages[stage].join_weight_gradients
         # Only an update that needs the gradient of one micro-batch on one worker, and
         # nothing of other stages, can be a part of the pass.
-        if self._policy.every > 1 or self._updates_jointly or joins or not alone:
+        if self._policy.every > 1 or self._updates_jointly or not alone:
             return None
         assert self._optimizers is not None
         return update_in_backward(self._optimizers[stage], self._kind(stage))

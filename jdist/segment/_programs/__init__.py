@@ -6,7 +6,6 @@
 - `plan`: the forward program, and what it keeps.
 - `backward`: the backward program for one pattern of absent cotangents.
 - `split`: the backward program in two halves.
-- `deferred`: weight gradients deferred, and computed for many calls at once.
 """
 
 __all__: list[str] = []

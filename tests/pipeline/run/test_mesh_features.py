@@ -64,12 +64,8 @@ def test_other_reductions(reduction):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"recompute": True},
-        {"recompute": "dots"},
-        {"join_weight_gradients": True},
-    ],
-    ids=["recomputed", "dots recomputed", "joined"],
+    [{"recompute": True}, {"recompute": "dots"}],
+    ids=["recomputed", "dots recomputed"],
 )
 def test_options_of_a_stage(options):
     own, batch, weights = problem(dtype=np.float64)

@@ -7,36 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jdist import pipeline
-from jdist.pipeline import Costs, Schedule, UpdatePolicy, simulate
+from jdist.pipeline import Costs, Schedule, simulate
 from jdist.pipeline.run.action_timer import ActionTimer
 from tests.pipeline.epochs import forward_only
 
 # --- one action at a time ---
 
 
-def book(schedule, worker, activation, pending, joined=()):
+def book(schedule, worker, activation, pending):
     """The most that a worker holds, by a list of what it has not given back."""
     kept, most = {}, 0.0
-    last = {}
-    program = schedule.actions(worker)
-    for at, (kind, stage, _) in enumerate(program):
-        if kind != "F":
-            last[stage] = at
-    for at, (kind, stage, micro) in enumerate(program):
+    for kind, stage, micro in schedule.actions(worker):
         if kind == "F":
             kept[stage, micro] = activation[stage][micro]
         elif kind == "B":
             del kept[stage, micro]
-            if schedule.split[stage, micro] or stage in joined:
+            if schedule.split[stage, micro]:
                 kept[stage, micro] = pending[stage][micro]
-        elif stage not in joined:
+        else:
             del kept[stage, micro]
-        if stage in joined and at == last.get(stage):
-            kept = {key: size for key, size in kept.items() if key[0] != stage}
         most = max(most, sum(kept.values()))
     return most
 
@@ -57,107 +48,21 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_those_of_a_book_kept_by_hand(family, rng):
-    """Sizes that differ for every stage and micro-batch; some stages join."""
+    """Sizes that differ for every stage and micro-batch."""
     schedule = FAMILIES[family]()
     shape = (schedule.stages, schedule.micro_batches)
     activation, pending = rng.integers(1, 1000, (2, *shape)).astype(float)
-    for joined in ((), (0,), (1, schedule.stages - 1), range(schedule.stages)):
-        costs = Costs(
-            activation_bytes=activation,
-            pending_bytes=pending,
-            join_weight_gradients=[j in joined for j in range(schedule.stages)],
-        )
-        expected = tuple(
-            book(schedule, w, activation, pending, joined)
-            for w in range(schedule.workers)
-        )
-        assert simulate(schedule, costs).activation_bytes == expected
-
-
-def test_updates_in_between_give_joined_gradients_back():
-    """Every second micro-batch: never more than two of them wait."""
-    schedule = pipeline.pipedream(1, 5, update_every=2)
-    costs = Costs(
-        activation_bytes=[1.0], pending_bytes=[10.0], join_weight_gradients=True
+    costs = Costs(activation_bytes=activation, pending_bytes=pending)
+    expected = tuple(
+        book(schedule, w, activation, pending) for w in range(schedule.workers)
     )
-    found = simulate(schedule, costs)
-    assert found.activation_bytes == (11.0,)
-    assert found.peak_activations == (3,)
-    costs = Costs(activation_bytes=1.0, join_weight_gradients=[True])
-    assert simulate(pipeline.gpipe(1, 5), costs).peak_activations == (9,)
-
-
-ASYNCHRONOUS = {
-    "replicas": lambda n, m: pipeline.pipedream(n, m, replicas=[1 + m % 3] * n),
-    "looped": lambda n, m: pipeline.looped_bfs(n, m, 2),
-    "V": pipeline.zbv,
-    "GPipe": pipeline.gpipe,
-}
-
-
-def with_updates(schedule, worker, activation, pending, joined, every):
-    """As `book`; a joining stage gives back what each update was made of."""
-    kept, waiting, most = {}, {}, 0.0
-    program = schedule.actions(worker)
-    ends = [
-        at
-        for at, (kind, stage, micro) in enumerate(program)
-        if kind == ("W" if schedule.split[stage, micro] else "B")
-    ]
-    last = {program[at].stage: at for at in ends}
-    for at, (kind, stage, micro) in enumerate(program):
-        if kind == "F":
-            kept[stage, micro] = activation[stage, micro]
-        elif kind == "B":
-            split = schedule.split[stage, micro] or joined[stage]
-            kept[stage, micro] = pending[stage, micro] if split else 0
-        elif not joined[stage]:
-            kept[stage, micro] = 0
-        if at in ends and joined[stage]:
-            waiting.setdefault(stage, []).append(micro)
-            if len(waiting[stage]) == every or at == last[stage]:
-                kept |= dict.fromkeys(((stage, i) for i in waiting.pop(stage)), 0)
-        most = max(most, sum(kept.values()))
-    return most
-
-
-@settings(deadline=None, max_examples=30)
-@given(data=st.data())
-def test_each_update_gives_back_what_it_was_made_of(data):
-    """Sizes and ranks of any order; an epoch may end within an update."""
-    family = ASYNCHRONOUS[data.draw(st.sampled_from(sorted(ASYNCHRONOUS)))]
-    schedule = family(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)))
-    every = data.draw(st.integers(1, 4))
-    ranks = data.draw(st.permutations(range(schedule.workers)))
-    schedule = Schedule.of(
-        [schedule.actions(ranks.index(rank)) for rank in range(schedule.workers)],
-        placement=tuple(tuple(ranks[w] for w in own) for own in schedule.placement),
-        update_policy=UpdatePolicy("stashing", every),
-    )
-    shape = (schedule.stages, schedule.micro_batches)
-    sizes = np.random.default_rng(data.draw(st.integers(0, 9)))
-    activation, pending = sizes.integers(1, 1000, (2, *shape)).astype(float)
-    joined = data.draw(st.tuples(*[st.booleans()] * schedule.stages))
-    costs = Costs(
-        activation_bytes=activation,
-        pending_bytes=pending,
-        join_weight_gradients=joined,
-    )
-    found = simulate(schedule, costs)
-    assert found.activation_bytes == tuple(
-        with_updates(schedule, worker, activation, pending, joined, every)
-        for worker in range(schedule.workers)
-    )
+    assert simulate(schedule, costs).activation_bytes == expected
 
 
 def test_two_sizes_stand_for_what_is_not_given():
-    """Twice the activations, and one stage's choice for all."""
+    """Twice the activations."""
     costs = Costs(activation_bytes=[3.0, 5.0])
     assert costs.pending_bytes.tolist() == [6.0, 10.0]
-    assert costs.joined(2) == (False, False)
-    assert Costs(join_weight_gradients=True).joined(3) == (True,) * 3
-    with pytest.raises(ValueError, match=r"join_weight_gradients=...\).*each of 3 st"):
-        Costs(join_weight_gradients=[True, False]).joined(3)
 
 
 # --- what families promise ---
@@ -280,26 +185,20 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("join", [(), (1,)], ids=["", "joined"])
 @pytest.mark.parametrize("family", RUNS)
-def test_arrays_alive_are_those_that_the_simulator_counts(family, join):
+def test_arrays_alive_are_those_that_the_simulator_counts(family):
     """JAX's own list of arrays; the sizes are known from the formula of the stage.
 
     tanh(x w) v keeps h = tanh(x w). Its weights' gradients need h and the cotangent of
     x w, as wide; the first stage, which sends none, makes that in W alone.
     """
     schedule = RUNS[family]()
-    joins = [j in join for j in range(schedule.stages)]
     activation = np.array([ROWS * HIDDEN[j] * 4.0 for j in range(schedule.stages)])
     pending = 2 * activation
     pending[0] = activation[0]
-    costs = Costs(
-        activation_bytes=activation,
-        pending_bytes=pending,
-        join_weight_gradients=joins,
-    )
+    costs = Costs(activation_bytes=activation, pending_bytes=pending)
     found = simulate(schedule, costs)
-    run = built(schedule, join_weight_gradients=joins)
+    run = built(schedule)
     shapes = {
         (workers[0], (ROWS, HIDDEN[j])): activation[j]
         for j, workers in enumerate(schedule.placement)
@@ -325,8 +224,8 @@ def test_a_run_tells_what_other_schedules_hold(recompute):
     split, whole = pipeline.zero_bubble(4, 6), pipeline.one_f_one_b(4, 6)
     kinds = {"recompute": [recompute] * 4}
 
-    def held(schedule, **options):
-        pipe, params, batch = built(schedule, **kinds, **options)
+    def held(schedule):
+        pipe, params, batch = built(schedule, **kinds)
         return pipeline.timed(pipe, lambda: pipe.value_and_grad(params, batch))[1]
 
     run = held(split)
@@ -334,15 +233,6 @@ def test_a_run_tells_what_other_schedules_hold(recompute):
     assert simulate(split, costs).activation_bytes == run.activation_bytes
     for other in (whole, pipeline.split_drain(whole), pipeline.gpipe(4, 3)):
         assert simulate(other, costs).activation_bytes == held(other).activation_bytes
-    joins = [False, True, False, True]
-    joined = held(whole, join_weight_gradients=joins)
-    assert joined.joined == tuple(joins)
-    predicted = simulate(split, Costs.measured(joined))
-    again = held(split, join_weight_gradients=joins)
-    # Those that do not join ran whole: what their W waits with was not seen.
-    for worker in (1, 3):
-        assert predicted.activation_bytes[worker] == again.activation_bytes[worker]
-    assert predicted.peak_activations == again.peak_activations
 
 
 def test_sizes_of_a_stage_are_those_of_its_formula():

@@ -260,19 +260,16 @@ def test_a_kind_that_a_stage_lacks_keeps_its_default():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "joined", "pending"),
+    ("schedule", "pending"),
     [
-        (pipeline.gpipe(3, 4), (), [6, 10, 14]),
-        (pipeline.gpipe(3, 4), (False, True, False), [6, 20, 14]),
-        (pipeline.split_drain(pipeline.gpipe(3, 4)), (), [6, 20, 30]),
-        (pipeline.split_drain(pipeline.gpipe(3, 4)), (True,) + (False,) * 2, None),
+        (pipeline.gpipe(3, 4), [6, 10, 14]),
+        (pipeline.split_drain(pipeline.gpipe(3, 4)), [6, 20, 30]),
     ],
 )
-def test_bytes_of_a_run_count_where_something_waited(schedule, joined, pending):
+def test_bytes_of_a_run_count_where_something_waited(schedule, pending):
     """Elsewhere a weight gradient is taken to wait with twice the activations."""
     kept = StageBytes(np.array([3.0, 5.0, 7.0]), np.array([10.0, 20.0, 30.0]))
-    run = replace(simulate(schedule), stage_bytes=kept, joined=joined)
+    run = replace(simulate(schedule), stage_bytes=kept)
     found = Costs.measured(run)
     assert found.activation_bytes.tolist() == [3, 5, 7]
-    assert found.pending_bytes.tolist() == (pending or kept.pending.tolist())
-    assert found.joined(3) == (joined or (False,) * 3)
+    assert found.pending_bytes.tolist() == pending

@@ -227,11 +227,6 @@ def test_the_smallest_memory_is_told_and_is_enough(monkeypatch):
         ({"memory": [8, 8, 8]}, ValueError, "must be bytes, for all workers"),
         ({"memory": np.nan}, ValueError, r"\[1.0, 1.0\] bytes. Got nan"),
         (
-            {"costs": Costs(join_weight_gradients=[False, True])},
-            ValueError,
-            "must not join weight gradients",
-        ),
-        (
             {"costs": Costs(activation_bytes=[np.pi, 1.0]), "memory": 4},
             ValueError,
             "multiples of a common unit",

@@ -1,6 +1,5 @@
 """A static loss scale where stages update, and skip, at different times."""
 
-import functools
 from itertools import pairwise
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import optim, pipeline, verify
+from jdist import optim, verify
 from jdist.pipeline.weight_stashing.epoch import EpochStep
 from tests.pipeline.epochs import asynchronous, paired
 from tests.pipeline.pipedream_cases import SCALE, half_problem, scaled_optimizer
@@ -214,25 +213,3 @@ def test_scales_that_cannot_be_are_refused():
     )
     with pytest.raises(ValueError, match=r"in all stages alike.*2048"):
         made([IN_FLOAT16, IN_FLOAT16, other])
-
-
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-@pytest.mark.parametrize("k", [1, 3])
-def test_joined_weight_gradients_are_those_of_other_stages(kind, k):
-    """Each batch's operands have its own mean; one that counts for nothing is left out
-    of the product. Batches of one weight share a product."""
-    params, batches, weights = problem(3, 8)
-    batches = planted(batches, 0.0)
-    weights[2] = np.zeros_like(weights[2]) if k > 1 else weights[2]
-    weights[4:6] = [np.full_like(w, 1 / len(w)) for w in weights[4:6]]
-    join = functools.partial(pipeline.Stage, join_weight_gradients=True)
-    joining = [*fragile_stages(3)[:2], join(fragile, ("h2", "boom2", "spike2"), ("y",))]
-    found = []
-    for stages in (None, joining):
-        runtime = made(IN_FLOAT64[momentum], "2bw" if k > 1 else "stashing", k,
-                       stages=stages, reduction=kind)  # fmt: skip
-        state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
-        found.append(masters_of(state))
-    plain, joined = map(jax.tree.leaves, found)
-    for a, b in zip(plain, joined, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
