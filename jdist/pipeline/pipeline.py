@@ -49,7 +49,6 @@ from jdist.pipeline.run.update import (
     optimizers_for,
 )
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.place import (
     automatic_axes,
@@ -167,7 +166,7 @@ class Pipeline:
         in_one = isinstance(places, OneProgram)
         self._tied = None if in_one else tied_of(self.stages)
         if schedule.update_policy is not None:
-            self._check_epochs(schedule.update_policy, reduction, in_one)
+            self._check_epochs(reduction, in_one)
         self._loss = PipelineLoss(
             loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
         )
@@ -182,7 +181,7 @@ class Pipeline:
         if in_one:
             self._tied = tied_of(self.stages)
 
-    def _check_epochs(self, policy: UpdatePolicy, reduction: str, in_one: bool) -> None:
+    def _check_epochs(self, reduction: str, in_one: bool) -> None:
         """Refuse arguments that an asynchronous schedule does not support."""
         if in_one:
             rule = "must be a list of places with a schedule that updates as it goes: "
@@ -190,14 +189,14 @@ class Pipeline:
             call, remedy = "Pipeline(places)", "Give list(mesh.devices)."
             raise TypeError(requirement(call, rule, "OneProgram", remedy))
         each = None if self._optimizer is None else self._optimizers
-        check_epochs(self.stages, policy, reduction, each, self._max_norm)
+        check_epochs(self.stages, reduction, each, self._max_norm)
 
     def _executor(self, given: GivenPlaces) -> ScheduleExecutor:
         """The executor of the schedule at these places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
             each = None if self._optimizer is None else self._optimizers
-            return EpochExecutor(programs, self._tied, each, self._max_norm)
+            return EpochExecutor(programs, each)
         if isinstance(given, OneProgram):
             mesh = automatic_axes("OneProgram(mesh)", given.mesh)
             with_square = self._max_norm is not None

@@ -14,8 +14,6 @@ _OF_SEGMENTS = {
     "second": "backward, parameters",
 }
 _OTHERS = {
-    "_clipped": "update",
-    "_divided": "gradient",
     "_finished": "gradient",
     "_plus": "cotangent",
     "_sum": "tied gradients",

@@ -114,7 +114,7 @@ class Tied:
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
         """
-        parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
+        parts = {j: self._parts(j, tree, grads[j]) for j, tree in params.items()}
         sums: dict[int, dict[str, list[PyTree]]] = {j: {} for j in params}
         for name, group in self._groups.items():
             own = {j: parts[j][name] for j in group if j in params}
@@ -122,19 +122,11 @@ class Tied:
             for j in own:
                 sums[j][name] = [told[s] for s in group]
         return {
-            j: self.with_sums(j, tree, grads[j], sums[j], invoke.get(j, operator.call))
+            j: self._with_sums(j, tree, grads[j], sums[j], invoke.get(j, operator.call))
             for j, tree in params.items()
         }
 
-    def names(self, stage: int) -> list[str]:
-        """Names of the tied parameters of a stage."""
-        return [name for name, group in self._groups.items() if stage in group]
-
-    def stages(self, name: str) -> list[int]:
-        """The stages that share the parameter of this name, in order."""
-        return list(self._groups[name])
-
-    def parts(
+    def _parts(
         self, stage: int, params: PyTree, gradient: PyTree
     ) -> dict[str, list[PyTree]]:
         """A stage's gradients of its copies, by name.
@@ -151,20 +143,20 @@ class Tied:
         # The gradient may have None as a leaf, which `jax.tree.leaves` would skip.
         leaves = structure.flatten_up_to(gradient)
         found = {}
-        for name in self.names(stage):
+        for name in (name for name, group in self._groups.items() if stage in group):
             copies = self._indices(structure, stage, name)
             found[name] = [
                 {below: leaves[i] for below, i in indices.items()} for indices in copies
             ]
         return found
 
-    def with_sums(
+    def _with_sums(
         self,
         stage: int,
         params: PyTree,
         gradient: PyTree,
         parts: Mapping[str, Sequence[PyTree]],
-        invoke: Invoke = operator.call,
+        invoke: Invoke,
     ) -> PyTree:
         """Replaces the gradients of a stage's copies by the sums over all copies.
 

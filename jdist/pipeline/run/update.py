@@ -335,10 +335,6 @@ def square_of(grads: PyTree) -> jax.Array:
     return sum_of([jnp.zeros((), jnp.float32), *squares])
 
 
-sum_of_squares = jax.jit(sum_of)
-"""The sum over all stages, in order."""
-
-
 _all_finite = jax.jit(all_finite)
 
 

@@ -912,7 +912,6 @@ _KINDS |= {
     "f": "the shapes of an output",
     "b": "the shapes of a cotangent",
     "T": "a tied gradient",
-    "N": "the norm",
     "C": "a stage to be saved",
     "V": "the vote",
     "D": "the decision",

@@ -28,7 +28,6 @@ from jdist.pipeline.run.step import ActionCursor, Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
-from jdist.pipeline.weight_stashing.joint_update import JointUpdate
 from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
 from jdist.reduction import Partial
 
@@ -87,14 +86,11 @@ class EpochPlan(NamedTuple):
       stream: The micro-batches.
       schedule: The schedule of all workers.
       every: Number of micro-batches of a worker in an update.
-      joint: The exchange between stages before an update; None where they update
-        independently.
     """
 
     stream: BatchStream
     schedule: OpenSchedule
     every: int
-    joint: JointUpdate | None
 
 
 @final
@@ -119,7 +115,7 @@ class EpochStep(Step):
         super().__init__(given)
         self.passes: list[PassRecord] = []
         self._stashed = stashed
-        self._stream, self._schedule, self._every, self._joint = plan
+        self._stream, self._schedule, self._every = plan
         self._computing: deque[tuple[int, Any]] = deque()
         self._found: dict[int, PyTree] = {}
         self._shared: Counter[tuple[int, int]] = Counter()
@@ -131,19 +127,16 @@ class EpochStep(Step):
         super().run(action_timer)
         # Other workers may still wait for a micro-batch that does not exist.
         self._tell_end()
-        # In three loops: every part is sent before any is waited for, or two workers
+        # In two loops: every part is sent before any is waited for, or two workers
         # would wait for each other.
         for (worker, stage), stashed in self._stashed.items():
             shared = self._shared[worker, stage]
             # The last update has fewer micro-batches, if any.
-            if stashed.grown and shared == stashed.contributed:
+            if stashed.grown and shared == stashed.stash.version:
                 self._share(worker, stage)
         for (worker, stage), stashed in self._stashed.items():
-            while stashed.contributed < self._count(stage):
+            while stashed.stash.version < self._count(stage):
                 self._update(worker, stage)
-        for (worker, stage), stashed in self._stashed.items():
-            while stashed.held and self._joint is not None:
-                self._joint.make(worker, stage, stashed)
 
     # --- the batches ---
 
@@ -247,7 +240,6 @@ class EpochStep(Step):
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
         stage = action.stage
         due = self._due(worker, stage) if self._full(worker, stage) else []
-        due += self._due_together(worker, action)
         late = [tag for tag in due if not self._channels.has(tag, worker)]
         return late or super()._missing(worker, action)
 
@@ -257,11 +249,6 @@ class EpochStep(Step):
         if self._full(worker, stage):
             self._update(worker, stage)
         stashed = self._stashed[worker, stage]
-        # Joint updates are made at the first pass that needs them, not when messages
-        # arrive: so the versions do not depend on timing.
-        while micro not in stashed.used:
-            assert self._joint is not None
-            self._joint.make(worker, stage, stashed)
         used, newest = stashed.used[micro], stashed.stash.version
         computed = super()._do(worker, action)
         if kind == "B":
@@ -297,7 +284,7 @@ class EpochStep(Step):
         stashed = self._stashed[worker, stage]
         self._shared[worker, stage] += 1
         for other in self._places.replicas(worker, stage):
-            tag = MessageTag("G", stashed.contributed, "", stage, worker)
+            tag = MessageTag("G", stashed.stash.version, "", stage, worker)
             self._channels.put(tag, other, stashed.run.partial())
 
     def _full(self, worker: int, stage: int) -> bool:
@@ -308,27 +295,19 @@ class EpochStep(Step):
         if not stashed.grown or not self._schedule.has_ended(worker):
             return False
         # The last update of the epoch, with fewer micro-batches.
-        return stashed.grown == self._contributions(stage, stashed.contributed)[worker]
+        number = stashed.stash.version
+        return stashed.grown == self._contributions(stage, number)[worker]
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
         """Tags of other workers' contributions to the next update."""
         if len(self._places.schedule.placement[stage]) == 1:
             return []
-        number = self._stashed[worker, stage].contributed
+        number = self._stashed[worker, stage].stash.version
         return [
             MessageTag("G", number, "", stage, other)
             for other in sorted(self._contributions(stage, number))
             if other != worker
         ]
-
-    def _due_together(self, worker: int, action: Action) -> list[MessageTag]:
-        """Tags of other stages' messages for the updates that a forward pass needs."""
-        stashed = self._stashed[worker, action.stage]
-        if self._joint is None or action.kind != "F":
-            return []
-        numbers = range(stashed.stash.version, stashed.version(action.micro_batch))
-        awaited = [self._joint.awaited(action.stage, number) for number in numbers]
-        return [tag for tags in awaited for tag in tags]
 
     def _update(self, worker: int, stage: int) -> None:
         others = {}
@@ -336,13 +315,7 @@ class EpochStep(Step):
             while not self._channels.has(tag, worker):
                 self._channels.wait({tag: "an update"} | self._unheard())
             others[tag.sender] = self._channels.take(tag, worker)
-        stashed = self._stashed[worker, stage]
-        if self._joint is None:
-            stashed.update(others, worker)
-        else:
-            number = stashed.contributed
-            stashed.hold(others, worker)
-            self._joint.tell(worker, stage, number, stashed)
+        self._stashed[worker, stage].update(others, worker)
 
     def _contributions(self, stage: int, number: int) -> Counter[int]:
         """Number of micro-batches that each worker contributes to a stage's update."""

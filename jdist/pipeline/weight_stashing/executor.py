@@ -30,7 +30,6 @@ from jdist.pipeline.run.stage_channels import (
 )
 from jdist.pipeline.run.stage_run import StageRun, UpdateInBackward
 from jdist.pipeline.run.step import Routes, StepInputs
-from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import (
     PipelineState,
     StageUpdates,
@@ -41,14 +40,12 @@ from jdist.pipeline.run.update import (
 )
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
 from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
-from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
 from jdist.pipeline.weight_stashing.stashed_stage import (
     StashedStage,
@@ -85,26 +82,19 @@ class EpochExecutor(ScheduleExecutor):
 
     Args:
       programs: The compiled stages.
-      tied: Parameters that stages share; None if there are none.
       optimizers: One for each stage, after `check_epochs`; None: it cannot train.
-      max_norm: As for `Pipeline`.
     """
 
     def __init__(
-        self,
-        programs: StagePrograms,
-        tied: Tied | None,
-        optimizers: Sequence[Optimizer] | None,
-        max_norm: float | None,
+        self, programs: StagePrograms, optimizers: Sequence[Optimizer] | None
     ) -> None:
         self._schedule = schedule = programs.places.schedule
         assert schedule.update_policy is not None
-        super().__init__(programs, schedule_of_step(schedule), tied)
+        super().__init__(programs, schedule_of_step(schedule), None)
         self._policy = schedule.update_policy
         self._epoch_routes = Routes(programs.wiring, programs.places)
         self._scaled = optimizers is not None and loss_scale_of(optimizers) is not None
         self._optimizers = optimizers
-        self._max_norm = max_norm
 
     def lower(
         self, given: CallInputs, update: StageUpdates | None = None
@@ -118,7 +108,7 @@ class EpochExecutor(ScheduleExecutor):
         part = in_epoch(one, kind, one, CALL)
         channels = InProcessChannels(places.devices)
         inputs = self._epoch_inputs(channels, given, update.opt_states, part)
-        found, grads = LoweredPrograms(), {}
+        found = LoweredPrograms()
         for (_, j), run in inputs.runs.items():
             fn = self._update_in_backward(j)
             if fn is not None:
@@ -126,19 +116,13 @@ class EpochExecutor(ScheduleExecutor):
         for (_, j), run in rehearse(inputs, found.named).items():
             if run.update is not None:
                 continue  # The backward pass includes the update.
-            grads[j] = lower_update(
+            lower_update(
                 self._optimizers[j],
                 run,
                 update.opt_states[j],
                 len(places.schedule.placement[j]),
-                self._max_norm,
-                self._updates_jointly,
                 found.named(f"stage {j}"),
             )
-        if self._tied is not None:
-            params = {j: run.params for (_, j), run in inputs.runs.items()}
-            named = {j: found.named(f"stage {j}") for j in params}
-            self._tied.summed(params, grads, places, channels, named)
         return found.lowered()
 
     def _epoch_inputs(
@@ -167,16 +151,12 @@ class EpochExecutor(ScheduleExecutor):
         """Whether a stage has one worker."""
         return len(self._programs.places.schedule.placement[stage]) == 1
 
-    @property
-    def _updates_jointly(self) -> bool:
-        return self._max_norm is not None or self._tied is not None
-
     def _update_in_backward(self, stage: int) -> Callable[..., PyTree] | None:
         """The update within a stage's backward pass; None if it comes later."""
         alone = self._is_alone(stage)
-        # Only an update that needs the gradient of one micro-batch on one worker, and
-        # nothing of other stages, can be a part of the pass.
-        if self._policy.every > 1 or self._updates_jointly or not alone:
+        # Only an update that needs the gradient of one micro-batch on one worker can be
+        # a part of the pass.
+        if self._policy.every > 1 or not alone:
             return None
         assert self._optimizers is not None
         return update_in_backward(self._optimizers[stage], self._kind(stage))
@@ -218,7 +198,7 @@ class EpochExecutor(ScheduleExecutor):
         # Read by all processes, for shapes and identity; some have no pass for it.
         if not self._takes(0):
             stream.forget(0)
-        plan = EpochPlan(stream, schedule, self._policy.every, self._joint(channels))
+        plan = EpochPlan(stream, schedule, self._policy.every)
         epoch = EpochStep(first._replace(parts=stream), stashed, plan)
         epoch.run(timer)
         states = joined_states(channels, places, first.runs, stream.totals)
@@ -264,13 +244,6 @@ class EpochExecutor(ScheduleExecutor):
             len(places.own) < places.schedule.workers,
             CALL,
         )
-
-    def _joint(self, channels: StageChannels) -> JointUpdate | None:
-        """The exchange before updates; None where stages update independently."""
-        if not self._updates_jointly:
-            return None
-        tied = self._tied or Tied({})
-        return JointUpdate(tied, self._max_norm, self._programs.places, channels)
 
     def _takes(self, micro: int) -> bool:
         """Whether a worker of this process has a pass for a micro-batch."""
@@ -347,27 +320,37 @@ def schedule_of_step(schedule: Schedule) -> Schedule:
 
 def check_epochs(
     stages: Sequence[Stage],
-    policy: UpdatePolicy,
     reduction: str,
     optimizers: Sequence[Optimizer] | None,
     max_norm: float | None,
 ) -> None:
-    """Refuses arguments that epochs under a policy cannot have.
+    """Refuses arguments that epochs cannot have.
 
     Args:
       stages: The stages.
-      policy: The policy of the schedule.
       reduction: As for `Pipeline`.
       optimizers: One for each stage; None: it cannot train.
       max_norm: As for `Pipeline`.
 
     Raises:
-      ValueError: The reduction is neither mean nor sum; or the policy rules out joint
-        updates or the loss scale.
+      ValueError: The reduction is neither mean nor sum; the loss scale is no constant;
+        or an update would depend on the gradients of all stages.
     """
     # For max and min the weight of a gradient is known only after all micro-batches.
     if reduction not in ("mean", "sum"):
         rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
         raise ValueError(requirement("Pipeline(reduction=...)", rule, reduction))
-    is_scaled = optimizers is not None and static_loss_scale_of(optimizers) is not None
-    check_together(stages, policy, max_norm, is_scaled)
+    if optimizers is not None:
+        static_loss_scale_of(optimizers)  # Called for its check.
+    tied = [number for number, stage in enumerate(stages) if stage.tied]
+    asked: list[tuple[str, str, object]] = []
+    if max_norm is not None:
+        asked.append(("Pipeline(max_norm=...)", "be None", max_norm))
+    if tied:
+        first = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
+        asked.append(("Pipeline(stages)", "not be tied", first))
+    for call, without, got in asked:
+        rule = f"must {without} with a schedule that updates as it goes: an update "
+        rule += "would wait for the gradients of all stages"
+        remedy = "Use a synchronous schedule, such as `one_f_one_b`."
+        raise ValueError(requirement(call, rule, got, remedy))

@@ -1,16 +1,13 @@
 """The weight versions and updates of one stage during an epoch."""
 
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, final
 
 import jax
-import jax.numpy as jnp
 
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
-from jdist.optim.internal import scaled, shrinking
 from jdist.pipeline.run.stage_run import (
     MicroBatchShare,
     StageRun,
@@ -18,7 +15,6 @@ from jdist.pipeline.run.stage_run import (
     contribution,
     gradient_of,
 )
-from jdist.pipeline.run.update import square_of
 from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke
@@ -60,7 +56,6 @@ class StashedStage:
       run: The argument of the same name.
       stash: All versions that are kept, and the optimizer's state.
       grown: Number of micro-batches in the accumulated gradient.
-      held: Gradients that are complete here, of updates that are not made yet.
       used: The version that each micro-batch uses whose backward pass is to come here,
         as far as versions are made.
     """
@@ -70,7 +65,6 @@ class StashedStage:
         # A reference and no copy, because JAX arrays are immutable.
         self.stash = StashState(0, {0: run.params}, opt_state)
         self.grown = 0
-        self.held: deque[PyTree] = deque()
         self.used: dict[int, int] = {}
         self._rule = rule
         self._next = rule.turn  # The first micro-batch whose version is not in `used`.
@@ -79,19 +73,9 @@ class StashedStage:
         # pass with its update.
         self._prepare()
 
-    @property
-    def contributed(self) -> int:
-        """Number of updates to which this worker has contributed."""
-        return self.stash.version + len(self.held)
-
-    def version(self, micro: int) -> int:
-        """The version that a micro-batch uses here."""
-        return self._rule.version(micro)
-
     def arrays(self) -> PyTree:
         """All arrays of the stage at the moment, except keys."""
-        kept = self.stash.kept, self.stash.opt_state, self.held
-        return self.run.arrays(), kept
+        return self.run.arrays(), self.stash.kept, self.stash.opt_state
 
     def begin_forward(self, micro: int) -> None:
         """Loads the version that a micro-batch uses."""
@@ -141,37 +125,6 @@ class StashedStage:
         )
         self._append(params, opt_state)
 
-    def hold(self, others: Mapping[int, Partial], rank: int) -> PyTree:
-        """Computes and keeps the gradient of an update that depends on other stages.
-
-        Args:
-          others: As for `update`.
-          rank: As for `update`.
-        """
-        joined = self._joined(others, rank)
-        made_of = self._optimizer, self.run.params, joined, self.run.kind
-        self.held.append(_divided(*made_of))
-        return self.held[-1]
-
-    def update_held(
-        self, grads: PyTree, square: jax.Array | None, max_norm: float | None
-    ) -> None:
-        """Makes the next version, from the oldest held gradient.
-
-        Args:
-          grads: That gradient, with the sums of tied parameters.
-          square: Square of the norm over all stages; None without clipping.
-          max_norm: Bound of the norm.
-        """
-        self.held.popleft()
-        before = self._rule.stashing.load_new_params(self.stash)
-        made_of = before, grads, self.stash.opt_state, square, max_norm
-        self._append(*_clipped(self._optimizer, *made_of))
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        return self._rule.stashing.optimizer
-
     def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
         # The last update of an epoch may have no micro-batch of this worker.
         found = {**others, rank: self.run.partial()} if self.grown else others
@@ -189,7 +142,7 @@ class StashedStage:
     def _look_ahead(self) -> None:
         """Notes which micro-batches use the newest version."""
         while self._rule.exists(self._next):
-            version = self.version(self._next)
+            version = self._rule.version(self._next)
             # Versions do not decrease with the micro-batch.
             if version > self.stash.version:
                 return
@@ -212,10 +165,8 @@ def lower_update(
     run: StageRun,
     opt_state: PyTree,
     replicas: int,
-    max_norm: float | None,
-    together: bool,
     invoke: Invoke,
-) -> PyTree:
+) -> None:
     """Calls the functions of a stage's update through another function.
 
     Args:
@@ -223,24 +174,12 @@ def lower_update(
       run: The stage after its backward passes, of shapes.
       opt_state: State of the optimizer, of shapes.
       replicas: Number of workers of the stage.
-      max_norm: Bound of the norm over all stages; None for no clipping.
-      together: Whether updates depend on the gradients of all stages.
       invoke: See `Segment.through`.
-
-    Returns:
-      The stage's gradient, where updates depend on those of all stages.
     """
-    # The calls of `update`, `hold` and `update_held`, in their order.
     joined = run.partial()
     for _ in range(1, replicas):
         joined = run.joined({0: joined, 1: run.partial()})
-    if not together:
-        invoke(_updated, optimizer, run.params, joined, opt_state, run.kind)
-        return None
-    grads = invoke(_divided, optimizer, run.params, joined, run.kind)
-    square = None if max_norm is None else invoke(square_of, grads)
-    invoke(_clipped, optimizer, run.params, grads, opt_state, square, max_norm)
-    return grads
+    invoke(_updated, optimizer, run.params, joined, opt_state, run.kind)
 
 
 # Cached, so that equal arguments give one function: it is part of the key by which a
@@ -283,22 +222,3 @@ def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) ->
     # Master weights take the gradient in the precision of the sum.
     rounded_as = params if optimizer.precision is None else part.gradient
     return gradient_of(part, kind, rounded_as)
-
-
-_divided = functools.partial(jax.jit, static_argnums=(0, 3))(_finished)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _clipped(
-    optimizer: Optimizer,
-    params: PyTree,
-    grads: PyTree,
-    opt_state: PyTree,
-    square: jax.Array | None,
-    max_norm: float | None,
-) -> tuple[PyTree, PyTree]:
-    """Clips the gradient by its norm, if there is one, and makes the step."""
-    if square is not None and max_norm is not None:
-        factor = shrinking(jnp.sqrt(square), max_norm)
-        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    return optimizer.step(params, grads, opt_state)

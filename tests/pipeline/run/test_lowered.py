@@ -21,7 +21,7 @@ SCHEDULES = {
     "zero bubble": (pipeline.zero_bubble(3, 3), {}),
     "masters": (pipeline.one_f_one_b(3, 2), {"optimizer": HALF}),
     "pipedream": (pipeline.pipedream(3, 3), {}),
-    "flush": (pipeline.pipedream(3, 3, policy="flush"), {"max_norm": 0.1}),
+    "flush": (pipeline.pipedream(3, 3, policy="flush"), {}),
 }
 
 
@@ -39,7 +39,7 @@ def devices(kind):
 
 def compiled_in(records):
     """Programs of stages, losses and updates that were compiled."""
-    names = r"Compiling jit\((body_\w+|both|_update\w*|_clipped|_divided)\)"
+    names = r"Compiling jit\((body_\w+|both|_update\w*)\)"
     return [m.group(1) for r in records if (m := re.match(names, r.message))]
 
 
@@ -100,12 +100,7 @@ def test_a_gradient_has_no_updates():
     assert "stage 2: gradient" in found
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [pipeline.gpipe(3, 2), pipeline.pipedream(3, 3, policy="flush")],
-    ids=["GPipe", "PipeDream"],
-)
-def test_tied_gradients_are_added_up_at_each_stage(caplog, schedule):
+def test_tied_gradients_are_added_up_at_each_stage(caplog):
     """On the stage's own device, by the programs that a step then runs."""
 
     def ends(params, x):
@@ -121,7 +116,9 @@ def test_tied_gradients_are_added_up_at_each_stage(caplog, schedule):
     batch = {"x": np.ones((4, 3), np.float32)}
     own = devices("devices")
     options = {"optimizer": optim.sgd(lr=0.1)}
-    pipe = pipeline.Pipeline(made, lambda y, _: y.sum(-1), schedule, own, **options)
+    pipe = pipeline.Pipeline(
+        made, lambda y, _: y.sum(-1), pipeline.gpipe(3, 2), own, **options
+    )
     jax.clear_caches()
     found = pipe.lower(pipe.init(shapes(params)), shapes(batch))
     added = [name for name in found if "tied" in name]
@@ -133,10 +130,7 @@ def test_tied_gradients_are_added_up_at_each_stage(caplog, schedule):
     state = pipe.init(params)
     caplog.clear()
     with jax.log_compiles():
-        if schedule.update_policy is None:
-            pipe.train_step(state, batch)
-        else:
-            pipe.train_epoch(state, [batch] * 3)
+        pipe.train_step(state, batch)
     assert not any("Compiling jit(_sum)" in r.message for r in caplog.records)
 
 

@@ -531,6 +531,14 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, iter(()))
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
+    with pytest.raises(ValueError, match=r"max_norm=...\)` must be None with.*Got 1.0"):
+        made(3, policy="flush", max_norm=1.0)
+    tied = [
+        pipeline.Stage(lambda w, x: x @ w, (x,), (y,), tied={"(root)": "w"})
+        for x, y in (("x", "h"), ("h", "y"))
+    ]
+    with pytest.raises(ValueError, match=r"must not be tied with a schedule.*one_f_on"):
+        pipeline.Pipeline(tied, losses, pipeline.pipedream(2, 2))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
     with pytest.raises(TypeError, match=r"a list of places with a schedule .* Got On"):
         made(3, places=pipeline.OneProgram(mesh))
