@@ -130,7 +130,7 @@ class Alone:
         rule = VersionRule(
             pipeline.with_weight_stashing(SGD, 1),
             version=lambda micro: micro,
-            exists=lambda micro: micro < length,
+            length=length,
             turn=0,
             replicas=1,
         )

@@ -558,7 +558,11 @@ class Pipeline:
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
     def train_epoch(
-        self, state: PipelineState, batches: Iterable[PyTree]
+        self,
+        state: PipelineState,
+        batches: Iterable[PyTree],
+        *,
+        total: int | None = None,
     ) -> tuple[PipelineState, Metrics]:
         """Train on the batches in order, each one a micro-batch, and drain.
 
@@ -566,9 +570,9 @@ class Pipeline:
         micro-batches are in flight, by the schedule's `update_policy`.
 
         A batch is read when a forward pass needs it: the batches of a generator that
-        are held at a time are those in flight, and its length need not be known. With
-        workers in several processes each of them calls it with the same batches, which
-        may lack entries that its stages and losses do not take.
+        are held at a time are those in flight. With workers in several processes each
+        of them calls it with the same batches, which may lack entries that its stages
+        and losses do not take.
 
         Args:
           state: From `init` or the epoch before. It is not donated.
@@ -576,6 +580,7 @@ class Pipeline:
             the weights of its examples, as for `value_and_grad`. Numbers of examples
             may differ. All weights of a batch may be 0, but not those of all batches of
             an update.
+          total: The number of batches; it is needed where they have no length.
 
         Returns:
           The next state, with the newest weights, one step later; and the metrics of
@@ -586,7 +591,8 @@ class Pipeline:
 
         Raises:
           ValueError: The schedule is synchronous; the workers have read different
-            batches, or different numbers of them; or there are none.
+            batches, or different numbers of them; there are none, or fewer than
+            `total`.
           Exception: What `value_and_grad` raises, and what the iterator raises, on all
             workers, with the name of the worker and the number of the batch in notes.
         """
@@ -601,7 +607,8 @@ class Pipeline:
         del state
         with self._opened("train_epoch") as channels:
             check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
-            result = executor.train(channels, held.pop(), batches, self.action_timer)
+            timer = self.action_timer
+            result = executor.train(channels, held.pop(), batches, total, timer)
         state, metrics, self.transfer_log, self.passes = result
         return state, metrics
 

@@ -134,7 +134,7 @@ def streamed(places=None, last=None, folder=None):
         pairs = zip(batches[rest], weights[rest], strict=True)
         found = []
         while part := list(itertools.islice(pairs, 4)):
-            state, metrics = runtime.train_epoch(state, iter(part))
+            state, metrics = runtime.train_epoch(state, part)
             saved.save(state)
             found.append(metrics.losses)
     return jax.tree.map(np.asarray, state.params), np.concatenate(found)
@@ -158,30 +158,16 @@ def bad_streams(rank, fault):
                     return
                 raise OSError("the disk is gone")
             yield {mine: batches[i][mine]}, weights[place]
-        if fault == "long" and rank == 0:
-            yield {mine: batches[0][mine]}, weights[0]
 
     try:
-        runtime.train_epoch(state, supply())
+        runtime.train_epoch(state, supply(), total=9)
     except (ValueError, OSError) as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         text = f"{type(error).__name__}: {error} {notes}"
     else:
         text = "no error"
-    after, _ = runtime.train_epoch(state, zip(batches, weights, strict=True))
+    after, _ = runtime.train_epoch(state, paired(batches, weights))
     return text, jax.tree.map(np.asarray, after.params)
-
-
-def uneven_replicas(rank):
-    """One stage on two workers, of which the second has a batch less."""
-    runtime = runtime_of(1, places=workers(2), replicas=(2,))
-    params, batches, weights = problem(1, 4, dtype=np.float32)
-    given = zip(batches[: 4 - rank], weights[: 4 - rank], strict=True)
-    try:
-        runtime.train_epoch(runtime.init(params), given)
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def some_epochs(count, folder, places=None):

@@ -7,7 +7,7 @@ and when every worker knows the arguments of its stages, all of them compile at 
 time. The same rehearsal finds the programs for devices that are not attached.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -22,7 +22,8 @@ from jdist.pipeline.run.stage_channels import (
     ValueChannels,
 )
 from jdist.pipeline.run.stage_run import StageRun, join
-from jdist.pipeline.run.step import ActionCursor, Step, StepInputs
+from jdist.pipeline.run.step import Step, StepInputs
+from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.pipeline.stages.place import StageMesh, device_here, place_of, received
@@ -99,9 +100,9 @@ class _Rehearsal(Step):
         super().__init__(given, invoke)
         self._chosen = chosen
 
-    def _actions(self, worker: int) -> ActionCursor:
+    def _actions(self, worker: int) -> Iterable[Action]:
         actions = self._places.actions[worker]
-        return ActionCursor(a for a in actions if a.micro_batch in self._chosen)
+        return (a for a in actions if a.micro_batch in self._chosen)
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """Does nothing: the sum over replicas is rehearsed apart."""

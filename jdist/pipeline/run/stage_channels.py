@@ -126,11 +126,10 @@ class MessageTag(NamedTuple):
     Attributes:
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
         the first step), "G" for a replica's gradient, "S" for shapes, "T" for the
-        gradient of a tied parameter, "N" for the norm of a stage's gradient, "E" for
-        the number of micro-batches in a worker's stream, "C" for a stage sent to the
-        process that saves it; "V" for the vote of a worker, "D" for the decision.
+        gradient of a tied parameter, "C" for a stage sent to the process that saves it;
+        "V" for the vote of a worker, "D" for the decision.
       micro_batch: Number of the micro-batch; -1 for a message of no micro-batch. For
-        "G" number of the bucket; in an epoch, for "G", "T" and "N", of the update.
+        "G" number of the bucket; in an epoch of the update.
       name: Name of the value or of the tied parameter; for "G" "state" or empty.
       stage: The stage that the message is about, for "F" its consumer; the number of
         stages for the loss.

@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -225,20 +226,18 @@ class Step(ABC):
         """
         if action_timer is not None:
             action_timer.clear()
-        lists = {worker: self._actions(worker) for worker in self._places.own}
+        lists = {worker: deque(self._actions(worker)) for worker in self._places.own}
         while True:
             moved_on, left = False, False
             for worker, actions in lists.items():
                 # A worker's order is the schedule's: what bounds its memory, and on a
                 # mesh over processes what pairs its collectives. So no later action
                 # overtakes one whose inputs are missing.
-                while (action := actions.next()) is not None:
-                    if self._missing(worker, action):
+                while actions:
+                    if self._missing(worker, actions[0]):
                         left = True
                         break
-                    # Before the action runs, so that an error does not repeat it.
-                    actions.advance()
-                    self._start(worker, action, action_timer)
+                    self._start(worker, actions.popleft(), action_timer)
                     moved_on = True
             if not left:
                 return
@@ -267,20 +266,19 @@ class Step(ABC):
             raise
 
     @abstractmethod
-    def _actions(self, worker: int) -> "ActionCursor":
+    def _actions(self, worker: int) -> Iterable[Action]:
         """The actions of a worker of this process, in order."""
 
-    def _waiting(self, lists: Mapping[int, "ActionCursor"]) -> dict[MessageTag, str]:
+    def _waiting(self, lists: Mapping[int, deque[Action]]) -> dict[MessageTag, str]:
         """The values that block all next actions; empty if one of them can start."""
         waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
-            action = actions.next()
-            if action is None:
+            if not actions:
                 continue
-            missing = self._missing(worker, action)
+            missing = self._missing(worker, actions[0])
             if not missing:
                 return {}
-            waiting |= dict.fromkeys(missing, str(action))
+            waiting |= dict.fromkeys(missing, str(actions[0]))
         return waiting
 
     def _missing(self, worker: int, action: Action) -> list[MessageTag]:
@@ -439,8 +437,8 @@ class BatchStep(Step):
             for worker, stage in self._runs
         }
 
-    def _actions(self, worker: int) -> "ActionCursor":
-        return ActionCursor(self._places.actions[worker])
+    def _actions(self, worker: int) -> Iterable[Action]:
+        return self._places.actions[worker]
 
     def _passed_back(self, worker: int, stage: int) -> None:
         # Counted, because the last micro-batch need not come last in a schedule.
@@ -543,30 +541,6 @@ class BatchStep(Step):
         home = undivided(place_of(jax.tree.leaves(parts[0])[0]))
         found = jax.tree.map(lambda *rows: _in_one(moved(rows, home)), *parts)
         return found if len(found) > 1 else next(iter(found.values()))
-
-
-class ActionCursor:
-    """The remaining actions of one worker, in order.
-
-    Args:
-      actions: All of them; an iterator is read as far as `next` has come.
-    """
-
-    def __init__(self, actions: Iterable[Action]) -> None:
-        self._left = iter(actions)
-        self._next: Action | None = None
-
-    def next(self) -> Action | None:
-        """The next action; None after the last."""
-        # Not in `advance`: an epoch reads the batch of a forward pass here, which must
-        # not be before the pass is due.
-        if self._next is None:
-            self._next = next(self._left, None)
-        return self._next
-
-    def advance(self) -> None:
-        """Skips the next action."""
-        self._next = None
 
 
 def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> PyTree:

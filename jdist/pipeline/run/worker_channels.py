@@ -618,7 +618,6 @@ class WorkerChannels:
             f"{action} for {_KINDS[tag.kind]} of "
             + " or ".join(map(repr, self._senders(tag)))
             for tag, action in waiting.items()
-            if tag.kind != "E"  # Added to every wait of an epoch; never the cause.
         ]
         shown = "; ".join(dict.fromkeys(missing))
         absent = [repr(name) for name, rest in (told or {}).items() if rest is None]

@@ -6,7 +6,7 @@ which comes after all forward passes and the loss of that micro-batch.
 
 from collections.abc import Callable, Collection, Iterable, Sized
 
-from jdist._errors import requirement
+from jdist._errors import check_at_least, requirement
 from jdist._fit import check_batches, pair
 from jdist._tree import PyTree
 from jdist.pipeline.run.identity import chained
@@ -21,6 +21,7 @@ class BatchStream:
 
     Args:
       batches: Batches, or pairs of a batch and its weights.
+      total: Their number; None: that of `batches`, which has a length.
       kind: The reduction, "mean" or "sum".
       groups: Sizes of groups of consecutive micro-batches that make an update. Each
         group must have an example with a positive weight.
@@ -31,10 +32,10 @@ class BatchStream:
 
     Raises:
       TypeError: `batches` are no batches.
+      ValueError: Their number is 0, or not known.
 
     Attributes:
-      count: The length of `batches`; None for an iterator.
-      length: The number of micro-batches; None until the end has been read.
+      length: The number of micro-batches.
       totals: The `total` of each micro-batch that was read.
       checksums: Checksums of all batches that were read, if they are needed.
     """
@@ -42,6 +43,7 @@ class BatchStream:
     def __init__(
         self,
         batches: Iterable[PyTree],
+        total: int | None,
         kind: str,
         groups: Collection[int],
         kept: Callable[[int], bool],
@@ -49,8 +51,7 @@ class BatchStream:
         call: str,
     ) -> None:
         check_batches(call, batches)
-        self.count = len(batches) if isinstance(batches, Sized) else None
-        self.length: int | None = None
+        self.length = _length(call, batches, total)
         self.totals: list[float] = []
         self.checksums: dict[str, int] = {}
         self._batches = iter(batches)
@@ -65,16 +66,16 @@ class BatchStream:
         # its weights decides the unit of all totals.
         self._first: MicroBatch | None = None
 
-    def reaches(self, micro: int) -> bool:
-        """Whether there is a micro-batch of a number; reads all up to it.
+    def read(self, micro: int) -> None:
+        """Reads all micro-batches up to a number, if they are not read yet.
 
         Raises:
           Exception: What the iterator raises, with the number of the batch in a note.
-          ValueError, TypeError: A batch or its weights break a rule.
+          ValueError, TypeError: A batch or its weights break a rule, or there are
+            fewer batches.
         """
-        while self.length is None and len(self.totals) <= micro:
+        while len(self.totals) <= micro:
             self._read()
-        return micro < len(self.totals)
 
     def __getitem__(self, micro: int) -> MicroBatch:
         """A micro-batch that was read and not removed by `forget`."""
@@ -92,8 +93,8 @@ class BatchStream:
             error.add_note(f"It was raised when batch {number} was read.")
             raise
         if given is _END:
-            self._end()
-            return
+            rule = f"must be the {self.length} batches of the epoch"
+            raise ValueError(requirement(f"{self._call}(batches)", rule, f"{number}"))
         batch, weights = pair(given)
         part = micro_batch_of(number, batch, weights, self._call)
         # The data as the user gave it, before normalisation.
@@ -111,20 +112,11 @@ class BatchStream:
         self.totals.append(part.total)
         for size in self._open:
             self._open[size] += part.total
-            if (number + 1) % size == 0:
+            # The last update of an epoch may have fewer micro-batches than the others.
+            if (number + 1) % size == 0 or number + 1 == self.length:
                 self._check_update(size)
         if self._kept(number):
             self._parts[number] = part
-
-    def _end(self) -> None:
-        self.length = len(self.totals)
-        if not self.length:
-            rule = "must have one batch at least"
-            raise ValueError(requirement(f"{self._call}(batches)", rule, "none"))
-        # The last update of an epoch may have fewer micro-batches than the others.
-        for size in self._open:
-            if self.length % size:
-                self._check_update(size)
 
     def _check_update(self, size: int) -> None:
         total, self._open[size] = self._open[size], 0.0
@@ -143,3 +135,18 @@ class BatchStream:
         if part.weights.any():
             self._first = first
         return in_epoch(part, self._kind, first, self._call)
+
+
+def _length(call: str, batches: Iterable[PyTree], total: int | None) -> int:
+    """The number of batches, which an epoch's schedule is made for."""
+    if total is None:
+        if not isinstance(batches, Sized):
+            rule = "must be given where the batches have no length"
+            remedy = "Say how many there are, or give a list."
+            raise ValueError(requirement(f"{call}(total=...)", rule, "None", remedy))
+        total = len(batches)
+    check_at_least(f"{call}(total=...)", total, 0)
+    if not total:
+        rule = "must have one batch at least"
+        raise ValueError(requirement(f"{call}(batches)", rule, "none"))
+    return total

@@ -6,14 +6,12 @@ epoch has the remaining ones. Workers that share a stage send their sums to each
 and continue with the stage once all sums have arrived: so all have the same version at
 the same point of their lists.
 
-Batches are read when a pass needs them. Each process reads its own stream and sends the
-length to the others when the stream ends, so that none of them waits for a micro-batch
-that does not exist on all.
+Batches are read when a forward pass needs them, by each process from its own stream.
 """
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -22,11 +20,15 @@ from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.loss import Entries, merged, stacked
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    StageChannels,
+    receive,
+)
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.run.step import ActionCursor, Step, StepInputs
+from jdist.pipeline.run.step import Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.schedule.open_schedule import OpenSchedule
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream
 from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
 from jdist.reduction import Partial
@@ -70,12 +72,10 @@ class EpochReport(NamedTuple):
     Attributes:
       found: For each of its micro-batches the mean or sum of the losses, its
         `total`, and the auxiliary outputs; see `stacked`.
-      length: The number of micro-batches that it has read.
       checksums: Checksums of the batches that it has read.
     """
 
     found: Entries | None
-    length: int
     checksums: dict[str, int]
 
 
@@ -84,12 +84,12 @@ class EpochPlan(NamedTuple):
 
     Attributes:
       stream: The micro-batches.
-      schedule: The schedule of all workers.
+      schedule: The schedule of all workers, for the length of the stream.
       every: Number of micro-batches of a worker in an update.
     """
 
     stream: BatchStream
-    schedule: OpenSchedule
+    schedule: Schedule
     every: int
 
 
@@ -118,75 +118,22 @@ class EpochStep(Step):
         self._stream, self._schedule, self._every = plan
         self._computing: deque[tuple[int, Any]] = deque()
         self._found: dict[int, PyTree] = {}
-        self._shared: Counter[tuple[int, int]] = Counter()
-        self._ends: dict[int, int] = {}
-        self._end_told = False
 
     def run(self, action_timer: ActionTimer | None = None) -> None:
         """See `Step`; then drains, with the remaining updates of all stages."""
         super().run(action_timer)
-        # Other workers may still wait for a micro-batch that does not exist.
-        self._tell_end()
-        # In two loops: every part is sent before any is waited for, or two workers
-        # would wait for each other.
-        for (worker, stage), stashed in self._stashed.items():
-            shared = self._shared[worker, stage]
-            # The last update has fewer micro-batches, if any.
-            if stashed.grown and shared == stashed.stash.version:
-                self._share(worker, stage)
+        # Of all processes, whose checksums are compared.
+        self._stream.read(self._stream.length - 1)
         for (worker, stage), stashed in self._stashed.items():
             while stashed.stash.version < self._count(stage):
                 self._update(worker, stage)
 
-    # --- the batches ---
-
-    def _actions(self, worker: int) -> ActionCursor:
-        return ActionCursor(self._schedule.actions(worker))
+    def _actions(self, worker: int) -> list[Action]:
+        return self._schedule.actions(worker)
 
     # An update may follow each backward pass, and needs the whole gradient.
     def _is_split(self, action: Action) -> bool:
         return False
-
-    def _waiting(self, lists: Mapping[int, ActionCursor]) -> dict[MessageTag, str]:
-        """See `Step`; adds the ends of other workers' streams."""
-        # Before a wait, or two workers whose streams have ended would both wait.
-        self._tell_end()
-        waiting = super()._waiting(lists)
-        return waiting | self._unheard() if waiting else {}
-
-    def _unheard(self) -> dict[MessageTag, str]:
-        """Tags of stream ends that have not arrived; refuses different lengths."""
-        here = self._places.own[0]
-        unheard = {}
-        for other in self._elsewhere():
-            end = MessageTag("E", -1, "", -1, other)
-            if self._channels.has(end, here):
-                self._ends[other] = self._channels.take(end, here)
-            if other not in self._ends:
-                unheard[end] = "more batches"
-        # Each time, because this worker's own stream is read further between waits.
-        for other, length in self._ends.items():
-            read = len(self._stream.totals)
-            if read > length or self._stream.length not in (None, length):
-                more = "" if self._stream.length == read else " or more"
-                who = f"worker {other} of the schedule"
-                _refuse_lengths(f"{length} on {who}", f"{read}{more} here")
-        return unheard
-
-    def _tell_end(self) -> None:
-        if self._stream.length is None or self._end_told:
-            return
-        self._end_told = True
-        here = self._places.own[0]
-        for other in self._elsewhere():
-            self._channels.put(
-                MessageTag("E", -1, "", -1, here), other, self._stream.length
-            )
-
-    def _elsewhere(self) -> list[int]:
-        """Workers of other processes."""
-        workers = range(self._places.schedule.workers)
-        return [worker for worker in workers if worker not in self._places.own]
 
     # --- results ---
 
@@ -204,15 +151,14 @@ class EpochStep(Step):
           `total` of each, and the auxiliary outputs.
 
         Raises:
-          ValueError: Other workers have read other batches, or more.
+          ValueError: Other workers have read other batches.
           Exception: What `StageChannels.agree` raises.
         """
         self._fetch(0)
-        length = len(self._stream.totals)
         # Alone first: an error then shows nothing but the auxiliary outputs.
         stacked({micro: aux for micro, (_, _, aux) in self._found.items()}, np.stack)
         found = stacked(self._found, np.stack)
-        mine = EpochReport(found, length, self._stream.checksums)
+        mine = EpochReport(found, self._stream.checksums)
         told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
         # After the exchange: all processes have the same reports and raise the same.
         _check_alike(told)
@@ -258,6 +204,7 @@ class EpochStep(Step):
         return computed, stashed.arrays()
 
     def _forward(self, worker: int, run: StageRun, action: Action) -> PyTree:
+        self._stream.read(action.micro_batch)
         self._stashed[worker, action.stage].begin_forward(action.micro_batch)
         return super()._forward(worker, run, action)
 
@@ -282,7 +229,6 @@ class EpochStep(Step):
     def _share(self, worker: int, stage: int) -> None:
         """Sends a worker's contribution to an update to the stage's other workers."""
         stashed = self._stashed[worker, stage]
-        self._shared[worker, stage] += 1
         for other in self._places.replicas(worker, stage):
             tag = MessageTag("G", stashed.stash.version, "", stage, worker)
             self._channels.put(tag, other, stashed.run.partial())
@@ -290,13 +236,11 @@ class EpochStep(Step):
     def _full(self, worker: int, stage: int) -> bool:
         """Whether a worker has its whole contribution to an update that is not made."""
         stashed = self._stashed[worker, stage]
-        if stashed.grown == self._every:
-            return True
-        if not stashed.grown or not self._schedule.has_ended(worker):
-            return False
-        # The last update of the epoch, with fewer micro-batches.
-        number = stashed.stash.version
-        return stashed.grown == self._contributions(stage, number)[worker]
+        grown, number = stashed.grown, stashed.stash.version
+        # The last update of the epoch may have fewer micro-batches.
+        return grown == self._every or (
+            0 < grown == self._contributions(stage, number)[worker]
+        )
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
         """Tags of other workers' contributions to the next update."""
@@ -312,28 +256,23 @@ class EpochStep(Step):
     def _update(self, worker: int, stage: int) -> None:
         others = {}
         for tag in self._due(worker, stage):
-            while not self._channels.has(tag, worker):
-                self._channels.wait({tag: "an update"} | self._unheard())
-            others[tag.sender] = self._channels.take(tag, worker)
+            others[tag.sender] = receive(self._channels, tag, worker, "an update")
         self._stashed[worker, stage].update(others, worker)
 
     def _contributions(self, stage: int, number: int) -> Counter[int]:
         """Number of micro-batches that each worker contributes to a stage's update."""
         workers = self._places.schedule.placement[stage]
         size = self._every * len(workers)
-        # Only the stream shows whether other workers have micro-batches left.
-        if len(workers) > 1:
-            self._stream.reaches((number + 1) * size - 1)
         return contributions(workers, size, number, self._stream.length)
 
     def _count(self, stage: int) -> int:
         """Number of updates of a stage in the whole epoch."""
         workers = self._places.schedule.placement[stage]
-        return -(-len(self._stream.totals) // (self._every * len(workers)))
+        return -(-self._stream.length // (self._every * len(workers)))
 
 
 def contributions(
-    workers: Sequence[int], size: int, number: int, length: int | None
+    workers: Sequence[int], size: int, number: int, length: int
 ) -> Counter[int]:
     """Number of micro-batches that each worker of a stage contributes to an update.
 
@@ -341,14 +280,14 @@ def contributions(
       workers: The workers of the stage, which take micro-batches in turn.
       size: Number of micro-batches in an update.
       number: Number of the update.
-      length: Number of micro-batches in the epoch; None: more than this update needs.
+      length: Number of micro-batches in the epoch.
 
     Example:
       >>> [dict(contributions((0, 1), 4, update, 5)) for update in (0, 1)]
       [{0: 2, 1: 2}, {0: 1}]
     """
     first = number * size
-    end = first + size if length is None else min(first + size, length)
+    end = min(first + size, length)
     return Counter(workers[micro % len(workers)] for micro in range(first, end))
 
 
@@ -357,9 +296,6 @@ def _check_alike(told: Sequence[EpochReport]) -> None:
     # By entry, with the first worker that has it: a process need not load all entries.
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(told):
-        if each.length != told[0].length:
-            one = f"{told[0].length} on worker 0 of the schedule"
-            _refuse_lengths(one, f"{each.length} on {rank}")
         for name, checksum in each.checksums.items():
             first, expected = seen.setdefault(name, (rank, checksum))
             if checksum != expected:
@@ -368,8 +304,3 @@ def _check_alike(told: Sequence[EpochReport]) -> None:
                 remedy = "Read the data in one order on all workers; leave out of a "
                 remedy += "worker's batch what its stages do not take."
                 raise ValueError(requirement(f"{_CALL}(batches)", rule, got, remedy))
-
-
-def _refuse_lengths(one: str, other: str) -> NoReturn:
-    rule = "must be equally many on all workers"
-    raise ValueError(requirement(f"{_CALL}(batches)", rule, f"{one} and {other}"))

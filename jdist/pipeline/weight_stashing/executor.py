@@ -1,6 +1,5 @@
 """The executor of asynchronous epochs: updates while micro-batches are in flight."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -38,8 +37,8 @@ from jdist.pipeline.run.update import (
     skipped_in,
     static_loss_scale_of,
 )
-from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.versions import live_versions
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.stages.place import resident
@@ -166,6 +165,7 @@ class EpochExecutor(ScheduleExecutor):
         channels: StageChannels,
         state: PipelineState,
         batches: Iterable[PyTree],
+        total: int | None = None,
         timer: ActionTimer | None = None,
     ) -> EpochResult:
         """Trains on batches, each a micro-batch, and drains.
@@ -174,13 +174,13 @@ class EpochExecutor(ScheduleExecutor):
           channels: The call, upon which all processes agree at the end.
           state: The training state, of which nothing is donated.
           batches: The batches, or pairs of a batch and its weights.
+          total: Their number, if they have no length.
           timer: Times the actions.
         """
         programs, places = self._programs, self._programs.places
-        stream = self._stream(batches)
-        # Before any message: an epoch without a batch is refused.
-        stream.reaches(0)
-        schedule = OpenSchedule(self._schedule, stream)
+        stream = self._stream(batches, total)
+        stream.read(0)
+        schedule = self._schedule.resized(stream.length)
         step, key = state.step, state.key
         # The key of the run does not change: each epoch derives its own.
         own = None if key is None else jax.random.fold_in(key, step)
@@ -233,10 +233,11 @@ class EpochExecutor(ScheduleExecutor):
         means = np.where(weights > 0, values, np.full_like(values, np.nan))
         return Metrics(loss, aux=aux, losses=means, skipped=skipped)
 
-    def _stream(self, batches: Iterable[PyTree]) -> BatchStream:
+    def _stream(self, batches: Iterable[PyTree], total: int | None) -> BatchStream:
         places, every = self._programs.places, self._policy.every
         return BatchStream(
             batches,
+            total,
             self._programs.loss.kind,
             {every * len(workers) for workers in places.schedule.placement},
             # The first batch is kept in any case, for shapes and identity.
@@ -263,14 +264,14 @@ class EpochExecutor(ScheduleExecutor):
         # cost a message per batch.
         first = stream[0]
         settings = {
-            "first of": "a stream" if stream.count is None else stream.count,
+            "first of": stream.length,
             "schedule": f"{self._schedule.name} with {self._policy}",
         }
         channels.identify(CallArguments(step, settings, first.batch, [first], key))
 
     def _stashed(
         self,
-        schedule: OpenSchedule,
+        schedule: Schedule,
         runs: Mapping[tuple[int, int], StageRun],
         opt_states: Sequence[PyTree],
     ) -> dict[tuple[int, int], StashedStage]:
@@ -279,14 +280,14 @@ class EpochExecutor(ScheduleExecutor):
             rule = "must be given for training"
             raise ValueError(requirement("Pipeline(optimizer=...)", rule, "None"))
         places, stashed = self._programs.places, {}
+        versions = schedule.versions_used().tolist()
+        kept = live_versions(schedule.columns, self._policy)
         for (worker, j), run in runs.items():
             workers = places.schedule.placement[j]
             rule_of_stage = VersionRule(
-                with_weight_stashing(
-                    self._optimizers[j], int(schedule.kept[j, worker])
-                ),
-                functools.partial(schedule.version, j),
-                functools.partial(schedule.may_have, worker),
+                with_weight_stashing(self._optimizers[j], int(kept[j, worker])),
+                versions[j].__getitem__,
+                schedule.micro_batches,
                 workers.index(worker),
                 len(workers),
                 self._update_in_backward(j),

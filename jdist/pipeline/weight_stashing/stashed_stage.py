@@ -26,7 +26,7 @@ class VersionRule(NamedTuple):
     Attributes:
       stashing: The optimizer, and the number of versions that it keeps.
       version: Maps a micro-batch to the version that it uses here.
-      exists: Whether there may be a micro-batch of a number, as far as is known.
+      length: Number of micro-batches in the epoch.
       turn: Number of the first micro-batch of this worker.
       replicas: Number of workers of the stage, which take micro-batches in turn.
       in_backward: Makes the update within the backward pass, where it needs the
@@ -35,7 +35,7 @@ class VersionRule(NamedTuple):
 
     stashing: WeightStashing
     version: Callable[[int], int]
-    exists: Callable[[int], bool]
+    length: int
     turn: int
     replicas: int
     in_backward: Callable[..., PyTree] | None = None
@@ -141,7 +141,7 @@ class StashedStage:
 
     def _look_ahead(self) -> None:
         """Notes which micro-batches use the newest version."""
-        while self._rule.exists(self._next):
+        while self._next < self._rule.length:
             version = self._rule.version(self._next)
             # Versions do not decrease with the micro-batch.
             if version > self.stash.version:
@@ -151,9 +151,6 @@ class StashedStage:
 
     def _needed(self) -> set[int]:
         """Existing versions that a micro-batch of this worker will still use."""
-        # The epoch may have ended before a micro-batch that was noted.
-        while self.used and not self._rule.exists(last := next(reversed(self.used))):
-            del self.used[last]
         return set(self.used.values())
 
     def _load(self, version: int) -> None:

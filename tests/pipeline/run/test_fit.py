@@ -138,7 +138,8 @@ def test_each_batch_is_read_before_the_next_is_asked_for(places, offset, rng):
     _, found = fit(pipe, pipe.init(params), loader())
     np.testing.assert_allclose([m.loss for m in found], expected, rtol=1e-4)
     runtime = asynchronous(stages, loss, optimizer=optim.sgd(lr=0.0))
-    _, found = runtime.train_epoch(runtime.init(params), loader())
+    state, count = runtime.init(params), len(expected)
+    _, found = runtime.train_epoch(state, loader(), total=count)
     np.testing.assert_allclose(found.losses, expected, rtol=1e-4)
 
 

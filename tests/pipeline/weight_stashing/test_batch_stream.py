@@ -13,15 +13,13 @@ def batch(rows, start=0.0):
     return {"x": np.arange(rows, dtype=np.float32) + start}
 
 
-def stream(batches, kind="mean", groups=(1,), kept=None, compared=True):
+def stream(batches, kind="mean", groups=(1,), kept=None, compared=True, total=None):
     kept = kept or (lambda micro: True)
-    return BatchStream(batches, kind, groups, kept, compared, CALL)
+    return BatchStream(batches, total, kind, groups, kept, compared, CALL)
 
 
 def read(found):
-    micro = 0
-    while found.reaches(micro):
-        micro += 1
+    found.read(found.length - 1)
     return found
 
 
@@ -33,17 +31,16 @@ def test_it_reads_what_is_asked_for_and_forgets():
             seen.append(i)
             yield batch(2 + i, start=10.0 * i), np.full(2 + i, 0.5 + i)
 
-    found = stream(batches(), kept=lambda micro: micro != 2)
-    assert (seen, found.length) == ([], None)
-    assert found.reaches(1)
+    found = stream(batches(), kept=lambda micro: micro != 2, total=4)
+    assert (seen, found.length) == ([], 4)
+    found.read(1)
     assert seen == [0, 1]
-    assert found.reaches(0)
+    found.read(0)
     assert seen == [0, 1]
     assert found[1].batch["x"].tolist() == [10.0, 11.0, 12.0]
     found.forget(1)
     found.forget(1)
-    assert not found.reaches(7)
-    assert found.length == 4
+    read(found)
     for gone in (1, 2):
         with pytest.raises(KeyError, match=str(gone)):
             found[gone]
@@ -118,11 +115,11 @@ def test_batches_without_weights_stand_between_others():
 
 def test_weights_of_a_sum_beyond_single_precision_are_refused():
     found = stream(paired([batch(1)] * 2, [[1.0], [1e39]]), kind="sum")
-    assert found.reaches(0)
+    found.read(0)
     with pytest.raises(
         ValueError, match=r"train\(weights=...\).*within float32.*1e\+39"
     ):
-        found.reaches(1)
+        found.read(1)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +128,7 @@ def test_weights_of_a_sum_beyond_single_precision_are_refused():
         (3, TypeError, r"train\(batches\)` must be batches, one after .*Got an int"),
         (batch(1), TypeError, "Got a dict. Wrap a single batch in a list"),
         ([], ValueError, "must have one batch at least"),
+        (iter([batch(1)]), ValueError, r"total=...\)` must be given where .* a list"),
         ([(batch(1), 1, 2)], ValueError, "pairs of .* weights. Got a tuple of 3"),
         ([[1.0]], TypeError, "must be a dict of named arrays"),
         ([(batch(2), [1.0])], ValueError, "one number for each of the 2 examples"),
@@ -148,5 +146,11 @@ def test_what_an_iterator_raises_says_where():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        read(stream(batches()))
+        read(stream(batches(), total=3))
     assert caught.value.__notes__ == ["It was raised when batch 2 was read."]
+
+
+def test_batches_that_end_early():
+    found = stream(iter([batch(2)] * 3), total=4)
+    with pytest.raises(ValueError, match="must be the 4 batches of the epoch"):
+        read(found)

@@ -69,8 +69,7 @@ def test_rules_in_float64(policy, n, m, k, change, kind, seed):
     k = max(k, n) if policy == "2bw" else k
     params, batches, weights = problem(n, m, seed)
     runtime = made(n, policy, k, OPTIMIZERS[change], reduction=kind)
-    given = zip(batches, weights, strict=True)  # whose length is not known
-    state, _ = runtime.train_epoch(runtime.init(params), given)
+    state, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     expected = serial(policy, params, batches, weights, change, k, kind=kind)
     close(state.params, newest(expected), 1e-11)
 
@@ -319,15 +318,15 @@ def test_batches_are_read_when_they_are_needed(monkeypatch):
             yield pair
 
     def watched(epoch, worker, action):
+        do(epoch, worker, action)
         if action == ("F", 0, len(done)):
             assert len(read) == action.micro_batch + 1
             done.append(action)
-        do(epoch, worker, action)
         assert len(epoch._stream._parts) <= n + 1
 
     monkeypatch.setattr(EpochStep, "_do", watched)
     runtime = made(n)
-    found = runtime.train_epoch(runtime.init(params), supply())
+    found = runtime.train_epoch(runtime.init(params), supply(), total=m)
     assert (len(read), len(done)) == (m, m)
     monkeypatch.undo()
     same(found, runtime.train_epoch(runtime.init(params), paired(batches, weights)))
@@ -343,8 +342,8 @@ def test_an_iterator_that_fails_ends_the_epoch():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        runtime.train_epoch(state, supply())
-    assert caught.value.__notes__ == ["It was raised when batch 4 was read."]
+        runtime.train_epoch(state, supply(), total=6)
+    assert caught.value.__notes__[0] == "It was raised when batch 4 was read."
     after, _ = runtime.train_epoch(state, paired(batches, weights))
     close(after.params, newest(serial("stashing", params, batches, weights)), 1e-11)
 
@@ -380,7 +379,7 @@ def test_a_run_continues_from_a_checkpoint_between_its_epochs(tmp_path):
         assert plain.step == saved.latest() == 3
         state = saved.restore(runtime.init(params), step=1)
         for first in range(3 * state.step, 8, 3):
-            state, _ = runtime.train_epoch(state, iter(given[first : first + 3]))
+            state, _ = runtime.train_epoch(state, given[first : first + 3])
     same(state, plain)
 
 
@@ -527,7 +526,7 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, [(batches[0], weights[0], None)])
     with pytest.raises(ValueError, match="must have one batch at least"):
         runtime.train_epoch(state, [])
-    with pytest.raises(ValueError, match=r"must have one batch at least\. Got none"):
+    with pytest.raises(ValueError, match=r"train_epoch\(total=...\)` must be given"):
         runtime.train_epoch(state, iter(()))
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)

@@ -91,15 +91,14 @@ def test_epochs_that_are_not_the_same(cluster):
 
 FAULTS = {
     "raises": "OSError: the disk is gone .*raised when batch 6 was read",
-    "short": "must be equally many on all workers.*6 on worker 2",
-    "long": "must be equally many on all workers.*(9|10) on worker",
+    "short": "must be the 9 batches of the epoch. Got 6",
     "order": "must be the same batches .*another entry 'target' on worker 2 .* on 1",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault):
-    """One worker's data raise, end early, go on longer, or come in another order."""
+    """One worker's data raise, end early, or come in another order."""
     tasks = [cluster.start(rank, cases.bad_streams, rank, fault) for rank in range(3)]
     found = [task.result() for task in tasks]
     for text, _ in found:
@@ -111,16 +110,6 @@ def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault
     after, _ = runtime.train_epoch(runtime.init(params), paired(batches, weights))
     for rank, (_, own) in enumerate(found):
         same_bits(own[rank], after.params[rank])
-
-
-def test_replicas_whose_batches_differ_in_number(cluster):
-    """One waits for the other's share of an update that the other does not have."""
-    tasks = [cluster.start(rank, cases.uneven_replicas, rank) for rank in range(2)]
-    # Which of them notices first, and in whose words, depends on their speed.
-    lengths = r"(3 on worker 1|4 on worker 0 of the schedule and 3 here)"
-    expected = rf"must be equally many on all workers\. Got {lengths}"
-    for task in tasks:
-        assert re.search(expected, task.result())
 
 
 def test_a_resumed_epoch_repeats_every_bit(cluster, tmp_path):
